@@ -1,0 +1,343 @@
+"""Every knob with its unit and its checks, as frozen dataclasses. No torch.
+
+`parse.py` fills them from a YAML file and the command line.
+"""
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from accel_gpt.errors import divides, not_negative, positive, require
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """How to make the data folder when it is missing."""
+
+    source: Literal["stdlib", "text", "jsonl", "parquet", "dataset"] | None = None
+    """Where documents come from; null: the folder must exist already."""
+    path: str | None = None
+    """File, folder, glob or http(s) URL of the text; for text, jsonl and parquet."""
+    dataset: str | None = None
+    """Hub id, for source dataset (streamed, never downloaded whole)."""
+    dataset_config: str | None = None
+    """Configuration name of the Hub data set."""
+    dataset_split: str = "train"
+    """Split of the Hub data set."""
+    text_field: str = "text"
+    """Name of the column that holds the text; for jsonl, parquet and dataset."""
+    tokenizer: str = "gpt2"
+    """bytes, chars, bpe (trained on the text), gpt2, or the path of a tokenizer.json."""
+    vocab_size: int = 4096
+    """Tokens in the vocabulary of a trained bpe, end-of-text included."""
+    val_fraction: float = 0.1
+    """Share of the text held out, 0 to 1: whole documents, or the end of each of a few texts."""
+    shard_tokens: int = 100_000_000
+    """Tokens in one shard file."""
+    workers: int = 0
+    """Processes that tokenize; 0: one for each core."""
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.val_fraction < 1,
+            f"data.prepare.val_fraction is {self.val_fraction}; it must lie between 0 and 1",
+        )
+        require(
+            self.vocab_size >= 257,
+            f"data.prepare.vocab_size is {self.vocab_size}; a byte-level bpe needs at least 257 "
+            "(256 bytes and end-of-text)",
+        )
+        positive("data.prepare", self, "shard_tokens")
+        if self.source in ("text", "jsonl", "parquet"):
+            require(
+                bool(self.path),
+                f"data.prepare.source is {self.source} but data.prepare.path is empty; "
+                "give a file, a folder or a glob",
+            )
+        if self.source == "dataset":
+            require(
+                bool(self.dataset),
+                "data.prepare.source is dataset but data.prepare.dataset is empty; give a Hub id",
+            )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is trained on, and in which order."""
+
+    train: str = ""
+    """Folder of token shards."""
+    val: str | None = None
+    """Folder whose val split is evaluated; null: the one of data.train."""
+    shuffle: Literal["global", "shards", "none", "replacement"] = "global"
+    """global: a permutation of all windows each epoch; shards: shards in random order, read in
+    sequence; none: in order; replacement: random crops, as nanoGPT."""
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the decoder; the defaults are GPT-2 small."""
+
+    preset: Literal["gpt2", "llama"] = "gpt2"
+    """Defaults for the fields below; each can be set over it."""
+    init_from: str = "scratch"
+    """scratch, or the folder of a run or checkpoint of ours whose weights to start from."""
+    n_layer: int = 12
+    """Blocks."""
+    n_head: int = 12
+    """Query heads."""
+    n_kv_head: int | None = None
+    """Key and value heads (grouped queries); null: as many as n_head."""
+    n_embd: int = 768
+    """Channels of the residual stream."""
+    block_size: int = 1024
+    """Context length in tokens."""
+    vocab_size: int | None = None
+    """Tokens in the vocabulary; null: the tokenizer's. Padded to a multiple of 64 internally."""
+    dropout: float = 0.0
+    """Probability, 0 to 1."""
+    bias: bool = True
+    """Biases in linear layers and LayerNorm."""
+    position: Literal["learned", "rope"] = "learned"
+    """Learned position embeddings, or rotary ones."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before each sub-layer."""
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    """Feed-forward layer: GELU (tanh form) or gated SiLU."""
+    mlp_hidden: int | None = None
+    """Hidden channels of the MLP; null: 4 n_embd (gelu), 8/3 n_embd up to a multiple of 128."""
+    tie_embeddings: bool = True
+    """Input embedding and output head share their weights."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    norm_eps: float = 1e-5
+    """Added to the variance in the norms."""
+
+    def __post_init__(self) -> None:
+        positive("model", self, "n_layer", "n_head", "n_embd", "block_size")
+        divides("model.n_embd", self.n_embd, "model.n_head", self.n_head)
+        divides("model.n_head", self.n_head, "model.n_kv_head", self.n_kv_head or self.n_head)
+        require(0 <= self.dropout < 1, f"model.dropout is {self.dropout}; it must lie in [0, 1)")
+        if self.position == "rope":
+            require(
+                self.head_size % 2 == 0,
+                f"rotary positions turn pairs of channels, but n_embd / n_head is "
+                f"{self.head_size}; make it even",
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Channels of one head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.n_kv_head or self.n_head
+
+    @property
+    def hidden_size(self) -> int:
+        """Hidden channels of the MLP."""
+        if self.mlp_hidden:
+            return self.mlp_hidden
+        return 4 * self.n_embd if self.mlp == "gelu" else -(-8 * self.n_embd // 3 // 128) * 128
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
+    {
+        "gpt2": {},
+        # Llama, Touvron et al. 2023, section 2.2: RMSNorm, SwiGLU, RoPE, no biases, untied head
+        "llama": {
+            "bias": False,
+            "position": "rope",
+            "norm": "rmsnorm",
+            "mlp": "swiglu",
+            "tie_embeddings": False,
+        },
+    }
+)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Batch, length and numerics of the run."""
+
+    tokens_per_step: int = 524_288
+    """Tokens per optimizer update over all processes; accumulation is derived from it."""
+    micro_batch_size: int = 16
+    """Sequences per process per micro-step."""
+    max_steps: int | None = None
+    """Optimizer updates in the run; set this or max_tokens."""
+    max_tokens: int | None = None
+    """Tokens in the run; set this or max_steps."""
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
+    """null: what accelerate config says."""
+    matmul_precision: Literal["highest", "high", "medium"] = "high"
+    """float32 products: highest = IEEE, high = TF32, medium = bfloat16, where the device has it."""
+    compile: bool = False
+    """torch.compile the model in place."""
+    cpu_threads: int | None = None
+    """Threads per process on a CPU; null: all cores, shared by the processes of the machine."""
+
+    def __post_init__(self) -> None:
+        positive("train", self, "tokens_per_step", "micro_batch_size")
+        positive("train", self, "max_steps", "max_tokens", "cpu_threads")
+        require(
+            self.max_steps is None or self.max_tokens is None,
+            f"train.max_steps is {self.max_steps} and train.max_tokens is {self.max_tokens}; "
+            "set one of the two",
+        )
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer."""
+
+    name: Literal["adamw"] = "adamw"
+    """Optimizer."""
+    lr: float = 6e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment per step."""
+    beta2: float = 0.95
+    """Decay of the second moment per step."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled, per step and unit of lr; on matrices only."""
+    grad_clip: float = 1.0
+    """Largest norm of the whole gradient; 0: no clipping, the norm is still logged."""
+
+    def __post_init__(self) -> None:
+        positive("optim", self, "lr", "eps")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"optim.{name} is {value}; it must lie in [0, 1)")
+        not_negative("optim", self, "weight_decay", "grad_clip")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate as a function of the step."""
+
+    name: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """wsd: warm-up, stable, then a linear decay at the end."""
+    warmup_steps: int = 0
+    """Steps from 0 to the peak."""
+    warmup_tokens: int | None = None
+    """The same in tokens, in place of warmup_steps."""
+    decay_steps: int | None = None
+    """Steps that the fall to min_lr takes; null: all that follow the warm-up (wsd: a fifth)."""
+    decay_tokens: int | None = None
+    """The same in tokens, in place of decay_steps."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the fall."""
+
+    def __post_init__(self) -> None:
+        not_negative("schedule", self, "warmup_steps", "min_lr")
+        positive("schedule", self, "warmup_tokens", "decay_steps", "decay_tokens")
+        for what in ("warmup", "decay"):
+            steps, tokens = getattr(self, f"{what}_steps"), getattr(self, f"{what}_tokens")
+            require(
+                not (steps and tokens),
+                f"schedule.{what}_steps is {steps} and schedule.{what}_tokens is {tokens}; "
+                "set one of the two",
+            )
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Loss on fixed tokens of both splits."""
+
+    every: int = 500
+    """Steps between evaluations; 0: only at the end."""
+    tokens: int | None = 1_048_576
+    """Tokens of each split, the same ones every time; null: the whole split."""
+
+    def __post_init__(self) -> None:
+        not_negative("eval", self, "every")
+        positive("eval", self, "tokens")
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Text written during training."""
+
+    every: int = 1000
+    """Steps until the first samples; 0: never."""
+    growth: float = 1.0
+    """Factor on the interval after each sampling, at least 1."""
+    prompts: tuple[str, ...] = ("",)
+    """Texts to continue; an empty one starts a new document."""
+    num: int = 1
+    """Samples per prompt and process."""
+    max_new_tokens: int = 128
+    """Tokens per sample."""
+    temperature: float = 0.8
+    """0: greedy."""
+    top_k: int | None = 50
+    """Tokens to choose from; null: all."""
+    top_p: float = 1.0
+    """Probability mass to choose from."""
+
+    def __post_init__(self) -> None:
+        not_negative("sample", self, "every", "temperature")
+        positive("sample", self, "num", "max_new_tokens", "top_k", "top_p")
+        require(self.growth >= 1, f"sample.growth is {self.growth}; it must be 1 (regular) or more")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept, and how a run continues."""
+
+    every: int = 1000
+    """Steps between checkpoints; 0: by tokens or at the end only."""
+    every_tokens: int | None = None
+    """Tokens between checkpoints, besides every."""
+    keep_last: int = 2
+    """Newest checkpoints to keep."""
+    keep_best: bool = True
+    """Also save and keep the checkpoint with the lowest val loss."""
+    resume: str = "auto"
+    """auto: go on from the newest checkpoint of out_dir; never; or the folder of a checkpoint to
+    start from while out_dir has none."""
+    allow_change: tuple[str, ...] = ()
+    """Keys that may differ from the checkpoint's config, separated by commas."""
+
+    def __post_init__(self) -> None:
+        not_negative("checkpoint", self, "every")
+        positive("checkpoint", self, "every_tokens", "keep_last")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where figures go."""
+
+    every: int = 10
+    """Steps between lines of metrics."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Accelerate's names, separated by commas: tensorboard, wandb, trackio, ..."""
+
+    def __post_init__(self) -> None:
+        positive("log", self, "every")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment: a YAML file of sections, each key settable as --section.key value."""
+
+    out_dir: str = "runs/gpt"
+    """Folder of the run: config, metrics, samples, checkpoints."""
+    seed: int = 1337
+    """Of the initial weights, the data order and dropout."""
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)

@@ -1,0 +1,146 @@
+"""Which window comes when: pure functions of (seed, data fingerprint, k), O(1) memory, seekable.
+
+The k-th sequence of a run is `block_size + 1` tokens of one shard, whatever the number of
+processes, the micro-batch or the restarts; k is the whole state. Epoch e is k // windows_per_epoch.
+Each epoch but the first cuts every shard at a new offset, so that a small corpus does not repeat
+its windows.
+
+Legend: N windows per epoch, S shards, T block_size.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from accel_gpt.errors import DataError
+
+Shuffle = Literal["global", "shards", "none", "replacement"]
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+ROUNDS = 6  # Feistel rounds, even so that the halves end where they began; 4 suffice (Luby-Rackoff)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The sequence of windows over the shards of a split."""
+
+    lengths: Ints  # (S,) tokens of each shard
+    block_size: int
+    shuffle: Shuffle
+    seed: int
+    fingerprint: str
+
+    def __post_init__(self) -> None:
+        if not (self.lengths > self.block_size).any():
+            longest = int(self.lengths.max(initial=0))
+            raise DataError(
+                f"the longest shard has {longest:,} tokens, fewer than one window of "
+                f"model.block_size + 1 = {self.block_size + 1:,}; give more text or a smaller "
+                "block_size"
+            )
+
+    @property
+    def windows(self) -> Ints:
+        """(S,) windows of each shard in every epoch: as many as fit at any offset below T."""
+        fits = np.maximum(self.lengths // self.block_size - 1, 1)
+        counts: Ints = np.where(self.lengths > self.block_size, fits, 0)
+        return counts
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """N."""
+        return int(self.windows.sum())
+
+    def locate(self, k: Ints) -> tuple[Ints, Ints]:
+        """Shard and first token of the windows number `k`: two arrays shaped like `k`."""
+        if self.shuffle == "replacement":
+            return self.random_crops(k)
+        shard, start = np.empty_like(k), np.empty_like(k)
+        epochs, index = np.divmod(k, self.windows_per_epoch)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            shard[here], start[here] = self.within_epoch(int(epoch), index[here])
+        return shard, start
+
+    def within_epoch(self, epoch: int, index: Ints) -> tuple[Ints, Ints]:
+        """Shard and first token of the windows `index` (0 to N - 1) of one epoch."""
+        counts, shards = self.windows, np.arange(len(self.lengths))
+        if self.shuffle == "global":
+            index = permute(index, self.windows_per_epoch, self.key(epoch, "windows"))
+        elif self.shuffle == "shards":
+            shards = permute(shards, len(shards), self.key(epoch, "shards"))
+            counts = counts[shards]
+        ends = np.cumsum(counts)
+        slot = np.searchsorted(ends, index, side="right")
+        shard, window = shards[slot], index - (ends - counts)[slot]
+        return shard, self.offset(epoch, shard) + window * self.block_size
+
+    def offset(self, epoch: int, shard: Ints) -> Ints:
+        """First token of the first window of each shard in this epoch, below T."""
+        if epoch == 0:
+            return np.zeros_like(shard)
+        slack = self.lengths[shard] - 1 - self.windows[shard] * self.block_size
+        choices = np.minimum(slack, self.block_size - 1) + 1
+        draw = mix(shard.astype(np.uint64) ^ np.uint64(self.key(epoch, "offset")))
+        return (draw % choices.astype(np.uint64)).astype(np.int64)
+
+    def random_crops(self, k: Ints) -> tuple[Ints, Ints]:
+        """Independent windows, every first token of every shard equally likely."""
+        ends = np.cumsum(np.maximum(self.lengths - self.block_size, 0))
+        draw = mix(mix(k.astype(np.uint64)) ^ np.uint64(self.key(0, "crops")))
+        position = (draw % np.uint64(ends[-1])).astype(np.int64)
+        shard = np.searchsorted(ends, position, side="right")
+        return shard, position - np.where(shard > 0, ends[shard - 1], 0)
+
+    def key(self, epoch: int, purpose: str) -> int:
+        """64 bits that depend on everything the order may depend on."""
+        return derive_seed(self.seed, self.fingerprint, epoch, purpose)
+
+
+def derive_seed(*parts: int | str) -> int:
+    """64 bits drawn from `parts`, the same on every machine."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def permute(index: Ints, size: int, key: int) -> Ints:
+    """Image of `index` under a keyed permutation of 0 ... size - 1.
+
+    A Feistel network on the smallest sufficient number of bits; values outside are sent through it
+    again (cycle walking, Black & Rogaway 2002), twice on average at most.
+    """
+    bits = max(2, (size - 1).bit_length())
+    value = index.astype(np.uint64)
+    todo = np.ones(value.shape, dtype=bool)
+    while todo.any():
+        value[todo] = feistel(value[todo], bits, key)
+        todo = value >= size
+    return value.astype(np.int64)
+
+
+def feistel(value: Words, bits: int, key: int) -> Words:
+    """One pass of a keyed bijection on words of `bits` bits."""
+    low_bits, high_bits = bits // 2, bits - bits // 2
+    low, high = value & mask(low_bits), value >> np.uint64(low_bits)
+    keys = mix(np.uint64(key) + np.arange(ROUNDS, dtype=np.uint64))
+    for round_key in keys:
+        high_mask = mask(high_bits)
+        low, high = (high ^ mix(low ^ round_key)) & high_mask, low
+        low_bits, high_bits = high_bits, low_bits
+    return (high << np.uint64(low_bits)) | low
+
+
+def mask(bits: int) -> np.uint64:
+    """The word whose lowest `bits` bits are set."""
+    return np.uint64((1 << bits) - 1)
+
+
+def mix(word: Words) -> Words:
+    """The finaliser of splitmix64 (Steele, Lea & Flood 2014): every bit depends on every other."""
+    word = word + np.uint64(0x9E3779B97F4A7C15)
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))

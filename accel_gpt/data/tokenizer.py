@@ -1,0 +1,350 @@
+"""Text -> token ids and back, one interface for every kind of tokenizer.
+
+Reads and writes tokenizer.json: Hugging Face's format, or a tiny one of our own for kinds that
+have no other file (bytes, chars, gpt2).
+"""
+
+import hashlib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from accel_gpt.data import bpe
+from accel_gpt.data.bpe import EOT, clean
+from accel_gpt.data.shards import token_dtype
+from accel_gpt.errors import DataError, UserError, require
+
+if TYPE_CHECKING:
+    import tiktoken
+
+Ids = NDArray[Any]
+
+FILE = "tokenizer.json"
+FORMAT = "accel_gpt-tokenizer"
+VERSION = 1
+EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+
+
+class Tokenizer(ABC):
+    """Text <-> ids. Text that spells a special token stays text; `decode` spells `eot_id` out."""
+
+    kind: str
+    vocab_size: int
+    eot_id: int | None
+    fingerprint: str
+    """SHA-256 (hex) of kind, vocabulary, pattern and special tokens."""
+    cuts_at_lines = True
+    """Whether encoding the `bpe.pieces` of a text one by one gives the ids of the whole."""
+
+    @abstractmethod
+    def encode_array(self, text: str) -> Ids:
+        """Ids as an array of any unsigned type."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+
+    @abstractmethod
+    def token_bytes(self) -> NDArray[np.int64]:
+        """(V,): bytes of UTF-8 text that each token stands for, 0 for special tokens."""
+
+    @abstractmethod
+    def file_text(self) -> str:
+        """Content of the tokenizer.json from which `load_tokenizer` makes an equal tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without end-of-text."""
+        ids: list[int] = self.encode_array(clean(text)).tolist()
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text as `token_dtype(vocab_size)`."""
+        dtype = token_dtype(self.vocab_size)
+        return [self.encode_array(clean(text)).astype(dtype) for text in texts]
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json into `folder`."""
+        (Path(folder) / FILE).write_text(self.file_text(), encoding="utf-8")
+
+
+class BytesTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8, and end-of-text."""
+
+    kind = "bytes"
+    vocab_size = 257
+    eot_id = 256
+
+    def __init__(self) -> None:
+        self.fingerprint = digest("bytes", "", [EOT], [])
+
+    def encode_array(self, text: str) -> Ids:
+        return np.frombuffer(text.encode("utf-8"), np.uint8)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        spelled = (EOT.encode() if i == 256 else bytes([i]) for i in ids)
+        return b"".join(spelled).decode("utf-8", "replace")
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        return np.array([1] * 256 + [0])
+
+    def file_text(self) -> str:
+        return own_file("bytes")
+
+
+class CharsTokenizer(Tokenizer):
+    """The sorted set of characters of a text, as nanoGPT's shakespeare_char; no end-of-text."""
+
+    kind = "chars"
+    eot_id = None
+
+    def __init__(self, chars: str) -> None:
+        self.chars = chars
+        self.vocab_size = len(chars)
+        self.fingerprint = digest("chars", "", [], [c.encode() for c in chars])
+        codes = np.array([ord(c) for c in chars])
+        self.ids = np.full(codes.max() + 2, len(chars))  # the last entry stands for all above
+        self.ids[codes] = np.arange(len(chars))
+
+    def encode_array(self, text: str) -> Ids:
+        codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+        ids: Ids = self.ids[np.minimum(codes, len(self.ids) - 1)]
+        unknown = np.flatnonzero(ids == self.vocab_size)
+        if len(unknown):
+            raise UserError(
+                f"character {text[unknown[0]]!r} is not among the {self.vocab_size} of the chars "
+                "tokenizer; leave it out, or prepare the data with a tokenizer that knows it"
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.chars[i] for i in ids)
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        return np.array([len(c.encode()) for c in self.chars])
+
+    def file_text(self) -> str:
+        return own_file("chars", chars=self.chars)
+
+
+class RankTokenizer(Tokenizer):
+    """Byte-level BPE driven by tiktoken: GPT-2's, or one that `train_bpe` made."""
+
+    # tiktoken's regex gives up on about a million white spaces in a row; such runs are cut here
+    LONGEST_RUN = re.compile(r"\s{100000}")
+
+    def __init__(self, kind: str, encoding: "tiktoken.Encoding", file_text: str) -> None:
+        self.kind = kind
+        self.vocab_size = encoding.n_vocab
+        self.eot_id = encoding.eot_token
+        self.encoding = encoding
+        self.text = file_text
+        vocabulary = [encoding.decode_single_token_bytes(i) for i in range(self.eot_id)]
+        self.fingerprint = digest(kind, encoding._pat_str, [EOT], vocabulary)
+
+    def encode_array(self, text: str) -> Ids:
+        try:
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
+        except ValueError:
+            ends = [run.end() for run in self.LONGEST_RUN.finditer(text)]
+            if not ends:
+                raise
+        spans = zip([0, *ends], [*ends, len(text)], strict=True)
+        encode = self.encoding.encode_to_numpy
+        return np.concatenate([encode(text[a:b], disallowed_special=()) for a, b in spans])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.encoding.decode(list(ids))
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        sizes = [len(self.encoding.decode_single_token_bytes(i)) for i in range(self.vocab_size)]
+        sizes[self.encoding.eot_token] = 0
+        return np.array(sizes)
+
+    def file_text(self) -> str:
+        return self.text
+
+
+class HFTokenizer(Tokenizer):
+    """Any tokenizer.json of Hugging Face `tokenizers`, without template, padding, truncation."""
+
+    kind = "hf"
+    cuts_at_lines = False
+
+    def __init__(self, text: str, where: Path) -> None:
+        import tokenizers
+
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{where} is no tokenizer.json that can be read: {error}") from None
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        self.tokenizer.encode_special_tokens = True
+        self.text = text
+        ids = self.tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values()) + 1
+        self.eot = find_eot(ids, where)
+        self.eot_id: int = ids[self.eot]
+        parts = {k: v for k, v in json.loads(text).items() if k not in ("truncation", "padding")}
+        self.fingerprint = digest("hf", json.dumps(parts, sort_keys=True), [self.eot], [])
+
+    def encode_array(self, text: str) -> Ids:
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        dtype = token_dtype(self.vocab_size)
+        cleaned = [clean(text) for text in texts]
+        encoded = self.tokenizer.encode_batch_fast(cleaned, add_special_tokens=False)
+        return [np.array(one.ids, dtype) for one in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        sizes = np.zeros(self.vocab_size, np.int64)
+        byte_level = '"ByteLevel"' in json.dumps(json.loads(self.text).get("decoder"))
+        for token, i in self.tokenizer.get_vocab(with_added_tokens=False).items():
+            sizes[i] = len(token) if byte_level else len(spoken(token).encode())
+        for i, added in self.tokenizer.get_added_tokens_decoder().items():
+            sizes[i] = 0 if added.special else len(added.content.encode())
+        sizes[self.eot_id] = 0
+        return sizes
+
+    def file_text(self) -> str:
+        return self.text
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json, and where it does not tell end-of-text, tokenizer_config.json."""
+        super().save(folder)
+        if self.eot not in EOT_NAMES:
+            config = json.dumps({"eos_token": self.eot})
+            (Path(folder) / "tokenizer_config.json").write_text(config, encoding="utf-8")
+
+
+def spoken(token: str) -> str:
+    """Text of a SentencePiece or WordPiece token; one character for one that stands for a byte."""
+    return re.sub(r"^<0x..>$|\u2581", " ", token).removeprefix("##")
+
+
+def find_eot(ids: dict[str, int], where: Path) -> str:
+    """Name of the token that ends a document, from `EOT_NAMES` or tokenizer_config.json."""
+    config = where.with_name("tokenizer_config.json")
+    named: Any = None
+    if config.is_file():
+        try:
+            named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        except (ValueError, AttributeError):
+            raise DataError(f"{config} is not valid JSON; repair or remove it") from None
+        named = named.get("content") if isinstance(named, dict) else named
+    for name in (*EOT_NAMES, named):
+        if name in ids:
+            return str(name)
+    raise UserError(
+        f"{where} has no end-of-text token (looked for {', '.join(EOT_NAMES)} and for eos_token in "
+        f"{config.name} beside it); name it there"
+    )
+
+
+def digest(kind: str, pattern: str, specials: list[str], vocabulary: Iterable[bytes]) -> str:
+    """SHA-256 (hex) of everything that decides which ids a text gets."""
+    spelled = [token.hex() for token in vocabulary]
+    return hashlib.sha256(json.dumps([kind, pattern, specials, spelled]).encode()).hexdigest()
+
+
+def own_file(kind: str, **more: str) -> str:
+    """tokenizer.json of a kind that Hugging Face's format does not describe."""
+    return json.dumps({"format": FORMAT, "version": VERSION, "kind": kind, **more})
+
+
+# --------------------------------------------------------------------------- making and loading
+
+
+def make_tokenizer(spec: str, vocab_size: int, texts: Callable[[], Iterator[str]]) -> Tokenizer:
+    """Tokenizer for bytes, chars, bpe (of `vocab_size`), gpt2 or a path; some read `texts()`."""
+    if spec == "bytes":
+        return BytesTokenizer()
+    if spec == "gpt2":
+        return load_gpt2()
+    if spec == "bpe":
+        return train_bpe(texts(), vocab_size)
+    if spec == "chars":
+        found: set[str] = set()
+        for text in texts():
+            found.update(clean(text))
+        require(bool(found), "the text is empty; there are no characters for a chars tokenizer")
+        return CharsTokenizer("".join(sorted(found)))
+    require(
+        Path(spec).exists(),
+        f"data.prepare.tokenizer is {spec!r}, which is no file; expected bytes, chars, bpe, gpt2 "
+        "or the path of a tokenizer.json",
+    )
+    return load_tokenizer(spec)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of exactly `vocab_size` tokens (see `bpe.train`)."""
+    text = bpe.train(texts, vocab_size)
+    ranks = bpe.ranks(text)
+    assert ranks is not None
+    return from_ranks(ranks, text)
+
+
+def from_ranks(ranks: dict[bytes, int], text: str) -> Tokenizer:
+    """A BPE of ours at tiktoken's speed."""
+    import tiktoken
+
+    specials = {EOT: len(ranks)}
+    encoding = tiktoken.Encoding(
+        "bpe", pat_str=bpe.PATTERN, mergeable_ranks=ranks, special_tokens=specials
+    )
+    return RankTokenizer("bpe", encoding, text)
+
+
+def load_gpt2() -> Tokenizer:
+    """GPT-2's 50,257 tokens, from tiktoken's cache or the network."""
+    import tiktoken
+
+    try:
+        encoding = tiktoken.get_encoding("gpt2")
+    except Exception as error:  # requests' errors, or OSError and ValueError of the cache
+        raise UserError(
+            f"the gpt2 tokenizer could not be fetched by tiktoken ({type(error).__name__}); connect"
+            " once, set TIKTOKEN_CACHE_DIR to a folder that holds its files, or choose "
+            "data.prepare.tokenizer bpe"
+        ) from None
+    return RankTokenizer("gpt2", encoding, own_file("gpt2"))
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a tokenizer.json, or of a folder that holds one.
+
+    Raises `UserError` when there is none, `DataError` when it cannot be read.
+    """
+    where = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    try:
+        text = where.read_text(encoding="utf-8")
+        content = json.loads(text)
+    except FileNotFoundError:
+        raise UserError(f"there is no tokenizer at {where}; expected a {FILE}") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{where} is not valid JSON: {error}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        ranks = bpe.ranks(text)
+        return from_ranks(ranks, text) if ranks else HFTokenizer(text, where)
+    version, kind, chars = (content.get(key) for key in ("version", "kind", "chars"))
+    if version == VERSION and kind == "bytes":
+        return BytesTokenizer()
+    if version == VERSION and kind == "gpt2":
+        return load_gpt2()
+    if version == VERSION and kind == "chars" and isinstance(chars, str) and chars:
+        return CharsTokenizer(chars)
+    raise DataError(
+        f"{where} has kind {kind!r} of version {version!r}; expected bytes, chars or gpt2 of "
+        f"version {VERSION}: update accel_gpt, or prepare the data again"
+    )

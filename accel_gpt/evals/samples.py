@@ -1,0 +1,85 @@
+"""Text written by the model: which steps, from which prompts, with a generator of its own."""
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from accel_gpt.config import SampleConfig
+from accel_gpt.data.order import derive_seed
+from accel_gpt.data.tokenizer import Tokenizer
+from accel_gpt.model.generate import generate
+from accel_gpt.model.gpt import GPT
+
+
+def is_sample_step(step: int, every: int, growth: float) -> bool:
+    """Whether samples are due at a completed step: a pure function, so there is nothing to resume.
+
+    The i-th interval is `every * growth**i` steps, rounded.
+    """
+    if not every or step < every:
+        return False
+    due, interval = every, float(every)
+    while due < step:
+        interval *= growth
+        due += round(interval)
+    return due == step
+
+
+def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a prompt; an empty one is the start of a document."""
+    if prompt:
+        return tokenizer.encode(prompt)
+    if tokenizer.eot_id is not None:
+        return [tokenizer.eot_id]
+    return tokenizer.encode("\n")
+
+
+def write_text(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    config: SampleConfig,
+    generator: torch.Generator,
+) -> list[str]:
+    """`config.num` continuations of `prompt`, each with the prompt before it, up to end-of-text."""
+    device = next(model.parameters()).device
+    ids = torch.tensor([prompt_ids(prompt, tokenizer)] * config.num, device=device)  # (num, T0)
+    out = generate(
+        model,
+        ids,
+        config.max_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        generator=generator,
+        eot_id=tokenizer.eot_id,
+    )
+    return [
+        prompt + tokenizer.decode(until(row, tokenizer.eot_id))
+        for row in out[:, ids.shape[1] :].tolist()
+    ]
+
+
+def until(ids: list[int], eot_id: int | None) -> list[int]:
+    """`ids` up to the first end-of-text."""
+    return ids[: ids.index(eot_id)] if eot_id in ids else ids
+
+
+def sample(
+    accelerator: Accelerator,
+    model: GPT,
+    tokenizer: Tokenizer,
+    config: SampleConfig,
+    seed: int,
+    step: int,
+) -> str:
+    """Samples of all processes as one text, each process with its own seed; a collective."""
+    generator = torch.Generator(accelerator.device)
+    generator.manual_seed(derive_seed(seed, "sample", step, accelerator.process_index))
+    own = [
+        text
+        for prompt in config.prompts
+        for text in write_text(model, tokenizer, prompt, config, generator)
+    ]
+    everyone = gather_object(own) if accelerator.num_processes > 1 else own
+    return "\n\n".join(f"--- sample {i}\n{text}" for i, text in enumerate(everyone, start=1))

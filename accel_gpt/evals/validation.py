@@ -1,0 +1,106 @@
+"""Loss over fixed tokens of a split: the same ones every time, at any number of processes.
+
+Legend: B micro-batch, T block_size, W windows evaluated.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_gpt.data.loader import check_tokens
+from accel_gpt.data.shards import Split
+from accel_gpt.errors import DataError
+from accel_gpt.model.loss import IGNORE
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums over the evaluated targets."""
+
+    loss_sum: float  # nats
+    tokens: int
+    bytes: int
+
+    @property
+    def loss(self) -> float:
+        """Mean over targets, in nats per token."""
+        return self.loss_sum / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), infinite where that overflows."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Total bits over the UTF-8 bytes of the targets: comparable over tokenizers."""
+        return self.loss_sum / math.log(2) / max(self.bytes, 1)
+
+
+def windows(split: Split, block_size: int, tokens: int | None) -> npt.NDArray[np.int64]:
+    """(W, 2) shard and first token of the evaluated windows: in order, without overlap.
+
+    All windows of the split, the shorter last one of each shard included, or as many as `tokens`
+    hold, spread evenly over the split.
+    """
+    counts = -(-np.maximum(split.lengths - 1, 0) // block_size)
+    total = int(counts.sum())
+    if not total:
+        raise DataError(f"the {split.name} split of {split.folder} has no two tokens in a row")
+    wanted = total if tokens is None else min(total, max(1, tokens // block_size))
+    index = np.arange(wanted, dtype=np.int64) * total // wanted
+    ends = np.cumsum(counts)
+    shard = np.searchsorted(ends, index, side="right")
+    return np.stack([shard, (index - (ends - counts)[shard]) * block_size], axis=1)
+
+
+def batches(
+    split: Split, places: npt.NDArray[np.int64], batch_size: int, block_size: int, vocab_size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """`(tokens, targets)`, each (B, T) int64; what is missing is filled with ignored targets."""
+    for first in range(0, len(places), batch_size):
+        tokens = np.zeros((batch_size, block_size), dtype=np.int64)
+        targets = np.full((batch_size, block_size), IGNORE, dtype=np.int64)
+        for row, (shard, start) in enumerate(places[first : first + batch_size].tolist()):
+            size = min(block_size, int(split.lengths[shard]) - 1 - start)
+            window = split.read(shard, start, size + 1)
+            check_tokens(window, vocab_size, split)
+            tokens[row, :size], targets[row, :size] = window[:-1], window[1:]
+        yield torch.from_numpy(tokens), torch.from_numpy(targets)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    split: Split,
+    accelerator: Accelerator,
+    *,
+    batch_size: int,
+    block_size: int,
+    tokens: int | None,
+    token_bytes: npt.NDArray[np.int64],
+) -> Score:
+    """Score `model` on `split`, spread over all processes; a collective, with no random draw.
+
+    `token_bytes`: (V,) UTF-8 bytes that each token stands for.
+    """
+    training = model.training
+    model.eval()
+    rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    mine = windows(split, block_size, tokens)[rank::world]
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
+    for inputs, targets in batches(split, mine, batch_size, block_size, len(token_bytes)):
+        real = targets[targets != IGNORE]
+        loss = model(inputs.to(device), targets.to(device))
+        sums[0] += loss.double() * len(real)
+        sums[1] += len(real)
+        sums[2] += int(token_bytes[real.numpy()].sum())
+    model.train(training)
+    nats, count, size = accelerator.reduce(sums, "sum").tolist()
+    return Score(nats, int(count), int(size))

@@ -1,0 +1,258 @@
+"""The decoder: GPT-2, Llama and what lies between, by `ModelConfig`.
+
+Shapes: B batch, T tokens, C channels (n_embd), H query heads, K key and value heads, D head size,
+V vocabulary.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from accel_gpt.config import ModelConfig
+from accel_gpt.errors import require
+from accel_gpt.model.cost import padded_vocab_size
+from accel_gpt.model.loss import next_token_loss
+
+INIT_STD = 0.02  # GPT-2: github.com/openai/gpt-2, src/model.py, conv1d
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, with room for `block_size` of them.
+
+    `position` counts the tokens held; `GPT.forward` advances it, and 0 empties the cache. The room
+    is made when a layer first appends, in the type that the layer computes in.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.position = 0
+        self._block_size = config.block_size
+        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * config.n_layer
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep `k` and `v`, both (B, K, T, D), and return all that `layer` holds."""
+        room = self._layers[layer]
+        if room is None:
+            B, K, _, D = k.shape
+            shape = (B, K, self._block_size, D)
+            room = self._layers[layer] = (k.new_empty(shape), v.new_empty(shape))
+        end = self.position + k.shape[2]
+        keys, values = room
+        keys[:, :, self.position : end] = k
+        values[:, :, self.position : end] = v
+        return keys[:, :, :end], values[:, :, :end]
+
+
+def rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
+    """Cosines and signed sines (2, T, 1, D), float32, for `rotate`.
+
+    RoFormer, Su et al. 2021, section 3.2.2, in the layout of transformers' Llama: channel i turns
+    with channel i + D/2, so weights need no permutation between the two.
+    """
+    D = config.head_size
+    exponents = torch.arange(0, D, 2, dtype=torch.float32, device=device) / D
+    positions = torch.arange(config.block_size, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, 1.0 / config.rope_theta**exponents)  # (T, D/2)
+    cos, sin = angles.cos(), angles.sin()
+    # the second half of the turned vector adds the first half, the first subtracts the second
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).unsqueeze(2)
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Turn the channel pairs of `x` (B, T, heads, D) by their positions; computed in float32."""
+    cos, sin = rotary.unbind(0)  # (T, 1, D)
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((second, first), dim=-1) * sin).to(x.dtype)
+
+
+def build_norm(config: ModelConfig) -> nn.Module:
+    """LayerNorm or RMSNorm over the channels."""
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+    return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
+
+
+class ResidualProjection(nn.Linear):
+    """A linear layer onto the residual stream; starts smaller than the others."""
+
+
+class CausalSelfAttention(nn.Module):
+    """Attention to this token and those before it; K < H heads share keys and values (GQA)."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        H, K, D = config.n_head, config.kv_heads, config.head_size
+        self.layer = layer
+        self.head_size = D
+        self.heads = (H, K, K)
+        self.dropout = config.dropout
+        self.qkv = nn.Linear(config.n_embd, (H + 2 * K) * D, bias=config.bias)
+        self.proj = ResidualProjection(config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(
+        self, x: Tensor, rotary: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        B, T, C = x.shape
+        H, K, _ = self.heads
+        qkv = self.qkv(x).view(B, T, H + 2 * K, self.head_size)
+        if rotary is None:
+            q, k, v = qkv.split(self.heads, dim=2)
+        else:
+            qk, v = qkv.split((H + K, K), dim=2)
+            q, k = rotate(qk, rotary).split((H, K), dim=2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
+        mask, causal = None, True
+        if cache is not None:
+            if past := cache.position:  # new tokens see all past ones, and each other causally
+                mask, causal = _mask_after(past, T, x.device), False
+            k, v = cache.append(self.layer, k, v)
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=causal,
+            enable_gqa=H != K,
+        )
+        out: Tensor = self.proj(y.transpose(1, 2).reshape(B, T, C))
+        return F.dropout(out, self.dropout) if self.training and self.dropout else out
+
+
+def _mask_after(past: int, T: int, device: torch.device) -> Tensor | None:
+    """What T tokens may see after `past` others, (T, past + T); None: everything."""
+    if T == 1:
+        return None
+    return torch.ones(T, past + T, dtype=torch.bool, device=device).tril(diagonal=past)
+
+
+class MLP(nn.Module):
+    """The feed-forward layer: GELU in its tanh form, or SwiGLU (Shazeer 2020, equation 5).
+
+    For SwiGLU the first half of the rows of `up` is the gate.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gated = config.mlp == "swiglu"
+        self.dropout = config.dropout
+        width = config.hidden_size * (2 if self.gated else 1)
+        self.up = nn.Linear(config.n_embd, width, bias=config.bias)
+        self.down = ResidualProjection(config.hidden_size, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        if self.gated:
+            gate, h = h.chunk(2, dim=-1)
+            h = F.silu(gate) * h
+        else:
+            h = F.gelu(h, approximate="tanh")
+        out: Tensor = self.down(h)
+        return F.dropout(out, self.dropout) if self.training and self.dropout else out
+
+
+class Block(nn.Module):
+    """Attention and MLP, each with its norm before and its residual around.
+
+    The unit of compilation, activation checkpointing and sharding.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.norm_1 = build_norm(config)
+        self.attn = CausalSelfAttention(config, layer)
+        self.norm_2 = build_norm(config)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, rotary: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        x = x + self.attn(self.norm_1(x), rotary, cache)
+        out: Tensor = x + self.mlp(self.norm_2(x))
+        return out
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer over `vocab_size` real tokens.
+
+    Embedding and head have `padded_vocab_size` rows, for the matrix units; the rows beyond the
+    real tokens start at zero, get no gradient and are cut from the logits.
+    """
+
+    _no_split_modules = ["Block"]  # noqa: RUF012 - the name and type that Accelerate reads
+    rotary: Tensor | None
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        require(vocab_size > 0, f"vocab_size is {vocab_size}; a model needs at least one token")
+        self.config = config
+        self.vocab_size = vocab_size
+        self.padded_vocab_size = padded_vocab_size(vocab_size)
+        learned = config.position == "learned"
+        self.wte = nn.Embedding(self.padded_vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd) if learned else None
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.norm_f = build_norm(config)
+        self.head = nn.Linear(config.n_embd, self.padded_vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.wte.weight
+        self.register_buffer("rotary", None, persistent=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw all weights anew from the global generator, and fill the rotary table.
+
+        GPT-2, Radford et al. 2019, section 2.3: normal(0, 0.02), projections onto the residual
+        stream divided by the root of their number, 2 n_layer. Also completes a model built on
+        the meta device, after `to_empty`.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.reset_parameters()
+            elif isinstance(module, nn.Linear | nn.Embedding):
+                std = INIT_STD
+                if isinstance(module, ResidualProjection):
+                    std /= math.sqrt(2 * self.config.n_layer)
+                nn.init.normal_(module.weight, std=std)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for weight in (self.wte.weight, self.head.weight):
+            weight[self.vocab_size :] = 0.0
+        if self.config.position == "rope":
+            self.rotary = rotary_table(self.config, self.wte.weight.device)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        cache: KVCache | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Logits (B, T, V) of `tokens` (B, T) int64, or with `targets` (B, T) the loss alone.
+
+        With a cache, `tokens` are those after its `position`, and are added to it. `last_only`
+        skips the head for all but the last token: logits (B, 1, V). Raises `ValueError` where the
+        tokens exceed `block_size`; ids are not checked, as that would wait for the device.
+        """
+        start = 0 if cache is None else cache.position
+        end = start + tokens.shape[1]
+        if end > self.config.block_size:
+            raise ValueError(
+                f"the model got {end} tokens ({start} of them cached); model.block_size is "
+                f"{self.config.block_size}, give it at most as many"
+            )
+        x = self.wte(tokens)  # (B, T, C)
+        if self.wpe is not None:
+            x = x + self.wpe.weight[start:end]
+        rotary = None if self.rotary is None else self.rotary[:, start:end]
+        if self.training and self.config.dropout:
+            x = F.dropout(x, self.config.dropout)
+        for block in self.blocks:
+            x = block(x, rotary, cache)
+        if cache is not None:
+            cache.position = end
+        x = self.norm_f(x[:, -1:] if last_only else x)
+        logits: Tensor = self.head(x)[..., : self.vocab_size]
+        return logits if targets is None else next_token_loss(logits, targets)

@@ -1,0 +1,17 @@
+"""The loss of next-token prediction."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100
+"""Target that does not count; PyTorch's and transformers' value."""
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy in nats, in float32, over the targets that are not `IGNORE`.
+
+    `logits` is (B, T, V) over the real vocabulary, `targets` (B, T). Nothing but `IGNORE` in
+    `targets` gives NaN: the mean of no numbers.
+    """
+    flat = logits.flatten(0, -2).float()  # (B * T, V)
+    return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE)

@@ -1,0 +1,23 @@
+"""The learning rate as a pure function of the step: nothing to save, the same at any world size."""
+
+import math
+
+from accel_gpt.plan import Plan
+
+
+def lr_fraction(step: int, name: str, plan: Plan, floor: float) -> float:
+    """Share of the peak learning rate for the update that follows `step` completed ones.
+
+    Linear warm-up reaches the peak in its last step: (step + 1) / warmup_steps, as the GPT-2
+    reproductions do. cosine (Loshchilov & Hutter 2017, eq. 5) and linear fall right after the
+    warm-up, wsd (Hu et al. 2024, section 4) at the end of the run; each takes `plan.decay_steps` to
+    reach `floor`, the share that remains, and stays there.
+    """
+    if step < plan.warmup_steps:
+        return (step + 1) / plan.warmup_steps
+    if name == "constant":
+        return 1.0
+    start = plan.max_steps - plan.decay_steps if name == "wsd" else plan.warmup_steps
+    done = min(max(step - start, 0) / plan.decay_steps, 1.0)
+    left = (1 + math.cos(math.pi * done)) / 2 if name == "cosine" else 1 - done
+    return floor + (1 - floor) * left

@@ -1,0 +1,274 @@
+"""YAML and command line -> dataclasses, with the same conversion and the same errors for both.
+
+Reads an experiment file; `tyro` draws the help and the shell completion from the same classes.
+"""
+
+import dataclasses
+import difflib
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import yaml
+
+from accel_gpt.config import PRESETS, Config
+from accel_gpt.errors import UserError, require
+
+T = TypeVar("T")
+
+
+def load_config(argv: Sequence[str], prog: str) -> Config:
+    """`CONFIG.yaml --section.key value ...` -> the resolved `Config`.
+
+    Raises `UserError` for a missing file, an unknown key, a wrong type or an impossible value.
+    """
+    argv = list(argv)
+    path = argv.pop(0) if argv and not argv[0].startswith("-") else None
+    if {"-h", "--help"} & set(argv) or any("tyro-" in word for word in argv):
+        show_help(Config, argv, f"{prog} CONFIG.yaml")
+    require(path is not None, f"no config file given; usage: {prog} CONFIG.yaml [--section.key v]")
+    assert path is not None
+    values = read_yaml(path)
+    require(
+        isinstance(values, dict), f"{path} holds no sections; see configs/ for examples of a config"
+    )
+    checked = dict(flatten(Config, values, path))
+    checked.update(read_options(Config, argv))
+    preset = checked.get("model.preset", "gpt2")
+    for key, value in PRESETS[preset].items():
+        checked.setdefault(f"model.{key}", value)
+    return build(Config, checked)
+
+
+def parse_command(cls: type[T], argv: Sequence[str], prog: str) -> T:
+    """Fill the dataclass `cls` of one command; its positional fields come first in `argv`."""
+    if {"-h", "--help"} & set(argv) or any("tyro-" in word for word in argv):
+        show_help(cls, argv, prog)
+    return build(cls, dict(read_options(cls, argv)))
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """The mapping in a YAML file; an empty file is an empty mapping."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(Path(path).name, neighbours(path), n=1, cutoff=0.5)
+        hint = f"; did you mean {Path(path).parent / near[0]}?" if near else ""
+        raise UserError(f"config file {path} does not exist{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"config file {path} cannot be read: {error}") from None
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" (line {where.line + 1})" if where else ""
+        problem = getattr(error, "problem", None) or "not YAML"
+        raise UserError(f"{path} is not valid YAML{line}: {problem}") from None
+
+
+def neighbours(path: str) -> list[str]:
+    """Names of the YAML files beside `path`."""
+    folder = Path(path).parent
+    return [p.name for p in folder.glob("*.yaml")] if folder.is_dir() else []
+
+
+# --------------------------------------------------------------------------- keys
+
+
+def leaves(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> type of every field of a dataclass and of the dataclasses in it."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    found: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):
+        hint = hints[f.name]
+        if dataclasses.is_dataclass(hint):
+            found.update(leaves(typing.cast(type, hint), f"{prefix}{f.name}."))
+        else:
+            found[prefix + f.name] = hint
+    return found
+
+
+def check_key(cls: type, key: str, where: str) -> Any:
+    """The type of a key, or a `UserError` with the nearest valid name."""
+    known = leaves(cls)
+    if key in known:
+        return known[key]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if not near:  # right name, wrong or missing section
+        near = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]][:1]
+    hint = f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(known)}"
+    raise UserError(f"unknown key {key} {where}; {hint}")
+
+
+def flatten(
+    cls: type, values: Mapping[str, Any], where: str, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Nested mapping -> checked and converted (dotted key, value) pairs."""
+    sections = {key.rpartition(".")[0] for key in leaves(cls)}
+    sections |= {s.rpartition(".")[0] for s in sections}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if key in sections:
+            if value is None:
+                continue
+            require(
+                isinstance(value, Mapping),
+                f"{key} in {where} is {value!r}; it is a section, with keys of its own",
+            )
+            yield from flatten(cls, value, where, f"{key}.")
+        else:
+            if key not in leaves(cls):
+                near = difflib.get_close_matches(key, sections - {""}, n=1, cutoff=0.75)
+                if near and isinstance(value, Mapping):
+                    raise UserError(f"unknown section {key} in {where}; did you mean {near[0]}?")
+            yield key, convert(key, value, check_key(cls, key, f"in {where}"))
+
+
+def read_options(cls: type, argv: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """`VALUE ... --key value --key=value --flag` -> checked and converted (key, value) pairs."""
+    words = list(argv)
+    positional = [key for key, hint in leaves(cls).items() if is_positional(hint)]
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            require(
+                bool(positional), f"unexpected argument {word!r}; options are written --key value"
+            )
+            key, text = positional.pop(0), word
+            yield key, convert(key, text, leaves(cls)[key])
+            continue
+        key, equals, text = word[2:].partition("=")
+        key = key.replace("-", "_")
+        hint = check_key(cls, key, "on the command line")
+        if not equals:
+            if hint is bool and (not words or words[0].startswith("--")):
+                text = "true"
+            else:
+                require(bool(words), f"--{key} needs a value: {describe(hint)}")
+                text = words.pop(0)
+        yield key, convert(key, text, hint)
+    required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
+    missing = [key for key in positional if key in required]
+    require(not missing, f"{' and '.join(missing).upper()} missing; see --help")
+
+
+def is_positional(hint: Any) -> bool:
+    """Whether a field was marked with `tyro.conf.Positional`."""
+    return get_origin(hint) is Annotated
+
+
+# --------------------------------------------------------------------------- values
+
+
+def convert(key: str, value: Any, hint: Any) -> Any:
+    """`value` (from YAML, or a word of the command line) as type `hint`, or a `UserError`."""
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    if get_origin(hint) in (types.UnionType, Union):
+        options = [option for option in get_args(hint) if option is not type(None)]
+        if value is None or value in ("null", "None", "none"):
+            return None
+        return convert(key, value, options[0])
+    try:
+        return convert_plain(value, hint)
+    except (KeyError, TypeError, ValueError, OverflowError, yaml.YAMLError):
+        raise UserError(f"{key} is {value!r}; expected {describe(hint)}") from None
+
+
+def convert_plain(value: Any, hint: Any) -> Any:
+    """`value` as a plain type; raises `ValueError`, `TypeError` or `KeyError` where it is none."""
+    if get_origin(hint) is tuple:
+        return tuple(convert_plain(item, get_args(hint)[0]) for item in as_list(value))
+    if get_origin(hint) is Literal:
+        value = "no" if value is False else value  # YAML 1.1 reads an unquoted no as false
+        return {choice: choice for choice in get_args(hint)}[value]
+    if hint is bool:
+        return {"true": True, "false": False}[str(value).lower()]
+    if isinstance(value, bool | dict | list | None):
+        raise TypeError
+    if hint is int:
+        return whole(value)
+    return hint(value)
+
+
+def as_list(value: Any) -> Sequence[Any]:
+    """A list as YAML gives it, or as written on the command line: `a,b` or `["a, b", "c"]`."""
+    if isinstance(value, str):
+        value = yaml.safe_load(value) if value.startswith("[") else value.split(",")
+    if not isinstance(value, Sequence):
+        raise TypeError
+    return value
+
+
+def whole(value: Any) -> int:
+    """A whole number: 1000, 1_000 or 1e3."""
+    text = str(value)
+    if text.replace("_", "").lstrip("+-").isdigit():
+        return int(text)
+    if not float(text).is_integer():
+        raise ValueError
+    return int(float(text))
+
+
+def describe(hint: Any) -> str:
+    """A type as a person would say it."""
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    if get_origin(hint) in (types.UnionType, Union):
+        return " or ".join("null" if o is type(None) else describe(o) for o in get_args(hint))
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
+    if get_origin(hint) is tuple:
+        return "a list, or words separated by commas"
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    return names[hint]
+
+
+# --------------------------------------------------------------------------- objects
+
+
+def build(cls: type[T], flat: Mapping[str, Any]) -> T:
+    """A dataclass from dotted keys; every other field keeps its default."""
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for f in dataclasses.fields(typing.cast(Any, cls)):
+        hint = hints[f.name]
+        if dataclasses.is_dataclass(hint):
+            inner = {k[len(f.name) + 1 :]: v for k, v in flat.items() if k.startswith(f"{f.name}.")}
+            values[f.name] = build(typing.cast(type, hint), inner)
+        elif f.name in flat:
+            values[f.name] = flat[f.name]
+    return cls(**values)
+
+
+def to_flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """The inverse of `build`: dotted key -> value, tuples as lists."""
+    flat: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            flat.update(to_flat(value, f"{prefix}{f.name}."))
+        else:
+            flat[prefix + f.name] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+def to_yaml(config: Any) -> str:
+    """The whole of a config as YAML that `load_config` reads back to an equal one."""
+    plain = dataclasses.asdict(
+        config, dict_factory=lambda kv: {k: list(v) if isinstance(v, tuple) else v for k, v in kv}
+    )
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def show_help(cls: type, argv: Sequence[str], prog: str) -> None:
+    """Print the help (or shell completion) that tyro draws from `cls`, and exit."""
+    import tyro
+
+    words = [word for word in argv if word in ("-h", "--help") or "tyro-" in word]
+    config = (tyro.conf.FlagConversionOff,)
+    tyro.cli(cls, prog=prog, args=words, use_underscores=True, config=config)
+    sys.exit(0)

@@ -1,0 +1,175 @@
+"""The machine: processes, threads, precision; and what `run.json` records of it."""
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
+
+from accel_gpt.config import Config, DataConfig
+from accel_gpt.data.prepare import prepare
+from accel_gpt.errors import UserError, require
+from accel_gpt.plan import Plan
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "tiktoken", "numpy")
+
+
+def world_size() -> int:
+    """Processes that the launcher started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main() -> bool:
+    """Whether this is the first process of all machines; known before any of them talks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def ensure_data(data: DataConfig) -> None:
+    """Make the data folder if it is missing: one process a machine does, the others wait.
+
+    The work is done by `accel-gpt prepare` in a process of its own, which needs no torch and gives
+    its memory back. Exits with its code if it fails; raises `UserError` if the folder that is there
+    was prepared in another way.
+    """
+    require(
+        bool(data.train), "data.train is empty; name the folder of token shards, or one to prepare"
+    )
+    folder = Path(data.train)
+    if data.prepare.source is None:
+        return
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        while not (folder / "dataset.json").exists():
+            time.sleep(0.2)
+        return
+    if (folder / "dataset.json").exists():
+        prepare(data.prepare, folder)  # only compares
+        return
+    settings = {"out": data.train, **asdict(data.prepare)}
+    options = [f"--{key}={value}" for key, value in settings.items() if value is not None]
+    command = [sys.executable, "-m", "accel_gpt.cli", "prepare", *options]
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        sys.exit(code)
+
+
+def start_accelerator(config: Config, plan: Plan) -> Accelerator:
+    """The `Accelerator` of a run, on the right device, with threads and precision set.
+
+    Raises `UserError` for fp16 on a CPU, which Accelerate would silently run in float32, and for
+    processes that do not form one group, which would train apart in one folder.
+    """
+    on_cpu = not torch.accelerator.is_available()
+    if on_cpu:
+        torch.set_num_threads(config.train.cpu_threads or shared_cores())
+        torch.set_flush_denormal(True)  # Adam moments of unseen tokens decay into denormals
+    torch.set_float32_matmul_precision(config.train.matmul_precision)
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision=config.train.mixed_precision,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=plan.accumulation_steps, sync_with_dataloader=False
+        ),
+        log_with=list(config.log.trackers) or None,
+        project_config=ProjectConfiguration(
+            config.out_dir, logging_dir=str(Path(config.out_dir) / "tensorboard")
+        ),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
+        ],
+    )
+    require(
+        accelerator.num_processes == plan.world_size,
+        f"the launcher started {plan.world_size} processes but Accelerate sees "
+        f"{accelerator.num_processes}; start with accelerate launch or with torchrun",
+    )
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        raise UserError(
+            "mixed_precision is fp16 but the device is a CPU, which has no fp16 training; "
+            "set train.mixed_precision to bf16 or no"
+        )
+    return accelerator
+
+
+def shared_cores() -> int:
+    """Cores that this process may use, shared evenly by the processes on the machine.
+
+    `accelerate launch` and `torchrun` set OMP_NUM_THREADS=1; a trainer wants them all.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def device_name(device: torch.device) -> str:
+    """The name that the maker gave the device."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    if device.type != "cpu":
+        return device.type
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "CPU"
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else "CPU"
+
+
+def memory_gb(device: torch.device) -> float:
+    """Peak memory of the device's allocator since the start, or of this process on a CPU; 1e9 B."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux: KiB
+
+
+def describe_machine(accelerator: Accelerator) -> dict[str, Any]:
+    """Versions, commit and hardware, as JSON."""
+    return {
+        "versions": {"python": platform.python_version(), **package_versions()},
+        "commit": commit(),
+        "device": device_name(accelerator.device),
+        "processes": accelerator.num_processes,
+        "threads_per_process": torch.get_num_threads(),
+        "mixed_precision": accelerator.mixed_precision,
+        "platform": platform.platform(),
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions of the packages that decide a run."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The commit of this package's source, `-dirty` added if changed; None outside a checkout."""
+    here = Path(__file__).resolve().parents[2]
+    if not (here / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,265 @@
+"""Figures of a run: `metrics.jsonl`, `metrics.csv`, trackers, and what a person sees.
+
+One record a step: `step`, `tokens`, `time` and any of the keys of `COLUMNS`; keys never change
+their meaning. Only the main process writes.
+"""
+
+import csv
+import io
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from accelerate import Accelerator
+
+from accel_gpt.config import Config
+from accel_gpt.parse import to_flat, to_yaml
+from accel_gpt.run.checkpoint import TrainState
+
+# metrics.csv, and with it the keys of metrics.jsonl; progress in percent of the run
+COLUMNS = (
+    "step",
+    "progress",
+    "tokens",
+    "tokens_this_launch",
+    "time",
+    "train/loss",
+    "train/perplexity",
+    "train/lr",
+    "train/grad_norm",
+    "perf/tokens_per_second",
+    "perf/step_ms",
+    "perf/mfu",
+    "perf/memory_gb",
+    "eval/train_loss",
+    "eval/val_loss",
+    "eval/val_perplexity",
+    "eval/val_bits_per_byte",
+)
+CSV_ONLY = ("progress", "tokens_this_launch", "train/perplexity")
+Record = dict[str, float]
+
+
+class MetricsLog:
+    """The two files of figures, cut back to the step that a run resumes from."""
+
+    def __init__(self, out_dir: Path, step: int, tokens: int, max_steps: int) -> None:
+        self.jsonl, self.csv = out_dir / "metrics.jsonl", out_dir / "metrics.csv"
+        self.tokens_before, self.max_steps = tokens, max_steps
+        replace(self.jsonl, kept_lines(self.jsonl, step))
+        replace(self.csv, [csv_line(COLUMNS), *kept_rows(self.csv, step)])
+
+    def write(self, record: Record) -> None:
+        """Append one record to both files."""
+        append(self.jsonl, json.dumps(record) + "\n")
+        loss = record.get("train/loss")
+        row: dict[str, float] = {
+            **record,
+            "progress": round(100 * record["step"] / self.max_steps, 2),
+            "tokens_this_launch": record["tokens"] - self.tokens_before,
+        }
+        if loss is not None:
+            row["train/perplexity"] = math.exp(min(loss, 700))
+        append(self.csv, csv_line([row.get(column, "") for column in COLUMNS]))
+
+
+class Stopwatch:
+    """Seconds of the whole run, and of training alone between two log lines."""
+
+    def __init__(self, seconds_before: float, step: int) -> None:
+        self.origin = time.monotonic() - seconds_before
+        self.launched, self.first_step = time.monotonic(), step
+        self.step, self.since, self.paused = step, time.monotonic(), 0.0
+
+    def elapsed(self) -> float:
+        """Seconds since the run's first start, those before a resume included."""
+        return time.monotonic() - self.origin
+
+    def left(self, step: int, max_steps: int) -> float:
+        """Seconds to the end at the pace of this launch, pauses included."""
+        pace = (time.monotonic() - self.launched) / max(step - self.first_step, 1)
+        return pace * (max_steps - step)
+
+    def lap(self, step: int) -> float:
+        """Seconds of training per step since the last lap, without pauses."""
+        now = time.monotonic()
+        seconds = (now - self.since - self.paused) / max(step - self.step, 1)
+        self.step, self.since, self.paused = step, now, 0.0
+        return seconds
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What happens inside is not training: evaluation, samples, checkpoints."""
+        start = time.monotonic()
+        yield
+        self.paused += time.monotonic() - start
+
+
+def write_samples(out_dir: Path, step: int, text: str) -> None:
+    """Keep the samples of a step as `samples/step_00001000.txt`."""
+    folder = out_dir / "samples"
+    folder.mkdir(exist_ok=True)
+    (folder / f"step_{step:08d}.txt").write_text(text + "\n", encoding="utf-8")
+
+
+def kept_lines(path: Path, step: int) -> list[str]:
+    """Whole lines of a metrics.jsonl up to `step`; a torn last line is dropped."""
+    kept = []
+    for line in read_lines(path):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and record.get("step", math.inf) <= step:
+            kept.append(line)
+    return kept
+
+
+def kept_rows(path: Path, step: int) -> list[str]:
+    """Whole rows of a metrics.csv up to `step`, without its header."""
+    rows = (line for line in read_lines(path) if line.partition(",")[0].isdigit())
+    return [line for line in rows if int(line.partition(",")[0]) <= step]
+
+
+def read_lines(path: Path) -> list[str]:
+    """Lines that end with a newline, of a file that may be missing."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n")]
+
+
+def csv_line(values: Any) -> str:
+    """One row of CSV."""
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerow(values)
+    return buffer.getvalue()
+
+
+def replace(path: Path, lines: list[str]) -> None:
+    """Give a file new content in one rename."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(lines), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def append(path: Path, text: str) -> None:
+    """Add to a file, closed again at once so that a reader sees whole lines."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def start_trackers(accelerator: Accelerator, config: Config, step: int) -> None:
+    """Open Accelerate's trackers; TensorBoard forgets what lies beyond the resumed step."""
+    others = [name for name in config.log.trackers if name != "tensorboard"]
+    plain = {key: str(value) for key, value in to_flat(config).items()}
+    accelerator.init_trackers(
+        "accel_gpt",
+        config=plain if others else None,  # as hyperparameters, TensorBoard shows an extra run
+        init_kwargs={"tensorboard": {"purge_step": step + 1}},
+    )
+    accelerator.log({"config": as_code(to_yaml(config))}, step=step)
+
+
+def as_code(text: str) -> str:
+    """Text that TensorBoard, which reads Markdown, shows as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+class Display:
+    """A progress bar on a terminal, plain lines elsewhere; silent but on the main process."""
+
+    def __init__(self, active: bool, max_steps: int) -> None:
+        self.active, self.max_steps = active, max_steps
+        self.bar: Any = None
+
+    def __enter__(self) -> Self:
+        if self.active and sys.stderr.isatty():
+            self.bar = start_bar(self.max_steps)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self.bar:
+            self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif self.active:
+            sys.stderr.write(f"{text}\n")
+
+    def show(self, record: Mapping[str, float], seconds_left: float) -> None:
+        """The figures of one record."""
+        line, step = describe(record), int(record["step"])
+        if self.bar:
+            self.bar.update(self.bar.task_ids[0], completed=step, line=line)
+        if self.bar is None or "eval/val_loss" in record:
+            left = timedelta(seconds=round(seconds_left))
+            self.say(f"step {step:,}/{self.max_steps:,} | {line} | left {left}")
+
+
+def start_bar(max_steps: int) -> Any:
+    """The live progress bar."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[line]}"),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+    bar.add_task("train", total=max_steps, line="")
+    bar.start()
+    return bar
+
+
+def describe(record: Mapping[str, float]) -> str:
+    """The figures of a record as a person reads them."""
+    forms = {
+        "train/loss": "loss {:.4f}",
+        "train/lr": "lr {:.2e}",
+        "train/grad_norm": "norm {:.2f}",
+        "perf/tokens_per_second": "{:,.0f} tok/s",
+        "perf/mfu": "MFU {:.1%}",
+        "eval/train_loss": "train {:.4f}",
+        "eval/val_loss": "val {:.4f}",
+        "eval/val_bits_per_byte": "{:.4f} bits/byte",
+    }
+    return " | ".join(form.format(record[key]) for key, form in forms.items() if key in record)
+
+
+def last_words(config: Config, state: TrainState, signal_name: str | None) -> str:
+    """What was reached, where it lies and what to do next."""
+    out, val = config.out_dir, state.val_loss
+    spent = timedelta(seconds=round(state.seconds))
+    loss = "" if val is None else f", val loss {val:.4f}"
+    if signal_name:
+        return (
+            f"{signal_name}: saved at step {state.step:,} after {spent}{loss}; "
+            "launch the same command again to continue"
+        )
+    return (
+        f"{state.step:,} steps, {state.tokens:,} tokens in {spent}{loss}\n"
+        f"  run         {out} (metrics.csv, metrics.jsonl, samples/, checkpoints/)\n"
+        f'  try         accel-gpt sample {out} --prompt "..."\n'
+        f"  curves      tensorboard --logdir {out}\n"
+        "  train on    the same command with a larger train.max_steps and "
+        "--checkpoint.allow_change train.max_steps"
+    )

@@ -1,0 +1,164 @@
+"""Whether and how a run continues: which checkpoint, and what may differ from its config."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from accel_gpt.config import Config
+from accel_gpt.errors import CheckpointError, UserError
+from accel_gpt.parse import to_flat
+from accel_gpt.run.checkpoint import (
+    TrainState,
+    checkpoints,
+    clean,
+    is_checkpoint,
+    quarantine,
+    read_state,
+    step_name,
+    verify,
+)
+
+# What a run may change freely when it continues: nothing that decides weights, data or schedule.
+FREE = (
+    "out_dir",
+    "data.train",  # the fingerprint of its content decides
+    "data.val",
+    "data.prepare.",
+    "model.init_from",
+    "train.micro_batch_size",
+    "train.mixed_precision",
+    "train.matmul_precision",
+    "train.compile",
+    "train.cpu_threads",
+    "eval.",
+    "sample.",
+    "checkpoint.",
+    "log.",
+)
+FIXED = ("model.", "optim.name")  # tensors would not fit
+
+
+def find_resume(out_dir: Path, resume: str, say: Callable[[str], None]) -> Path | None:
+    """The verified checkpoint to continue from; None: start from scratch.
+
+    `auto` takes the newest intact one and sets damaged ones aside, loudly; so does a path once the
+    run has checkpoints of its own. Raises `CheckpointError` when all are damaged, `UserError` when
+    a run is in the way of `never` or a path holds none.
+    """
+    root = out_dir / "checkpoints"
+    if resume == "never":
+        if checkpoints(root):
+            raise UserError(
+                f"checkpoint.resume is never but {out_dir} holds a run with checkpoints; "
+                "set another out_dir or remove it"
+            )
+        return None
+    if resume != "auto" and not checkpoints(root):
+        if not is_checkpoint(Path(resume)):
+            raise UserError(f"checkpoint.resume is {resume}, which is not a checkpoint folder")
+        verify(Path(resume))
+        return Path(resume)
+    damaged = []
+    for step in reversed(checkpoints(root)):
+        path = root / step_name(step)
+        try:
+            verify(path)
+        except CheckpointError as error:
+            say(f"WARNING: {error}; set aside, falling back to the checkpoint before it")
+            damaged.append(path)
+            continue
+        for bad in damaged:
+            quarantine(bad)
+        return path
+    if damaged:
+        raise CheckpointError(
+            f"all checkpoints of {out_dir} are damaged ({', '.join(p.name for p in damaged)}); "
+            "set another out_dir to start from scratch"
+        )
+    return None
+
+
+def take_up(
+    config: Config, now: TrainState, accelerator: Accelerator, say: Callable[[str], None]
+) -> Path | None:
+    """The checkpoint to continue from, chosen and verified by the main process for all of them."""
+    choice: list[str | None] = [None]
+    if accelerator.is_main_process:
+        path = find_resume(Path(config.out_dir), config.checkpoint.resume, say)
+        if path:
+            check_same_run(path, read_state(path), now, config.checkpoint.allow_change)
+            choice = [str(path)]
+        else:
+            check_same_folder(config)
+        clean(Path(config.out_dir) / "checkpoints")
+    broadcast_object_list(choice)
+    return Path(choice[0]) if choice[0] else None
+
+
+def check_same_run(
+    path: Path, state: TrainState, now: TrainState, allowed: tuple[str, ...]
+) -> None:
+    """Raise `UserError` listing what differs between a checkpoint and the run that continues it."""
+    changes = differences(state.config, now.config)
+    if state.data_fingerprint != now.data_fingerprint:
+        changes["data.train"] = (state.data_fingerprint[:12], now.data_fingerprint[:12])
+    refused = {
+        key: change
+        for key, change in changes.items()
+        if key not in allowed or key.startswith(FIXED)
+    }
+    if refused:
+        raise UserError(
+            f"{path} was made with another config: {listed(refused)}; restore "
+            f"{'it' if len(refused) == 1 else 'them'}, set another out_dir"
+            + allow_hint([key for key in refused if not key.startswith(FIXED)])
+        )
+
+
+def check_same_folder(config: Config) -> None:
+    """Raise `UserError` if `out_dir` belongs to a run of another config, without a checkpoint."""
+    saved = Path(config.out_dir) / "config.yaml"
+    if not saved.is_file():
+        return
+    before = to_plain_flat(yaml.safe_load(saved.read_text(encoding="utf-8")) or {})
+    changes = differences(before, to_flat(config))
+    refused = {k: v for k, v in changes.items() if k not in config.checkpoint.allow_change}
+    if refused:
+        raise UserError(
+            f"out_dir {config.out_dir} holds a run of another config: {listed(refused)}; "
+            "set another out_dir" + allow_hint([k for k in refused if not k.startswith(FIXED)])
+        )
+
+
+def to_plain_flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mapping -> dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            flat.update(to_plain_flat(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ and may not: key -> (before, now)."""
+    return {
+        key: (before.get(key), now.get(key))
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not key.startswith(FREE)
+    }
+
+
+def listed(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """`optim.lr was 0.001, is 0.002; ...`."""
+    return ", ".join(f"{key} was {was}, is {now}" for key, (was, now) in changes.items())
+
+
+def allow_hint(keys: list[str]) -> str:
+    """How to accept a change that can be accepted."""
+    return f", or accept it with --checkpoint.allow_change {','.join(keys)}" if keys else ""

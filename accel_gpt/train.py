@@ -1,0 +1,249 @@
+"""Train a GPT: the whole story, top to bottom.
+
+    accelerate launch --config_file accelerate_config.yaml accel_gpt/train.py CONFIG.yaml \\
+        [--section.key value ...]
+
+Reads the config, the token shards (made first if they are missing) and, when the run has one, its
+newest checkpoint; writes the run's folder: config, metrics, samples, checkpoints.
+"""
+
+import contextlib
+import gc
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+from accel_gpt.config import Config
+from accel_gpt.data.loader import Loader
+from accel_gpt.data.order import derive_seed
+from accel_gpt.errors import run_main
+from accel_gpt.evals.samples import is_sample_step, sample
+from accel_gpt.evals.validation import evaluate
+from accel_gpt.model.gpt import GPT
+from accel_gpt.optim.groups import make_optimizer, set_lr
+from accel_gpt.optim.schedule import lr_fraction
+from accel_gpt.parse import load_config
+from accel_gpt.plan import Plan, make_plan
+from accel_gpt.run.checkpoint import TrainState, is_due, prune, restore, save_checkpoint
+from accel_gpt.run.environment import ensure_data, is_main, start_accelerator, world_size
+from accel_gpt.run.guards import PREEMPTED, StopSignal, check_finite, locked
+from accel_gpt.run.metrics import (
+    Display,
+    MetricsLog,
+    Record,
+    Stopwatch,
+    as_code,
+    last_words,
+    start_trackers,
+    write_samples,
+)
+from accel_gpt.run.resume import take_up
+from accel_gpt.run.setup import Corpus, Speed, build_model, open_corpus, record_run
+
+
+@dataclass
+class Run:
+    """All that a training run holds."""
+
+    config: Config
+    plan: Plan
+    accelerator: Accelerator
+    corpus: Corpus
+    gpt: GPT  # what is evaluated, sampled and saved
+    model: nn.Module  # the same, as Accelerate wrapped it for training
+    optimizer: AcceleratedOptimizer
+    loader: Loader
+    state: TrainState
+    watch: Stopwatch
+    speed: Speed
+    display: Display
+    metrics: MetricsLog | None  # of the main process
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train as `argv` says; returns the exit code."""
+    config = load_config(argv, "train.py")
+    plan = make_plan(config, world_size())
+    with locked(Path(config.out_dir)) if is_main() else contextlib.nullcontext():
+        ensure_data(config.data)
+        return train(config, plan)
+
+
+def train(config: Config, plan: Plan) -> int:
+    """Run from wherever the run stands to its end, or to a signal; returns the exit code."""
+    stop = StopSignal()
+    accelerator = start_accelerator(config, plan)
+    with Display(accelerator.is_main_process, plan.max_steps) as display:
+        run = start(config, plan, accelerator, display)
+        stopping = False
+        while run.state.step < plan.max_steps and not stopping:
+            loss, grad_norm = update(run)
+            if accelerator.optimizer_step_was_skipped:  # fp16: the scale was too large
+                continue
+            stopping = stop.agreed(accelerator, run.state.step % config.log.every == 0)
+            after_step(run, loss, grad_norm, stopping)
+        run.loader.close()
+        display.say(last_words(config, run.state, stop.received if stopping else None))
+    accelerator.end_training()
+    return PREEMPTED if stopping else 0
+
+
+def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display) -> Run:
+    """Build everything, and take up the checkpoint that the run has."""
+    corpus = open_corpus(config)
+    state = corpus.new_state(config, accelerator.num_processes)
+    path = take_up(config, state, accelerator, display.say)
+    torch.manual_seed(config.seed)
+    gpt = build_model(config, corpus.vocab_size)
+    torch.manual_seed(derive_seed(config.seed, "dropout", accelerator.process_index))
+    if config.train.compile:
+        gpt.compile()  # in place: no wrapper, the names of the weights stay
+    model, optimizer = accelerator.prepare(gpt, make_optimizer(gpt, config.optim))
+    if path:
+        state = restore(accelerator, path, state)
+        display.say(f"resuming {config.out_dir} from step {state.step:,} ({path})")
+    speed = Speed(gpt, plan, accelerator)
+    display.say(record_run(config, plan, accelerator, corpus, speed, state.step))
+    start_trackers(accelerator, config, state.step)
+    metrics = None
+    if accelerator.is_main_process:
+        metrics = MetricsLog(Path(config.out_dir), state.step, state.tokens, plan.max_steps)
+    loader = corpus.loader(plan, accelerator, state.sequences)
+    watch = Stopwatch(state.seconds, state.step)
+    gc.collect()
+    gc.freeze()  # what lives until the end need not be searched for garbage
+    return Run(
+        *(config, plan, accelerator, corpus, gpt, model, optimizer),
+        *(loader, state, watch, speed, display, metrics),
+    )
+
+
+def update(run: Run) -> tuple[Tensor, Tensor]:
+    """One optimizer update; its loss (this process's mean) and gradient norm, still on the device.
+
+    Every window has as many targets, so the mean over micro-batches and processes is the mean over
+    all target tokens of the global batch.
+    """
+    accelerator, plan, state = run.accelerator, run.plan, run.state
+    schedule, optim = run.config.schedule, run.config.optim
+    set_lr(run.optimizer, lr_fraction(state.step, schedule.name, plan, schedule.min_lr / optim.lr))
+    run.model.train()
+    total = torch.zeros((), device=accelerator.device)
+    for _ in range(plan.accumulation_steps):
+        tokens, targets = next(run.loader)
+        with accelerator.accumulate(run.model):
+            loss = run.model(tokens, targets)
+            accelerator.backward(loss)
+            total += loss.detach()
+    # the last micro-step has reduced the gradients
+    grad_norm = accelerator.clip_grad_norm_(run.model.parameters(), optim.grad_clip or float("inf"))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    state.sequences += plan.sequences_per_step
+    if not accelerator.optimizer_step_was_skipped:
+        state.step += 1
+        state.tokens += plan.tokens_per_step
+    return total / plan.accumulation_steps, grad_norm
+
+
+def after_step(run: Run, loss: Tensor, grad_norm: Tensor, stopping: bool) -> None:
+    """What is due at the completed step: figures, evaluation, samples, a checkpoint."""
+    config, state = run.config, run.state
+    last = state.step == run.plan.max_steps
+    record: Record = {}
+    if last or state.step % config.log.every == 0:
+        record |= training_figures(run, loss, grad_norm)
+    improved = False
+    if last or (config.eval.every and state.step % config.eval.every == 0):
+        with run.watch.pause():
+            record |= evaluation_figures(run)
+        improved = state.note_best()
+    if record:
+        publish(run, record)
+    if config.sample.every and (
+        last or is_sample_step(state.step, config.sample.every, config.sample.growth)
+    ):
+        with run.watch.pause():
+            publish_samples(run)
+    if last or stopping or is_due(config.checkpoint, state, run.plan.tokens_per_step, improved):
+        with run.watch.pause():
+            save(run)
+
+
+def training_figures(run: Run, loss: Tensor, grad_norm: Tensor) -> Record:
+    """Figures of the completed step over all processes; the one place that waits for the device."""
+    loss_value: float = run.accelerator.reduce(loss, "mean").item()
+    check_finite(loss_value, run.state.step)
+    seconds = run.watch.lap(run.state.step)
+    return {
+        "train/loss": loss_value,
+        "train/lr": run.optimizer.param_groups[0]["lr"],
+        "train/grad_norm": grad_norm.item(),
+        **run.speed.figures(seconds),
+    }
+
+
+def evaluation_figures(run: Run) -> Record:
+    """Losses on fixed tokens of both splits."""
+    corpus = run.corpus
+    train_score, val_score = (
+        evaluate(
+            run.gpt,
+            split,
+            run.accelerator,
+            batch_size=run.plan.micro_batch_size,
+            block_size=run.plan.block_size,
+            tokens=run.config.eval.tokens,
+            token_bytes=corpus.token_bytes,
+        )
+        for split in (corpus.train, corpus.val)
+    )
+    run.state.val_loss = val_score.loss
+    return {
+        "eval/train_loss": train_score.loss,
+        "eval/val_loss": val_score.loss,
+        "eval/val_perplexity": val_score.perplexity,
+        "eval/val_bits_per_byte": val_score.bits_per_byte,
+    }
+
+
+def publish(run: Run, record: Record) -> None:
+    """Give the figures of a step to the files, the trackers and the terminal."""
+    state = run.state
+    state.seconds = run.watch.elapsed()
+    run.accelerator.log(record, step=state.step)
+    if run.metrics:
+        whole = {"step": state.step, "tokens": state.tokens, "time": state.seconds} | record
+        run.metrics.write(whole)
+        run.display.show(whole, run.watch.left(state.step, run.plan.max_steps))
+
+
+def publish_samples(run: Run) -> None:
+    """Write samples to `samples/` and the trackers, and show them at the end of the run."""
+    state, config = run.state, run.config
+    gpt, tokenizer = run.gpt, run.corpus.tokenizer
+    text = sample(run.accelerator, gpt, tokenizer, config.sample, config.seed, state.step)
+    run.accelerator.log({"samples": as_code(text)}, step=state.step)
+    if run.metrics:
+        write_samples(Path(config.out_dir), state.step, text)
+        if state.step == run.plan.max_steps:
+            run.display.say(text)
+
+
+def save(run: Run) -> None:
+    """Save a checkpoint of the completed step, name the best, then remove what is not kept."""
+    run.state.seconds = run.watch.elapsed()
+    out = Path(run.config.out_dir)
+    save_checkpoint(run.accelerator, out, run.state, run.gpt, run.corpus.tokenizer)
+    if run.accelerator.is_main_process:
+        prune(out, run.config.checkpoint, run.state.best_step)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main, sys.argv[1:]))

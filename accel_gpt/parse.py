@@ -19,6 +19,24 @@ from accel_gpt.errors import UserError, require
 
 T = TypeVar("T")
 
+# nanoGPT's names (and llm.c's common ones) and ours, for the hint after an unknown key
+ANCESTORS: Mapping[str, str] = types.MappingProxyType(
+    {
+        "always_save_checkpoint": "checkpoint.every",
+        "batch_size": "train.micro_batch_size",
+        "dataset": "data.train",
+        "dtype": "train.mixed_precision",
+        "eval_interval": "eval.every",
+        "eval_iters": "eval.tokens",
+        "gradient_accumulation_steps": "train.tokens_per_step",
+        "learning_rate": "optim.lr",
+        "log_interval": "log.every",
+        "lr_decay_iters": "schedule.decay_steps",
+        "max_iters": "train.max_steps",
+        "warmup_iters": "schedule.warmup_steps",
+    }
+)
+
 
 def load_config(argv: Sequence[str], prog: str) -> Config:
     """`CONFIG.yaml --section.key value ...` -> the resolved `Config`.
@@ -96,9 +114,11 @@ def check_key(cls: type, key: str, where: str) -> Any:
     known = leaves(cls)
     if key in known:
         return known[key]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if not near:  # right name, wrong or missing section
-        near = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]][:1]
+    last = key.rpartition(".")[2]
+    near = [k for k in known if k.rpartition(".")[2] == last]  # right name, other section
+    if not near and ANCESTORS.get(last) in known:
+        near = [ANCESTORS[last]]
+    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(known)}"
     raise UserError(f"unknown key {key} {where}; {hint}")
 

@@ -4,6 +4,7 @@ The file is Hugging Face's format; the ranks read back from it drive tiktoken, w
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -27,6 +28,8 @@ PATTERN = "|".join(
 # Assumption: enough text to settle the merges, and a few GB of memory at most.
 TRAIN_CHARACTERS = 1_000_000_000
 PIECE_CHARACTERS = 65_536
+# Assumption: longer repeats are rulers and binary blobs, on which a vocabulary would be wasted.
+TOKEN_BYTES = 64
 
 
 def train(texts: Iterable[str], vocab_size: int) -> str:
@@ -47,6 +50,7 @@ def train(texts: Iterable[str], vocab_size: int) -> str:
     trainer = BpeTrainer(
         vocab_size=vocab_size - 1,
         min_frequency=2,
+        max_token_length=TOKEN_BYTES,
         show_progress=False,
         initial_alphabet=ByteLevel.alphabet(),
     )
@@ -67,10 +71,19 @@ def training_pieces(texts: Iterable[str]) -> Iterator[str]:
     left = TRAIN_CHARACTERS
     for text in texts:
         for piece in pieces(clean(text), PIECE_CHARACTERS):
-            yield piece[:left]
+            yield from short_words(piece[:left])
             left -= len(piece)
             if left <= 0:
                 return
+
+
+def short_words(text: str) -> list[str]:
+    """`text` cut within words and runs of spaces of 1000 characters: the trainer's time grows with
+    the square of their length, and a blob of base64 in the text would stop it for hours.
+    """
+    if max(map(len, text.split()), default=0) < 1000 and not re.search(r"\s{1000}", text):
+        return [text]
+    return re.split(r"(\S{1000}|\s{1000})", text)
 
 
 def describe(vocabulary: list[str], merges: list[list[str]]) -> str:

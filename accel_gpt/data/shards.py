@@ -106,13 +106,12 @@ def map_shard(folder: Path, shard: Shard, dtype: np.dtype[Any]) -> Tokens:
     """The tokens of a shard file, checked against the index by its header alone."""
     path = folder / shard.name
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        tokens = np.lib.format.open_memmap(path, mode="r")  # np.load would open zip files too
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path} is no .npy file that can be read: {error}") from None
-    found = (getattr(tokens, "dtype", None), getattr(tokens, "shape", None))
-    if found != (dtype, (shard.tokens,)):
+    if (tokens.dtype, tokens.shape) != (dtype, (shard.tokens,)):
         raise DataError(
-            f"{path} holds {found[0]} of shape {found[1]}; {INDEX} says {dtype} of shape "
+            f"{path} holds {tokens.dtype} of shape {tokens.shape}; {INDEX} says {dtype} of shape "
             f"({shard.tokens},); prepare the data again"
         )
     return np.asarray(tokens)

@@ -51,7 +51,7 @@ def documents(config: PrepareConfig) -> Iterator[str]:
     Raises `UserError` when there is nothing to read, `DataError` when a file cannot be decoded.
     """
     if config.source == "stdlib":
-        return stdlib_texts()
+        return stdlib_texts(stdlib_files())
     if config.source == "text":
         return (read_text(path) for path in files(config))
     if config.source in ("jsonl", "parquet", "dataset"):
@@ -132,9 +132,9 @@ def stdlib_files() -> list[Path]:
     return found
 
 
-def stdlib_texts() -> Iterator[str]:
-    """Sources of the library that decode by their declared encoding and are not empty."""
-    for path in stdlib_files():
+def stdlib_texts(paths: list[Path]) -> Iterator[str]:
+    """Python sources that decode by their declared encoding and are not empty."""
+    for path in paths:
         try:
             with tokenize.open(path) as file:
                 text = file.read()

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-
-from accelerate import Accelerator
+from typing import TYPE_CHECKING
 
 from accel_gpt.errors import BusyError, DivergedError, UserError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 SAME_PRESS_SECONDS = 2.0  # a terminal and the launcher both deliver one Ctrl-C; assumption
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
@@ -35,7 +37,7 @@ class StopSignal:
         if not self.received:
             self.received, self.at = signal.Signals(number).name, now
 
-    def agreed(self, accelerator: Accelerator, waiting_anyway: bool) -> bool:
+    def agreed(self, accelerator: "Accelerator", waiting_anyway: bool) -> bool:
         """Whether any process got a signal; a collective.
 
         It waits for the device, so on an accelerator it is asked at log lines only, which wait too.

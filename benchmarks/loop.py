@@ -1,0 +1,84 @@
+"""What the training loop costs over a bare PyTorch loop with the same model and batch.
+
+    python benchmarks/loop.py CONFIG.yaml [--section.key value ...]
+
+Both loops run in this process in turn, many short rounds each; prints the median time of a step of
+each and the ratio of the medians. The bare loop: forward, backward, clip, AdamW on one batch that
+stays in memory. Ours: the same plus data, accumulate, schedule and metrics. Evaluation, samples and
+checkpoints are off.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from accel_gpt import train
+from accel_gpt.errors import run_main
+from accel_gpt.optim.groups import make_optimizer
+from accel_gpt.parse import load_config
+from accel_gpt.plan import make_plan
+from accel_gpt.run.environment import ensure_data, start_accelerator
+from accel_gpt.run.metrics import Display
+from accel_gpt.run.setup import build_model
+
+ROUNDS, STEPS = 30, 20
+
+
+def main(argv: list[str]) -> int:
+    """Time both loops in turn."""
+    with tempfile.TemporaryDirectory() as out:
+        quiet = ["--eval.every", "0", "--sample.every", "0", "--checkpoint.every", "0"]
+        config = load_config([*argv, "--out_dir", out, *quiet], "benchmarks/loop.py")
+        plan = make_plan(config, 1)
+        ensure_data(config.data)
+        accelerator = start_accelerator(config, plan)
+        Path(out).mkdir(exist_ok=True)
+        with Display(False, plan.max_steps) as display:
+            run = train.start(config, plan, accelerator, display)
+        bare = build_model(config, run.corpus.vocab_size).to(accelerator.device)
+        optimizer = make_optimizer(bare, config.optim)
+        batch = next(run.loader)
+        times: dict[str, list[float]] = {"bare": [], "ours": []}
+        for _ in range(ROUNDS):
+            times["bare"].append(timed(lambda: bare_step(bare, optimizer, batch, config, plan)))
+            times["ours"].append(timed(lambda: our_step(run)))
+        run.loader.close()
+    median = {name: statistics.median(values) * 1e3 for name, values in times.items()}
+    print(f"bare loop  {median['bare']:8.3f} ms a step")
+    print(f"accel_gpt  {median['ours']:8.3f} ms a step")
+    print(f"overhead   {100 * (median['ours'] / median['bare'] - 1):+.2f} %")
+    return 0
+
+
+def timed(step: object) -> float:
+    """Seconds per step of one round."""
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        step()  # type: ignore[operator]
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / STEPS
+
+
+def bare_step(bare, optimizer, batch, config, plan) -> None:  # type: ignore[no-untyped-def]
+    """The least that a training step can be."""
+    for _ in range(plan.accumulation_steps):
+        loss = bare(*batch) / plan.accumulation_steps
+        loss.backward()
+    torch.nn.utils.clip_grad_norm_(bare.parameters(), config.optim.grad_clip)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def our_step(run: train.Run) -> None:
+    """A step of ours, with its metrics."""
+    loss, grad_norm = train.update(run)
+    train.after_step(run, loss, grad_norm, False)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main, sys.argv[1:]))

@@ -1,0 +1,79 @@
+"""Fixtures: small corpora in `tmp_path`, and a clean Accelerate for every test."""
+
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from accel_gpt.config import PrepareConfig
+from accel_gpt.data.prepare import prepare
+
+WORDS = "the king of a land far by sea went to war with his men and lost all that he had".split()
+
+
+def text_of(words: int, seed: int = 0) -> str:
+    """Text that a model can learn something from, the same on every machine."""
+    draw = random.Random(seed)
+    return " ".join(draw.choice(WORDS) for _ in range(words)) + "\n"
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with text.txt and its data folder `corpus`, made once."""
+    folder = tmp_path_factory.mktemp("prepared")
+    text = folder / "text.txt"
+    text.write_text(text_of(5000))
+    asked = PrepareConfig(
+        source="text", path=str(text), tokenizer="bytes", shard_tokens=7000, workers=1
+    )
+    prepare(asked, folder / "corpus")
+    return folder
+
+
+@pytest.fixture
+def corpus(prepared: Path, tmp_path: Path) -> Path:
+    """A data folder of bytes: about 18,000 train and 2,000 val tokens in several shards."""
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "corpus"
+
+
+@pytest.fixture
+def small_run(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """Arguments of a tiny training run, two layers of 32 channels; more options may follow."""
+    path = tmp_path / "small.yaml"
+    path.write_text(
+        f"""
+out_dir: {tmp_path / "run"}
+data: {{train: {corpus}}}
+model: {{n_layer: 2, n_head: 2, n_embd: 32, block_size: 32, dropout: 0.1}}
+train: {{tokens_per_step: 256, micro_batch_size: 4, max_steps: 12, cpu_threads: 1}}
+optim: {{lr: 1e-2}}
+schedule: {{warmup_steps: 2}}
+eval: {{every: 4, tokens: 512}}
+sample: {{every: 6, max_new_tokens: 8}}
+checkpoint: {{every: 4, keep_best: false}}
+log: {{every: 1}}
+"""
+    )
+
+    def arguments(*options: str) -> list[str]:
+        return [str(path), *options]
+
+    return arguments
+
+
+@pytest.fixture(autouse=True)
+def clean_accelerate() -> Iterator[None]:
+    """Accelerate keeps its state in classes; no test sees another's."""
+    yield
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def same(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Equal bit for bit."""
+    return [x.hex() for x in a] == [x.hex() for x in b]

@@ -1,0 +1,159 @@
+"""Checkpoints: complete or absent, verified, pruned last, and refused when they do not belong."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_gpt.config import CheckpointConfig
+from accel_gpt.errors import CheckpointError, UserError, run_main
+from accel_gpt.run.checkpoint import (
+    TrainState,
+    checkpoints,
+    clean,
+    find_checkpoint,
+    is_due,
+    load_model,
+    prune,
+    read_state,
+    step_name,
+    verify,
+)
+from accel_gpt.run.resume import find_resume
+from accel_gpt.train import main
+
+Arguments = Callable[..., list[str]]
+
+
+@pytest.fixture
+def run(small_run: Arguments, tmp_path: Path) -> Path:
+    """A finished run with checkpoints at 8 and 12 (4 is pruned)."""
+    assert run_main(main, small_run()) == 0
+    return tmp_path / "run"
+
+
+def test_files_of_a_checkpoint(run: Path) -> None:
+    path = run / "checkpoints" / "step_00000012"
+    files = {p.name for p in path.iterdir()}
+    assert files == {
+        "manifest.json",
+        "model.json",
+        "model.safetensors",
+        "optimizer.bin",
+        "random_states_0.pkl",
+        "tokenizer.json",
+        "trainer_state.json",
+    }
+    assert set(json.loads((path / "manifest.json").read_text())["files"]) == files - {
+        "manifest.json"
+    }
+    state = read_state(path)
+    assert (state.step, state.tokens, state.sequences) == (12, 12 * 256, 12 * 8)
+    verify(path)
+
+
+def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    for step in (1, 2, 3, 4, 5):
+        (root / step_name(step)).mkdir(parents=True)
+        (root / step_name(step) / "manifest.json").write_text("{}")
+    (root / "mine").mkdir()
+    prune(tmp_path, CheckpointConfig(keep_last=2), best_step=2)
+    assert checkpoints(root) == [2, 4, 5]
+    assert (root / "mine").is_dir()  # not ours
+    assert (tmp_path / "best").read_text() == "2\n"
+    assert find_checkpoint(tmp_path, "best").name == "step_00000002"
+
+
+def test_debris_is_removed_and_never_taken_for_a_checkpoint(run: Path) -> None:
+    root = run / "checkpoints"
+    shutil.copytree(root / "step_00000012", root / ".tmp_step_00000016")
+    (root / "step_00000020").mkdir()  # killed before its manifest
+    assert checkpoints(root) == [8, 12]
+    clean(root)
+    assert not (root / ".tmp_step_00000016").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "trainer_state.json"])
+def test_any_damage_is_found_and_the_one_before_is_taken(run: Path, name: str) -> None:
+    newest = run / "checkpoints" / "step_00000012"
+    content = bytearray((newest / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (newest / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{name} is damaged"):
+        verify(newest)
+    said: list[str] = []
+    found = find_resume(run, "auto", said.append)
+    assert found == run / "checkpoints" / "step_00000008"
+    assert "falling back" in said[0]
+    assert not newest.exists()  # set aside, not deleted
+    assert (run / "checkpoints" / ".corrupt_step_00000012_0").is_dir()
+
+
+def test_truncated_and_missing_files_are_named(run: Path) -> None:
+    newest = run / "checkpoints" / "step_00000012"
+    (newest / "optimizer.bin").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin has 1 bytes, not .*: truncated"):
+        verify(newest)
+    (newest / "optimizer.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks its file optimizer\.bin"):
+        verify(newest)
+
+
+def test_all_damaged_never_starts_over_silently(
+    run: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (run / "checkpoints").glob("step_*/model.json"):
+        path.write_text("{}")
+    assert run_main(main, small_run("--train.max_steps", "20")) == 4
+    assert "all checkpoints of" in capsys.readouterr().err
+
+
+def test_newer_format_is_refused(run: Path) -> None:
+    path = run / "checkpoints" / "step_00000012" / "manifest.json"
+    path.write_text(json.dumps({"format": 99, "files": {}}))
+    with pytest.raises(CheckpointError, match="has format 99, this version reads 1"):
+        verify(path.parent)
+
+
+def test_loaded_model_is_the_saved_one(run: Path) -> None:
+    model, tokenizer = load_model(find_checkpoint(run))
+    assert not model.training
+    assert tokenizer.kind == "bytes"
+    ids = torch.tensor([tokenizer.encode("the king of")])
+    assert tokenizer.decode([int(model(ids)[0, -1].argmax())]) == " "
+
+
+def test_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        find_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        find_checkpoint(tmp_path)
+
+
+def test_unknown_step_lists_those_there_are(run: Path) -> None:
+    with pytest.raises(UserError, match="no checkpoint '7'; choose last, best or one of 8, 12"):
+        find_checkpoint(run, "7")
+
+
+@pytest.mark.parametrize(
+    ("config", "due"),
+    [
+        (CheckpointConfig(every=4), [4, 8]),
+        (CheckpointConfig(every=0), []),
+        (CheckpointConfig(every=0, every_tokens=250), [3, 5, 8]),
+        (CheckpointConfig(every=5, every_tokens=400), [4, 5, 8]),
+    ],
+)
+def test_intervals_in_steps_and_tokens(config: CheckpointConfig, due: list[int]) -> None:
+    found = [s for s in range(1, 9) if is_due(config, TrainState(step=s, tokens=100 * s), 100, False)]
+    assert found == due
+
+
+def test_better_val_loss_is_due_only_if_asked() -> None:
+    state = TrainState(step=3, tokens=3)
+    assert is_due(CheckpointConfig(every=0), state, 1, improved=True)
+    assert not is_due(CheckpointConfig(every=0, keep_best=False), state, 1, improved=True)

@@ -1,0 +1,43 @@
+"""Parameter groups: what decays, and that each group keeps its own peak."""
+
+import pytest
+import torch
+from torch import nn
+
+from accel_gpt.config import OptimConfig
+from accel_gpt.optim.groups import make_optimizer, set_lr
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    net = model()
+    optimizer = make_optimizer(net, OptimConfig(weight_decay=0.3))
+    decayed, undecayed = optimizer.param_groups
+    assert decayed["weight_decay"] == 0.3
+    assert undecayed["weight_decay"] == 0
+    assert all(p.dim() >= 2 for p in decayed["params"])
+    assert all(p.dim() == 1 for p in undecayed["params"])
+    counted = sum(p.numel() for g in optimizer.param_groups for p in g["params"])
+    assert counted == sum(p.numel() for p in net.parameters())
+
+
+def test_set_lr_scales_the_peak_of_each_group() -> None:
+    optimizer = make_optimizer(model(), OptimConfig(lr=0.1))
+    optimizer.param_groups[1]["peak_lr"] = 0.5
+    set_lr(optimizer, 0.25)
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.025, 0.125])
+
+
+def test_fused_update_is_adamw() -> None:
+    """One step against the update written out: Loshchilov & Hutter 2019, algorithm 2."""
+    net = nn.Linear(3, 2, bias=False)
+    before, config = net.weight.detach().clone(), OptimConfig(lr=0.01, weight_decay=0.1)
+    net.weight.grad = torch.tensor([[0.5, -1.0, 2.0], [0.1, 0.0, -0.3]])
+    make_optimizer(net, config).step()
+    g = net.weight.grad
+    expected = before * (1 - 0.01 * 0.1) - 0.01 * g / (g.abs() + config.eps)
+    torch.testing.assert_close(net.weight.detach(), expected)

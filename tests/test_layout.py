@@ -1,0 +1,118 @@
+"""How the code reads: sizes, downward imports, no shadowing names, nothing unsafe."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "accel_gpt"
+FILES = sorted(PACKAGE.rglob("*.py"))
+# from the bottom up; a module imports its own level and those below
+LEVELS = [
+    ["errors"],
+    ["config"],
+    ["parse", "plan"],
+    ["model", "data", "optim"],
+    ["run"],
+    ["evals"],
+    ["train", "cli"],
+]
+# what could execute a file's content, or shows a wish to hide behaviour
+UNSAFE = {"exec", "eval", "globals", "locals", "__import__"}
+UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
+
+
+def level(room: str) -> int:
+    return next(i for i, rooms in enumerate(LEVELS) if room in rooms)
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    found = (n for n in ast.walk(tree(path)))
+    return [n for n in found if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_file_and_its_functions_are_short(path: Path) -> None:
+    limit = 250 if path.name == "train.py" else 350
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= limit
+    long = [f.name for f in functions(path) if (f.end_lineno or 0) - f.lineno >= 60]
+    assert not long
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_public_things_have_docstrings(path: Path) -> None:
+    nodes = [
+        n
+        for n in ast.walk(tree(path))
+        if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.Module)
+        and not getattr(n, "name", "x").startswith("_")
+    ]
+    bare = [getattr(n, "name", path.name) for n in nodes if not ast.get_docstring(n)]
+    assert not [name for name in bare if name not in ("__init__.py", "forward")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if room == "__init__":
+        return
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "absolute imports only"
+            name = node.module or ""
+            if name.startswith("accel_gpt."):
+                other = name.split(".")[1]
+                assert level(other) <= level(room), f"{room} imports {other}, which is above it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_nothing_unsafe_and_no_mutable_module_state(path: Path) -> None:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Name):
+            assert node.id not in UNSAFE
+        if isinstance(node, ast.Import):
+            assert not UNSAFE_MODULES & {alias.name for alias in node.names}
+        if isinstance(node, ast.Attribute):
+            assert not (isinstance(node.value, ast.Name) and (node.value.id, node.attr) in UNSAFE_CALLS)
+        if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "trust_remote_code", "shell"):
+            assert isinstance(node.value, ast.Constant)
+            assert node.value.value is False
+    for statement in tree(path).body:
+        if isinstance(statement, ast.Assign):
+            assert not isinstance(statement.value, ast.List | ast.Dict | ast.Set)
+
+
+UNSAFE_CALLS = {("torch", "load"), ("yaml", "load"), ("sys", "path"), ("os", "system")}
+
+
+def test_no_name_shadows_a_module() -> None:
+    """`accelerate launch accel_gpt/train.py` puts this folder first on `sys.path`."""
+    installed = set(importlib.metadata.packages_distributions()) - {"accel_gpt"}
+    names = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or p.is_dir()} - {"__init__"}
+    names.discard("__pycache__")
+    assert not names & set(sys.stdlib_module_names)
+    assert not names & installed
+
+
+def test_packages_hold_the_version_and_nothing_else() -> None:
+    for path in PACKAGE.rglob("__init__.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not text or (path.parent == PACKAGE and "import" not in text.replace("pretrain", ""))
+
+
+def test_command_line_and_config_need_no_torch() -> None:
+    import subprocess
+
+    code = (
+        "import sys, accel_gpt.cli, accel_gpt.plan, accel_gpt.data.prepare\n"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'datasets')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

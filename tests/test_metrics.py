@@ -1,0 +1,73 @@
+"""Metrics files: contract, cutting back at a resume, and what a person sees."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from accel_gpt.run.metrics import COLUMNS, Display, MetricsLog, Stopwatch, describe
+
+
+def record(step: int) -> dict[str, float]:
+    return {"step": step, "tokens": step * 100, "time": step * 0.5, "train/loss": 2.0}
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_resume_cuts_both_files_back_and_repeats_nothing(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 0, 0, 10)
+    for step in range(1, 8):
+        log.write(record(step))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "tok')  # torn by a kill
+    log = MetricsLog(tmp_path, 5, 500, 10)
+    for step in range(6, 11):
+        log.write(record(step))
+    assert steps(tmp_path / "metrics.jsonl") == list(range(1, 11))
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    assert [int(row["step"]) for row in rows] == list(range(1, 11))
+    assert tuple(rows[0]) == COLUMNS
+    assert rows[-1]["progress"] == "100.0"
+    assert rows[-1]["tokens_this_launch"] == "500"
+    assert float(rows[-1]["train/perplexity"]) == pytest.approx(7.389, abs=1e-3)
+    assert rows[-1]["eval/val_loss"] == ""
+
+
+def test_every_line_has_step_tokens_and_time(tmp_path: Path) -> None:
+    MetricsLog(tmp_path, 0, 0, 10).write(record(1))
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert {"step", "tokens", "time"} <= set(line)
+
+
+def test_pauses_do_not_count_as_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    watch = Stopwatch(seconds_before=50.0, step=0)
+    now[0] += 10
+    with watch.pause():
+        now[0] += 1000
+    assert watch.lap(5) == 2.0
+    assert watch.elapsed() == 1060.0
+    now[0] += 3
+    assert watch.lap(6) == 3.0
+
+
+def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display(True, 20) as display:
+        display.show(record(4), 75.0)
+    assert capsys.readouterr().err == "step 4/20 | loss 2.0000 | left 0:01:15\n"
+
+
+def test_other_processes_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display(False, 20) as display:
+        display.show(record(4), 75.0)
+        display.say("hello")
+    assert capsys.readouterr().err == ""
+
+
+def test_line_names_every_figure() -> None:
+    line = describe({"perf/mfu": 0.4, "eval/val_bits_per_byte": 1.5, "train/lr": 1e-3})
+    assert line == "lr 1.00e-03 | MFU 40.0% | 1.5000 bits/byte"

@@ -1,0 +1,116 @@
+"""The data order: exact cover, independence of layout, seeking at any position."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_gpt.data.order import Order, Shuffle, permute
+from accel_gpt.errors import DataError
+
+EPOCH_MODES: list[Shuffle] = ["global", "shards", "none"]
+
+
+def order(lengths: list[int], block_size: int, shuffle: Shuffle = "global", seed: int = 1) -> Order:
+    return Order(np.array(lengths, dtype=np.int64), block_size, shuffle, seed, "fingerprint")
+
+
+def windows(o: Order, first: int, last: int) -> list[tuple[int, int]]:
+    shard, start = o.locate(np.arange(first, last, dtype=np.int64))
+    return list(zip(shard.tolist(), start.tolist(), strict=True))
+
+
+@given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
+def test_permutation_is_a_bijection(size: int, key: int) -> None:
+    assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))
+
+
+def test_permutation_of_a_trillion_stays_in_range() -> None:
+    size = 10**12
+    image = permute(np.arange(size - 1000, size), size, 7)
+    assert len(np.unique(image)) == 1000
+    assert (image >= 0).all()
+    assert (image < size).all()
+    assert image.std() > size / 10  # spread, not clustered
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(0, 400), min_size=1, max_size=6),
+    block_size=st.integers(1, 40),
+    shuffle=st.sampled_from(EPOCH_MODES),
+    epoch=st.integers(0, 3),
+)
+def test_epoch_covers_each_shard_once_without_overlap(
+    lengths: list[int], block_size: int, shuffle: Shuffle, epoch: int
+) -> None:
+    if max(lengths) <= block_size:
+        return
+    o = order(lengths, block_size, shuffle)
+    n = o.windows_per_epoch
+    found = windows(o, epoch * n, (epoch + 1) * n)
+    assert len(set(found)) == n
+    for shard, length in enumerate(lengths):
+        starts = sorted(start for s, start in found if s == shard)
+        assert len(starts) == o.windows[shard]
+        if starts:
+            assert starts[0] >= 0
+            assert starts[-1] + block_size + 1 <= length  # never across the end of a shard
+            assert all(b - a == block_size for a, b in zip(starts, starts[1:], strict=False))
+            assert length - len(starts) * block_size < 3 * block_size  # little is left out
+
+
+@given(
+    shuffle=st.sampled_from([*EPOCH_MODES, "replacement"]),
+    first=st.integers(0, 500),
+    cut=st.integers(0, 60),
+)
+def test_seeking_anywhere_equals_reading_through(shuffle: Shuffle, first: int, cut: int) -> None:
+    o = order([300, 90, 151], 16, shuffle)
+    whole = windows(o, first, first + 60)
+    assert windows(o, first, first + cut) + windows(o, first + cut, first + 60) == whole
+
+
+@pytest.mark.parametrize("shuffle", EPOCH_MODES)
+def test_later_epochs_cut_the_text_elsewhere(shuffle: Shuffle) -> None:
+    o = order([10_000], 64, shuffle)
+    n = o.windows_per_epoch
+    epochs = [set(windows(o, e * n, (e + 1) * n)) for e in range(3)]
+    assert not epochs[0] & epochs[1]
+    assert not epochs[1] & epochs[2]
+    assert {start % 64 for _, start in epochs[0]} == {0}
+
+
+def test_global_shuffles_and_none_does_not() -> None:
+    straight = windows(order([1000, 1000], 10, "none"), 0, 50)
+    assert straight == sorted(straight)
+    shuffled = windows(order([1000, 1000], 10, "global"), 0, 50)
+    assert shuffled != sorted(shuffled)
+    assert {shard for shard, _ in shuffled} == {0, 1}
+
+
+def test_shards_mode_reads_each_shard_in_sequence() -> None:
+    o = order([200] * 8, 10, "shards")
+    found = windows(o, 0, o.windows_per_epoch)
+    changes = [b for a, b in zip(found, found[1:], strict=False) if a[0] != b[0]]
+    assert len(changes) == 7
+    assert [s for s, _ in found] != sorted(s for s, _ in found)
+
+
+def test_replacement_draws_every_start() -> None:
+    found = windows(order([40, 33], 8, "replacement"), 0, 4000)
+    assert {start for shard, start in found if shard == 0} == set(range(32))
+    assert {start for shard, start in found if shard == 1} == set(range(25))
+
+
+@pytest.mark.parametrize("change", ["seed", "fingerprint"])
+def test_order_depends_on_seed_and_data(change: str) -> None:
+    lengths = np.array([1000])
+    a = Order(lengths, 8, "global", 1, "a")
+    b = Order(lengths, 8, "global", 2 if change == "seed" else 1, "b" if change != "seed" else "a")
+    assert windows(a, 0, 100) != windows(b, 0, 100)
+
+
+def test_text_shorter_than_one_window_is_refused() -> None:
+    with pytest.raises(DataError, match="longest shard has 64 tokens, fewer than one window of .*65"):
+        order([64, 3], 64)

@@ -1,0 +1,159 @@
+"""YAML and command line: precedence, conversion, and the sentences that users read."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from accel_gpt.config import PRESETS, Config, ModelConfig
+from accel_gpt.errors import UserError, run_main
+from accel_gpt.parse import ANCESTORS, leaves, load_config, to_flat, to_yaml
+
+CONFIG = """
+out_dir: runs/x
+model: {n_layer: 2, n_head: 4, n_embd: 64}
+train: {max_steps: 1e3}
+optim: {lr: 3e-4}
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> str:
+    path = tmp_path / "small.yaml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+def load(path: str, *options: str) -> Config:
+    return load_config([path, *options], "train.py")
+
+
+def test_command_line_beats_yaml_beats_preset_beats_default(config_file: str) -> None:
+    config = load(config_file, "--optim.lr", "1e-2", "--model.preset=llama", "--model.bias", "true")
+    assert config.optim.lr == 1e-2
+    assert config.model.n_layer == 2
+    assert config.model.norm == "rmsnorm"  # from the preset
+    assert config.model.bias is True  # over the preset
+    assert config.optim.beta1 == 0.9
+
+
+def test_scientific_notation_is_a_number(config_file: str) -> None:
+    config = load(config_file)
+    assert config.train.max_steps == 1000
+    assert config.optim.lr == 3e-4
+
+
+def test_resolved_config_reads_back_equal(config_file: str, tmp_path: Path) -> None:
+    config = load(config_file, "--model.preset", "llama", "--sample.prompts", '["a, b", "c"]')
+    assert config.sample.prompts == ("a, b", "c")
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(config))
+    assert load(str(again)) == config
+
+
+def test_flag_without_value_is_true_and_null_is_none(config_file: str) -> None:
+    config = load(config_file, "--train.compile", "--eval.tokens", "null", "--log.trackers", "a,b")
+    assert config.train.compile is True
+    assert config.eval.tokens is None
+    assert config.log.trackers == ("a", "b")
+
+
+def test_unquoted_no_in_yaml_is_the_precision_no(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("train: {mixed_precision: no, max_steps: 1}")
+    assert load(str(path)).train.mixed_precision == "no"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--optim.learning_rat", "1"], "unknown key optim.learning_rat on the command line"),
+        (["--optim.bta1", "1"], "did you mean optim.beta1?"),
+        (["--n_layer", "3"], "did you mean model.n_layer?"),
+        (["--optim.learning_rate", "1"], "did you mean optim.lr?"),
+        (["--batch_size", "1"], "did you mean train.micro_batch_size?"),
+        (["--model.n_layer", "two"], "model.n_layer is 'two'; expected a whole number"),
+        (["--train.max_steps", "1.5"], "train.max_steps is '1.5'; expected a whole number"),
+        (["--train.compile", "maybe"], "train.compile is 'maybe'; expected true or false"),
+        (["--data.shuffle", "x"], "expected one of global, shards, none, replacement"),
+        (["--optim.lr", "-1"], "optim.lr is -1.0; it must be above 0"),
+        (["--model.n_head", "5"], "model.n_embd is 64, which model.n_head = 5 does not divide"),
+        (["--model.dropout", "1"], "model.dropout is 1.0; it must lie in [0, 1)"),
+        (["--train.max_tokens", "9"], "set one of the two"),
+        (["--data.prepare.source", "text"], "data.prepare.path is empty"),
+        (["stray"], "unexpected argument 'stray'"),
+        (["--seed"], "--seed needs a value: a whole number"),
+    ],
+)
+def test_command_line_mistake_is_told_in_one_sentence(
+    config_file: str, options: list[str], message: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        load(config_file, *options)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modl: {n_layer: 2}", "unknown section modl in {path}; did you mean model?"),
+        ("model: {n_layers: 2}", "unknown key model.n_layers in {path}; did you mean model.n_l"),
+        ("model: 3", "model in {path} is 3; it is a section"),
+        ("model: {n_layer: [2]}", "model.n_layer is [2]; expected a whole number"),
+        ("optim: {lr: true}", "optim.lr is True; expected a number"),
+        ("- a", "{path} holds no sections"),
+        ("a: [", "{path} is not valid YAML (line 1)"),
+    ],
+)
+def test_yaml_mistake_is_told_in_one_sentence(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        load(str(path))
+    assert message.format(path=path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_config_file_names_the_nearest(config_file: str) -> None:
+    with pytest.raises(UserError, match=r"does not exist; did you mean .*small\.yaml\?"):
+        load(config_file.replace("small", "smal"))
+
+
+def test_every_knob_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        load_config(["--help"], "train.py")
+    assert not stopped.value.code
+    shown = capsys.readouterr().out
+    assert all(f"--{key} " in shown for key in leaves(Config))
+
+
+def test_ancestors_names_lead_to_keys_that_exist() -> None:
+    assert set(ANCESTORS.values()) <= set(leaves(Config))
+
+
+def test_preset_fields_exist() -> None:
+    known = to_flat(ModelConfig())
+    assert all(key in known for preset in PRESETS.values() for key in preset)
+
+
+def test_exit_code_and_stderr_of_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(_: object) -> int:
+        raise UserError("the value is 3; it must be 4")
+
+    assert run_main(fails, []) == 2
+    assert capsys.readouterr().err == "error: the value is 3; it must be 4\n"
+
+
+def test_help_and_config_error_are_quick(config_file: str) -> None:
+    for options, code in ((["--help"], 0), (["train", config_file, "--modl.n_layer", "3"], 2)):
+        times = []
+        for _ in range(3):
+            start = time.monotonic()
+            done = subprocess.run([sys.executable, "-m", "accel_gpt.cli", *options], check=False,
+                                  capture_output=True)  # fmt: skip
+            times.append(time.monotonic() - start)
+            assert done.returncode == code
+        assert min(times) < 0.5

@@ -1,0 +1,74 @@
+"""The plan: every number follows from config and world size, or the error names what would fit."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_gpt.config import Config, ModelConfig, ScheduleConfig, TrainConfig
+from accel_gpt.errors import UserError
+from accel_gpt.plan import make_plan
+
+
+def config(schedule: ScheduleConfig | None = None, block_size: int = 1024, **train: int) -> Config:
+    return Config(
+        model=ModelConfig(block_size=block_size),
+        train=TrainConfig(**{"max_steps": 100, **train}),  # type: ignore[arg-type]
+        schedule=schedule or ScheduleConfig(),
+    )
+
+
+def test_half_a_million_tokens_are_spelled_out() -> None:
+    plan = make_plan(config(tokens_per_step=524_288, micro_batch_size=16), world_size=4)
+    assert plan.accumulation_steps == 8
+    assert plan.describe().startswith(
+        "524,288 tokens a step = 16 sequences x 1,024 tokens x 8 micro-steps x 4 processes"
+    )
+
+
+@given(micro=st.integers(1, 64), accumulation=st.integers(1, 64), world=st.integers(1, 16))
+def test_global_batch_is_what_was_asked(micro: int, accumulation: int, world: int) -> None:
+    asked = micro * accumulation * world * 32
+    plan = make_plan(
+        config(block_size=32, tokens_per_step=asked, micro_batch_size=micro), world_size=world
+    )
+    assert plan.tokens_per_step == asked
+    assert plan.accumulation_steps == accumulation
+
+
+def test_indivisible_batch_names_the_nearest_that_fit() -> None:
+    with pytest.raises(UserError) as error:
+        make_plan(config(tokens_per_step=524_288, micro_batch_size=12), world_size=1)
+    assert "524,288, not a multiple of 12 sequences x 1024 tokens x 1 processes" in str(error.value)
+    assert "516,096 or 528,384" in str(error.value)
+    assert "micro_batch_size one of 8, 16, 4" in str(error.value)
+
+
+def test_batch_below_one_window_names_the_smallest() -> None:
+    with pytest.raises(UserError, match="nearest: 1,024"):
+        make_plan(config(tokens_per_step=100, micro_batch_size=1), world_size=1)
+
+
+def test_tokens_become_steps_rounded_up() -> None:
+    asked = config(
+        ScheduleConfig(name="wsd", warmup_tokens=10_000, decay_tokens=9_000),
+        block_size=64,
+        tokens_per_step=4096,
+        micro_batch_size=64,
+    )
+    tokens = replace(asked, train=replace(asked.train, max_steps=None, max_tokens=100_000))
+    plan = make_plan(tokens, world_size=1)
+    assert (plan.max_steps, plan.warmup_steps, plan.decay_steps) == (25, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (Config(), "set train.max_steps or train.max_tokens"),
+        (config(ScheduleConfig(warmup_steps=100), max_steps=100), "warm-up takes 100 steps"),
+    ],
+)
+def test_impossible_length_is_refused(asked: Config, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_plan(asked, world_size=1)

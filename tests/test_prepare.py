@@ -1,0 +1,310 @@
+"""Text becomes a data folder once, completely or not at all, the same with any number of workers."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accel_gpt.config import PrepareConfig
+from accel_gpt.data import prepare as room
+from accel_gpt.data.bpe import EOT
+from accel_gpt.data.prepare import Progress, prepare
+from accel_gpt.data.shards import locked, open_split
+from accel_gpt.data.tokenizer import load_tokenizer
+from accel_gpt.errors import UserError
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PrepareConfig:
+    """130 documents, so that whole ones are held out; cut into shards of 500 tokens."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(130):
+        (folder / f"{i:03d}.txt").write_text(f"Document {i} says é{'!' * (i % 7)}\n" * (i % 5 + 1))
+    return PrepareConfig(
+        source="text", path=str(folder), tokenizer="bytes", shard_tokens=500, workers=1
+    )
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "data" / "made"
+
+
+def tokens(out: Path, name: str) -> list[int]:
+    split = open_split(out, name)
+    return [int(t) for i, n in enumerate(split.lengths) for t in split.read(i, 0, int(n))]
+
+
+def content(out: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in out.iterdir()}
+
+
+def test_every_document_is_in_one_split_and_ends_with_end_of_text(
+    config: PrepareConfig, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(config, out)
+    tokenizer = load_tokenizer(out)
+    found = []
+    for name in ("train", "val"):
+        ids = tokens(out, name)
+        assert ids[-1] == tokenizer.eot_id
+        texts = tokenizer.decode(ids).split(EOT)[:-1]
+        shards = open_split(out, name).shards
+        assert sum(shard.documents for shard in shards) == len(texts) > 3
+        assert sum(shard.bytes for shard in shards) == sum(len(t.encode()) for t in texts)
+        found += texts
+    assert config.path is not None
+    assert sorted(found) == sorted(p.read_text() for p in Path(config.path).iterdir())
+    assert sorted(os.listdir(out.parent)) == ["made", "made.lock"]
+    said = capsys.readouterr().out
+    assert said.startswith(f"prepared {out}: ")
+    assert said.count("\n") == 1
+    assert "bytes per token" in said
+
+
+def test_one_text_is_parted_where_nanogpt_parts_it(tmp_path: Path, out: Path) -> None:
+    letters = np.random.default_rng(0).integers(97, 123, 1_115_394)  # the length of shakespeare
+    text = "".join(map(chr, letters))
+    (tmp_path / "input.txt").write_text(text)
+    config = PrepareConfig(
+        source="text", path=str(tmp_path / "input.txt"), tokenizer="chars", val_fraction=0.1
+    )
+    prepare(config, out)
+    cut = int(len(text) * 0.9)
+    assert (open_split(out, "train").tokens, open_split(out, "val").tokens) == (1_003_854, 111_540)
+    tokenizer = load_tokenizer(out)
+    assert tokenizer.decode(tokens(out, "train")) == text[:cut]
+    assert tokenizer.decode(tokens(out, "val")) == text[cut:]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_any_number_of_workers_writes_the_same_bytes(
+    config: PrepareConfig, tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_gpt.data.prepare.BATCH_CHARACTERS", 100)
+    monkeypatch.setattr("accel_gpt.data.sources.BATCH_CHARACTERS", 40)
+    config = replace(config, tokenizer=tokenizer, vocab_size=280)
+    for workers in (1, 3):
+        prepare(replace(config, workers=workers), tmp_path / str(workers))
+    assert content(tmp_path / "1") == content(tmp_path / "3")
+    assert len(content(tmp_path / "1")) > 6
+
+
+def test_long_documents_in_pieces_give_the_same_tokens(
+    config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config, tokenizer="bpe", vocab_size=280)
+    prepare(config, tmp_path / "whole")
+    monkeypatch.setattr("accel_gpt.data.sources.BATCH_CHARACTERS", 10)
+    prepare(config, tmp_path / "pieces")
+    for name in ("train", "val"):
+        assert tokens(tmp_path / "whole", name) == tokens(tmp_path / "pieces", name)
+
+
+def test_a_ready_folder_is_left_alone(config: PrepareConfig, out: Path) -> None:
+    prepare(config, out)
+    before = content(out), os.stat(out).st_mtime_ns
+    prepare(replace(config, workers=2), out)
+    prepare(replace(config, vocab_size=999), out)  # says nothing about bytes
+    prepare(PrepareConfig(), out)
+    assert (content(out), os.stat(out).st_mtime_ns) == before
+
+
+def test_other_settings_are_listed_and_nothing_is_touched(config: PrepareConfig, out: Path) -> None:
+    config = replace(config, tokenizer="bpe", vocab_size=280)
+    prepare(config, out)
+    before = content(out)
+    with pytest.raises(UserError) as error:
+        prepare(replace(config, vocab_size=300, val_fraction=0.2), out)
+    for part in (
+        "vocab_size: prepared 280, asked 300",
+        "val_fraction: prepared 0.1, asked 0.2",
+        "delete the folder or choose another data.train",
+    ):
+        assert part in str(error.value)
+    assert "shard_tokens" not in str(error.value)
+    assert content(out) == before
+
+
+def test_a_folder_of_others_is_never_overwritten(config: PrepareConfig, out: Path) -> None:
+    out.mkdir(parents=True)
+    (out / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"has no dataset\.json.*left as it is"):
+        prepare(config, out)
+    assert os.listdir(out) == ["thesis.txt"]
+    (out / "thesis.txt").unlink()
+    prepare(config, out)
+    assert tokens(out, "train")
+
+
+def test_a_missing_source_fails_before_anything_is_made(tmp_path: Path, out: Path) -> None:
+    with pytest.raises(UserError, match="which does not exist"):
+        prepare(PrepareConfig(source="text", path=str(tmp_path / "none")), out)
+    with pytest.raises(UserError, match=r"does not exist.*data\.prepare"):
+        prepare(PrepareConfig(), out)
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text"), [("chars", ""), ("chars", "abc"), ("bytes", ""), ("bytes", "a")]
+)
+def test_too_little_text_is_one_clear_error(
+    tmp_path: Path, out: Path, tokenizer: str, text: str
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(text)
+    config = PrepareConfig(source="text", path=str(path), tokenizer=tokenizer, val_fraction=0.01)
+    with pytest.raises(UserError, match="too little text|text is empty"):
+        prepare(config, out)
+    assert os.listdir(out.parent) == ["made.lock"]
+
+
+def test_a_full_disk_leaves_nothing_under_the_name(
+    config: PrepareConfig, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="could not be written.*No space left"):
+        prepare(config, out)
+    assert os.listdir(out.parent) == ["made.lock"]
+
+
+@pytest.mark.parametrize("work", ["make_tokenizer", "cached_tokenizer"])
+def test_a_killed_worker_is_reported(
+    config: PrepareConfig, out: Path, monkeypatch: pytest.MonkeyPatch, work: str
+) -> None:
+    if sys.platform != "linux":
+        pytest.skip("the patch reaches forked processes only")
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(f"accel_gpt.data.prepare.{work}", die)
+    with pytest.raises(UserError, match=r"was killed.*fewer data\.prepare\.workers"):
+        prepare(config, out)
+    assert os.listdir(out.parent) == ["made.lock"]
+
+
+# --------------------------------------------------------------------------- several processes
+
+fork = multiprocessing.get_context("fork")
+
+
+def prepare_and_count(config: PrepareConfig, out: Path, built: Any) -> None:
+    real = room.build
+
+    def counted(config: PrepareConfig, folder: Path) -> str:
+        with built.get_lock():
+            built.value += 1
+        time.sleep(0.2)
+        return real(config, folder)
+
+    room.build = counted
+    prepare(config, out)
+
+
+def test_of_several_processes_one_builds(config: PrepareConfig, out: Path) -> None:
+    built = fork.Value("i", 0)
+    processes = [fork.Process(target=prepare_and_count, args=(config, out, built)) for _ in "abc"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(20)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert built.value == 1
+    assert sorted(os.listdir(out.parent)) == ["made", "made.lock"]
+
+
+def prepare_forever(config: PrepareConfig, out: Path) -> None:
+    room.check_splits = lambda *_: time.sleep(60)
+    prepare(config, out)
+
+
+def test_a_killed_builder_leaves_no_folder_and_no_lock(config: PrepareConfig, out: Path) -> None:
+    builder = fork.Process(target=prepare_forever, args=(config, out))
+    builder.start()
+    shards = f"{out.name}.tmp-{builder.pid}/train_*.npy"
+    while not list(out.parent.glob(shards)):
+        time.sleep(0.01)
+    os.kill(builder.pid or 0, signal.SIGKILL)
+    builder.join(10)
+    assert not out.exists()
+    keep = out.parent / "made.tmp-mine"
+    keep.mkdir()
+    prepare(config, out)
+    assert sorted(os.listdir(out.parent)) == ["made", "made.lock", "made.tmp-mine"]
+
+
+def hold_with_child(path: Path) -> None:
+    with locked(path), room.child_processes(1) as pool:
+        pool.submit(time.sleep, 60)
+        time.sleep(60)
+
+
+def test_no_worker_outlives_its_parent_with_the_lock(tmp_path: Path) -> None:
+    lock = tmp_path / "x.lock"
+    holder = fork.Process(target=hold_with_child, args=(lock,))
+    holder.start()
+    children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
+    if not children.parent.exists():
+        pytest.skip("needs /proc")
+    while not children.read_text():
+        time.sleep(0.01)
+    time.sleep(0.2)
+    os.kill(holder.pid or 0, signal.SIGKILL)
+    holder.join(10)
+    start = time.monotonic()
+    with locked(lock):
+        assert time.monotonic() - start < 5
+
+
+# --------------------------------------------------------------------------- progress
+
+
+def test_progress_is_plain_lines_at_most_every_five_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, 101.0, 106.0, 107.0, 112.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with Progress(40_000_000) as progress:
+        for _ in range(4):
+            progress.add(6_000_000)
+    assert capsys.readouterr().err.splitlines() == [
+        "tokenizing: 12.0 of 40.0 MB, 2.0 MB/s, 14 s left",
+        "tokenizing: 24.0 of 40.0 MB, 2.0 MB/s, 8 s left",
+    ]
+
+
+def test_progress_is_a_bar_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    for total in (2_000_000, None):
+        with Progress(total) as progress:
+            progress.add(1_000_000)
+            time.sleep(0.11)
+            progress.add(1_000_000)
+        assert "2.0" in capsys.readouterr().err
+
+
+def test_the_index_remembers_how_it_was_made(config: PrepareConfig, out: Path) -> None:
+    prepare(config, out)
+    index = json.loads((out / "dataset.json").read_text())
+    assert index["prepared"]["path"] == config.path
+    assert "workers" not in index["prepared"]
+    assert index["tokenizer"]["fingerprint"] == load_tokenizer(out).fingerprint
+    assert (index["vocab_size"], index["eot_id"]) == (257, 256)

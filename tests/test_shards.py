@@ -1,0 +1,229 @@
+"""Shards come back as written, and a damaged folder is refused with one sentence."""
+
+import hashlib
+import json
+import os
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_gpt.data import shards
+from accel_gpt.data.shards import Shard, ShardWriter, open_split, token_dtype, write_index
+from accel_gpt.errors import DataError, UserError
+
+
+def index(folder: Path, written: list[Shard], vocab_size: int = 1000) -> None:
+    write_index(
+        folder,
+        kind="bytes",
+        fingerprint="f" * 64,
+        vocab_size=vocab_size,
+        eot_id=256,
+        splits={"train": written},
+        prepared={},
+    )
+
+
+def write(folder: Path, documents: list[list[int]], shard_tokens: int, vocab: int = 1000) -> None:
+    writer = ShardWriter(folder, "train", token_dtype(vocab), shard_tokens)
+    for document in documents:
+        writer.add(np.array(document, token_dtype(vocab)), 1, 2 * len(document))
+    index(folder, writer.finish(), vocab)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two shards: 1 2 3 4 and 5 6 7."""
+    write(tmp_path, [[1, 2], [3, 4, 5], [6, 7]], 4)
+    return tmp_path
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    documents=st.lists(st.lists(st.integers(0, 99_999), min_size=1, max_size=20), min_size=1),
+    shard_tokens=st.integers(1, 30),
+    vocab_size=st.sampled_from([65_535, 65_536, 100_000]),
+)
+def test_what_is_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: list[list[int]],
+    shard_tokens: int,
+    vocab_size: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("data")
+    documents = [[token % vocab_size for token in document] for document in documents]
+    write(folder, documents, shard_tokens, vocab_size)
+    split = open_split(folder, "train")
+    whole = np.concatenate([split.read(i, 0, int(n)) for i, n in enumerate(split.lengths)])
+    assert whole.tolist() == [token for document in documents for token in document]
+    assert whole.dtype == (np.uint16 if vocab_size < 65_536 else np.uint32)
+    assert split.tokens == len(whole)
+    assert split.lengths.tolist()[:-1] == [shard_tokens] * (len(split.shards) - 1)
+    assert sum(shard.documents for shard in split.shards) == len(documents)
+    assert sum(shard.bytes for shard in split.shards) == 2 * len(whole)
+    assert max(shard.max_token for shard in split.shards) == whole.max()
+
+
+def test_the_index_tells_what_each_file_holds(folder: Path) -> None:
+    split = open_split(folder, "train")
+    assert [(s.name, s.tokens, s.documents, s.bytes, s.max_token) for s in split.shards] == [
+        ("train_000000.npy", 4, 2, 10, 4),
+        ("train_000001.npy", 3, 1, 4, 7),
+    ]
+    for shard in split.shards:
+        content = (folder / shard.name).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == shard.sha256
+    assert sorted(os.listdir(folder)) == ["dataset.json", "train_000000.npy", "train_000001.npy"]
+
+
+@pytest.mark.parametrize("tokens", [1, 12, 12_345_678_901])
+def test_the_header_is_numpys(tokens: int, tmp_path: Path) -> None:
+    for dtype in (np.dtype("<u2"), np.dtype("<u4")):
+        with (tmp_path / "x").open("wb") as file:
+            file.write(np.lib.format.magic(1, 0))
+            described = {"descr": dtype.str, "fortran_order": False, "shape": (tokens,)}
+            np.lib.format.write_array_header_1_0(file, described)
+        expected = (tmp_path / "x").read_bytes()
+        assert shards.header(dtype, tokens) == expected[-len(shards.header(dtype, tokens)) :]
+        assert len(shards.header(dtype, tokens)) == 128
+
+
+def test_numpy_loads_a_shard(folder: Path) -> None:
+    assert np.load(folder / "train_000000.npy").tolist() == [1, 2, 3, 4]
+
+
+def test_a_fingerprint_changes_with_the_tokens(tmp_path: Path) -> None:
+    prints = []
+    for i, documents in enumerate([[[1, 2, 3]], [[1, 2, 4]], [[1, 2], [3]]]):
+        (tmp_path / str(i)).mkdir()
+        write(tmp_path / str(i), documents, 10)
+        prints.append(open_split(tmp_path / str(i), "train").fingerprint)
+    assert prints[0] != prints[1]
+    assert prints[0] == prints[2]
+
+
+def test_at_most_64_shards_are_mapped(tmp_path: Path) -> None:
+    write(tmp_path, [[i] for i in range(100)], 1)
+    split = open_split(tmp_path, "train")
+    assert [int(split.read(i, 0, 1)[0]) for i in (*range(100), 0, 50)] == [*range(100), 0, 50]
+    assert len(split.maps) == 64
+    assert 50 in split.maps
+
+
+def test_a_split_is_sent_to_another_process_without_its_tokens(folder: Path) -> None:
+    split = open_split(folder, "train")
+    split.read(0, 0, 4)
+    sent = pickle.dumps(split)
+    assert len(sent) < 1000
+    assert pickle.loads(sent) == split
+
+
+def test_ten_thousand_shards_open_within_a_second(tmp_path: Path) -> None:
+    size = len(shards.header(np.dtype("<u2"), 5)) + 10
+    names = [f"train_{i:06d}.npy" for i in range(10_000)]
+    for name in names:
+        (tmp_path / name).write_bytes(bytes(size))
+    index(tmp_path, [Shard(name, 5, 1, 5, "0" * 64, 1) for name in names])
+    start = time.process_time()
+    assert open_split(tmp_path, "train").tokens == 50_000
+    assert time.process_time() - start < 1
+
+
+# --------------------------------------------------------------------------- damage
+
+Edit = Callable[[dict[str, Any]], object]
+
+
+def edit(folder: Path, change: Edit) -> None:
+    content = json.loads((folder / "dataset.json").read_text())
+    change(content)
+    (folder / "dataset.json").write_text(json.dumps(content))
+
+
+def first(content: dict[str, Any]) -> dict[str, Any]:
+    shard: dict[str, Any] = content["splits"]["train"][0]
+    return shard
+
+
+@pytest.mark.parametrize("name", ["../x.npy", "/etc/passwd", "a/b.npy", "..", "", "x\0.npy"])
+def test_a_shard_name_that_leaves_the_folder_is_refused(folder: Path, name: str) -> None:
+    edit(folder, lambda content: first(content).update(name=name))
+    with pytest.raises(DataError, match="expected a plain file name") as error:
+        open_split(folder, "train")
+    assert repr(name) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(version=2), "format version 2; this code reads version 1"),
+        (lambda c: c.update(format="x"), "not an index of ours"),
+        (lambda c: c.pop("vocab_size"), "damaged.*vocab_size"),
+        (lambda c: c.update(splits=[]), "damaged"),
+        (lambda c: first(c).pop("sha256"), "damaged.*sha256"),
+        (lambda c: first(c).update(tokens="4"), "damaged"),
+        (lambda c: first(c).update(tokens=0), "has 136 bytes, expected 128"),
+        (lambda c: first(c).update(tokens=5), "has 136 bytes, expected 138"),
+        (lambda c: first(c).update(max_token=1000), "holds token 1000, .* vocab_size 1000"),
+        (lambda c: first(c).update(name="gone.npy"), r"gone\.npy of 136 bytes cannot be found"),
+        (lambda c: c["splits"].update(train=[]), "no shards of split train; it has: train"),
+    ],
+)
+def test_a_wrong_index_is_refused(folder: Path, change: Edit, message: str) -> None:
+    edit(folder, change)
+    with pytest.raises(DataError, match=message) as error:
+        open_split(folder, "train")
+    assert str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize(("size", "word"), [(135, "cut short"), (0, "cut short"), (137, "changed")])
+def test_a_shard_of_another_size_is_refused(folder: Path, size: int, word: str) -> None:
+    os.truncate(folder / "train_000000.npy", size)
+    with pytest.raises(DataError, match=rf"000000\.npy has {size} bytes, expected 136; .*{word}"):
+        open_split(folder, "train")
+
+
+def test_a_shard_of_another_type_is_refused_when_it_is_read(folder: Path) -> None:
+    np.save(folder / "train_000000.npy", np.array([1, 2], np.uint32))
+    split = open_split(folder, "train")
+    with pytest.raises(DataError, match=r"uint32 of shape \(2,\).*uint16 of shape \(4,\)"):
+        split.read(0, 0, 2)
+
+
+@pytest.mark.parametrize("content", [b"x" * 136, b"PK\x03\x04" + b"x" * 132, b"\x80\x04" * 68])
+def test_a_file_that_is_no_array_is_refused_and_never_unpickled(
+    folder: Path, content: bytes
+) -> None:
+    (folder / "train_000000.npy").write_bytes(content)
+    with pytest.raises(DataError, match=r"000000\.npy"):
+        open_split(folder, "train").read(0, 0, 2)
+
+
+def test_a_folder_that_is_missing_or_empty_is_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"does not exist.*data\.prepare") as error:
+        open_split(tmp_path / "none", "train")
+    assert error.value.exit_code == 2
+    with pytest.raises(DataError, match=r"has no dataset\.json"):
+        open_split(tmp_path, "train")
+    (tmp_path / "dataset.json").write_text("{")
+    with pytest.raises(DataError, match=r"dataset\.json is not valid JSON"):
+        open_split(tmp_path, "train")
+
+
+def test_a_full_disk_leaves_no_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    writer = ShardWriter(tmp_path, "train", np.dtype("<u2"), 10)
+    writer.add(np.arange(3, dtype="<u2"), 1, 3)
+    with pytest.raises(OSError, match="No space left"):
+        writer.finish()
+    assert list(tmp_path.glob("*.npy")) == []

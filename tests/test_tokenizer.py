@@ -1,0 +1,306 @@
+"""Round trips, equality with Hugging Face's encoding, files and messages of every tokenizer."""
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_gpt.data import bpe
+from accel_gpt.data.tokenizer import (
+    CharsTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    make_tokenizer,
+    train_bpe,
+)
+from accel_gpt.errors import DataError, UserError
+
+VOCAB_SIZE = 600
+KINDS = ("bytes", "chars", "bpe", "gpt2", "hf")
+HOSTILE = {
+    "emoji": "a 👩‍👩‍👧‍👦 family, a flag 🇨🇭, a skin tone 👍🏽" * 3,
+    "scripts": "naïve ДОМ 東京タワー مرحبا שלום हिन्दी ไทย \u200bzero\u00a0width",
+    "nulls": "\x00\x00a\x00 b\x01\x7f\x85\u2028",
+    "code": "def f(x):\n\tif x_1 >= 10_000:\n        return self.__dict__[x]  # ok\n\n\n",
+    "crlf": "one\r\ntwo\r\n\r\n  three\r\rfour \n \n",
+    "no space": "abcdefghij" * 10_000,
+    "one letter": "a" * 10_001,
+    "spaces": " " * 5000 + "x" + "\t" * 99 + "\n" * 1000 + " \n" * 500,
+    "combining": "\u0301\u0301e\u0301 \u0300",
+    "digits": "3.14159 12345678 1,000,000 ١٢٣٤ ²³ Ⅻ",
+    "private": "\ufffd\ufffe\U0010ffff\ue000",
+    "special": "<|endoftext|> </s> <|endoftext|><|endoftext|>",
+    "empty": "",
+}
+
+
+def corpus() -> Iterator[str]:
+    """Text with enough repetition for a few hundred merges."""
+    words = "the they then there return self print import _name .join 'll  == (): # 2024 été дом"
+    for a, b in itertools.product(words.split(" "), repeat=2):
+        yield f"{a} {b}\n    {b}{a}\r\n\tif {a}_{b}:\n" * 3
+    yield from HOSTILE.values()
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tokenizer:
+    return train_bpe(corpus(), VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(
+    trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Tokenizer]:
+    """One of each kind; hf is the trained one with another pattern."""
+    content = json.loads(trained.file_text())
+    content["pre_tokenizer"] = {**bpe.byte_level(), "use_regex": True}
+    path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    made = {
+        "bytes": make_tokenizer("bytes", 0, corpus),
+        "chars": make_tokenizer("chars", 0, corpus),
+        "bpe": trained,
+        "hf": make_tokenizer(str(path), 0, corpus),
+    }
+    if "TIKTOKEN_CACHE_DIR" in os.environ:
+        try:
+            made["gpt2"] = make_tokenizer("gpt2", 0, corpus)
+        except UserError:
+            return made
+    return made
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(request: pytest.FixtureRequest, tokenizers: dict[str, Tokenizer]) -> Tokenizer:
+    if request.param not in tokenizers:
+        pytest.skip("tiktoken's gpt2 files are not in TIKTOKEN_CACHE_DIR")
+    return tokenizers[request.param]
+
+
+def hugging_face(tokenizer: Tokenizer, text: str) -> list[int]:
+    import tokenizers as library
+
+    loaded = library.Tokenizer.from_str(tokenizer.file_text())
+    loaded.encode_special_tokens = True
+    ids: list[int] = loaded.encode(text).ids
+    return ids
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_text_survives_a_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+    assert tokenizer.eot_id is None or tokenizer.eot_id not in ids
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_trained_bpe_encodes_as_hugging_face_does(trained: Tokenizer, text: str) -> None:
+    assert trained.encode(text) == hugging_face(trained, text)
+
+
+@settings(deadline=None, max_examples=100)
+@given(text=st.text(st.sampled_from("the rn\n\r\t_.12é дa👍\u0301\x00<|endoftext>"), max_size=200))
+def test_trained_bpe_encodes_any_text_as_hugging_face_does(trained: Tokenizer, text: str) -> None:
+    assert trained.encode(text) == hugging_face(trained, text)
+    assert trained.decode(trained.encode(text)) == text
+
+
+def test_transformers_opens_a_trained_bpe(trained: Tokenizer, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    trained.save(tmp_path)
+    path = str(tmp_path / "tokenizer.json")
+    loaded = transformers.PreTrainedTokenizerFast(tokenizer_file=path)
+    text = "".join(HOSTILE[name] for name in ("emoji", "scripts", "code", "crlf"))
+    assert loaded.encode(text) == trained.encode(text)
+    assert loaded.convert_tokens_to_ids("<|endoftext|>") == trained.eot_id
+    assert len(loaded) == trained.vocab_size
+
+
+def test_trained_ids_are_bytes_then_merges_then_end_of_text(trained: Tokenizer) -> None:
+    assert trained.vocab_size == VOCAB_SIZE
+    assert trained.eot_id == VOCAB_SIZE - 1
+    assert [trained.encode(chr(b)) for b in range(128)] == [[b] for b in range(128)]
+    assert trained.decode([0xC3, 0xA9]) == "é"
+    assert trained.token_bytes()[256:-1].min() >= 2
+    assert trained.decode([VOCAB_SIZE - 1]) == "<|endoftext|>"
+
+
+def test_training_is_repeatable(trained: Tokenizer) -> None:
+    assert train_bpe(corpus(), VOCAB_SIZE).fingerprint == trained.fingerprint
+
+
+def test_words_keep_one_leading_character_and_digits_stay_in_groups_of_three() -> None:
+    import tiktoken
+
+    singles = {bytes([b]): b for b in range(256)}
+    words = (b" the", b"_name", b".py", b"12345", b"\n\n", b"  ")
+    merged = {word[:n]: 0 for word in words for n in range(2, len(word) + 1)}
+    ranks = singles | {word: 256 + i for i, word in enumerate(sorted(merged, key=len))}
+    encoding = tiktoken.Encoding("t", pat_str=bpe.PATTERN, mergeable_ranks=ranks, special_tokens={})
+
+    def split(text: str) -> list[str]:
+        return [encoding.decode([i]) for i in encoding.encode_ordinary(text)]
+
+    assert split(" the_name.py") == [" the", "_name", ".py"]
+    assert split("12345") == ["123", "4", "5"]
+    assert split("\n\n   the") == ["\n\n", "  ", " the"]
+
+
+def test_batches_give_the_same_ids_in_the_smallest_type(tokenizer: Tokenizer) -> None:
+    batch = tokenizer.encode_batch(list(HOSTILE.values()))
+    assert [ids.tolist() for ids in batch] == [tokenizer.encode(t) for t in HOSTILE.values()]
+    assert {ids.dtype for ids in batch} == {np.dtype("uint16")}
+
+
+def test_saving_and_loading_gives_an_equal_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        loaded = load_tokenizer(path)
+        assert type(loaded) is type(tokenizer)
+        assert loaded.fingerprint == tokenizer.fingerprint
+        assert (loaded.kind, loaded.vocab_size) == (tokenizer.kind, tokenizer.vocab_size)
+        assert loaded.eot_id == tokenizer.eot_id
+        assert loaded.encode(HOSTILE["code"]) == tokenizer.encode(HOSTILE["code"])
+
+
+def test_fingerprints_tell_tokenizers_apart(tokenizers: dict[str, Tokenizer]) -> None:
+    others = [CharsTokenizer("ab"), CharsTokenizer("abc"), train_bpe(corpus(), VOCAB_SIZE - 1)]
+    prints = [t.fingerprint for t in (*tokenizers.values(), *others)]
+    assert len(set(prints)) == len(prints)
+    assert all(len(p) == 64 for p in prints)
+
+
+def test_a_merge_taken_out_leaves_the_fast_path(trained: Tokenizer, tmp_path: Path) -> None:
+    content = json.loads(trained.file_text())
+    content["model"]["merges"].pop()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(tmp_path).kind == "hf"
+    trained.save(tmp_path)
+    assert load_tokenizer(tmp_path).kind == "bpe"
+
+
+def test_text_in_pieces_gives_the_ids_of_the_whole(tokenizer: Tokenizer) -> None:
+    if not tokenizer.cuts_at_lines:
+        pytest.skip("never cut")
+    text = "".join(corpus())
+    cut = list(bpe.pieces(text, 100))
+    assert len(cut) > 100
+    assert "".join(cut) == text
+    assert [i for part in cut for i in tokenizer.encode(part)] == tokenizer.encode(text)
+
+
+@settings(deadline=None, max_examples=300)
+@given(text=st.text(st.sampled_from("ab1.\n\n\r \t'"), max_size=60), size=st.integers(1, 10))
+def test_any_text_in_pieces_gives_the_ids_of_the_whole(
+    tokenizers: dict[str, Tokenizer], text: str, size: int
+) -> None:
+    for kind in {"bpe", "gpt2"} & set(tokenizers):
+        tokenizer = tokenizers[kind]
+        parts = [tokenizer.encode(part) for part in bpe.pieces(text, size)]
+        assert [i for part in parts for i in part] == tokenizer.encode(text)
+
+
+def test_millions_of_spaces_are_encoded(trained: Tokenizer) -> None:
+    text = "a" + " " * 2_500_000 + "b"
+    assert trained.decode(trained.encode(text)) == text
+
+
+def test_lone_surrogates_become_the_replacement_character(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.text())
+def test_bytes_survive_any_text(text: str) -> None:
+    tokenizer = make_tokenizer("bytes", 0, corpus)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == bpe.clean(text)
+    assert ids == list(bpe.clean(text).encode())
+
+
+def test_chars_are_sorted_and_an_unknown_one_is_named() -> None:
+    tokenizer = make_tokenizer("chars", 0, lambda: iter(["hello", "wörld 👍"]))
+    assert tokenizer.encode("".join(sorted("helowörd 👍"))) == list(range(tokenizer.vocab_size))
+    assert tokenizer.eot_id is None
+    for unknown in ("x", "\U0010ffff", "\x00"):
+        with pytest.raises(UserError, match="is not among the 10") as error:
+            tokenizer.encode(f"hello {unknown}")
+        assert repr(unknown) in str(error.value)
+
+
+def test_a_blob_in_the_text_does_not_stop_the_training() -> None:
+    blob = "".join(chr(97 + i * i % 23) for i in range(300_000))
+    start = time.perf_counter()
+    assert train_bpe([*corpus(), blob], VOCAB_SIZE).vocab_size == VOCAB_SIZE
+    assert time.perf_counter() - start < 5
+
+
+def test_too_little_text_for_a_vocabulary_says_how_many_tokens_it_reached() -> None:
+    with pytest.raises(UserError, match=r"vocab_size is 5000.*only 259 tokens"):
+        train_bpe(["abc abc"], 5000)
+    assert train_bpe(["abc abc"], 259).vocab_size == 259
+    with pytest.raises(UserError, match="text is empty"):
+        make_tokenizer("chars", 0, lambda: iter([""]))
+
+
+def test_padding_and_truncation_of_a_file_are_ignored(trained: Tokenizer, tmp_path: Path) -> None:
+    content = json.loads(trained.file_text())
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 5,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.kind == "hf"
+    assert loaded.encode("the return of the self") == trained.encode("the return of the self")
+
+
+def test_end_of_text_may_be_named_beside_the_file(trained: Tokenizer, tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.mkdir()
+    copy.mkdir()
+    (source / "tokenizer.json").write_text(trained.file_text().replace("<|endoftext|>", "<stop>"))
+    with pytest.raises(UserError, match="no end-of-text token"):
+        load_tokenizer(source)
+    config = json.dumps({"eos_token": {"content": "<stop>"}})
+    (source / "tokenizer_config.json").write_text(config)
+    loaded = load_tokenizer(source)
+    assert loaded.eot_id == VOCAB_SIZE - 1
+    assert loaded.eot_id not in loaded.encode("a <stop> b")
+    loaded.save(copy)
+    assert load_tokenizer(copy).fingerprint == loaded.fingerprint
+
+
+def test_gpt2_without_its_files_names_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(name: str) -> None:
+        raise ConnectionError(name)
+
+    monkeypatch.setattr("tiktoken.get_encoding", offline)
+    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
+        make_tokenizer("gpt2", 0, corpus)
+
+
+def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no tokenizer at .*tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match=r"'gpt3', which is no file; expected bytes, chars"):
+        make_tokenizer("gpt3", 0, corpus)
+    for content, message in {
+        "{": "not valid JSON",
+        "[]": "no tokenizer.json that can be read",
+        '{"format": "accel_gpt-tokenizer", "version": 2, "kind": "bytes"}': "version 2",
+        '{"format": "accel_gpt-tokenizer", "version": 1, "kind": "words"}': "'words'",
+    }.items():
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(DataError, match=message):
+            load_tokenizer(tmp_path)

@@ -1,0 +1,329 @@
+"""The whole of training on a tiny model: exact resume, no trace of evaluation, refused configs."""
+
+import csv
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from accel_gpt import train
+from accel_gpt.config import PrepareConfig
+from accel_gpt.data.prepare import prepare
+from accel_gpt.errors import run_main
+from accel_gpt.evals.samples import is_sample_step
+from tests.conftest import text_of
+
+Arguments = Callable[..., list[str]]
+
+
+def launch(arguments: list[str]) -> int:
+    return run_main(train.main, arguments)
+
+
+def records(run: Path) -> list[dict[str, float]]:
+    """Lines of metrics.jsonl without what a clock decides."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in line.items() if k != "time" and not k.startswith("perf/")}
+        for line in lines
+    ]
+
+
+def weights(run: Path, step: int = 12) -> dict[str, Tensor]:
+    return load_file(run / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+
+
+def assert_same_weights(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
+    """Send ourselves a signal while step `step` is under way."""
+    update = train.update
+
+    def interrupted(run: train.Run) -> Any:
+        if run.state.step == step - 1:
+            os.kill(os.getpid(), number)
+        return update(run)
+
+    monkeypatch.setattr(train, "update", interrupted)
+
+
+def test_run_learns_and_leaves_what_the_contract_names(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run()) == 0
+    run = tmp_path / "run"
+    names = {p.name for p in run.iterdir() if not p.name.startswith(".")}
+    assert names == {
+        *("config.yaml", "run.json", "metrics.jsonl", "metrics.csv"),
+        *("tensorboard", "samples", "checkpoints"),
+    }
+    lines = records(run)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 1
+    assert [line["step"] for line in lines if "eval/val_loss" in line] == [4, 8, 12]
+    assert lines[0]["train/lr"] == pytest.approx(0.005)
+    assert len(list(csv.DictReader((run / "metrics.csv").read_text().splitlines()))) == 12
+    assert [p.name for p in sorted((run / "samples").iterdir())] == [
+        "step_00000006.txt",
+        "step_00000012.txt",
+    ]
+    launches = json.loads((run / "run.json").read_text())["launches"]
+    assert launches[0]["plan"]["max_steps"] == 12
+    shown = capsys.readouterr().err
+    assert "256 tokens a step = 4 sequences x 32 tokens x 2 micro-steps x 1 process" in shown
+    assert "no MFU" in shown
+    assert "accel-gpt sample" in shown
+
+
+def test_tensorboard_has_curves_samples_and_config(small_run: Arguments, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert launch(small_run()) == 0
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "accel_gpt")).Reload()
+    tags = events.Tags()
+    assert {"train/loss", "train/lr", "eval/val_loss", "perf/tokens_per_second"} <= set(
+        tags["scalars"]
+    )
+    assert [e.step for e in events.Scalars("train/loss")] == list(range(1, 13))
+    assert any("samples" in tag for tag in tags["tensors"])
+    assert any("config" in tag for tag in tags["tensors"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("step", [4, 7])
+def test_stopped_and_launched_again_equals_never_stopped(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    step: int,
+) -> None:
+    assert launch(small_run("--out_dir", str(tmp_path / "whole"))) == 0
+    with monkeypatch.context() as patch:
+        signal_after(patch, step, number)
+        assert launch(small_run()) == 75
+    assert f"saved at step {step}" in capsys.readouterr().err
+    assert launch(small_run()) == 0
+    assert f"from step {step}" in capsys.readouterr().err
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+    assert_same_weights(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    for name in ("step_00000006.txt", "step_00000012.txt"):
+        texts = [(tmp_path / r / "samples" / name).read_text() for r in ("run", "whole")]
+        assert texts[0] == texts[1]
+
+
+def test_killed_between_checkpoints_repeats_from_the_last_one(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert launch(small_run("--out_dir", str(tmp_path / "whole"))) == 0
+
+    def dies(run: train.Run) -> Any:
+        if run.state.step == 6:
+            raise MemoryError
+        return update(run)
+
+    update = train.update
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "update", dies)
+        with pytest.raises(MemoryError):
+            launch(small_run())
+    assert launch(small_run()) == 0
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+    assert_same_weights(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+def test_evaluation_and_samples_leave_no_trace(small_run: Arguments, tmp_path: Path) -> None:
+    assert launch(small_run("--out_dir", str(tmp_path / "with"), "--eval.every", "1")) == 0
+    quiet = ["--eval.every", "0", "--sample.every", "0", "--log.every", "5"]
+    assert launch(small_run("--out_dir", str(tmp_path / "without"), *quiet)) == 0
+    assert_same_weights(weights(tmp_path / "with"), weights(tmp_path / "without"))
+
+
+def test_micro_batch_does_not_change_the_losses(small_run: Arguments, tmp_path: Path) -> None:
+    losses = []
+    for micro in (8, 4, 2, 1):
+        out = tmp_path / f"micro{micro}"
+        options = ["--model.dropout", "0", "--train.micro_batch_size", str(micro)]
+        assert launch(small_run("--out_dir", str(out), *options)) == 0
+        losses.append([line["train/loss"] for line in records(out)])
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], abs=2e-5)
+
+
+def test_loss_curve_is_the_stored_one(small_run: Arguments, tmp_path: Path) -> None:
+    """A refactoring leaves these numbers alone; a change of the numerics says by how much."""
+    assert launch(small_run("--model.dropout", "0")) == 0
+    losses = [line["train/loss"] for line in records(tmp_path / "run")]
+    assert losses == pytest.approx(GOLDEN, abs=2e-4)
+
+
+GOLDEN: list[float] = []
+
+
+def test_finished_run_says_so_and_goes_on_when_allowed(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run()) == 0
+    assert launch(small_run()) == 0
+    assert len(records(tmp_path / "run")) == 12
+    capsys.readouterr()
+    longer = ["--train.max_steps", "14"]
+    assert launch(small_run(*longer)) == 2
+    assert "train.max_steps was 12, is 14" in capsys.readouterr().err
+    assert launch(small_run(*longer, "--checkpoint.allow_change", "train.max_steps")) == 0
+    assert records(tmp_path / "run")[-1]["step"] == 14
+
+
+def test_folder_of_another_config_is_refused_with_what_differs(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run()) == 0
+    before = weights(tmp_path / "run")
+    capsys.readouterr()
+    assert launch(small_run("--model.n_layer", "3", "--optim.lr", "0.5")) == 2
+    message = capsys.readouterr().err
+    assert "model.n_layer was 2, is 3, optim.lr was 0.01, is 0.5" in message
+    assert "--checkpoint.allow_change optim.lr" in message
+    assert_same_weights(weights(tmp_path / "run"), before)
+    assert launch(small_run("--checkpoint.resume", "never")) == 2
+    assert "holds a run with checkpoints" in capsys.readouterr().err
+
+
+def test_other_data_under_the_same_name_is_refused(
+    small_run: Arguments, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run()) == 0
+    (tmp_path / "other.txt").write_text(text_of(5000, seed=1))
+    other = tmp_path / "other"
+    prepare(PrepareConfig(source="text", path=str(tmp_path / "other.txt"), tokenizer="bytes"), other)
+    capsys.readouterr()
+    assert launch(small_run("--data.train", str(other))) == 2
+    assert "data.train was " in capsys.readouterr().err
+    corpus.rename(tmp_path / "moved")
+    assert launch(small_run("--data.train", str(tmp_path / "moved"))) == 0
+
+
+def test_starting_from_the_weights_of_a_run(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run()) == 0
+    tuned = small_run("--out_dir", str(tmp_path / "tuned"), "--model.init_from", str(tmp_path / "run"))
+    assert launch(tuned) == 0
+    first, last = records(tmp_path / "tuned")[0], records(tmp_path / "run")[-1]
+    assert first["train/loss"] == pytest.approx(last["train/loss"], abs=0.3)
+    capsys.readouterr()
+    other = ["--out_dir", str(tmp_path / "wide"), "--model.n_embd", "64"]
+    assert launch(small_run("--model.init_from", str(tmp_path / "run"), *other)) == 2
+    assert "is another model: its " in capsys.readouterr().err
+
+
+def test_resume_path_of_another_model_is_refused(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run()) == 0
+    path = tmp_path / "run" / "checkpoints" / "step_00000012"
+    other = ["--out_dir", str(tmp_path / "b"), "--checkpoint.resume", str(path)]
+    assert launch(small_run(*other, "--model.n_embd", "64")) == 2
+    assert "was made with another config: model.n_embd was 32, is 64" in capsys.readouterr().err
+    assert launch(small_run(*other, "--checkpoint.every", "1")) == 0  # nothing left to do
+
+
+def test_bf16_trains_and_fp16_on_a_cpu_is_refused(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run("--train.mixed_precision", "bf16")) == 0
+    lines = records(tmp_path / "run")
+    assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 1
+    out = ["--out_dir", str(tmp_path / "half"), "--train.mixed_precision", "fp16"]
+    if not torch.accelerator.is_available():
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        assert launch(small_run(*out)) == 2
+        assert "fp16 but the device is a CPU" in capsys.readouterr().err
+
+
+def test_loss_that_explodes_ends_with_its_code(
+    small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run("--optim.lr", "1e30", "--optim.grad_clip", "0")) == 5
+    assert "lower optim.lr" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--model.vocab_size", "100"], 2, "model.vocab_size is 100 but the tokenizer"),
+        (["--model.block_size", "100000", "--train.tokens_per_step", "400000"], 3, "one window"),
+        (["--data.train", "nowhere"], 2, "data folder nowhere does not exist"),
+        (["--data.train", ""], 2, "data.train is empty"),
+        (["--train.micro_batch_size", "3"], 2, "not a multiple of 3 sequences"),
+        (["--checkpoint.resume", "nowhere"], 2, "which is not a checkpoint folder"),
+        (["--model.init_from", "nowhere"], 2, "nowhere does not exist"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_an_exit_code(
+    small_run: Arguments,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    code: int,
+    message: str,
+) -> None:
+    assert launch(small_run(*options)) == code
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_shards_of_another_tokenizer_are_refused(
+    small_run: Arguments, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.txt").write_text(text_of(2000))
+    other = tmp_path / "chars"
+    prepare(PrepareConfig(source="text", path=str(tmp_path / "t.txt"), tokenizer="chars"), other)
+    assert launch(small_run("--data.val", str(other))) == 3
+    assert "were made with another tokenizer (chars, " in capsys.readouterr().err
+
+
+def test_truncated_shard_is_refused(
+    small_run: Arguments, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard = corpus / "train_000000.npy"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    assert launch(small_run()) == 3
+    assert "train_000000.npy has 14126 bytes, expected 14128" in capsys.readouterr().err
+
+
+def test_missing_data_is_prepared_once(small_run: Arguments, tmp_path: Path) -> None:
+    text = tmp_path / "own.txt"
+    text.write_text(text_of(3000))
+    made = ["--data.train", str(tmp_path / "own"), "--data.prepare.source", "text"]
+    made += ["--data.prepare.path", str(text), "--data.prepare.tokenizer", "chars"]
+    assert launch(small_run(*made)) == 0
+    assert (tmp_path / "own" / "dataset.json").is_file()
+
+
+def test_failing_preparation_ends_with_its_code(small_run: Arguments, tmp_path: Path) -> None:
+    made = ["--data.train", str(tmp_path / "own"), "--data.prepare.source", "text"]
+    with pytest.raises(SystemExit) as stopped:
+        launch(small_run(*made, "--data.prepare.path", "nowhere.txt"))
+    assert stopped.value.code == 2
+    assert not (tmp_path / "own").exists()
+
+
+def test_sampling_interval_grows() -> None:
+    due = [s for s in range(1, 500) if is_sample_step(s, 10, 2.0)]
+    assert due == [10, 30, 70, 150, 310]
+    assert [s for s in range(1, 50) if is_sample_step(s, 10, 1.0)] == [10, 20, 30, 40]
+    assert not any(is_sample_step(s, 0, 1.0) for s in range(50))

@@ -10,7 +10,28 @@ import pytest
 from accel_gpt.config import PrepareConfig
 from accel_gpt.data.prepare import prepare
 
-WORDS = "the king of a land far by sea went to war with his men and lost all that he had".split()
+WORDS = [
+    "the",
+    "king",
+    "of",
+    "a",
+    "land",
+    "far",
+    "by",
+    "sea",
+    "went",
+    "to",
+    "war",
+    "with",
+    "his",
+    "men",
+    "and",
+    "lost",
+    "all",
+    "that",
+    "he",
+    "had",
+]
 
 
 def text_of(words: int, seed: int = 0) -> str:

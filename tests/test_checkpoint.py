@@ -149,7 +149,9 @@ def test_unknown_step_lists_those_there_are(run: Path) -> None:
     ],
 )
 def test_intervals_in_steps_and_tokens(config: CheckpointConfig, due: list[int]) -> None:
-    found = [s for s in range(1, 9) if is_due(config, TrainState(step=s, tokens=100 * s), 100, False)]
+    found = [
+        s for s in range(1, 9) if is_due(config, TrainState(step=s, tokens=100 * s), 100, False)
+    ]
     assert found == due
 
 

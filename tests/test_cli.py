@@ -43,7 +43,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["sample"], "RUN missing; see --help"),
         (["sample", "x", "--temprature", "1"], "did you mean temperature?"),
         (["sample", "nowhere"], "nowhere does not exist"),
-        (["sample", "x", "--temperature", "-1"], "sample.temperature is -1.0; it must be 0 or more"),
+        (
+            ["sample", "x", "--temperature", "-1"],
+            "sample.temperature is -1.0; it must be 0 or more",
+        ),
         (["sample", "x", "--top-p", "0"], "sample.top_p is 0.0; it must be above 0"),
         (["sample", "x", "y"], "unexpected argument 'y'"),
         (["prepare", "--path", "nowhere.txt", "--out", "o"], "nowhere.txt"),

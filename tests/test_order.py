@@ -112,5 +112,7 @@ def test_order_depends_on_seed_and_data(change: str) -> None:
 
 
 def test_text_shorter_than_one_window_is_refused() -> None:
-    with pytest.raises(DataError, match="longest shard has 64 tokens, fewer than one window of .*65"):
+    with pytest.raises(
+        DataError, match="longest shard has 64 tokens, fewer than one window of .*65"
+    ):
         order([64, 3], 64)

@@ -1,4 +1,4 @@
-"""Text becomes a data folder once, completely or not at all, the same with any number of workers."""
+"""Text becomes a data folder once, completely or not at all, equal for any number of workers."""
 
 import hashlib
 import json
@@ -164,7 +164,7 @@ def test_too_little_text_is_one_clear_error(
     path = tmp_path / "a.txt"
     path.write_text(text)
     config = PrepareConfig(source="text", path=str(path), tokenizer=tokenizer, val_fraction=0.01)
-    with pytest.raises(UserError, match="too little text|text is empty"):
+    with pytest.raises(UserError, match=r"too little text|text is empty"):
         prepare(config, out)
     assert os.listdir(out.parent) == ["made.lock"]
 
@@ -176,7 +176,7 @@ def test_a_full_disk_leaves_nothing_under_the_name(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match="could not be written.*No space left"):
+    with pytest.raises(UserError, match=r"could not be written.*No space left"):
         prepare(config, out)
     assert os.listdir(out.parent) == ["made.lock"]
 

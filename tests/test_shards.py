@@ -128,8 +128,9 @@ def test_a_split_is_sent_to_another_process_without_its_tokens(folder: Path) -> 
 def test_ten_thousand_shards_open_within_a_second(tmp_path: Path) -> None:
     size = len(shards.header(np.dtype("<u2"), 5)) + 10
     names = [f"train_{i:06d}.npy" for i in range(10_000)]
+    (tmp_path / "one").write_bytes(bytes(size))
     for name in names:
-        (tmp_path / name).write_bytes(bytes(size))
+        os.link(tmp_path / "one", tmp_path / name)
     index(tmp_path, [Shard(name, 5, 1, 5, "0" * 64, 1) for name in names])
     start = time.process_time()
     assert open_split(tmp_path, "train").tokens == 50_000

@@ -153,7 +153,7 @@ def test_a_machine_without_network_says_so(server: Any) -> None:
     server.shutdown()
     server.server_close()
     with pytest.raises(
-        UserError, match="could not be downloaded.*check the address and the network"
+        UserError, match=r"could not be downloaded.*check the address and the network"
     ):
         read(f"{server.url}/good.txt")
 
@@ -170,8 +170,7 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json_lines_and_parquet_give_their_column(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
+    import datasets
 
     texts = ["one", None, "", "two\nlines", "é"]
     lines = "\n".join(json.dumps({"body": text, "n": 1}) for text in texts)
@@ -179,8 +178,8 @@ def test_json_lines_and_parquet_give_their_column(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
         file.write('{"body": "zipped"}\n')
-    table = pyarrow.table({"body": texts, "n": [1] * 5})
-    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    table = datasets.Dataset.from_dict({"body": texts, "n": [1] * 5})
+    table.to_parquet(tmp_path / "x.parquet")
     kept = ["one", "two\nlines", "é"]
     assert read(tmp_path, "jsonl", text_field="body") == [*kept, "zipped"]
     assert read(tmp_path / "x.parquet", "parquet", text_field="body") == kept
@@ -220,7 +219,7 @@ def test_a_hub_data_set_is_streamed_by_its_id(monkeypatch: pytest.MonkeyPatch) -
         raise ConnectionError("Couldn't reach the Hub")
 
     monkeypatch.setattr("datasets.load_dataset", offline)
-    with pytest.raises(UserError, match="me/data .*could not be read from the Hub.*Couldn't reach"):
+    with pytest.raises(UserError, match=r"could not be read from the Hub.*Couldn't reach"):
         list(documents(config))
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match="pip install datasets"):

@@ -59,7 +59,7 @@ def tokenizers(
     trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Tokenizer]:
     """One of each kind; hf is the trained one with another pattern."""
-    content = json.loads(trained.file_text())
+    content = json.loads(trained.file_text)
     content["pre_tokenizer"] = {**bpe.byte_level(), "use_regex": True}
     path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
     path.write_text(json.dumps(content))
@@ -87,7 +87,7 @@ def tokenizer(request: pytest.FixtureRequest, tokenizers: dict[str, Tokenizer]) 
 def hugging_face(tokenizer: Tokenizer, text: str) -> list[int]:
     import tokenizers as library
 
-    loaded = library.Tokenizer.from_str(tokenizer.file_text())
+    loaded = library.Tokenizer.from_str(tokenizer.file_text)
     loaded.encode_special_tokens = True
     ids: list[int] = loaded.encode(text).ids
     return ids
@@ -179,7 +179,7 @@ def test_fingerprints_tell_tokenizers_apart(tokenizers: dict[str, Tokenizer]) ->
 
 
 def test_a_merge_taken_out_leaves_the_fast_path(trained: Tokenizer, tmp_path: Path) -> None:
-    content = json.loads(trained.file_text())
+    content = json.loads(trained.file_text)
     content["model"]["merges"].pop()
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     assert load_tokenizer(tmp_path).kind == "hf"
@@ -252,7 +252,7 @@ def test_too_little_text_for_a_vocabulary_says_how_many_tokens_it_reached() -> N
 
 
 def test_padding_and_truncation_of_a_file_are_ignored(trained: Tokenizer, tmp_path: Path) -> None:
-    content = json.loads(trained.file_text())
+    content = json.loads(trained.file_text)
     content["truncation"] = {
         "direction": "Right",
         "max_length": 5,
@@ -269,7 +269,7 @@ def test_end_of_text_may_be_named_beside_the_file(trained: Tokenizer, tmp_path: 
     source, copy = tmp_path / "source", tmp_path / "copy"
     source.mkdir()
     copy.mkdir()
-    (source / "tokenizer.json").write_text(trained.file_text().replace("<|endoftext|>", "<stop>"))
+    (source / "tokenizer.json").write_text(trained.file_text.replace("<|endoftext|>", "<stop>"))
     with pytest.raises(UserError, match="no end-of-text token"):
         load_tokenizer(source)
     config = json.dumps({"eos_token": {"content": "<stop>"}})

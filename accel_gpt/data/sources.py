@@ -11,8 +11,9 @@ import os
 import re
 import sysconfig
 import tokenize
+import types
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +22,13 @@ from accel_gpt.data.bpe import clean, pieces
 from accel_gpt.errors import DataError, UserError
 
 # Endings of the files that a folder is searched for; a file given by name may have any.
-SUFFIXES = {
-    "text": (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".js"),
-    "jsonl": (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst"),
-    "parquet": (".parquet",),
-}
+SUFFIXES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {
+        "text": (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".js"),
+        "jsonl": (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst"),
+        "parquet": (".parquet",),
+    }
+)
 # Tests and installed packages are no part of the library's own sources.
 STDLIB_SKIP = frozenset(
     ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled")

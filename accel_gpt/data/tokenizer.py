@@ -39,6 +39,10 @@ class Tokenizer(ABC):
     eot_id: int | None
     fingerprint: str
     """SHA-256 (hex) of kind, vocabulary, pattern and special tokens."""
+    file_text: str
+    """Content of the tokenizer.json from which `load_tokenizer` makes an equal tokenizer."""
+    sizes: NDArray[np.int64]
+    """What `token_bytes` gives."""
     cuts_at_lines = True
     """Whether encoding the `bpe.pieces` of a text one by one gives the ids of the whole."""
 
@@ -50,13 +54,9 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
 
-    @abstractmethod
     def token_bytes(self) -> NDArray[np.int64]:
         """(V,): bytes of UTF-8 text that each token stands for, 0 for special tokens."""
-
-    @abstractmethod
-    def file_text(self) -> str:
-        """Content of the tokenizer.json from which `load_tokenizer` makes an equal tokenizer."""
+        return self.sizes
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without end-of-text."""
@@ -70,7 +70,7 @@ class Tokenizer(ABC):
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json into `folder`."""
-        (Path(folder) / FILE).write_text(self.file_text(), encoding="utf-8")
+        (Path(folder) / FILE).write_text(self.file_text, encoding="utf-8")
 
 
 class BytesTokenizer(Tokenizer):
@@ -82,19 +82,17 @@ class BytesTokenizer(Tokenizer):
 
     def __init__(self) -> None:
         self.fingerprint = digest("bytes", "", [EOT], [])
+        self.file_text = own_file("bytes")
+        self.sizes = np.array([1] * 256 + [0])
 
     def encode_array(self, text: str) -> Ids:
+        """The bytes themselves."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The bytes as UTF-8."""
         spelled = (EOT.encode() if i == 256 else bytes([i]) for i in ids)
         return b"".join(spelled).decode("utf-8", "replace")
-
-    def token_bytes(self) -> NDArray[np.int64]:
-        return np.array([1] * 256 + [0])
-
-    def file_text(self) -> str:
-        return own_file("bytes")
 
 
 class CharsTokenizer(Tokenizer):
@@ -110,8 +108,11 @@ class CharsTokenizer(Tokenizer):
         codes = np.array([ord(c) for c in chars])
         self.ids = np.full(codes.max() + 2, len(chars))  # the last entry stands for all above
         self.ids[codes] = np.arange(len(chars))
+        self.file_text = own_file("chars", chars=chars)
+        self.sizes = np.array([len(c.encode()) for c in chars])
 
     def encode_array(self, text: str) -> Ids:
+        """Place of each character; `UserError` for one that is not there."""
         codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
         ids: Ids = self.ids[np.minimum(codes, len(self.ids) - 1)]
         unknown = np.flatnonzero(ids == self.vocab_size)
@@ -123,19 +124,13 @@ class CharsTokenizer(Tokenizer):
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The characters at these places."""
         return "".join(self.chars[i] for i in ids)
-
-    def token_bytes(self) -> NDArray[np.int64]:
-        return np.array([len(c.encode()) for c in self.chars])
-
-    def file_text(self) -> str:
-        return own_file("chars", chars=self.chars)
 
 
 class RankTokenizer(Tokenizer):
     """Byte-level BPE driven by tiktoken: GPT-2's, or one that `train_bpe` made."""
 
-    # tiktoken's regex gives up on about a million white spaces in a row; such runs are cut here
     LONGEST_RUN = re.compile(r"\s{100000}")
 
     def __init__(self, kind: str, encoding: "tiktoken.Encoding", file_text: str) -> None:
@@ -143,11 +138,13 @@ class RankTokenizer(Tokenizer):
         self.vocab_size = encoding.n_vocab
         self.eot_id = encoding.eot_token
         self.encoding = encoding
-        self.text = file_text
+        self.file_text = file_text
         vocabulary = [encoding.decode_single_token_bytes(i) for i in range(self.eot_id)]
+        self.sizes = np.array([*map(len, vocabulary), 0])
         self.fingerprint = digest(kind, encoding._pat_str, [EOT], vocabulary)
 
     def encode_array(self, text: str) -> Ids:
+        """Ids by tiktoken; its regex gives up on about a million white spaces in a row."""
         try:
             return self.encoding.encode_to_numpy(text, disallowed_special=())
         except ValueError:
@@ -159,15 +156,8 @@ class RankTokenizer(Tokenizer):
         return np.concatenate([encode(text[a:b], disallowed_special=()) for a, b in spans])
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Text of the tokens' bytes."""
         return self.encoding.decode(list(ids))
-
-    def token_bytes(self) -> NDArray[np.int64]:
-        sizes = [len(self.encoding.decode_single_token_bytes(i)) for i in range(self.vocab_size)]
-        sizes[self.encoding.eot_token] = 0
-        return np.array(sizes)
-
-    def file_text(self) -> str:
-        return self.text
 
 
 class HFTokenizer(Tokenizer):
@@ -186,38 +176,40 @@ class HFTokenizer(Tokenizer):
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.tokenizer.encode_special_tokens = True
-        self.text = text
+        self.file_text = text
         ids = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
         self.eot = find_eot(ids, where)
         self.eot_id: int = ids[self.eot]
         parts = {k: v for k, v in json.loads(text).items() if k not in ("truncation", "padding")}
         self.fingerprint = digest("hf", json.dumps(parts, sort_keys=True), [self.eot], [])
+        self.sizes = self.count_bytes(parts.get("decoder"))
 
     def encode_array(self, text: str) -> Ids:
+        """Ids without the tokens that a template would add."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text as `token_dtype(vocab_size)`."""
         dtype = token_dtype(self.vocab_size)
         cleaned = [clean(text) for text in texts]
         encoded = self.tokenizer.encode_batch_fast(cleaned, add_special_tokens=False)
         return [np.array(one.ids, dtype) for one in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Text by the decoder of the file."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def token_bytes(self) -> NDArray[np.int64]:
+    def count_bytes(self, decoder: object) -> NDArray[np.int64]:
+        """Bytes of each token by its spelling, which depends on the decoder."""
         sizes = np.zeros(self.vocab_size, np.int64)
-        byte_level = '"ByteLevel"' in json.dumps(json.loads(self.text).get("decoder"))
+        byte_level = '"ByteLevel"' in json.dumps(decoder)
         for token, i in self.tokenizer.get_vocab(with_added_tokens=False).items():
             sizes[i] = len(token) if byte_level else len(spoken(token).encode())
         for i, added in self.tokenizer.get_added_tokens_decoder().items():
             sizes[i] = 0 if added.special else len(added.content.encode())
         sizes[self.eot_id] = 0
         return sizes
-
-    def file_text(self) -> str:
-        return self.text
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json, and where it does not tell end-of-text, tokenizer_config.json."""

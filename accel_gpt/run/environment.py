@@ -1,5 +1,6 @@
 """The machine: processes, threads, precision; and what `run.json` records of it."""
 
+import logging
 import os
 import platform
 import subprocess
@@ -77,6 +78,8 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
     if on_cpu:
         torch.set_num_threads(config.train.cpu_threads or shared_cores())
         torch.set_flush_denormal(True)  # Adam moments of unseen tokens decay into denormals
+    # at every save it would tell that tied weights are stored once
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     torch.set_float32_matmul_precision(config.train.matmul_precision)
     accelerator = Accelerator(
         cpu=on_cpu,

@@ -106,7 +106,8 @@ class Speed:
         self.plan, self.device = plan, accelerator.device
         self.flops_per_token = flops_per_token(gpt.config, gpt.vocab_size)
         precision = accelerator.mixed_precision
-        full = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+        tf32 = self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+        full = "tf32" if tf32 else "fp32"
         self.dtype = full if precision == "no" else precision
         self.peak = peak_flops(device_name(self.device), self.dtype)
 

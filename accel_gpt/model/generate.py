@@ -1,0 +1,146 @@
+"""Text from a model, token by token, with a key-value cache.
+
+Shapes: B batch, T tokens, V vocabulary.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from accel_gpt.errors import require
+from accel_gpt.model.gpt import GPT, KVCache
+
+
+def generate(
+    model: GPT,
+    prompt_ids: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    generator: torch.Generator,
+    eot_id: int | None = None,
+    use_cache: bool = True,
+) -> Tensor:
+    """Continue `prompt_ids` (B, T), T > 0, by `max_new_tokens`: (B, T + max_new_tokens).
+
+    Random numbers come from `generator` alone, on the device of the prompt; temperature 0 is
+    greedy and draws none. A row that has produced `eot_id` is filled up with it; when all have, no
+    more is computed. The mode of the model is restored. Raises `ValueError` for settings out of
+    range.
+    """
+    _check(prompt_ids, max_new_tokens, temperature, top_k, top_p)
+    B, T = prompt_ids.shape
+    tokens = prompt_ids.new_full((B, T + max_new_tokens), 0 if eot_id is None else eot_id)
+    tokens[:, :T] = prompt_ids
+    ended = torch.zeros(B, dtype=torch.bool, device=tokens.device)
+    cache = KVCache(model.config) if use_cache else None
+    with _evaluating(model):
+        for length in range(T, T + max_new_tokens):
+            logits = _next_logits(model, tokens[:, :length], cache)
+            chosen = sample_token(logits, temperature, top_k, top_p, generator)
+            if eot_id is not None:
+                chosen = chosen.masked_fill(ended, eot_id)
+                ended |= chosen == eot_id
+            tokens[:, length] = chosen
+            if eot_id is not None and bool(ended.all()):
+                break
+    return tokens
+
+
+def _check(
+    prompt_ids: Tensor, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float
+) -> None:
+    require(
+        prompt_ids.ndim == 2 and prompt_ids.shape[1] > 0,
+        f"the prompt has shape {tuple(prompt_ids.shape)}; it must be (rows, tokens), with one "
+        "token at least",
+    )
+    require(max_new_tokens >= 0, f"max_new_tokens is {max_new_tokens}; it must be 0 or more")
+    require(temperature >= 0, f"temperature is {temperature}; it must be 0 (greedy) or more")
+    require(top_k is None or top_k >= 1, f"top_k is {top_k}; it must be 1 or more, or None for all")
+    require(0 < top_p <= 1, f"top_p is {top_p}; it must be above 0 and at most 1 (all)")
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """No gradients, no dropout, no compiled code; afterwards the mode that `model` was in."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), _uncompiled(model):
+            yield
+    finally:
+        model.train(training)
+
+
+def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[object]:
+    """Run blocks that were compiled by themselves eagerly: lengths change with every token.
+
+    The model's own compiled call is passed by, in `_next_logits`. Without compiled blocks nothing
+    is done, which saves the import of the compiler (2 s).
+    """
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+        return stance
+    return contextlib.nullcontext()
+
+
+def context_start(length: int, block_size: int) -> int:
+    """Where the context of the token after `length` others starts; a function of these alone.
+
+    The smallest multiple of half a block that leaves at most `block_size` tokens, so a cache is
+    filled anew once in half a block, and sees what would be seen without it.
+    """
+    half = max(block_size // 2, 1)
+    excess = max(length - block_size, 0)
+    return -(-excess // half) * half
+
+
+def _next_logits(model: GPT, tokens: Tensor, cache: KVCache | None) -> Tensor:
+    """Logits (B, V) after `tokens`, float32; only those that `cache` lacks are computed.
+
+    Calls `forward` itself: a patched one (autocast) counts, a compiled call does not.
+    """
+    length = tokens.shape[1]
+    start = context_start(length, model.config.block_size)
+    if cache is not None:
+        # the cache holds all but the newest token, unless it is empty or the context has moved
+        if cache.position and start == context_start(length - 1, model.config.block_size):
+            start = length - 1
+        else:
+            cache.position = 0
+    logits = model.forward(tokens[:, start:], cache=cache, last_only=True)
+    return logits[:, -1].float()
+
+
+def sample_token(
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    generator: torch.Generator,
+) -> Tensor:
+    """One token id for each row of `logits` (B, V): (B,).
+
+    `top_k` keeps the most likely tokens. `top_p` keeps the fewest that together reach this
+    probability (nucleus sampling, Holtzman et al. 2020, section 3.1), of those that `top_k` left.
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    # minus the largest: a temperature near 0 then gives -inf, not inf - inf
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    if top_k is None and top_p == 1:
+        return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+    V = logits.shape[-1]
+    likeliest, ids = logits.topk(min(top_k or V, V))  # (B, k), in falling order
+    probabilities = likeliest.softmax(-1)
+    if top_p < 1:
+        before = probabilities.cumsum(-1) - probabilities
+        before[:, 0] = 0.0  # exactly: the likeliest always stays
+        probabilities = probabilities.masked_fill(before >= top_p, 0.0)
+    choice = torch.multinomial(probabilities, 1, generator=generator)
+    return ids.gather(-1, choice).squeeze(-1)

@@ -1,0 +1,156 @@
+"""Real processes: `accelerate launch`, `torchrun`, two gloo processes, signals to the launcher."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.test_train import assert_same_weights, records, weights
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN = str(ROOT / "accel_gpt" / "train.py")
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+CONFIGURED = [*ACCELERATE, "--config_file", str(ROOT / "accelerate_config.yaml")]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+PLAIN = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+
+Arguments = Callable[..., list[str]]
+
+
+def finish(command: list[str], cwd: Path, timeout: float = 120) -> str:
+    """Standard error of a command that must succeed."""
+    done = subprocess.run(
+        command, cwd=cwd, env=PLAIN, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"],
+        [*TORCHRUN, "--nproc_per_node", "2"],
+    ],
+    ids=["accelerate", "torchrun"],
+)
+def test_two_processes_reach_the_losses_of_one(
+    launcher: list[str], small_run: Arguments, tmp_path: Path
+) -> None:
+    alike = ["--model.dropout", "0", "--train.micro_batch_size", "2", "--checkpoint.every", "5"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    finish([*TORCHRUN, TRAIN, *small_run(*alike, "--out_dir", str(one))], tmp_path)
+    shown = finish([*launcher, TRAIN, *small_run(*alike, "--out_dir", str(two))], tmp_path)
+    assert "x 2 micro-steps x 2 processes" in shown
+    assert shown.count("tokens a step") == 1  # one process speaks
+    for alone, shared in zip(records(one), records(two), strict=True):
+        assert alone.keys() == shared.keys()
+        assert list(shared.values()) == pytest.approx(list(alone.values()), abs=1e-5)
+    assert (two / "checkpoints" / "step_00000010" / "random_states_1.pkl").is_file()
+    samples = (two / "samples" / "step_00000012.txt").read_text()
+    assert "--- sample 2" in samples  # one from each process
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_goes_on(small_run: Arguments, tmp_path: Path) -> None:
+    alike = ["--model.dropout", "0", "--train.micro_batch_size", "2"]
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    finish([*TORCHRUN, TRAIN, *small_run(*alike, "--out_dir", str(whole))], tmp_path)
+    options = small_run(*alike, "--out_dir", str(moved))
+    short = ["--train.max_steps", "8", "--schedule.decay_steps", "10"]
+    full = ["--schedule.decay_steps", "10"]
+    finish([*TORCHRUN, "--nproc_per_node", "2", TRAIN, *options, *short], tmp_path)
+    allow = ["--checkpoint.allow_change", "train.max_steps"]
+    shown = finish([*TORCHRUN, TRAIN, *options, *full, *allow], tmp_path)
+    assert "from step 8" in shown
+    for alone, shared in zip(records(whole), records(moved), strict=True):
+        assert shared["train/loss"] == pytest.approx(alone["train/loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_to_the_launcher_saves_and_the_same_command_continues(
+    number: signal.Signals, small_run: Arguments, tmp_path: Path
+) -> None:
+    long = ["--train.max_steps", "400", "--eval.every", "0", "--sample.every", "0"]
+    long += ["--checkpoint.every", "0", "--train.mixed_precision", "no"]
+    whole = small_run(*long, "--out_dir", str(tmp_path / "whole"))
+    finish([*CONFIGURED, TRAIN, *whole], tmp_path)
+    command = [*CONFIGURED, TRAIN, *small_run(*long)]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=PLAIN, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") > 150):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, shown = process.communicate(timeout=60)
+    assert f"{number.name}: saved at step" in shown
+    assert not alive_in(process.pid)
+    assert "resuming" in finish(command, tmp_path)
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+    assert_same_weights(weights(tmp_path / "run", 400), weights(tmp_path / "whole", 400))
+
+
+def alive_in(session: int) -> list[str]:
+    """Processes left in a session."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--sid", str(session)], capture_output=True, text=True, check=False
+    )
+    return listed.stdout.split()
+
+
+@pytest.mark.slow
+def test_all_cores_are_used_though_the_launcher_sets_one_thread(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    shown = finish([*CONFIGURED, TRAIN, *small_run("--train.cpu_threads", "null")], tmp_path)
+    assert f"{len(os.sched_getaffinity(0))} threads" in shown
+
+
+@pytest.mark.slow
+def test_processes_that_form_no_group_are_refused(small_run: Arguments, tmp_path: Path) -> None:
+    """WORLD_SIZE that Accelerate does not pick up: two trainers in one folder, silently."""
+    lost = {**PLAIN, "WORLD_SIZE": "2", "RANK": "0"}  # no LOCAL_RANK: Accelerate sees one process
+    done = subprocess.run(
+        [sys.executable, TRAIN, *small_run("--train.micro_batch_size", "2")],
+        cwd=tmp_path, env=lost, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "started 2 processes but Accelerate sees 1" in done.stderr
+
+
+@pytest.mark.slow
+def test_compiled_run_equals_the_eager_one(small_run: Arguments, tmp_path: Path) -> None:
+    alike = ["--model.dropout", "0", "--eval.every", "6"]
+    eager, compiled = tmp_path / "eager", tmp_path / "compiled"
+    finish([sys.executable, TRAIN, *small_run(*alike, "--out_dir", str(eager))], tmp_path)
+    options = small_run(*alike, "--out_dir", str(compiled), "--train.compile")
+    finish([sys.executable, TRAIN, *options], tmp_path, timeout=400)
+    for a, b in zip(records(eager), records(compiled), strict=True):
+        assert list(b.values()) == pytest.approx(list(a.values()), rel=1e-3)
+    names = load_file(compiled / "checkpoints" / "step_00000012" / "model.safetensors").keys()
+    assert not any(name.startswith(("module.", "_orig_mod.")) for name in names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_trains_and_resumes_on_cuda(precision: str, small_run: Arguments, tmp_path: Path) -> None:
+    assert torch.cuda.is_available()
+    options = small_run("--train.mixed_precision", precision, "--schedule.decay_steps", "10")
+    finish([sys.executable, TRAIN, *options, "--train.max_steps", "8"], tmp_path)
+    allow = ["--checkpoint.allow_change", "train.max_steps"]
+    assert "from step 8" in finish([sys.executable, TRAIN, *options, *allow], tmp_path)
+    lines = records(tmp_path / "run")
+    assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 1

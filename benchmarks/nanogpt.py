@@ -2,9 +2,10 @@
 
     python benchmarks/nanogpt.py NANOGPT_FOLDER TEXT [--steps 300] [--rounds 5]
 
-NANOGPT_FOLDER is a checkout of karpathy/nanoGPT, driven unmodified (in a copy) with the CPU settings
-of its README; TEXT is tinyshakespeare. Both run in turn as whole processes; a round's figure is the
-median time of an iteration, as each system reports it. Prints medians over the rounds and their ratio.
+NANOGPT_FOLDER is a checkout of karpathy/nanoGPT, driven unmodified (in a copy) with the CPU
+settings of its README; TEXT is tinyshakespeare. Both run in turn as whole processes; a round's
+figure is the median time of an iteration, as each system reports it. Prints medians over the rounds
+and their ratio.
 """
 
 import argparse

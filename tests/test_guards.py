@@ -63,9 +63,9 @@ def test_a_folder_has_one_run(tmp_path: Path) -> None:
 
 def test_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="out_dir .*file/run cannot be written: Not a directory"):
-        with locked(tmp_path / "file" / "run"):
-            pass
+    message = r"out_dir .*file/run cannot be written: Not a directory"
+    with pytest.raises(UserError, match=message), locked(tmp_path / "file" / "run"):
+        pass
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])

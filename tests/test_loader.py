@@ -1,4 +1,4 @@
-"""The loader: ranks simulated in one process; the same windows at any layout; errors that arrive."""
+"""The loader: ranks simulated in one process, the same windows at any layout, errors arrive."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The data order: exact cover, independence of layout, seeking at any position."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -56,7 +58,7 @@ def test_epoch_covers_each_shard_once_without_overlap(
         if starts:
             assert starts[0] >= 0
             assert starts[-1] + block_size + 1 <= length  # never across the end of a shard
-            assert all(b - a == block_size for a, b in zip(starts, starts[1:], strict=False))
+            assert all(b - a == block_size for a, b in pairwise(starts))
             assert length - len(starts) * block_size < 3 * block_size  # little is left out
 
 
@@ -92,7 +94,7 @@ def test_global_shuffles_and_none_does_not() -> None:
 def test_shards_mode_reads_each_shard_in_sequence() -> None:
     o = order([200] * 8, 10, "shards")
     found = windows(o, 0, o.windows_per_epoch)
-    changes = [b for a, b in zip(found, found[1:], strict=False) if a[0] != b[0]]
+    changes = [b for a, b in pairwise(found) if a[0] != b[0]]
     assert len(changes) == 7
     assert [s for s, _ in found] != sorted(s for s, _ in found)
 
@@ -112,7 +114,5 @@ def test_order_depends_on_seed_and_data(change: str) -> None:
 
 
 def test_text_shorter_than_one_window_is_refused() -> None:
-    with pytest.raises(
-        DataError, match="longest shard has 64 tokens, fewer than one window of .*65"
-    ):
+    with pytest.raises(DataError, match=r"longest shard has 64 tokens, fewer than .*65"):
         order([64, 3], 64)

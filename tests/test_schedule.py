@@ -1,6 +1,7 @@
 """The learning rate at each step, against the tables of the field and as properties."""
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -60,5 +61,5 @@ def test_within_bounds_and_never_rising_after_warmup(
     assert all(0 < v <= 1 for v in values[:warmup])
     after = values[warmup:]
     assert all(floor - 1e-12 <= v <= 1 + 1e-12 for v in after)
-    assert all(b <= a + 1e-12 for a, b in zip(after, after[1:], strict=False))
+    assert all(b <= a + 1e-12 for a, b in pairwise(after))
     assert math.isclose(after[0], 1.0)

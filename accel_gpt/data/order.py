@@ -85,7 +85,8 @@ class Order:
         slack = self.lengths[shard] - 1 - self.windows[shard] * self.block_size
         choices = np.minimum(slack, self.block_size - 1) + 1
         draw = mix(shard.astype(np.uint64) ^ np.uint64(self.key(epoch, "offset")))
-        return (draw % choices.astype(np.uint64)).astype(np.int64)
+        first: Ints = (draw % choices.astype(np.uint64)).astype(np.int64)
+        return first
 
     def random_crops(self, k: Ints) -> tuple[Ints, Ints]:
         """Independent windows, every first token of every shard equally likely."""

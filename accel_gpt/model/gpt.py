@@ -97,10 +97,10 @@ class CausalSelfAttention(nn.Module):
         H, K, _ = self.heads
         qkv = self.qkv(x).view(B, T, H + 2 * K, self.head_size)
         if rotary is None:
-            q, k, v = qkv.split(self.heads, dim=2)
+            q, k, v = qkv.split_with_sizes(self.heads, dim=2)
         else:
-            qk, v = qkv.split((H + K, K), dim=2)
-            q, k = rotate(qk, rotary).split((H, K), dim=2)
+            qk, v = qkv.split_with_sizes((H + K, K), dim=2)
+            q, k = rotate(qk, rotary).split_with_sizes((H, K), dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
         mask, causal = None, True
         if cache is not None:
@@ -195,8 +195,6 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm_f = build_norm(config)
         self.head = nn.Linear(config.n_embd, self.padded_vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.head.weight = self.wte.weight
         self.register_buffer("rotary", None, persistent=False)
         self.init_weights()
 
@@ -206,8 +204,10 @@ class GPT(nn.Module):
 
         GPT-2, Radford et al. 2019, section 2.3: normal(0, 0.02), projections onto the residual
         stream divided by the root of their number, 2 n_layer. Also completes a model built on
-        the meta device, after `to_empty`.
+        the meta device, after `to_empty`, which unties what was tied.
         """
+        if self.config.tie_embeddings:
+            self.head.weight = self.wte.weight
         for module in self.modules():
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 module.reset_parameters()

@@ -1,0 +1,243 @@
+"""Text generation: the cache changes nothing, the settings mean what they say, no trace is left."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from accel_gpt.config import PRESETS, ModelConfig
+from accel_gpt.model.generate import context_start, generate, sample_token
+from accel_gpt.model.gpt import GPT
+
+VOCAB = 65
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small are slower with two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:
+    """Two layers, 32 channels, 16 tokens."""
+    shape = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16}
+    return ModelConfig(**{**shape, **PRESETS[preset], "preset": preset, **changes})
+
+
+def make(config: ModelConfig) -> GPT:
+    """A model sure enough of its tokens that rounding does not turn a choice."""
+    torch.manual_seed(0)
+    model = GPT(config, VOCAB)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(5)
+    return model
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def run(model: GPT, prompt: Tensor, count: int, **changes: Any) -> Tensor:
+    neutral = {"temperature": 1.0, "top_k": None, "top_p": 1.0, "generator": seeded()}
+    return generate(model, prompt, count, **{**neutral, **changes})
+
+
+PROMPT = torch.tensor([[1, 2, 3], [7, 8, 9]])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [tiny(), tiny(n_kv_head=1), tiny("llama"), tiny("llama", n_kv_head=2), tiny(block_size=7)],
+    ids=["gpt2", "gpt2 grouped", "llama", "llama grouped", "odd block"],
+)
+@pytest.mark.parametrize("prompt_length", [3, 40])
+def test_greedy_text_is_the_same_with_and_without_cache(
+    config: ModelConfig, prompt_length: int
+) -> None:
+    model = make(config)
+    prompt = torch.randint(VOCAB, (2, prompt_length), generator=seeded(5))
+    cached = run(model, prompt, 28, temperature=0)
+    assert torch.equal(cached, run(model, prompt, 28, temperature=0, use_cache=False))
+    assert torch.equal(cached[:, :prompt_length], prompt)
+    assert len(cached[0, prompt_length:].unique()) > 3  # not one token over and over
+
+
+def test_sampled_text_is_the_same_with_and_without_cache_and_follows_the_seed() -> None:
+    model = make(tiny())
+    first = run(model, PROMPT, 30, top_k=20, top_p=0.9)
+    assert torch.equal(first, run(model, PROMPT, 30, top_k=20, top_p=0.9, use_cache=False))
+    assert not torch.equal(first, run(model, PROMPT, 30, top_k=20, generator=seeded(1)))
+
+
+def test_the_cache_spares_the_model_all_but_the_new_token() -> None:
+    model = make(tiny())
+    lengths: list[int] = []
+    model.wte.register_forward_hook(lambda _, args, __: lengths.append(args[0].shape[1]))
+    run(model, PROMPT, 16)
+    assert lengths == [3] + [1] * 13 + [9, 1]
+
+
+@given(length=st.integers(1, 500), block_size=st.integers(1, 64))
+def test_the_context_is_long_and_moves_by_half_blocks(length: int, block_size: int) -> None:
+    start, half = context_start(length, block_size), max(block_size // 2, 1)
+    assert start % half == 0
+    assert 0 < length - start <= block_size
+    assert start == 0 or length - (start - half) > block_size  # the smallest that fits
+
+
+def test_generation_leaves_the_global_random_state_and_the_mode_alone() -> None:
+    model = make(tiny(dropout=0.5))
+    before = torch.random.get_rng_state()
+    for training in (True, False):
+        model.train(training)
+        expected = run(model, PROMPT, 8)
+        assert model.training is training
+        assert model.blocks[0].attn.training is training
+        assert torch.equal(expected, run(model, PROMPT, 8))  # dropout is off
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert not expected.requires_grad
+    assert not expected.is_inference()
+
+
+def test_the_mode_comes_back_after_an_error() -> None:
+    model = make(tiny()).train()
+    with pytest.raises(IndexError):
+        run(model, torch.tensor([[10_000]]), 1)
+    assert model.training
+    assert torch.is_grad_enabled()
+
+
+def scripted(model: GPT, script: list[list[int]]) -> list[int]:
+    """Make the model say `script` (one list for each step); returns the list of calls."""
+    calls: list[int] = []
+
+    def forward(tokens: Tensor, **_: Any) -> Tensor:
+        logits = torch.full((len(tokens), 1, VOCAB), -1e9)
+        for row, token in enumerate(script[len(calls)]):
+            logits[row, 0, token] = 0.0
+        calls.append(tokens.shape[1])
+        return logits
+
+    model.forward = forward  # type: ignore[method-assign]
+    return calls
+
+
+def test_rows_end_with_eot_and_all_ended_stops() -> None:
+    model = make(tiny())
+    calls = scripted(model, [[5, 6], [0, 7], [9, 0], [9, 9]])
+    out = run(model, torch.tensor([[0], [0]]), 6, eot_id=0)  # eot in the prompt does not count
+    assert out.tolist() == [[0, 5, 0, 0, 0, 0, 0], [0, 6, 7, 0, 0, 0, 0]]
+    assert len(calls) == 3
+
+
+def test_without_eot_id_nothing_stops() -> None:
+    model = make(tiny())
+    scripted(model, [[0, 0]] * 4)
+    assert run(model, PROMPT, 4)[:, 3:].tolist() == [[0] * 4] * 2
+
+
+def test_padded_rows_are_never_sampled() -> None:
+    model = make(tiny(tie_embeddings=False))
+    with torch.no_grad():
+        model.head.weight[VOCAB:] = 1e4 * torch.randn(128 - VOCAB, 32)
+    for changes in ({}, {"temperature": 0}, {"temperature": 100.0}, {"top_k": 1000}):
+        assert run(model, PROMPT, 40, **changes).max() < VOCAB
+
+
+def nucleus(logits: Tensor, top_k: int | None, top_p: float) -> list[int]:
+    """What may be drawn, in plain Python, from one row of logits."""
+    order = sorted(range(len(logits)), key=lambda i: -logits[i].item())[: top_k or len(logits)]
+    weights = logits[order].double().softmax(-1).tolist()
+    kept, mass = [], 0.0
+    for token, weight in zip(order, weights, strict=True):
+        if kept and mass >= top_p:
+            break
+        kept.append(token)
+        mass += weight
+    return kept
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
+    top_k=st.none() | st.integers(1, 30),
+    top_p=st.sampled_from([1e-6, 0.05, 0.33, 0.71, 0.97, 1.0]),
+    temperature=st.sampled_from([1e-30, 0.5, 1.0, 3.0]),
+)
+def test_only_tokens_of_top_k_and_top_p_are_drawn(
+    seed: int, top_k: int | None, top_p: float, temperature: float
+) -> None:
+    logits = 2 * torch.randn(20, generator=seeded(seed))
+    drawn = sample_token(logits.expand(200, 20), temperature, top_k, top_p, seeded(seed))
+    allowed = nucleus((logits - logits.max()) / temperature, top_k, top_p)
+    assert set(drawn.tolist()) <= set(allowed)
+    if len(allowed) == 2 and temperature == 3.0:
+        assert len(set(drawn.tolist())) == 2
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (3, 1.0), (None, 0.85)])
+def test_frequencies_follow_the_probabilities(top_k: int | None, top_p: float) -> None:
+    probabilities = torch.tensor([0.1, 0.4, 0.2, 0.3])
+    logits = (probabilities.log() * 2).expand(20_000, 4)
+    drawn = sample_token(logits, 2.0, top_k, top_p, seeded())
+    kept = torch.tensor([top_k is None and top_p == 1.0, True, True, True])
+    expected = probabilities * kept / (probabilities * kept).sum()
+    assert (drawn.bincount(minlength=4) / 20_000 - expected).abs().max() < 0.02
+
+
+def test_a_patched_forward_counts_and_compiled_calls_do_not() -> None:
+    model = make(tiny())
+    expected = run(model, PROMPT, 20)
+    compiled: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(1)
+        return graph.forward
+
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(backend=backend)
+    model.compile(backend=backend)
+    assert torch.equal(run(model, PROMPT, 20), expected)
+    assert compiled == []
+    original, seen = model.forward, []
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = original(*args, **kwargs)
+        seen.append(logits.dtype)
+        return logits
+
+    model.forward = forward  # type: ignore[method-assign]
+    run(model, PROMPT, 20)
+    assert seen == [torch.bfloat16] * 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": -0.5}, r"temperature is -0\.5; it must be 0 \(greedy\) or more"),
+        ({"top_k": 0}, "top_k is 0; it must be 1 or more"),
+        ({"top_p": 0.0}, r"top_p is 0\.0; it must be above 0"),
+        ({"top_p": 1.5}, r"top_p is 1\.5; it must be above 0 and at most 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(make(tiny()), PROMPT, 1, **changes)
+
+
+def test_an_empty_prompt_and_a_negative_length_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape \(2, 0\)"):
+        run(make(tiny()), PROMPT[:, :0], 1)
+    with pytest.raises(ValueError, match="max_new_tokens is -1"):
+        run(make(tiny()), PROMPT, -1)
+    assert torch.equal(run(make(tiny()), PROMPT, 0), PROMPT)

@@ -1,0 +1,309 @@
+"""The decoder: causality, equality with transformers, initial weights, loss, precision, compile."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel_gpt.config import PRESETS, ModelConfig
+from accel_gpt.model.gpt import GPT, KVCache
+from accel_gpt.model.loss import IGNORE, next_token_loss
+
+VOCAB = 65  # padded to 128
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small are slower with two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:
+    """Two layers, 32 channels, 16 tokens."""
+    shape = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16}
+    return ModelConfig(**{**shape, **PRESETS[preset], "preset": preset, **changes})
+
+
+SHAPES = {
+    "gpt2": tiny(),
+    "gpt2 grouped, no bias": tiny(n_kv_head=2, bias=False, tie_embeddings=False),
+    "llama": tiny("llama"),
+    "llama grouped, tied": tiny("llama", n_kv_head=2, tie_embeddings=True),
+}
+shapes = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+
+
+def make(config: ModelConfig, vocab_size: int = VOCAB, seed: int = 0) -> GPT:
+    """A model in evaluation mode whose weights are large enough that errors show."""
+    torch.manual_seed(seed)
+    model = GPT(config, vocab_size).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(5) if weight.ndim > 1 else weight.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
+def draw(rows: int = 3, length: int = 16, seed: int = 1) -> Tensor:
+    return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@shapes
+def test_a_later_token_never_changes_earlier_logits(config: ModelConfig) -> None:
+    model, tokens = make(config), draw()
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % VOCAB
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9:], after[:, 9:], atol=1e-3)
+
+
+def with_gpt2_weights(model: GPT, theirs: Any) -> None:
+    """Copy from GPT2LMHeadModel, whose Conv1D keeps (in, out)."""
+    body = theirs.transformer
+    pairs = [(model.wte, body.wte), (model.wpe, body.wpe), (model.norm_f, body.ln_f)]
+    for ours, block in zip(model.blocks, body.h, strict=True):
+        pairs += [(ours.norm_1, block.ln_1), (ours.norm_2, block.ln_2)]
+        pairs += [(ours.attn.qkv, block.attn.c_attn), (ours.attn.proj, block.attn.c_proj)]
+        pairs += [(ours.mlp.up, block.mlp.c_fc), (ours.mlp.down, block.mlp.c_proj)]
+    for mine, other in pairs:
+        weight = other.weight.T if isinstance(mine, nn.Linear) else other.weight
+        mine.weight[: weight.shape[0]] = weight
+        if getattr(other, "bias", None) is not None:
+            mine.bias.copy_(other.bias)
+
+
+def with_llama_weights(model: GPT, theirs: Any) -> None:
+    """Copy from LlamaForCausalLM: rows joined, none permuted."""
+    model.wte.weight[:VOCAB] = theirs.model.embed_tokens.weight
+    model.head.weight[:VOCAB] = theirs.lm_head.weight
+    model.norm_f.weight.copy_(theirs.model.norm.weight)
+    for ours, block in zip(model.blocks, theirs.model.layers, strict=True):
+        attn, mlp = block.self_attn, block.mlp
+        ours.norm_1.weight.copy_(block.input_layernorm.weight)
+        ours.norm_2.weight.copy_(block.post_attention_layernorm.weight)
+        joined = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
+        ours.attn.qkv.weight.copy_(torch.cat(joined))
+        ours.attn.proj.weight.copy_(attn.o_proj.weight)
+        ours.mlp.up.weight.copy_(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
+        ours.mlp.down.weight.copy_(mlp.down_proj.weight)
+
+
+def enlarge(theirs: nn.Module) -> None:
+    """Weights far from their start, biases and norms too, so that each of them counts."""
+    for weight in theirs.parameters():
+        weight.add_(0.1 * torch.randn_like(weight))
+
+
+@torch.no_grad()
+def test_logits_and_loss_equal_those_of_gpt2_in_transformers() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(2)
+    shape = GPT2Config(vocab_size=VOCAB, n_positions=16, n_embd=32, n_layer=2, n_head=4)
+    theirs = GPT2LMHeadModel(shape).eval()
+    enlarge(theirs)
+    model, tokens = make(tiny()), draw()
+    with_gpt2_weights(model, theirs)
+    expected = theirs(tokens, labels=tokens)
+    torch.testing.assert_close(model(tokens), expected.logits, atol=1e-5, rtol=1e-5)
+    targets = torch.cat((tokens[:, 1:], torch.full((3, 1), IGNORE)), dim=1)
+    torch.testing.assert_close(model(tokens, targets), expected.loss, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+def test_logits_equal_those_of_llama_in_transformers(n_kv_head: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(2)
+    config = tiny("llama", n_kv_head=n_kv_head, norm_eps=1e-6)
+    shape = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=config.hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=n_kv_head,
+        max_position_embeddings=16,
+    )
+    theirs = LlamaForCausalLM(shape).eval()
+    enlarge(theirs)
+    model, tokens = make(config), draw()
+    with_llama_weights(model, theirs)
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+@shapes
+def test_zero_weights_give_the_logarithm_of_the_real_vocabulary(config: ModelConfig) -> None:
+    model = make(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    assert model(draw(), draw(seed=3)).item() == pytest.approx(math.log(VOCAB), abs=1e-6)
+
+
+def test_the_loss_is_a_float32_scalar_over_targets_not_ignored() -> None:
+    logits, targets = torch.randn(2, 4, 7).bfloat16(), torch.randint(7, (2, 4))
+    targets[0, 1:3] = IGNORE
+    kept = targets != IGNORE
+    expected = -logits.float().log_softmax(-1)[kept, targets[kept]].mean()
+    loss = next_token_loss(logits, targets)
+    assert loss.dtype == torch.float32
+    assert loss.shape == ()
+    torch.testing.assert_close(loss, expected)
+
+
+@shapes
+def test_padded_rows_are_zero_get_no_gradient_and_show_nowhere(config: ModelConfig) -> None:
+    torch.manual_seed(0)
+    model = GPT(config, VOCAB)
+    assert model.padded_vocab_size == len(model.wte.weight) == len(model.head.weight) == 128
+    assert model(draw()).shape == (3, 16, VOCAB)
+    loss = model(draw(), draw(seed=3))
+    loss.backward()
+    with torch.no_grad():
+        for table in (model.wte.weight, model.head.weight):
+            assert not table[VOCAB:].any()
+            assert table.grad is not None
+            assert not table.grad[VOCAB:].any()
+            assert table.grad[:VOCAB].any()
+        for table in (model.wte.weight, model.head.weight):
+            table[VOCAB:] = 100.0
+    assert torch.equal(model(draw(), draw(seed=3)), loss)
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama"])
+def test_initial_weights_have_the_spread_of_gpt2(preset: str) -> None:
+    torch.manual_seed(0)
+    model = GPT(tiny(preset, n_layer=8, n_embd=64), VOCAB)
+    for name, weight in model.named_parameters():
+        if weight.ndim == 1:
+            assert torch.all(weight == (0.0 if name.endswith("bias") else 1.0)), name
+            continue
+        residual = name.endswith(("attn.proj.weight", "mlp.down.weight"))
+        expected = 0.02 / math.sqrt(16) if residual else 0.02
+        real = weight[:VOCAB] if name.startswith(("wte", "head")) else weight
+        assert real.std().item() == pytest.approx(expected, rel=0.08), name
+        assert abs(real.mean().item()) < 0.1 * expected, name
+
+
+def test_a_tied_head_shares_its_storage_and_an_untied_one_does_not() -> None:
+    tied, untied = GPT(tiny(), VOCAB), GPT(tiny(tie_embeddings=False), VOCAB)
+    assert tied.head.weight is tied.wte.weight
+    assert untied.head.weight.data_ptr() != untied.wte.weight.data_ptr()
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama"])
+def test_a_model_from_the_meta_device_is_completed_by_init_weights(preset: str) -> None:
+    direct = GPT(tiny(preset), VOCAB)
+    with torch.device("meta"):
+        late = GPT(tiny(preset), VOCAB)
+    late.to_empty(device="cpu")
+    for model in (direct, late):
+        torch.manual_seed(0)
+        model.init_weights()
+    assert (late.head.weight is late.wte.weight) == (preset == "gpt2")
+    assert torch.equal(direct(draw()), late(draw()))
+
+
+def test_rotary_tables_are_float32_and_not_saved() -> None:
+    model = GPT(tiny("llama"), VOCAB)
+    assert model.rotary is not None
+    assert model.rotary.dtype == torch.float32
+    assert not any("rotary" in name for name in model.state_dict())
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama"])
+def test_dropout_acts_in_training_only(preset: str) -> None:
+    model, tokens = make(tiny(preset, dropout=0.3)), draw()
+    assert torch.equal(model(tokens), model(tokens))
+    assert torch.equal(model(tokens), make(tiny(preset))(tokens))
+    model.train()
+    assert not torch.allclose(model(tokens), model(tokens), atol=1e-2)
+
+
+def test_dropout_falls_on_embedding_attention_and_both_residuals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[float] = []
+    dropout, attend = nn.functional.dropout, nn.functional.scaled_dot_product_attention
+
+    def count_dropout(x: Tensor, p: float) -> Tensor:
+        seen.append(p)
+        return dropout(x, p)
+
+    def count_attention(*args: Tensor, dropout_p: float, **kwargs: Any) -> Tensor:
+        seen.append(dropout_p)
+        return attend(*args, dropout_p=dropout_p, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "dropout", count_dropout)
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", count_attention)
+    GPT(tiny(dropout=0.25), VOCAB)(draw())
+    assert seen == [0.25] * (1 + 2 * 3)
+    seen.clear()
+    GPT(tiny(), VOCAB)(draw())
+    assert seen == [0.0] * 2
+
+
+@shapes
+@pytest.mark.parametrize("pieces", [(16,), (1,) * 16, (7, 1, 1, 5, 2)])
+def test_logits_with_a_cache_equal_those_without(
+    config: ModelConfig, pieces: tuple[int, ...]
+) -> None:
+    model, tokens = make(config), draw()
+    with torch.no_grad():
+        cache = KVCache(config)
+        parts = [model(part, cache=cache) for part in tokens.split(pieces, dim=1)]
+        assert cache.position == 16
+        torch.testing.assert_close(torch.cat(parts, 1), model(tokens), atol=1e-5, rtol=1e-5)
+        last = model(tokens, last_only=True)
+        torch.testing.assert_close(last, model(tokens)[:, -1:], atol=1e-5, rtol=1e-5)
+
+
+def test_too_many_tokens_are_refused_with_both_numbers() -> None:
+    model, cache = make(tiny()), KVCache(tiny())
+    with pytest.raises(ValueError, match=r"17 tokens \(0 of them cached\).*block_size is 16"):
+        model(draw(length=17))
+    model(draw(length=10), cache=cache)
+    with pytest.raises(ValueError, match=r"17 tokens \(10 of them cached\)"):
+        model(draw(length=7), cache=cache)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama grouped, tied"])
+def test_the_model_compiles_into_one_graph(name: str) -> None:
+    model, tokens, targets = make(SHAPES[name]).train(), draw(), draw(seed=3)
+    expected = model(tokens, targets)
+    expected.backward()
+    gradient = model.blocks[0].attn.qkv.weight.grad.clone()
+    model.zero_grad()
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager", fullgraph=True)
+    loss = model(tokens, targets)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(model.blocks[0].attn.qkv.weight.grad, gradient)
+
+
+@shapes
+def test_bf16_autocast_computes_in_bf16_and_gives_a_float32_loss(config: ModelConfig) -> None:
+    model, tokens, targets = make(config), draw(), draw(seed=3)
+    seen: list[torch.dtype] = []
+    model.blocks[0].attn.qkv.register_forward_hook(lambda *args: seen.append(args[-1].dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(tokens, targets)
+    loss.backward()
+    assert seen == [torch.bfloat16]
+    assert loss.dtype == torch.float32
+    assert all(weight.grad.dtype == torch.float32 for weight in model.parameters())
+    torch.testing.assert_close(loss, model(tokens, targets), atol=0.1, rtol=0.02)
+
+
+def test_matrices_have_two_dimensions_and_norms_and_biases_one() -> None:
+    for name, weight in GPT(tiny(), VOCAB).named_parameters():
+        assert weight.ndim == (1 if "norm" in name or name.endswith("bias") else 2), name

@@ -104,10 +104,10 @@ class ModelConfig:
     """Learned position embeddings, or rotary ones."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation before each sub-layer."""
-    mlp: Literal["gelu", "swiglu"] = "gelu"
-    """Feed-forward layer: GELU (tanh form) or gated SiLU."""
+    mlp: Literal["gelu", "gelu_erf", "swiglu"] = "gelu"
+    """Feed-forward layer: GELU in GPT-2's tanh form, exact GELU (nanoGPT's), or gated SiLU."""
     mlp_hidden: int | None = None
-    """Hidden channels of the MLP; null: 4 n_embd (gelu), 8/3 n_embd up to a multiple of 128."""
+    """Hidden channels of the MLP; null: 4 n_embd, for swiglu 8/3 n_embd up to a multiple of 128."""
     tie_embeddings: bool = True
     """Input embedding and output head share their weights."""
     rope_theta: float = 10000.0
@@ -142,7 +142,7 @@ class ModelConfig:
         """Hidden channels of the MLP."""
         if self.mlp_hidden:
             return self.mlp_hidden
-        return 4 * self.n_embd if self.mlp == "gelu" else -(-8 * self.n_embd // 3 // 128) * 128
+        return 4 * self.n_embd if self.mlp != "swiglu" else -(-8 * self.n_embd // 3 // 128) * 128
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(

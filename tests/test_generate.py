@@ -183,6 +183,11 @@ def test_only_tokens_of_top_k_and_top_p_are_drawn(
         assert len(set(drawn.tolist())) == 2
 
 
+def test_a_temperature_near_zero_is_greedy() -> None:
+    logits = torch.tensor([[-90.0, 50.0, 80.0, 0.0]])
+    assert sample_token(logits, 1e-37, None, 1.0, seeded()).tolist() == [2]
+
+
 @pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (3, 1.0), (None, 0.85)])
 def test_frequencies_follow_the_probabilities(top_k: int | None, top_p: float) -> None:
     probabilities = torch.tensor([0.1, 0.4, 0.2, 0.3])
@@ -208,6 +213,8 @@ def test_a_patched_forward_counts_and_compiled_calls_do_not() -> None:
     model.compile(backend=backend)
     assert torch.equal(run(model, PROMPT, 20), expected)
     assert compiled == []
+    model(PROMPT)
+    assert compiled  # what was compiled is so again
     original, seen = model.forward, []
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:

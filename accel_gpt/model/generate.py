@@ -80,8 +80,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[object]:
     """Run blocks that were compiled by themselves eagerly: lengths change with every token.
 
-    The model's own compiled call is passed by, in `_next_logits`. Without compiled blocks nothing
-    is done, which saves the import of the compiler (2 s).
+    The model's own compiled call is passed by, in `_next_logits`. Where nothing is compiled, the
+    import of the compiler (2 s) is saved.
     """
     if any(module._compiled_call_impl is not None for module in model.modules()):
         stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
@@ -139,8 +139,7 @@ def sample_token(
     likeliest, ids = logits.topk(min(top_k or V, V))  # (B, k), in falling order
     probabilities = likeliest.softmax(-1)
     if top_p < 1:
-        before = probabilities.cumsum(-1) - probabilities
-        before[:, 0] = 0.0  # exactly: the likeliest always stays
+        before = probabilities.cumsum(-1) - probabilities  # exactly 0 for the likeliest: it stays
         probabilities = probabilities.masked_fill(before >= top_p, 0.0)
     choice = torch.multinomial(probabilities, 1, generator=generator)
     return ids.gather(-1, choice).squeeze(-1)

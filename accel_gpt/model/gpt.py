@@ -128,7 +128,7 @@ def _mask_after(past: int, T: int, device: torch.device) -> Tensor | None:
 
 
 class MLP(nn.Module):
-    """The feed-forward layer: GELU in its tanh form, or SwiGLU (Shazeer 2020, equation 5).
+    """The feed-forward layer: GELU (tanh form or exact), or SwiGLU (Shazeer 2020, equation 5).
 
     For SwiGLU the first half of the rows of `up` is the gate.
     """
@@ -136,6 +136,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gated = config.mlp == "swiglu"
+        self.approximate = "none" if config.mlp == "gelu_erf" else "tanh"
         self.dropout = config.dropout
         width = config.hidden_size * (2 if self.gated else 1)
         self.up = nn.Linear(config.n_embd, width, bias=config.bias)
@@ -147,7 +148,7 @@ class MLP(nn.Module):
             gate, h = h.chunk(2, dim=-1)
             h = F.silu(gate) * h
         else:
-            h = F.gelu(h, approximate="tanh")
+            h = F.gelu(h, approximate=self.approximate)
         out: Tensor = self.down(h)
         return F.dropout(out, self.dropout) if self.training and self.dropout else out
 

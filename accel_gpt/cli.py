@@ -18,18 +18,18 @@ from accel_gpt.parse import load_config, parse_command
 
 def train_command(argv: Sequence[str]) -> int:
     """Train in this process; `accelerate launch` starts more of them."""
-    load_config(argv, "accel-gpt train")  # a mistake is told before torch is imported
-    from accel_gpt.train import main as train
+    config = load_config(argv, "accel-gpt train")  # a mistake is told before torch is imported
+    from accel_gpt.train import launch
 
-    return train(argv)
+    return launch(config)
 
 
 @dataclass(frozen=True)
 class PrepareCommand(PrepareConfig):
     """Turn text into token shards."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "dataset"] | None = "stdlib"
-    """Where documents come from; with --path alone: text."""
+    source: Literal["stdlib", "text", "jsonl", "parquet", "dataset"] | None = None
+    """Where documents come from; null: text with --path, dataset with --dataset, else stdlib."""
     out: str = ""
     """Folder to make; empty: data/<source>_<tokenizer>."""
 
@@ -38,8 +38,8 @@ def prepare_command(argv: Sequence[str]) -> int:
     """Make a data folder."""
     asked = parse_command(PrepareCommand, argv, "accel-gpt prepare")
     values = {f.name: getattr(asked, f.name) for f in fields(PrepareConfig)}
-    if asked.path and asked.source == "stdlib":
-        values["source"] = "text"
+    if asked.source is None:
+        values["source"] = "text" if asked.path else "dataset" if asked.dataset else "stdlib"
     out = asked.out or f"data/{values['source']}_{Path(asked.tokenizer).stem}"
     from accel_gpt.data.prepare import prepare
 

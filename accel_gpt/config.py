@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from accel_gpt.errors import divides, not_negative, positive, require
+from accel_gpt.errors import below_one, divides, not_negative, positive, require
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,19 @@ class PrepareConfig:
             "(256 bytes and end-of-text)",
         )
         positive("data.prepare", self, "shard_tokens")
-        if self.source in ("text", "jsonl", "parquet"):
+        not_negative("data.prepare", self, "workers")
+        if self.source == "stdlib":
             require(
-                bool(self.path),
-                f"data.prepare.source is {self.source} but data.prepare.path is empty; "
-                "give a file, a folder or a glob",
+                not (self.path or self.dataset),
+                f"data.prepare.source is stdlib but {self.path or self.dataset} is given as well; "
+                "set data.prepare.source to text, jsonl, parquet or dataset",
             )
-        if self.source == "dataset":
-            require(
-                bool(self.dataset),
-                "data.prepare.source is dataset but data.prepare.dataset is empty; give a Hub id",
-            )
+        elif self.source:
+            key, what = ("path", "a file, a folder or a glob")
+            if self.source == "dataset":
+                key, what = ("dataset", "a Hub id")
+            empty = f"data.prepare.source is {self.source} but data.prepare.{key} is empty"
+            require(bool(getattr(self, key)), f"{empty}; give {what}")
 
 
 @dataclass(frozen=True)
@@ -116,16 +118,14 @@ class ModelConfig:
     """Added to the variance in the norms."""
 
     def __post_init__(self) -> None:
-        positive("model", self, "n_layer", "n_head", "n_embd", "block_size")
+        positive("model", self, "n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
+        positive("model", self, "vocab_size", "mlp_hidden")
         divides("model.n_embd", self.n_embd, "model.n_head", self.n_head)
         divides("model.n_head", self.n_head, "model.n_kv_head", self.n_kv_head or self.n_head)
-        require(0 <= self.dropout < 1, f"model.dropout is {self.dropout}; it must lie in [0, 1)")
+        below_one("model", self, "dropout")
         if self.position == "rope":
-            require(
-                self.head_size % 2 == 0,
-                f"rotary positions turn pairs of channels, but n_embd / n_head is "
-                f"{self.head_size}; make it even",
-            )
+            size = self.head_size
+            require(size % 2 == 0, f"with rope, n_embd / n_head must be even, and it is {size}")
 
     @property
     def head_size(self) -> int:
@@ -173,7 +173,7 @@ class TrainConfig:
     max_tokens: int | None = None
     """Tokens in the run; set this or max_steps."""
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
-    """null: what accelerate config says."""
+    """null: what the accelerate config of `accelerate launch` says, and no without one."""
     matmul_precision: Literal["highest", "high", "medium"] = "high"
     """float32 products: highest = IEEE, high = TF32, medium = bfloat16, where the device has it."""
     compile: bool = False
@@ -212,9 +212,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         positive("optim", self, "lr", "eps")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            require(0 <= value < 1, f"optim.{name} is {value}; it must lie in [0, 1)")
+        below_one("optim", self, "beta1", "beta2")
         not_negative("optim", self, "weight_decay", "grad_clip")
 
 
@@ -284,7 +282,8 @@ class SampleConfig:
 
     def __post_init__(self) -> None:
         not_negative("sample", self, "every", "temperature")
-        positive("sample", self, "num", "max_new_tokens", "top_k", "top_p")
+        positive("sample", self, "num", "max_new_tokens", "top_k")
+        require(0 < self.top_p <= 1, f"sample.top_p is {self.top_p}; it must lie in (0, 1]")
         require(self.growth >= 1, f"sample.growth is {self.growth}; it must be 1 (regular) or more")
 
 
@@ -341,3 +340,9 @@ class Config:
     sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            self.schedule.min_lr <= self.optim.lr,
+            f"schedule.min_lr is {self.schedule.min_lr}, above the peak optim.lr {self.optim.lr}",
+        )

@@ -23,6 +23,12 @@ class CheckpointError(UserError):
     exit_code = 4
 
 
+class NewerFormatError(UserError):
+    """A checkpoint that a later version wrote: not damaged, and not to be set aside."""
+
+    exit_code = 4
+
+
 class DivergedError(UserError):
     """The loss is no longer a finite number."""
 
@@ -53,6 +59,13 @@ def not_negative(section: str, config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         require(value >= 0, f"{section}.{name} is {value}; it must be 0 or more")
+
+
+def below_one(section: str, config: object, *names: str) -> None:
+    """Require each named field of `config` to be at least zero and below one."""
+    for name in names:
+        value = getattr(config, name)
+        require(0 <= value < 1, f"{section}.{name} is {value}; it must lie in [0, 1)")
 
 
 def divides(whole_name: str, whole: int, part_name: str, part: int) -> None:

@@ -169,7 +169,8 @@ def read_options(cls: type, argv: Sequence[str]) -> Iterator[tuple[str, Any]]:
             else:
                 require(bool(words), f"--{key} needs a value: {describe(hint)}")
                 text = words.pop(0)
-        yield key, convert(key, text, hint)
+        listed = get_origin(hint) is tuple
+        yield key, convert(key, split_words(text) if listed else text, hint)
     required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
     missing = [key for key in positional if key in required]
     require(not missing, f"{' and '.join(missing).upper()} missing; see --help")
@@ -215,12 +216,19 @@ def convert_plain(value: Any, hint: Any) -> Any:
 
 
 def as_list(value: Any) -> Sequence[Any]:
-    """A list as YAML gives it, or as written on the command line: `a,b` or `["a, b", "c"]`."""
+    """A list as YAML gives it; a lone text is a list of one."""
     if isinstance(value, str):
-        value = yaml.safe_load(value) if value.startswith("[") else value.split(",")
+        return [value]
     if not isinstance(value, Sequence):
         raise TypeError
     return value
+
+
+def split_words(text: str) -> Sequence[Any]:
+    """A list as written on the command line: `a,b` or `["a, b", "c"]`."""
+    if text.startswith("["):
+        return as_list(yaml.safe_load(text))
+    return [word.strip() for word in text.split(",")]
 
 
 def whole(value: Any) -> int:
@@ -264,24 +272,27 @@ def build(cls: type[T], flat: Mapping[str, Any]) -> T:
     return cls(**values)
 
 
-def to_flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """The inverse of `build`: dotted key -> value, tuples as lists."""
+def to_plain(config: Any) -> dict[str, Any]:
+    """A dataclass as nested mappings, tuples as lists."""
+    return dataclasses.asdict(
+        config, dict_factory=lambda kv: {k: list(v) if isinstance(v, tuple) else v for k, v in kv}
+    )
+
+
+def to_flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings -> dotted keys."""
     flat: dict[str, Any] = {}
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if dataclasses.is_dataclass(value):
-            flat.update(to_flat(value, f"{prefix}{f.name}."))
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            flat.update(to_flat(value, f"{prefix}{key}."))
         else:
-            flat[prefix + f.name] = list(value) if isinstance(value, tuple) else value
+            flat[prefix + key] = value
     return flat
 
 
 def to_yaml(config: Any) -> str:
     """The whole of a config as YAML that `load_config` reads back to an equal one."""
-    plain = dataclasses.asdict(
-        config, dict_factory=lambda kv: {k: list(v) if isinstance(v, tuple) else v for k, v in kv}
-    )
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def show_help(cls: type, argv: Sequence[str], prog: str) -> None:

@@ -66,6 +66,12 @@ def make_plan(config: Config, world_size: int) -> Plan:
         )
     everything = math.ceil(WSD_DECAY_SHARE * max_steps) if schedule.name == "wsd" else max_steps
     decay = in_steps(schedule.decay_tokens, train.tokens_per_step) or schedule.decay_steps
+    decay = decay or min(everything, max(1, max_steps - warmup))
+    require(
+        schedule.name != "wsd" or warmup + decay <= max_steps,
+        f"the warm-up takes {warmup:,} steps and the decay {decay:,}, more than the {max_steps:,} "
+        "of the run; shorten schedule.decay_steps",
+    )
     return Plan(
         world_size=world_size,
         micro_batch_size=train.micro_batch_size,
@@ -73,7 +79,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         accumulation_steps=accumulation(config, world_size),
         max_steps=max_steps,
         warmup_steps=warmup,
-        decay_steps=decay or min(everything, max(1, max_steps - warmup)),
+        decay_steps=decay,
     )
 
 

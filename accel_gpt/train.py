@@ -23,16 +23,16 @@ from accel_gpt.config import Config
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.order import derive_seed
 from accel_gpt.errors import run_main
-from accel_gpt.evals.samples import is_sample_step, sample
-from accel_gpt.evals.validation import evaluate
+from accel_gpt.evals.samples import check_prompts, is_sample_step, sample
+from accel_gpt.evals.validation import evaluate_splits
 from accel_gpt.model.gpt import GPT
-from accel_gpt.optim.groups import make_optimizer, set_lr
+from accel_gpt.optim.groups import configure, make_optimizer, set_lr
 from accel_gpt.optim.schedule import lr_fraction
 from accel_gpt.parse import load_config
 from accel_gpt.plan import Plan, make_plan
 from accel_gpt.run.checkpoint import TrainState, is_due, prune, restore, save_checkpoint
 from accel_gpt.run.environment import ensure_data, is_main, start_accelerator, world_size
-from accel_gpt.run.guards import PREEMPTED, StopSignal, check_finite, locked
+from accel_gpt.run.guards import PREEMPTED, StopSignal, check_finite, count_skipped, locked
 from accel_gpt.run.metrics import (
     Display,
     MetricsLog,
@@ -68,7 +68,11 @@ class Run:
 
 def main(argv: Sequence[str]) -> int:
     """Train as `argv` says; returns the exit code."""
-    config = load_config(argv, "train.py")
+    return launch(load_config(argv, "train.py"))
+
+
+def launch(config: Config) -> int:
+    """Train as `config` says, alone in its folder; returns the exit code."""
     plan = make_plan(config, world_size())
     with locked(Path(config.out_dir)) if is_main() else contextlib.nullcontext():
         ensure_data(config.data)
@@ -77,19 +81,21 @@ def main(argv: Sequence[str]) -> int:
 
 def train(config: Config, plan: Plan) -> int:
     """Run from wherever the run stands to its end, or to a signal; returns the exit code."""
-    stop = StopSignal()
     accelerator = start_accelerator(config, plan)
+    stop, stopping, skipped = StopSignal(accelerator.num_processes), False, 0
     with Display(accelerator.is_main_process, plan.max_steps) as display:
         run = start(config, plan, accelerator, display)
-        stopping = False
         while run.state.step < plan.max_steps and not stopping:
             loss, grad_norm = update(run)
             if accelerator.optimizer_step_was_skipped:  # fp16: the scale was too large
+                skipped = count_skipped(skipped, run.state.step)
                 continue
-            stopping = stop.agreed(accelerator, run.state.step % config.log.every == 0)
+            skipped = 0
+            stopping = stop.agreed() and run.state.step < plan.max_steps
             after_step(run, loss, grad_norm, stopping)
         run.loader.close()
-        display.say(last_words(config, run.state, stop.received if stopping else None))
+        signal_name = (stop.received or "signal to another process") if stopping else None
+        display.say(last_words(config, run.state, signal_name))
     accelerator.end_training()
     return PREEMPTED if stopping else 0
 
@@ -97,25 +103,28 @@ def train(config: Config, plan: Plan) -> int:
 def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display) -> Run:
     """Build everything, and take up the checkpoint that the run has."""
     corpus = open_corpus(config)
+    check_prompts(config.sample, corpus.tokenizer)
     state = corpus.new_state(config, accelerator.num_processes)
     path = take_up(config, state, accelerator, display.say)
     torch.manual_seed(config.seed)
-    gpt = build_model(config, corpus.vocab_size)
+    gpt = build_model(config, corpus, resuming=path is not None)
     torch.manual_seed(derive_seed(config.seed, "dropout", accelerator.process_index))
     if config.train.compile:
         gpt.compile()  # in place: no wrapper, the names of the weights stay
-    model, optimizer = accelerator.prepare(gpt, make_optimizer(gpt, config.optim))
+    optimizer = make_optimizer(gpt, config.optim, fused=accelerator.mixed_precision != "fp16")
+    model, optimizer = accelerator.prepare(gpt, optimizer)
     if path:
         state = restore(accelerator, path, state)
+        configure(optimizer, config.optim)
         display.say(f"resuming {config.out_dir} from step {state.step:,} ({path})")
-    speed = Speed(gpt, plan, accelerator)
-    display.say(record_run(config, plan, accelerator, corpus, speed, state.step))
-    start_trackers(accelerator, config, state.step)
-    metrics = None
+    speed, metrics = Speed(gpt, plan, accelerator), None
     if accelerator.is_main_process:
+        display.say(record_run(config, plan, accelerator, corpus, speed, state.step))
         metrics = MetricsLog(Path(config.out_dir), state.step, state.tokens, plan.max_steps)
+    start_trackers(accelerator, config, state.step)
     loader = corpus.loader(plan, accelerator, state.sequences)
-    watch = Stopwatch(state.seconds, state.step)
+    settle = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
+    watch = Stopwatch(state.seconds, state.step, settle)
     gc.collect()
     gc.freeze()  # what lives until the end need not be searched for garbage
     return Run(
@@ -153,64 +162,45 @@ def update(run: Run) -> tuple[Tensor, Tensor]:
 
 
 def after_step(run: Run, loss: Tensor, grad_norm: Tensor, stopping: bool) -> None:
-    """What is due at the completed step: figures, evaluation, samples, a checkpoint."""
-    config, state = run.config, run.state
+    """What is due at the completed step: figures, evaluation, a checkpoint, samples.
+
+    Nothing waits for the device unless something is due.
+    """
+    config, state, watch = run.config, run.state, run.watch
     last = state.step == run.plan.max_steps
-    record: Record = {}
-    if last or state.step % config.log.every == 0:
-        record |= training_figures(run, loss, grad_norm)
-    improved = False
-    if last or (config.eval.every and state.step % config.eval.every == 0):
-        with run.watch.pause():
-            record |= evaluation_figures(run)
-        improved = state.note_best()
-    if record:
-        publish(run, record)
-    if config.sample.every and (
+    logging = last or state.step % config.log.every == 0
+    evaluating = last or bool(config.eval.every and state.step % config.eval.every == 0)
+    saving = last or stopping or is_due(config.checkpoint, state, run.plan.tokens_per_step)
+    sampling = bool(config.sample.every) and (
         last or is_sample_step(state.step, config.sample.every, config.sample.growth)
-    ):
-        with run.watch.pause():
-            publish_samples(run)
-    if last or stopping or is_due(config.checkpoint, state, run.plan.tokens_per_step, improved):
-        with run.watch.pause():
+    )
+    record: Record = {}
+    if logging or evaluating or saving:
+        figures = step_figures(run, loss, grad_norm)
+        record = figures | run.speed.figures(watch.lap(state.step)) if logging else {}
+    with watch.pause() if evaluating or saving or sampling else contextlib.nullcontext():
+        if evaluating:
+            tokens = config.eval.tokens
+            record |= evaluate_splits(run.gpt, run.corpus, run.accelerator, run.plan, tokens)
+            state.val_loss = record["eval/val_loss"]
+            saving = (state.note_best() and config.checkpoint.keep_best) or saving
+        if record:
+            publish(run, record)
+        if saving:
             save(run)
+        if sampling:
+            publish_samples(run)
 
 
-def training_figures(run: Run, loss: Tensor, grad_norm: Tensor) -> Record:
+def step_figures(run: Run, loss: Tensor, grad_norm: Tensor) -> Record:
     """Figures of the completed step over all processes; the one place that waits for the device."""
-    loss_value: float = run.accelerator.reduce(loss, "mean").item()
-    check_finite(loss_value, run.state.step)
-    seconds = run.watch.lap(run.state.step)
-    return {
-        "train/loss": loss_value,
+    figures = {
+        "train/loss": run.accelerator.reduce(loss, "mean").item(),
         "train/lr": run.optimizer.param_groups[0]["lr"],
         "train/grad_norm": grad_norm.item(),
-        **run.speed.figures(seconds),
     }
-
-
-def evaluation_figures(run: Run) -> Record:
-    """Losses on fixed tokens of both splits."""
-    corpus = run.corpus
-    train_score, val_score = (
-        evaluate(
-            run.gpt,
-            split,
-            run.accelerator,
-            batch_size=run.plan.micro_batch_size,
-            block_size=run.plan.block_size,
-            tokens=run.config.eval.tokens,
-            token_bytes=corpus.token_bytes,
-        )
-        for split in (corpus.train, corpus.val)
-    )
-    run.state.val_loss = val_score.loss
-    return {
-        "eval/train_loss": train_score.loss,
-        "eval/val_loss": val_score.loss,
-        "eval/val_perplexity": val_score.perplexity,
-        "eval/val_bits_per_byte": val_score.bits_per_byte,
-    }
+    check_finite(figures["train/loss"], figures["train/grad_norm"], run.state.step)
+    return figures
 
 
 def publish(run: Run, record: Record) -> None:
@@ -240,8 +230,10 @@ def save(run: Run) -> None:
     """Save a checkpoint of the completed step, name the best, then remove what is not kept."""
     run.state.seconds = run.watch.elapsed()
     out = Path(run.config.out_dir)
+    if run.metrics:
+        run.metrics.sync()
     save_checkpoint(run.accelerator, out, run.state, run.gpt, run.corpus.tokenizer)
-    if run.accelerator.is_main_process:
+    if run.metrics:
         prune(out, run.config.checkpoint, run.state.best_step)
 
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from accel_gpt.config import CheckpointConfig
-from accel_gpt.errors import CheckpointError, UserError, run_main
+from accel_gpt.data.shards import write_file
+from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, run_main
+from accel_gpt.run import checkpoint
 from accel_gpt.run.checkpoint import (
     TrainState,
     checkpoints,
@@ -71,10 +73,12 @@ def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
 def test_debris_is_removed_and_never_taken_for_a_checkpoint(run: Path) -> None:
     root = run / "checkpoints"
     shutil.copytree(root / "step_00000012", root / ".tmp_step_00000016")
-    (root / "step_00000020").mkdir()  # killed before its manifest
     assert checkpoints(root) == [8, 12]
+    (root / "step_00000020").mkdir()  # never ours: a rename comes after the manifest
     clean(root)
     assert not (root / ".tmp_step_00000016").exists()
+    assert find_checkpoint(run).name == "step_00000012"
+    assert find_resume(run, "auto", lambda _: None) == root / "step_00000012"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "trainer_state.json"])
@@ -115,8 +119,15 @@ def test_all_damaged_never_starts_over_silently(
 def test_newer_format_is_refused(run: Path) -> None:
     path = run / "checkpoints" / "step_00000012" / "manifest.json"
     path.write_text(json.dumps({"format": 99, "files": {}}))
-    with pytest.raises(CheckpointError, match="has format 99, this version reads 1"):
-        verify(path.parent)
+    with pytest.raises(NewerFormatError, match="has format 99, this version reads 1"):
+        find_resume(run, "auto", lambda _: None)
+    assert path.exists()  # not damaged, not set aside
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 1, "files": {"a": 3}}'])
+def test_manifest_that_says_nothing_is_damage(run: Path, text: str) -> None:
+    (run / "checkpoints" / "step_00000012" / "manifest.json").write_text(text)
+    assert find_resume(run, "auto", lambda _: None) == run / "checkpoints" / "step_00000008"
 
 
 def test_loaded_model_is_the_saved_one(run: Path) -> None:
@@ -149,13 +160,34 @@ def test_unknown_step_lists_those_there_are(run: Path) -> None:
     ],
 )
 def test_intervals_in_steps_and_tokens(config: CheckpointConfig, due: list[int]) -> None:
-    found = [
-        s for s in range(1, 9) if is_due(config, TrainState(step=s, tokens=100 * s), 100, False)
-    ]
+    found = [s for s in range(1, 9) if is_due(config, TrainState(step=s, tokens=100 * s), 100)]
     assert found == due
 
 
-def test_better_val_loss_is_due_only_if_asked() -> None:
-    state = TrainState(step=3, tokens=3)
-    assert is_due(CheckpointConfig(every=0), state, 1, improved=True)
-    assert not is_due(CheckpointConfig(every=0, keep_best=False), state, 1, improved=True)
+def test_only_a_lower_number_is_better() -> None:
+    state = TrainState(step=1, val_loss=2.0)
+    assert state.note_best()
+    for step, loss in ((2, 2.0), (3, float("nan")), (4, 2.5)):
+        state.step, state.val_loss = step, loss
+        assert not state.note_best()
+    assert (state.best_step, state.best_val_loss) == (1, 2.0)
+
+
+def test_failed_write_leaves_the_one_before_and_no_debris(
+    run: Path,
+    small_run: Arguments,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(path: Path, parts: object) -> str:
+        if path.name == "manifest.json":
+            raise OSError(28, "No space left on device")
+        return write_file(path, parts)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checkpoint, "write_file", full)
+    longer = ["--train.max_steps", "16", "--checkpoint.allow_change", "train.max_steps"]
+    assert run_main(main, small_run(*longer)) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert checkpoints(run / "checkpoints") == [8, 12]
+    assert not list((run / "checkpoints").glob(".tmp*"))
+    verify(run / "checkpoints" / "step_00000012")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from accel_gpt.config import OptimConfig
-from accel_gpt.optim.groups import make_optimizer, set_lr
+from accel_gpt.optim.groups import configure, make_optimizer, set_lr
 
 
 def model() -> nn.Module:
@@ -30,6 +30,16 @@ def test_set_lr_scales_the_peak_of_each_group() -> None:
     optimizer.param_groups[1]["peak_lr"] = 0.5
     set_lr(optimizer, 0.25)
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.025, 0.125])
+
+
+def test_configure_overrides_what_a_checkpoint_restored() -> None:
+    optimizer = make_optimizer(model(), OptimConfig(lr=0.1, weight_decay=0.5, beta2=0.9))
+    restored = make_optimizer(model(), OptimConfig(lr=0.7, weight_decay=0.0, beta2=0.99))
+    restored.load_state_dict(optimizer.state_dict())
+    configure(restored, OptimConfig(lr=0.7, weight_decay=0.2, beta2=0.99))
+    assert [g["peak_lr"] for g in restored.param_groups] == [0.7, 0.7]
+    assert [g["weight_decay"] for g in restored.param_groups] == [0.2, 0.0]
+    assert all(g["betas"] == (0.9, 0.99) for g in restored.param_groups)
 
 
 def test_fused_update_is_adamw() -> None:

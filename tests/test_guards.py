@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.errors import BusyError, DivergedError, UserError
-from accel_gpt.run.guards import StopSignal, check_finite, locked
+from accel_gpt.run.guards import StopSignal, check_finite, count_skipped, locked
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def restore_handlers() -> Iterator[None]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_first_signal_is_remembered(number: signal.Signals) -> None:
-    stop = StopSignal()
+    stop = StopSignal(1)
     assert stop.received is None
     os.kill(os.getpid(), number)
     assert stop.received == number.name
@@ -35,7 +35,7 @@ def test_second_signal_later_ends_at_once() -> None:
     code = (
         "import os, signal, accel_gpt.run.guards as g\n"
         "g.SAME_PRESS_SECONDS = 0.0\n"
-        "stop = g.StopSignal()\n"
+        "stop = g.StopSignal(1)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "assert stop.received\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
@@ -70,6 +70,16 @@ def test_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_loss_that_is_no_number_ends_the_run(loss: float) -> None:
-    check_finite(11.0, 3)
-    with pytest.raises(DivergedError, match="loss at step 3 is"):
-        check_finite(loss, 3)
+    check_finite(11.0, 2.0, 3)
+    with pytest.raises(DivergedError, match="at step 3 the loss is"):
+        check_finite(loss, 2.0, 3)
+    with pytest.raises(DivergedError, match="the gradient norm"):
+        check_finite(11.0, loss, 3)
+
+
+def test_fp16_that_never_finds_its_scale_ends_the_run() -> None:
+    skipped = 0
+    for _ in range(50):
+        skipped = count_skipped(skipped, 7)
+    with pytest.raises(DivergedError, match="overflowed 50 times in a row"):
+        count_skipped(skipped, 7)

@@ -9,7 +9,7 @@ import pytest
 
 from accel_gpt.config import PRESETS, Config, ModelConfig
 from accel_gpt.errors import UserError, run_main
-from accel_gpt.parse import ANCESTORS, leaves, load_config, to_flat, to_yaml
+from accel_gpt.parse import ANCESTORS, leaves, load_config, to_flat, to_plain, to_yaml
 
 CONFIG = """
 out_dir: runs/x
@@ -60,6 +60,14 @@ def test_flag_without_value_is_true_and_null_is_none(config_file: str) -> None:
     assert config.log.trackers == ("a", "b")
 
 
+def test_lone_text_in_yaml_is_one_prompt_and_words_lose_their_blanks(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("sample: {prompts: 'Hello, I am'}")
+    config = load(str(path), "--checkpoint.allow_change", "optim.lr, train.max_steps")
+    assert config.sample.prompts == ("Hello, I am",)
+    assert config.checkpoint.allow_change == ("optim.lr", "train.max_steps")
+
+
 def test_unquoted_no_in_yaml_is_the_precision_no(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("train: {mixed_precision: no, max_steps: 1}")
@@ -81,6 +89,10 @@ def test_unquoted_no_in_yaml_is_the_precision_no(tmp_path: Path) -> None:
         (["--optim.lr", "-1"], "optim.lr is -1.0; it must be above 0"),
         (["--model.n_head", "5"], "model.n_embd is 64, which model.n_head = 5 does not divide"),
         (["--model.dropout", "1"], "model.dropout is 1.0; it must lie in [0, 1)"),
+        (["--model.n_kv_head", "-1"], "model.n_kv_head is -1; it must be above 0"),
+        (["--sample.top_p", "1.5"], "sample.top_p is 1.5; it must lie in (0, 1]"),
+        (["--schedule.min_lr", "1"], "schedule.min_lr is 1.0, above the peak optim.lr"),
+        (["--data.prepare.source", "stdlib", "--data.prepare.path", "x"], "source to text"),
         (["--train.max_tokens", "9"], "set one of the two"),
         (["--data.prepare.source", "text"], "data.prepare.path is empty"),
         (["stray"], "unexpected argument 'stray'"),
@@ -135,7 +147,7 @@ def test_ancestors_names_lead_to_keys_that_exist() -> None:
 
 
 def test_preset_fields_exist() -> None:
-    known = to_flat(ModelConfig())
+    known = to_flat(to_plain(ModelConfig()))
     assert all(key in known for preset in PRESETS.values() for key in preset)
 
 

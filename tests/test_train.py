@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from accel_gpt.config import PrepareConfig
 from accel_gpt.data.prepare import prepare
 from accel_gpt.errors import run_main
 from accel_gpt.evals.samples import is_sample_step
+from accel_gpt.optim.schedule import lr_fraction
+from accel_gpt.parse import load_config
+from accel_gpt.plan import make_plan
 from tests.conftest import text_of
 
 Arguments = Callable[..., list[str]]
@@ -181,11 +185,14 @@ def test_finished_run_says_so_and_goes_on_when_allowed(
     assert launch(small_run()) == 0
     assert len(records(tmp_path / "run")) == 12
     capsys.readouterr()
-    longer = ["--train.max_steps", "14"]
+    longer = ["--train.max_steps", "14", "--optim.lr", "0.1"]
     assert launch(small_run(*longer)) == 2
-    assert "train.max_steps was 12, is 14" in capsys.readouterr().err
-    assert launch(small_run(*longer, "--checkpoint.allow_change", "train.max_steps")) == 0
-    assert records(tmp_path / "run")[-1]["step"] == 14
+    assert "optim.lr was 0.01, is 0.1, train.max_steps was 12, is 14" in capsys.readouterr().err
+    assert launch(small_run(*longer, "--checkpoint.allow_change", "train.max_steps,optim.lr")) == 0
+    last = records(tmp_path / "run")[-1]
+    assert last["step"] == 14
+    plan = make_plan(load_config(small_run(*longer), ""), 1)
+    assert last["train/lr"] == pytest.approx(0.1 * lr_fraction(13, "cosine", plan, 0.0))
 
 
 def test_folder_of_another_config_is_refused_with_what_differs(
@@ -235,6 +242,35 @@ def test_starting_from_the_weights_of_a_run(
     assert "is another model: its " in capsys.readouterr().err
 
 
+def test_diverged_weights_are_never_saved(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finite loss with an infinite gradient, at a step that saves and does not log."""
+
+    def poisoned(run: train.Run) -> Any:
+        loss, grad_norm = update(run)
+        return loss, grad_norm * (math.inf if run.state.step == 8 else 1)
+
+    update = train.update
+    monkeypatch.setattr(train, "update", poisoned)
+    assert launch(small_run("--log.every", "5", "--eval.every", "0")) == 5
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
+
+
+def test_best_checkpoint_outlives_newer_ones(small_run: Arguments, tmp_path: Path) -> None:
+    """A rate that is far too high in the end: the best is early, and stays."""
+    options = ["--checkpoint.keep_best", "true", "--checkpoint.keep_last", "1", "--eval.every", "2"]
+    options += ["--schedule.name", "constant", "--optim.lr", "0.3", "--optim.grad_clip", "0"]
+    assert launch(small_run(*options)) == 0
+    losses = {
+        r["step"]: r["eval/val_loss"] for r in records(tmp_path / "run") if "eval/val_loss" in r
+    }
+    best = min(losses, key=lambda step: losses[step])
+    assert (tmp_path / "run" / "best").read_text() == f"{best:.0f}\n"
+    kept = {p.name for p in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert kept == {f"step_{int(best):08d}", "step_00000012"}
+
+
 def test_resume_path_of_another_model_is_refused(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,6 +314,8 @@ def test_loss_that_explodes_ends_with_its_code(
         (["--train.micro_batch_size", "3"], 2, "not a multiple of 3 sequences"),
         (["--checkpoint.resume", "nowhere"], 2, "which is not a checkpoint folder"),
         (["--model.init_from", "nowhere"], 2, "nowhere does not exist"),
+        (["--log.trackers", "tensorbord"], 2, "log.trackers has 'tensorbord'; Accelerate knows"),
+        (["--log.trackers", "mlflow"], 2, "mlflow but it is not installed"),
     ],
 )
 def test_bad_input_is_one_sentence_and_an_exit_code(

@@ -7,6 +7,7 @@ from accelerate.utils import gather_object
 from accel_gpt.config import SampleConfig
 from accel_gpt.data.order import derive_seed
 from accel_gpt.data.tokenizer import Tokenizer
+from accel_gpt.errors import UserError
 from accel_gpt.model.generate import generate
 from accel_gpt.model.gpt import GPT
 
@@ -18,6 +19,8 @@ def is_sample_step(step: int, every: int, growth: float) -> bool:
     """
     if not every or step < every:
         return False
+    if growth == 1:
+        return step % every == 0
     due, interval = every, float(every)
     while due < step:
         interval *= growth
@@ -26,12 +29,26 @@ def is_sample_step(step: int, every: int, growth: float) -> bool:
 
 
 def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a prompt; an empty one is the start of a document."""
+    """Token ids of a prompt; an empty one is the start of a document.
+
+    Without an end-of-text token that is a new line, or token 0 where the text has none. Raises
+    `UserError` for a character that the tokenizer does not know.
+    """
     if prompt:
         return tokenizer.encode(prompt)
     if tokenizer.eot_id is not None:
         return [tokenizer.eot_id]
-    return tokenizer.encode("\n")
+    try:
+        return tokenizer.encode("\n")
+    except UserError:
+        return [0]
+
+
+def check_prompts(config: SampleConfig, tokenizer: Tokenizer) -> None:
+    """Raise `UserError` now for a prompt that could not be sampled later."""
+    if config.every:
+        for prompt in config.prompts:
+            prompt_ids(prompt, tokenizer)
 
 
 def write_text(

@@ -17,6 +17,8 @@ from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.shards import Split
 from accel_gpt.errors import DataError
 from accel_gpt.model.loss import IGNORE
+from accel_gpt.plan import Plan
+from accel_gpt.run.setup import Corpus
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,30 @@ class Score:
     def bits_per_byte(self) -> float:
         """Total bits over the UTF-8 bytes of the targets: comparable over tokenizers."""
         return self.loss_sum / math.log(2) / max(self.bytes, 1)
+
+
+def evaluate_splits(
+    model: nn.Module, corpus: Corpus, accelerator: Accelerator, plan: Plan, tokens: int | None
+) -> dict[str, float]:
+    """The eval/ figures of a record: both splits by the same method; a collective."""
+    train, val = (
+        evaluate(
+            model,
+            split,
+            accelerator,
+            batch_size=plan.micro_batch_size,
+            block_size=plan.block_size,
+            tokens=tokens,
+            token_bytes=corpus.token_bytes,
+        )
+        for split in (corpus.train, corpus.val)
+    )
+    return {
+        "eval/train_loss": train.loss,
+        "eval/val_loss": val.loss,
+        "eval/val_perplexity": val.perplexity,
+        "eval/val_bits_per_byte": val.bits_per_byte,
+    }
 
 
 def windows(split: Split, block_size: int, tokens: int | None) -> npt.NDArray[np.int64]:
@@ -94,13 +120,18 @@ def evaluate(
     model.eval()
     rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     mine = windows(split, block_size, tokens)[rank::world]
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
+    losses, counts, size = [], [], 0
     for inputs, targets in batches(split, mine, batch_size, block_size, len(token_bytes)):
         real = targets[targets != IGNORE]
         loss = model(inputs.to(device), targets.to(device))
-        sums[0] += loss.double() * len(real)
-        sums[1] += len(real)
-        sums[2] += int(token_bytes[real.numpy()].sum())
+        losses.append(loss.float())
+        counts.append(len(real))
+        size += int(token_bytes[real.numpy()].sum())
     model.train(training)
-    nats, count, size = accelerator.reduce(sums, "sum").tolist()
+    weights = torch.tensor(counts, dtype=torch.float64)
+    nats = (torch.stack(losses).cpu().double() @ weights).item() if losses else 0.0
+    sums = torch.tensor([nats, sum(counts), size], dtype=torch.float64)  # on the CPU: MPS has none
+    if world > 1:
+        sums = accelerator.reduce(sums.to(device), "sum").cpu()
+    nats, count, size = sums.tolist()
     return Score(nats, int(count), int(size))

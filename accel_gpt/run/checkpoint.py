@@ -8,9 +8,10 @@ it is unpickled but what Accelerate loads with `weights_only=True`.
 
 import hashlib
 import json
-import os
+import math
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from safetensors.torch import load_model as load_weights
 
 from accel_gpt.config import CheckpointConfig, ModelConfig
 from accel_gpt.data.order import derive_seed
+from accel_gpt.data.shards import sync_folder, write_file
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
-from accel_gpt.errors import CheckpointError, UserError, require
+from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, require
 from accel_gpt.model.gpt import GPT
 from accel_gpt.parse import build
 
@@ -49,7 +51,8 @@ class TrainState:
     def note_best(self) -> bool:
         """Keep the lowest val loss and its step; whether it is the one just measured."""
         assert self.val_loss is not None
-        if self.best_val_loss is not None and self.val_loss >= self.best_val_loss:
+        best = math.inf if self.best_val_loss is None else self.best_val_loss
+        if not self.val_loss < best:  # also when it is not a number
             return False
         self.best_val_loss, self.best_step = self.val_loss, self.step
         return True
@@ -58,15 +61,12 @@ class TrainState:
 # --------------------------------------------------------------------------- save
 
 
-def is_due(
-    config: CheckpointConfig, state: TrainState, tokens_per_step: int, improved: bool
-) -> bool:
-    """Whether the completed step asks for a checkpoint: by steps, tokens or its val loss."""
+def is_due(config: CheckpointConfig, state: TrainState, tokens_per_step: int) -> bool:
+    """Whether the completed step asks for a checkpoint, by steps or by tokens."""
     every, before = config.every_tokens, state.tokens - tokens_per_step
-    return (
-        (improved and config.keep_best)
-        or bool(config.every and state.step % config.every == 0)
-        or bool(every and state.tokens // every > before // every)
+    return bool(
+        (config.every and state.step % config.every == 0)
+        or (every and state.tokens // every > before // every)
     )
 
 
@@ -80,46 +80,60 @@ def save_checkpoint(
     """
     root = out_dir / "checkpoints"
     final, temporary = root / step_name(state.step), root / f".tmp_{step_name(state.step)}"
-    failure: OSError | RuntimeError | None = None
-    if accelerator.is_main_process:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True, exist_ok=True)
-    accelerator.wait_for_everyone()
-    try:
+
+    def clear() -> None:
+        if accelerator.is_main_process:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+
+    def fill() -> None:
         accelerator.save_state(str(temporary))
         if accelerator.is_main_process:
             write_json(temporary / "trainer_state.json", {"format": FORMAT, **asdict(state)})
             shape = {"config": asdict(model.config), "vocab_size": model.vocab_size}
             write_json(temporary / "model.json", {"format": FORMAT, **shape})
             tokenizer.save(temporary)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        failure = error
-    failed = torch.tensor(int(failure is not None), device=accelerator.device)
-    if accelerator.reduce(failed, "sum").item():
+
+    def finish() -> None:
         if accelerator.is_main_process:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(
-            f"the checkpoint {final} could not be written: {failure or 'see the others'}"
-        )
-    if accelerator.is_main_process:
-        publish(temporary, final)
-    accelerator.wait_for_everyone()
+            publish(temporary, final)
+
+    for phase in (clear, fill, finish):
+        if error := failed_anywhere(accelerator, phase):
+            if accelerator.is_main_process:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise UserError(
+                f"the checkpoint {final} could not be written ({error}); those before it are "
+                "intact: make room and launch again"
+            )
     return final
+
+
+def failed_anywhere(accelerator: Accelerator, phase: Callable[[], None]) -> str | None:
+    """Do one phase on every process; what went wrong on any of them. A collective."""
+    error = None
+    try:
+        phase()
+    except Exception as caught:  # a full disk has many: OSError, RuntimeError, SafetensorError
+        error = str(caught) or type(caught).__name__
+    failed = torch.tensor(int(error is not None), device=accelerator.device)
+    if not accelerator.reduce(failed, "sum").item():
+        return None
+    return error or "on another process"
 
 
 def publish(temporary: Path, final: Path) -> None:
     """Sync every file, write the manifest and rename."""
     files = {}
     for path in sorted(temporary.iterdir()):
-        sync(path)
+        sync_folder(path)
         files[path.name] = {"size": path.stat().st_size, "sha256": sha256(path)}
     write_json(temporary / "manifest.json", {"format": FORMAT, "files": files})
-    sync(temporary / "manifest.json")
-    sync(temporary)
+    sync_folder(temporary)
     if final.exists():  # a damaged folder of that name: kept aside, never reused
         quarantine(final)
     temporary.rename(final)
-    sync(final.parent)
+    sync_folder(final.parent)
 
 
 def prune(out_dir: Path, config: CheckpointConfig, best_step: int | None) -> None:
@@ -128,9 +142,7 @@ def prune(out_dir: Path, config: CheckpointConfig, best_step: int | None) -> Non
     keep = set(checkpoints(root)[-config.keep_last :])
     if config.keep_best and best_step is not None:
         keep.add(best_step)
-        temporary = out_dir / ".best.tmp"
-        temporary.write_text(f"{best_step}\n", encoding="utf-8")
-        temporary.rename(out_dir / "best")
+        write_file(out_dir / "best", [f"{best_step}\n".encode()])
     for step in checkpoints(root):
         if step not in keep:
             trash = root / f".trash_{step_name(step)}"
@@ -147,19 +159,7 @@ def clean(root: Path) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """`value` as indented JSON, on disk when this returns."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Force a file or a folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    write_file(path, [json.dumps(value, indent=1).encode()])
 
 
 def sha256(path: Path) -> str:
@@ -185,8 +185,8 @@ def quarantine(path: Path) -> None:
 
 
 def checkpoints(root: Path) -> list[int]:
-    """Steps of the complete-looking checkpoints in a folder, ascending."""
-    found = (NAME.fullmatch(path.name) for path in root.glob("step_*") if is_checkpoint(path))
+    """Steps of the checkpoint folders in `root`, ascending; `verify` tells the intact ones."""
+    found = (NAME.fullmatch(path.name) for path in root.glob("step_*") if path.is_dir())
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -199,23 +199,30 @@ def verify(path: Path) -> None:
     """Raise `CheckpointError` unless every file has the size and hash of the manifest."""
     manifest = read_json(path / "manifest.json")
     check_format(path, manifest)
-    for name, entry in manifest["files"].items():
+    try:
+        entries = [(str(n), int(e["size"]), str(e["sha256"])) for n, e in manifest["files"].items()]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise CheckpointError(f"{path / 'manifest.json'} is damaged") from None
+    for name, expected, digest in entries:
         file = path / name
         if Path(name).name != name or not file.is_file():
             raise CheckpointError(f"checkpoint {path} lacks its file {name}")
         size = file.stat().st_size
-        if size != entry["size"]:
-            raise CheckpointError(f"{file} has {size:,} bytes, not {entry['size']:,}: truncated")
-        if sha256(file) != entry["sha256"]:
+        if size != expected:
+            raise CheckpointError(f"{file} has {size:,} bytes, not {expected:,}: truncated")
+        if sha256(file) != digest:
             raise CheckpointError(f"{file} is damaged: its SHA-256 is not that of the manifest")
 
 
 def check_format(path: Path, content: dict[str, Any]) -> None:
     """Refuse a format that this version does not know."""
-    if content.get("format") != FORMAT:
-        raise CheckpointError(
-            f"checkpoint {path} has format {content.get('format')}, this version reads {FORMAT}"
+    found = content.get("format")
+    if isinstance(found, int) and found > FORMAT:
+        raise NewerFormatError(
+            f"checkpoint {path} has format {found}, this version reads {FORMAT}; update accel_gpt"
         )
+    if found != FORMAT:
+        raise CheckpointError(f"checkpoint {path} has no format that is known: {found!r}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -237,7 +244,7 @@ def find_checkpoint(path: Path, which: str = "last") -> Path:
     if is_checkpoint(path):
         return path
     root = path / "checkpoints"
-    steps = checkpoints(root)
+    steps = [step for step in checkpoints(root) if is_checkpoint(root / step_name(step))]
     require(path.is_dir(), f"{path} does not exist; give the folder of a run or of a checkpoint")
     require(bool(steps), f"{path} holds no checkpoint; give the folder of a run that saved one")
     if which == "best":
@@ -284,7 +291,11 @@ def restore(accelerator: Accelerator, path: Path, now: TrainState) -> TrainState
     accelerator.step = 0  # a checkpoint is taken between steps: no micro-step is pending
     if not same_world:
         torch.manual_seed(derive_seed(now.config["seed"], saved.step, accelerator.process_index))
-    return replace(saved, config=now.config, world_size=now.world_size)
+    state = replace(saved, config=now.config, world_size=now.world_size)
+    state.data_fingerprint = now.data_fingerprint
+    if path.parent.parent.resolve() != Path(now.config["out_dir"]).resolve():
+        state.best_step = state.best_val_loss = None  # the best so far is not in this folder
+    return state
 
 
 def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:

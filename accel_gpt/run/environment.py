@@ -3,6 +3,7 @@
 import logging
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -14,10 +15,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    LoggerType,
     ProjectConfiguration,
 )
 
@@ -63,7 +66,11 @@ def ensure_data(data: DataConfig) -> None:
     settings = {"out": data.train, **asdict(data.prepare)}
     options = [f"--{key}={value}" for key, value in settings.items() if value is not None]
     command = [sys.executable, "-m", "accel_gpt.cli", "prepare", *options]
-    code = subprocess.run(command, check=False).returncode
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        code = subprocess.run(command, check=False).returncode  # is killed if we are told to end
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if code:
         sys.exit(code)
 
@@ -74,15 +81,12 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
     Raises `UserError` for fp16 on a CPU, which Accelerate would silently run in float32, and for
     processes that do not form one group, which would train apart in one folder.
     """
-    on_cpu = not torch.accelerator.is_available()
-    if on_cpu:
-        torch.set_num_threads(config.train.cpu_threads or shared_cores())
-        torch.set_flush_denormal(True)  # Adam moments of unseen tokens decay into denormals
+    check_trackers(config.log.trackers)
     # at every save it would tell that tied weights are stored once
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     torch.set_float32_matmul_precision(config.train.matmul_precision)
     accelerator = Accelerator(
-        cpu=on_cpu,
+        cpu=not torch.accelerator.is_available(),
         mixed_precision=config.train.mixed_precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=plan.accumulation_steps, sync_with_dataloader=False
@@ -101,12 +105,24 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
         f"the launcher started {plan.world_size} processes but Accelerate sees "
         f"{accelerator.num_processes}; start with accelerate launch or with torchrun",
     )
+    if accelerator.device.type == "cpu":
+        torch.set_num_threads(config.train.cpu_threads or shared_cores())
+        torch.set_flush_denormal(True)  # Adam moments of unseen tokens decay into denormals
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise UserError(
             "mixed_precision is fp16 but the device is a CPU, which has no fp16 training; "
             "set train.mixed_precision to bf16 or no"
         )
     return accelerator
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Raise `UserError` for a tracker that Accelerate does not know or would silently drop."""
+    known = [str(kind) for kind in LoggerType if str(kind) != "all"]
+    usable = [str(kind) for kind in get_available_trackers()]
+    for name in names:
+        require(name in known, f"log.trackers has {name!r}; Accelerate knows {', '.join(known)}")
+        require(name in usable, f"log.trackers has {name} but it is not installed; pip install it")
 
 
 def shared_cores() -> int:
@@ -138,7 +154,8 @@ def memory_gb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 1e9
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux: KiB
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def describe_machine(accelerator: Accelerator) -> dict[str, Any]:
@@ -173,6 +190,6 @@ def commit() -> str | None:
     try:
         command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except OSError:
+    except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

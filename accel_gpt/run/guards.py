@@ -9,23 +9,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 from accel_gpt.errors import BusyError, DivergedError, UserError
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
 SAME_PRESS_SECONDS = 2.0  # a terminal and the launcher both deliver one Ctrl-C; assumption
+MAX_SKIPPED = 50  # the scale has fallen from 65,536 to below 1e-10 by then
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
 
 
 class StopSignal:
     """Remembers that SIGTERM or SIGINT arrived, for the end of the step; a second one kills."""
 
-    def __init__(self) -> None:
+    def __init__(self, processes: int) -> None:
         self.received: str | None = None
         self.at = 0.0
+        self.group = dist.new_group(backend="gloo") if processes > 1 else None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.handle)
 
@@ -37,18 +38,13 @@ class StopSignal:
         if not self.received:
             self.received, self.at = signal.Signals(number).name, now
 
-    def agreed(self, accelerator: "Accelerator", waiting_anyway: bool) -> bool:
-        """Whether any process got a signal; a collective.
-
-        It waits for the device, so on an accelerator it is asked at log lines only, which wait too.
-        """
-        if accelerator.num_processes == 1:
+    def agreed(self) -> bool:
+        """Whether any process got a signal; a collective of the hosts, not of the devices."""
+        if self.group is None:
             return self.received is not None
-        if accelerator.device.type != "cpu" and not waiting_anyway:
-            return False
-        if self.received:
-            accelerator.set_trigger()
-        return bool(accelerator.check_trigger())
+        flag = torch.tensor(int(self.received is not None))
+        dist.all_reduce(flag, group=self.group)
+        return bool(flag.item())
 
 
 @contextmanager
@@ -65,21 +61,37 @@ def locked(folder: Path) -> Iterator[None]:
     with os.fdopen(handle, "r+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             owner = lock.read().strip() or "another process"
             raise BusyError(
                 f"out_dir {folder} is in use by {owner}; wait for it, or set another out_dir"
             ) from None
+        except OSError as error:
+            raise UserError(f"out_dir {folder} cannot be locked: {error.strerror}") from None
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {os.uname().nodename}")
         lock.flush()
         yield
 
 
-def check_finite(loss: float, step: int) -> None:
-    """Raise `DivergedError` for a loss that is not a number or infinite."""
-    if not math.isfinite(loss):
+def check_finite(loss: float, grad_norm: float, step: int) -> None:
+    """Raise `DivergedError` where the loss or the gradient is not a number or infinite.
+
+    Asked before anything is logged or saved: a poisoned step is never kept.
+    """
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise DivergedError(
-            f"the loss at step {step:,} is {loss}; lower optim.lr, lengthen schedule.warmup_steps "
-            "or use train.mixed_precision bf16; a new launch goes on from the last checkpoint"
+            f"at step {step:,} the loss is {loss} and the gradient norm {grad_norm}; lower "
+            "optim.lr, lengthen schedule.warmup_steps or use "
+            "train.mixed_precision bf16; a new launch goes on from the last checkpoint"
         )
+
+
+def count_skipped(before: int, step: int) -> int:
+    """One more update in a row that fp16 skipped; `DivergedError` when it never ends."""
+    if before >= MAX_SKIPPED:
+        raise DivergedError(
+            f"after step {step:,} the gradient overflowed {before} times in a row in fp16; lower "
+            "optim.lr or use train.mixed_precision bf16"
+        )
+    return before + 1

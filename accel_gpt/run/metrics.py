@@ -8,10 +8,9 @@ import csv
 import io
 import json
 import math
-import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +20,8 @@ from typing import Any, Self
 from accelerate import Accelerator
 
 from accel_gpt.config import Config
-from accel_gpt.parse import to_flat, to_yaml
+from accel_gpt.data.shards import sync_folder, write_file
+from accel_gpt.parse import to_flat, to_plain, to_yaml
 from accel_gpt.run.checkpoint import TrainState
 
 # metrics.csv, and with it the keys of metrics.jsonl; progress in percent of the run
@@ -54,12 +54,15 @@ class MetricsLog:
     def __init__(self, out_dir: Path, step: int, tokens: int, max_steps: int) -> None:
         self.jsonl, self.csv = out_dir / "metrics.jsonl", out_dir / "metrics.csv"
         self.tokens_before, self.max_steps = tokens, max_steps
-        replace(self.jsonl, kept_lines(self.jsonl, step))
-        replace(self.csv, [csv_line(COLUMNS), *kept_rows(self.csv, step)])
+        kept = "".join(kept_lines(self.jsonl, step))
+        write_file(self.jsonl, [kept.encode()])
+        kept = csv_line(COLUMNS) + "".join(kept_rows(self.csv, step))
+        write_file(self.csv, [kept.encode()])
 
     def write(self, record: Record) -> None:
         """Append one record to both files."""
-        append(self.jsonl, json.dumps(record) + "\n")
+        finite = {k: v if math.isfinite(v) else None for k, v in record.items()}  # JSON has no inf
+        append(self.jsonl, json.dumps(finite) + "\n")
         loss = record.get("train/loss")
         row: dict[str, float] = {
             **record,
@@ -70,11 +73,19 @@ class MetricsLog:
             row["train/perplexity"] = math.exp(min(loss, 700))
         append(self.csv, csv_line([row.get(column, "") for column in COLUMNS]))
 
+    def sync(self) -> None:
+        """Force both files to disk: before a checkpoint, which must not know more than they do."""
+        sync_folder(self.jsonl)
+        sync_folder(self.csv)
+
 
 class Stopwatch:
     """Seconds of the whole run, and of training alone between two log lines."""
 
-    def __init__(self, seconds_before: float, step: int) -> None:
+    def __init__(
+        self, seconds_before: float, step: int, settle: Callable[[], object] = int
+    ) -> None:
+        self.settle = settle  # waits until the device has done what it was given
         self.origin = time.monotonic() - seconds_before
         self.launched, self.first_step = time.monotonic(), step
         self.step, self.since, self.paused = step, time.monotonic(), 0.0
@@ -98,6 +109,7 @@ class Stopwatch:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """What happens inside is not training: evaluation, samples, checkpoints."""
+        self.settle()
         start = time.monotonic()
         yield
         self.paused += time.monotonic() - start
@@ -144,13 +156,6 @@ def csv_line(values: Any) -> str:
     return buffer.getvalue()
 
 
-def replace(path: Path, lines: list[str]) -> None:
-    """Give a file new content in one rename."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(lines), encoding="utf-8")
-    os.replace(temporary, path)
-
-
 def append(path: Path, text: str) -> None:
     """Add to a file, closed again at once so that a reader sees whole lines."""
     with path.open("a", encoding="utf-8") as file:
@@ -160,7 +165,7 @@ def append(path: Path, text: str) -> None:
 def start_trackers(accelerator: Accelerator, config: Config, step: int) -> None:
     """Open Accelerate's trackers; TensorBoard forgets what lies beyond the resumed step."""
     others = [name for name in config.log.trackers if name != "tensorboard"]
-    plain = {key: str(value) for key, value in to_flat(config).items()}
+    plain = {key: str(value) for key, value in to_flat(to_plain(config)).items()}
     accelerator.init_trackers(
         "accel_gpt",
         config=plain if others else None,  # as hyperparameters, TensorBoard shows an extra run
@@ -205,27 +210,26 @@ class Display:
     def show(self, record: Mapping[str, float], seconds_left: float) -> None:
         """The figures of one record."""
         line, step = describe(record), int(record["step"])
+        left = timedelta(seconds=round(seconds_left))
         if self.bar:
-            self.bar.update(self.bar.task_ids[0], completed=step, line=line)
+            self.bar.update(self.bar.task_ids[0], completed=step, line=line, left=left)
         if self.bar is None or "eval/val_loss" in record:
-            left = timedelta(seconds=round(seconds_left))
             self.say(f"step {step:,}/{self.max_steps:,} | {line} | left {left}")
 
 
 def start_bar(max_steps: int) -> Any:
     """The live progress bar."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn
 
     bar = Progress(
         TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
         BarColumn(bar_width=24),
         TextColumn("{task.fields[line]}"),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        TextColumn("left {task.fields[left]}"),
         console=Console(stderr=True),
     )
-    bar.add_task("train", total=max_steps, line="")
+    bar.add_task("train", total=max_steps, line="", left="?")
     bar.start()
     return bar
 
@@ -248,6 +252,7 @@ def describe(record: Mapping[str, float]) -> str:
 def last_words(config: Config, state: TrainState, signal_name: str | None) -> str:
     """What was reached, where it lies and what to do next."""
     out, val = config.out_dir, state.val_loss
+    length = "train.max_tokens" if config.train.max_tokens else "train.max_steps"
     spent = timedelta(seconds=round(state.seconds))
     loss = "" if val is None else f", val loss {val:.4f}"
     if signal_name:
@@ -260,6 +265,6 @@ def last_words(config: Config, state: TrainState, signal_name: str | None) -> st
         f"  run         {out} (metrics.csv, metrics.jsonl, samples/, checkpoints/)\n"
         f'  try         accel-gpt sample {out} --prompt "..."\n'
         f"  curves      tensorboard --logdir {out}\n"
-        "  train on    the same command with a larger train.max_steps and "
-        "--checkpoint.allow_change train.max_steps"
+        f"  train on    the same command with a larger {length} and "
+        f"--checkpoint.allow_change {length}"
     )

@@ -10,7 +10,7 @@ from accelerate.utils import broadcast_object_list
 
 from accel_gpt.config import Config
 from accel_gpt.errors import CheckpointError, UserError
-from accel_gpt.parse import to_flat
+from accel_gpt.parse import to_flat, to_plain
 from accel_gpt.run.checkpoint import (
     TrainState,
     checkpoints,
@@ -26,7 +26,6 @@ from accel_gpt.run.checkpoint import (
 FREE = (
     "out_dir",
     "data.train",  # the fingerprint of its content decides
-    "data.val",
     "data.prepare.",
     "model.init_from",
     "train.micro_batch_size",
@@ -34,12 +33,12 @@ FREE = (
     "train.matmul_precision",
     "train.compile",
     "train.cpu_threads",
-    "eval.",
+    "eval.every",
     "sample.",
     "checkpoint.",
     "log.",
 )
-FIXED = ("model.", "optim.name")  # tensors would not fit
+FIXED = ("model.", "optim.name", "tokenizer")  # tensors would not fit
 
 
 def find_resume(out_dir: Path, resume: str, say: Callable[[str], None]) -> Path | None:
@@ -111,6 +110,8 @@ def check_same_run(
         for key, change in changes.items()
         if key not in allowed or key.startswith(FIXED)
     }
+    if state.tokenizer_fingerprint != now.tokenizer_fingerprint:
+        refused["tokenizer"] = (state.tokenizer_fingerprint[:12], now.tokenizer_fingerprint[:12])
     if refused:
         raise UserError(
             f"{path} was made with another config: {listed(refused)}; restore "
@@ -124,25 +125,14 @@ def check_same_folder(config: Config) -> None:
     saved = Path(config.out_dir) / "config.yaml"
     if not saved.is_file():
         return
-    before = to_plain_flat(yaml.safe_load(saved.read_text(encoding="utf-8")) or {})
-    changes = differences(before, to_flat(config))
+    before = to_flat(yaml.safe_load(saved.read_text(encoding="utf-8")) or {})
+    changes = differences(before, to_flat(to_plain(config)))
     refused = {k: v for k, v in changes.items() if k not in config.checkpoint.allow_change}
     if refused:
         raise UserError(
             f"out_dir {config.out_dir} holds a run of another config: {listed(refused)}; "
             "set another out_dir" + allow_hint([k for k in refused if not k.startswith(FIXED)])
         )
-
-
-def to_plain_flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mapping -> dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            flat.update(to_plain_flat(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -1,7 +1,6 @@
 """What a run is built from: its corpus, its model, its speedometer, and the record of both."""
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,12 @@ from accelerate import Accelerator
 from accel_gpt.config import Config
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.order import Order
-from accel_gpt.data.shards import Split, open_split
+from accel_gpt.data.shards import Split, open_split, write_file
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.model.cost import flops_per_token, mfu, parameter_counts, peak_flops
 from accel_gpt.model.gpt import GPT
-from accel_gpt.parse import to_flat, to_yaml
+from accel_gpt.parse import to_flat, to_plain, to_yaml
 from accel_gpt.plan import Plan
 from accel_gpt.run.checkpoint import TrainState, find_checkpoint, load_model
 from accel_gpt.run.environment import describe_machine, device_name, memory_gb
@@ -42,7 +41,7 @@ class Corpus:
             world_size=world_size,
             data_fingerprint=self.train.fingerprint,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
-            config=to_flat(config),
+            config=to_flat(to_plain(config)),
         )
 
     def loader(self, plan: Plan, accelerator: Accelerator, position: int) -> Loader:
@@ -81,18 +80,24 @@ def open_corpus(config: Config) -> Corpus:
     return Corpus(tokenizer, train, val, order, vocab_size, token_bytes)
 
 
-def build_model(config: Config, vocab_size: int) -> GPT:
-    """A new model, or one that starts from the weights of a checkpoint of ours."""
-    model = GPT(config.model, vocab_size)
-    if config.model.init_from == "scratch":
+def build_model(config: Config, corpus: Corpus, resuming: bool) -> GPT:
+    """A new model; unless its weights are about to be restored, maybe started from another's."""
+    model = GPT(config.model, corpus.vocab_size)
+    source = config.model.init_from
+    if resuming or source == "scratch":
         return model
-    source, _ = load_model(find_checkpoint(Path(config.model.init_from)))
-    wanted, found = model.state_dict(), source.state_dict()
-    for name in wanted.keys() | found.keys():
+    other, tokenizer = load_model(find_checkpoint(Path(source)))
+    if tokenizer.fingerprint != corpus.tokenizer.fingerprint:
+        raise UserError(
+            f"model.init_from {source} has another tokenizer ({tokenizer.kind}) than the data "
+            f"({corpus.tokenizer.kind}); prepare the data with --tokenizer of its tokenizer.json"
+        )
+    wanted, found = model.state_dict(), other.state_dict()
+    for name in sorted(wanted.keys() | found.keys()):
         shapes = [tuple(s[name].shape) if name in s else None for s in (found, wanted)]
         if shapes[0] != shapes[1]:
             raise UserError(
-                f"model.init_from {config.model.init_from} is another model: its {name} has shape "
+                f"model.init_from {source} is another model: its {name} has shape "
                 f"{shapes[0]}, this config asks for {shapes[1]}"
             )
     model.load_state_dict(found)
@@ -146,22 +151,15 @@ def describe_run(config: Config, plan: Plan, corpus: Corpus, speed: Speed, machi
 def record_run(
     config: Config, plan: Plan, accelerator: Accelerator, corpus: Corpus, speed: Speed, step: int
 ) -> str:
-    """Save `config.yaml` and add this launch to `run.json`; returns the first lines of the run."""
+    """Save `config.yaml` and add this launch to `run.json`; returns the first lines of the run.
+
+    Only for the main process.
+    """
     out = Path(config.out_dir)
     machine = describe_machine(accelerator)
-    text = describe_run(config, plan, corpus, speed, machine)
-    if accelerator.is_main_process:
-        write_whole(out / "config.yaml", to_yaml(config))
-        record = out / "run.json"
-        launches = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
-        launch = {"step": step, "plan": asdict(plan), **machine}
-        launches.setdefault("launches", []).append(launch)
-        write_whole(record, json.dumps(launches, indent=1))
-    return text
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file in one rename."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_file(out / "config.yaml", [to_yaml(config).encode()])
+    record = out / "run.json"
+    launches = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    launches.setdefault("launches", []).append({"step": step, "plan": asdict(plan), **machine})
+    write_file(record, [json.dumps(launches, indent=1).encode()])
+    return describe_run(config, plan, corpus, speed, machine)

@@ -18,12 +18,12 @@ import torch
 
 from accel_gpt import train
 from accel_gpt.errors import run_main
+from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.parse import load_config
 from accel_gpt.plan import make_plan
 from accel_gpt.run.environment import ensure_data, start_accelerator
 from accel_gpt.run.metrics import Display
-from accel_gpt.run.setup import build_model
 
 ROUNDS, STEPS = 30, 20
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         Path(out).mkdir(exist_ok=True)
         with Display(False, plan.max_steps) as display:
             run = train.start(config, plan, accelerator, display)
-        bare = build_model(config, run.corpus.vocab_size).to(accelerator.device)
+        bare = GPT(config.model, run.corpus.vocab_size).to(accelerator.device)
         optimizer = make_optimizer(bare, config.optim)
         batch = next(run.loader)
         times: dict[str, list[float]] = {"bare": [], "ours": []}

@@ -1,5 +1,6 @@
 """The machine: processes, threads, precision; and what `run.json` records of it."""
 
+import ctypes
 import logging
 import os
 import platform
@@ -30,6 +31,7 @@ from accel_gpt.errors import UserError, require
 from accel_gpt.plan import Plan
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # glibc, malloc.h
 PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "tiktoken", "numpy")
 
 
@@ -108,12 +110,27 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
     if accelerator.device.type == "cpu":
         torch.set_num_threads(config.train.cpu_threads or shared_cores())
         torch.set_flush_denormal(True)  # Adam moments of unseen tokens decay into denormals
+        keep_freed_memory()
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise UserError(
             "mixed_precision is fp16 but the device is a CPU, which has no fp16 training; "
             "set train.mixed_precision to bf16 or no"
         )
     return accelerator
+
+
+def keep_freed_memory() -> None:
+    """Let the C library reuse large blocks rather than map them anew for every tensor.
+
+    A training step frees and asks for the same blocks again; mapping each costs a page fault per
+    4 KiB: benchmarks/RESULTS.md has what that takes on a virtual machine. glibc only: mallopt(3).
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(M_TOP_PAD, 64 * 2**20)
 
 
 def check_trackers(names: tuple[str, ...]) -> None:

@@ -1,0 +1,98 @@
+"""The README: its commands run as written, and what it names exists."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_gpt.config import Config
+from accel_gpt.parse import leaves, load_config
+from accel_gpt.plan import make_plan
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^## ", TEXT, flags=re.M)}
+
+
+def commands(section: str) -> list[str]:
+    """Command lines of the shell blocks of a section, continued lines joined, comments cut."""
+    blocks = re.findall(r"```sh\n(.*?)```", SECTIONS[section], flags=re.S)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [re.sub(r"\s+#.*", "", line) for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_config_loads_plans_and_says_what_it_needs(path: Path) -> None:
+    assert path.read_text().startswith("# ")
+    assert "# Needs:" in path.read_text()
+    assert make_plan(load_config([str(path)], "train.py"), 1).max_steps > 0
+    assert path.stem.removeprefix("gpt2") in SECTIONS["The real run"]
+
+
+def test_named_keys_tests_and_files_exist() -> None:
+    keys = leaves(Config)
+    sections = {key.partition(".")[0] for key in keys if "." in key}
+    for name in re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_.]+)", TEXT):
+        known = {*keys, "data.prepare", *sections}
+        assert name.rstrip(".") in known or name.endswith(".py"), name
+    for file, test in re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", TEXT):
+        assert f"def {test}" in (ROOT / "tests" / file).read_text()
+    for name in re.findall(r"`(\w+\.py)`", SECTIONS["Map of the files"]):
+        assert list((ROOT / "accel_gpt").rglob(name)), name
+    for link in re.findall(r"\]\(([\w./]+)\)", TEXT):
+        assert (ROOT / link).exists(), link
+
+
+def test_every_module_is_on_the_map() -> None:
+    for path in (ROOT / "accel_gpt").rglob("*.py"):
+        assert path.name == "__init__.py" or f"`{path.name}`" in SECTIONS[
+            "Map of the files"
+        ].replace("accel_gpt/", "")
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """Another folder, with the configs and nothing else."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    return tmp_path
+
+
+def run(command: str, folder: Path) -> str:
+    """All that a command shows; it must succeed."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env={**os.environ, "PATH": path},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_quickstart_reaches_what_the_readme_claims(elsewhere: Path) -> None:
+    """Everything but the installation, which whoever runs this has behind him."""
+    install, sample, _ = commands("Two minutes on a CPU")[:3]
+    shown = run(install.rpartition("&& ")[2], elsewhere)
+    assert "accel-gpt sample runs/quickstart" in shown
+    last = json.loads((elsewhere / "runs/quickstart/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["eval/val_bits_per_byte"] <= 1.9
+    assert run(sample, elsewhere).count("def read(") == 3
+
+
+@pytest.mark.slow
+def test_own_data_as_the_readme_says(elsewhere: Path) -> None:
+    for number in range(4):
+        folder = elsewhere / "notes" / f"part{number}"
+        folder.mkdir(parents=True)
+        shutil.copy(ROOT / "README.md", folder / "note.md")
+        text = (ROOT / "accel_gpt" / "parse.py").read_text() * (number + 1)
+        (folder / "code.md").write_text(text)
+    prepare, train = commands("Your own data")
+    run(prepare.replace("4096", "512"), elsewhere)
+    run(f"{train} --train.max_steps 3 --schedule.warmup_steps 1", elsewhere)
+    assert (elsewhere / "runs/notes/checkpoints/step_00000003").is_dir()

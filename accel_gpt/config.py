@@ -114,12 +114,14 @@ class ModelConfig:
     """Input embedding and output head share their weights."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
+    init_std: float = 0.02
+    """Spread of the initial weights; GPT-2's, small for few channels."""
     norm_eps: float = 1e-5
     """Added to the variance in the norms."""
 
     def __post_init__(self) -> None:
         positive("model", self, "n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
-        positive("model", self, "vocab_size", "mlp_hidden")
+        positive("model", self, "vocab_size", "mlp_hidden", "init_std")
         divides("model.n_embd", self.n_embd, "model.n_head", self.n_head)
         divides("model.n_head", self.n_head, "model.n_kv_head", self.n_kv_head or self.n_head)
         below_one("model", self, "dropout")

@@ -76,7 +76,7 @@ def run(command: str, folder: Path) -> str:
 @pytest.mark.slow
 def test_quickstart_reaches_what_the_readme_claims(elsewhere: Path) -> None:
     """Everything but the installation, which whoever runs this has behind him."""
-    install, sample, _ = commands("Two minutes on a CPU")[:3]
+    install, sample, _ = commands("Three minutes on a CPU")[:3]
     shown = run(install.rpartition("&& ")[2], elsewhere)
     assert "accel-gpt sample runs/quickstart" in shown
     last = json.loads((elsewhere / "runs/quickstart/metrics.jsonl").read_text().splitlines()[-1])

@@ -15,8 +15,6 @@ from accel_gpt.errors import require
 from accel_gpt.model.cost import padded_vocab_size
 from accel_gpt.model.loss import next_token_loss
 
-INIT_STD = 0.02  # GPT-2: github.com/openai/gpt-2, src/model.py, conv1d
-
 
 class KVCache:
     """Keys and values of the tokens seen so far, with room for `block_size` of them.
@@ -203,7 +201,7 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """Draw all weights anew from the global generator, and fill the rotary table.
 
-        GPT-2, Radford et al. 2019, section 2.3: normal(0, 0.02), projections onto the residual
+        GPT-2, Radford et al. 2019, section 2.3: normal(0, init_std), projections onto the residual
         stream divided by the root of their number, 2 n_layer. Also completes a model built on
         the meta device, after `to_empty`, which unties what was tied.
         """
@@ -213,7 +211,7 @@ class GPT(nn.Module):
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 module.reset_parameters()
             elif isinstance(module, nn.Linear | nn.Embedding):
-                std = INIT_STD
+                std = self.config.init_std
                 if isinstance(module, ResidualProjection):
                     std /= math.sqrt(2 * self.config.n_layer)
                 nn.init.normal_(module.weight, std=std)

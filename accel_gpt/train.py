@@ -122,6 +122,7 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
         display.say(record_run(config, plan, accelerator, corpus, speed, state.step))
         metrics = MetricsLog(Path(config.out_dir), state.step, state.tokens, plan.max_steps)
     start_trackers(accelerator, config, state.step)
+    model.train()  # evaluation and sampling give it back as they found it
     loader = corpus.loader(plan, accelerator, state.sequences)
     settle = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
     watch = Stopwatch(state.seconds, state.step, settle)
@@ -142,7 +143,6 @@ def update(run: Run) -> tuple[Tensor, Tensor]:
     accelerator, plan, state = run.accelerator, run.plan, run.state
     schedule, optim = run.config.schedule, run.config.optim
     set_lr(run.optimizer, lr_fraction(state.step, schedule.name, plan, schedule.min_lr / optim.lr))
-    run.model.train()
     total = torch.zeros((), device=accelerator.device)
     for _ in range(plan.accumulation_steps):
         tokens, targets = next(run.loader)

@@ -36,8 +36,19 @@ PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "t
 
 
 def world_size() -> int:
-    """Processes that the launcher started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Processes that the launcher started.
+
+    Raises `UserError` where it did not say how they find each other: each would train alone.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    require(
+        size == 1 or not missing,
+        f"WORLD_SIZE is {size} but {', '.join(missing)} are not set; start with accelerate launch "
+        "or with torchrun",
+    )
+    return size
 
 
 def is_main() -> bool:

@@ -4,11 +4,12 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from accel_gpt.config import PrepareConfig
+from accel_gpt.config import PRESETS, ModelConfig, PrepareConfig
 from accel_gpt.data.prepare import prepare
 
 WORDS = [
@@ -39,6 +40,21 @@ def text_of(words: int, seed: int = 0) -> str:
     """Text that a model can learn something from, the same on every machine."""
     draw = random.Random(seed)
     return " ".join(draw.choice(WORDS) for _ in range(words)) + "\n"
+
+
+def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:
+    """Two layers, 32 channels, 16 tokens."""
+    shape = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16}
+    return ModelConfig(**{**shape, **PRESETS[preset], "preset": preset, **changes})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small are slower with two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """Text generation: the cache changes nothing, the settings mean what they say, no trace is left."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,26 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from accel_gpt.config import PRESETS, ModelConfig
+from accel_gpt.config import ModelConfig
 from accel_gpt.model.generate import context_start, generate, sample_token
 from accel_gpt.model.gpt import GPT
+from tests.conftest import tiny
 
 VOCAB = 65
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower with two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:
-    """Two layers, 32 channels, 16 tokens."""
-    shape = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16}
-    return ModelConfig(**{**shape, **PRESETS[preset], "preset": preset, **changes})
 
 
 def make(config: ModelConfig) -> GPT:

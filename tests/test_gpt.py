@@ -1,33 +1,18 @@
 """The decoder: causality, equality with transformers, initial weights, loss, precision, compile."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_gpt.config import PRESETS, ModelConfig
+from accel_gpt.config import ModelConfig
 from accel_gpt.model.gpt import GPT, KVCache
 from accel_gpt.model.loss import IGNORE, next_token_loss
+from tests.conftest import tiny
 
 VOCAB = 65  # padded to 128
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower with two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:
-    """Two layers, 32 channels, 16 tokens."""
-    shape = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16}
-    return ModelConfig(**{**shape, **PRESETS[preset], "preset": preset, **changes})
 
 
 SHAPES = {

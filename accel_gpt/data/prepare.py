@@ -32,7 +32,7 @@ from accel_gpt.data.shards import (
     Tokens,
     locked,
     read_index,
-    sync_folder,
+    sync,
     token_dtype,
     write_index,
 )
@@ -76,7 +76,7 @@ def prepare(config: PrepareConfig, out: Path) -> None:
                 temporary.mkdir()
                 line = build(config, temporary)
                 temporary.rename(out)
-                sync_folder(out.parent)
+                sync(out.parent)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
@@ -114,7 +114,7 @@ def build(config: PrepareConfig, folder: Path) -> str:
         splits=splits,
         prepared=record(config),
     )
-    sync_folder(folder)
+    sync(folder)
     return summary(splits, time.monotonic() - start)
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_model as load_weights
 
 from accel_gpt.config import CheckpointConfig, ModelConfig
 from accel_gpt.data.order import derive_seed
-from accel_gpt.data.shards import sync_folder, write_file
+from accel_gpt.data.shards import sync, write_file
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, require
 from accel_gpt.model.gpt import GPT
@@ -126,14 +126,14 @@ def publish(temporary: Path, final: Path) -> None:
     """Sync every file, write the manifest and rename."""
     files = {}
     for path in sorted(temporary.iterdir()):
-        sync_folder(path)
+        sync(path)
         files[path.name] = {"size": path.stat().st_size, "sha256": sha256(path)}
     write_json(temporary / "manifest.json", {"format": FORMAT, "files": files})
-    sync_folder(temporary)
+    sync(temporary)
     if final.exists():  # a damaged folder of that name: kept aside, never reused
         quarantine(final)
     temporary.rename(final)
-    sync_folder(final.parent)
+    sync(final.parent)
 
 
 def prune(out_dir: Path, config: CheckpointConfig, best_step: int | None) -> None:

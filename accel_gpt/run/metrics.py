@@ -20,7 +20,7 @@ from typing import Any, Self
 from accelerate import Accelerator
 
 from accel_gpt.config import Config
-from accel_gpt.data.shards import sync_folder, write_file
+from accel_gpt.data.shards import sync, write_file
 from accel_gpt.parse import to_flat, to_plain, to_yaml
 from accel_gpt.run.checkpoint import TrainState
 
@@ -75,8 +75,8 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Force both files to disk: before a checkpoint, which must not know more than they do."""
-        sync_folder(self.jsonl)
-        sync_folder(self.csv)
+        sync(self.jsonl)
+        sync(self.csv)
 
 
 class Stopwatch:

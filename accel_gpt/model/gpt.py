@@ -9,10 +9,12 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from accel_gpt.config import ModelConfig
 from accel_gpt.errors import require
 from accel_gpt.model.cost import padded_vocab_size
+from accel_gpt.model.documents import attend, attention_mask, positions
 from accel_gpt.model.loss import next_token_loss
 
 
@@ -59,7 +61,7 @@ def rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     """Turn the channel pairs of `x` (B, T, heads, D) by their positions; computed in float32."""
-    cos, sin = rotary.unbind(0)  # (T, 1, D)
+    cos, sin = rotary.unbind(0)  # (T, 1, D) or (B, T, 1, D)
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((second, first), dim=-1) * sin).to(x.dtype)
 
@@ -89,7 +91,11 @@ class CausalSelfAttention(nn.Module):
         self.proj = ResidualProjection(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(
-        self, x: Tensor, rotary: Tensor | None = None, cache: KVCache | None = None
+        self,
+        x: Tensor,
+        rotary: Tensor | None = None,
+        cache: KVCache | None = None,
+        mask: Tensor | BlockMask | None = None,
     ) -> Tensor:
         B, T, C = x.shape
         H, K, _ = self.heads
@@ -100,20 +106,23 @@ class CausalSelfAttention(nn.Module):
             qk, v = qkv.split_with_sizes((H + K, K), dim=2)
             q, k = rotate(qk, rotary).split_with_sizes((H, K), dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
-        mask, causal = None, True
+        causal = mask is None
         if cache is not None:
             if past := cache.position:  # new tokens see all past ones, and each other causally
                 mask, causal = _mask_after(past, T, x.device), False
             k, v = cache.append(self.layer, k, v)
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=causal,
-            enable_gqa=H != K,
-        )
+        if isinstance(mask, BlockMask):
+            y = attend(q, k, v, mask)
+        else:
+            y = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=self.dropout if self.training else 0.0,
+                is_causal=causal,
+                enable_gqa=H != K,
+            )
         out: Tensor = self.proj(y.transpose(1, 2).reshape(B, T, C))
         return F.dropout(out, self.dropout) if self.training and self.dropout else out
 
@@ -165,9 +174,13 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, rotary: Tensor | None = None, cache: KVCache | None = None
+        self,
+        x: Tensor,
+        rotary: Tensor | None = None,
+        cache: KVCache | None = None,
+        mask: Tensor | BlockMask | None = None,
     ) -> Tensor:
-        x = x + self.attn(self.norm_1(x), rotary, cache)
+        x = x + self.attn(self.norm_1(x), rotary, cache, mask)
         out: Tensor = x + self.mlp(self.norm_2(x))
         return out
 
@@ -228,12 +241,15 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         cache: KVCache | None = None,
         last_only: bool = False,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, T, V) of `tokens` (B, T) int64, or with `targets` (B, T) the loss alone.
 
         With a cache, `tokens` are those after its `position`, and are added to it. `last_only`
-        skips the head for all but the last token: logits (B, 1, V). Raises `ValueError` where the
-        tokens exceed `block_size`; ids are not checked, as that would wait for the device.
+        skips the head for all but the last token: logits (B, 1, V). With `documents` (B, T), the
+        non-decreasing numbers of `documents.separate`, attention and positions begin anew in each.
+        Raises `ValueError` where the tokens exceed `block_size`, and for `documents` with a cache;
+        ids are not checked, as that would wait for the device.
         """
         start = 0 if cache is None else cache.position
         end = start + tokens.shape[1]
@@ -242,14 +258,23 @@ class GPT(nn.Module):
                 f"the model got {end} tokens ({start} of them cached); model.block_size is "
                 f"{self.config.block_size}, give it at most as many"
             )
+        dropout = self.config.dropout if self.training else 0.0
+        place, mask = None, None
+        if documents is not None:
+            if cache is not None:
+                raise ValueError("the model got documents and a cache; give it one of them")
+            place = positions(documents)
+            mask = attention_mask(documents, self.config.head_size, dropout)
         x = self.wte(tokens)  # (B, T, C)
         if self.wpe is not None:
-            x = x + self.wpe.weight[start:end]
-        rotary = None if self.rotary is None else self.rotary[:, start:end]
-        if self.training and self.config.dropout:
-            x = F.dropout(x, self.config.dropout)
+            x = x + (self.wpe.weight[start:end] if place is None else self.wpe(place))
+        rotary = self.rotary
+        if rotary is not None:
+            rotary = rotary[:, start:end] if place is None else rotary[:, place]
+        if dropout:
+            x = F.dropout(x, dropout)
         for block in self.blocks:
-            x = block(x, rotary, cache)
+            x = block(x, rotary, cache, mask)
         if cache is not None:
             cache.position = end
         x = self.norm_f(x[:, -1:] if last_only else x)

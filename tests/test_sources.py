@@ -1,32 +1,43 @@
 """Documents come in a fixed order, and what cannot be read is named."""
 
 import gzip
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from accel_gpt.config import PrepareConfig
+from accel_gpt.data.bpe import pieces, stream_pieces
 from accel_gpt.data.sources import (
     Piece,
-    count_texts,
+    Skipped,
+    describe_source,
+    digest,
     documents,
     expected_bytes,
+    guess_source,
     held_out,
-    split_documents,
+    sample_texts,
     split_pieces,
-    stdlib_files,
 )
+from accel_gpt.data.text.places import SUFFIXES, file_share, stdlib_files
+from accel_gpt.data_config import PrepareConfig, Source
 from accel_gpt.errors import DataError, UserError
-
-Source = Literal["stdlib", "text", "jsonl", "parquet", "dataset"]
 
 
 def read(path: object, source: Source = "text", **more: Any) -> list[str]:
@@ -44,7 +55,6 @@ def tree(tmp_path: Path) -> Path:
 def test_a_folder_gives_its_text_files_in_order(tree: Path) -> None:
     assert read(tree) == ["a/b/c.py", "a/z.md", "a.TXT", "b.txt"]
     config = PrepareConfig(source="text", path=str(tree))
-    assert count_texts(config) == 4
     assert expected_bytes(config) == sum(map(len, read(tree)))
 
 
@@ -93,7 +103,7 @@ def test_the_library_is_read_without_tests(tmp_path: Path, monkeypatch: pytest.M
     assert texts == ["# a/x.py\n", "# b.py\n", "# coding: latin-1\né\n"]
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path / "none"))
     with pytest.raises(UserError, match="no library sources"):
-        documents(PrepareConfig(source="stdlib"))
+        list(documents(PrepareConfig(source="stdlib")))
 
 
 # --------------------------------------------------------------------------- network
@@ -161,46 +171,6 @@ def test_a_machine_without_network_says_so(server: Any) -> None:
 # --------------------------------------------------------------------------- data sets
 
 
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the lock files of `datasets` out of the home folder."""
-    import datasets.config
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-
-
-def test_json_lines_and_parquet_give_their_column(tmp_path: Path) -> None:
-    import datasets
-
-    texts = ["one", None, "", "two\nlines", "é"]
-    lines = "\n".join(json.dumps({"body": text, "n": 1}) for text in texts)
-    (tmp_path / "b[1].jsonl").write_text(lines)
-    (tmp_path / "empty.jsonl").write_text("")
-    with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
-        file.write('{"body": "zipped"}\n')
-    table = datasets.Dataset.from_dict({"body": texts, "n": [1] * 5})
-    table.to_parquet(tmp_path / "x.parquet")
-    kept = ["one", "two\nlines", "é"]
-    assert read(tmp_path, "jsonl", text_field="body") == [*kept, "zipped"]
-    assert read(tmp_path / "x.parquet", "parquet", text_field="body") == kept
-    assert expected_bytes(PrepareConfig(source="jsonl", path=str(tmp_path))) is None
-    assert count_texts(PrepareConfig(source="parquet", path=str(tmp_path))) is None
-    with pytest.raises(UserError, match=r"text_field is 'text', .*; its columns: body, n"):
-        read(tmp_path / "x.parquet", "parquet")
-
-
-def test_a_column_of_numbers_and_a_broken_file_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "n.jsonl").write_text('{"text": 3}\n')
-    with pytest.raises(DataError, match=r"row 0 of .*n\.jsonl has 3 in column text; expected text"):
-        read(tmp_path / "n.jsonl", "jsonl")
-    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    with pytest.raises(DataError, match=r"x\.jsonl cannot be read as jsonl"):
-        read(tmp_path / "x.jsonl", "jsonl")
-    (tmp_path / "x.parquet").write_text("no parquet")
-    with pytest.raises(DataError, match=r"x\.parquet cannot be read as parquet"):
-        read(tmp_path / "x.parquet", "parquet")
-
-
 def test_a_hub_data_set_is_streamed_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
@@ -215,18 +185,92 @@ def test_a_hub_data_set_is_streamed_by_its_id(monkeypatch: pytest.MonkeyPatch) -
     assert list(documents(config)) == ["a", "b"]
     assert asked == [(("me/data", "10BT"), {"split": "validation", "streaming": True})]
 
-    def offline(*_: Any, **__: Any) -> None:
-        raise ConnectionError("Couldn't reach the Hub")
-
-    monkeypatch.setattr("datasets.load_dataset", offline)
-    with pytest.raises(UserError, match=r"could not be read from the Hub.*Couldn't reach"):
-        list(documents(config))
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match="pip install datasets"):
         list(documents(config))
 
 
+class GatedRepoError(Exception):
+    """Named as the Hub's."""
+
+
+class RepositoryNotFoundError(Exception):
+    """Named as the Hub's."""
+
+
+class OfflineModeIsEnabled(ConnectionError):
+    """Named as the Hub's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            GatedRepoError("401"),
+            r"gated: accept its terms at .*me/data, then hf auth login, or set",
+        ),
+        (RepositoryNotFoundError("404"), r"does not exist, or is private.*HF_TOKEN"),
+        (OfflineModeIsEnabled("offline"), "the Hub was not reached: check the network"),
+        (ConnectionError("Couldn't reach"), "not reached: .*Couldn't reach"),
+        (ValueError("Bad split: x"), "check its id, configuration and split .*Bad split"),
+    ],
+)
+def test_what_the_hub_refuses_is_told_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    from datasets.exceptions import DatasetNotFoundError
+
+    def load(*_: Any, **__: Any) -> None:
+        if not isinstance(error, GatedRepoError | RepositoryNotFoundError):
+            raise error
+        gated = isinstance(error, GatedRepoError)
+        raise DatasetNotFoundError("is a gated dataset" if gated else "doesn't exist") from error
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    config = PrepareConfig(source="dataset", dataset="me/data")
+    with pytest.raises(UserError, match=message) as raised:
+        list(split_pieces(config, True))
+    assert raised.value.exit_code == 2
+
+
+def test_rows_of_the_hub_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": "a", "n": 1}, {"text": None}, {"text": 3}, {"text": "b"}]
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: iter(rows))
+    config = PrepareConfig(source="dataset", dataset="me/data")
+    with pytest.raises(DataError, match="row 2 of data set me/data has 3 in column text"):
+        list(documents(config))
+    assert list(documents(replace(config, skip_invalid=True))) == ["a", "b"]
+    with pytest.raises(UserError, match=r"'body', which data set me/data .*columns: text, n"):
+        list(documents(replace(config, text_field="body")))
+
+
+@pytest.mark.parametrize(("rows", "world"), [(7, 2), (40, 3)])
+def test_machines_part_a_hub_data_set(
+    monkeypatch: pytest.MonkeyPatch, rows: int, world: int
+) -> None:
+    """By its own files when there are enough, as the second has, else by rows."""
+    import datasets
+
+    def load(*_: Any, **__: Any) -> Any:
+        data = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(rows)]})
+        return data.to_iterable_dataset(num_shards=5 if rows == 40 else 1)
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    config = PrepareConfig(source="dataset", dataset="me/data")
+    found = [
+        [p.text for p in split_pieces(config, True, rank=r, world=world)] for r in range(world)
+    ]
+    assert sorted(chain(*found)) == sorted(f"row {i}" for i in range(rows))
+    assert (found[0][:2] == ["row 0", "row 1"]) == (rows == 40)
+    for rank in range(world):
+        check_resume(config, rank=rank, world=world)
+
+
 # --------------------------------------------------------------------------- splits
+
+
+def splits(config: PrepareConfig) -> list[tuple[str, str]]:
+    return [(piece.split, piece.text) for piece in split_pieces(config, False)]
 
 
 def test_few_texts_are_parted_at_their_end(tmp_path: Path) -> None:
@@ -234,39 +278,303 @@ def test_few_texts_are_parted_at_their_end(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("é" * 7)
     config = PrepareConfig(source="text", path=str(tmp_path), val_fraction=0.1)
     parted = [("train", "abcdefghij" * 9), ("val", "abcdefghij"), ("train", "é" * 6), ("val", "é")]
-    assert list(split_documents(config)) == parted
+    assert splits(config) == parted
+    keys = [piece.key for piece in split_pieces(config, False)]
+    assert keys == [digest(text.encode()) for _, text in parted]
 
 
 def test_many_texts_are_held_out_whole_by_their_content(tmp_path: Path) -> None:
     for i in range(400):
         (tmp_path / f"{i}.txt").write_text(f"document {i % 200}")
     config = PrepareConfig(source="text", path=str(tmp_path), val_fraction=0.2)
-    found = list(split_documents(config))
+    found = splits(config)
     assert sorted(text for _, text in found) == sorted(f"document {i % 200}" for i in range(400))
     assert len(set(found)) == 200  # equal texts are in one split
     assert 20 <= sum(split == "val" for split, _ in set(found)) <= 60
     more = {text for split, text in set(found) if split == "val"}
-    assert all(held_out(text, 0.5) for text in more)  # a larger share keeps those it had
+    assert all(held_out(digest(text.encode()), 0.5) for text in more)  # keeps those it had
 
 
 def test_long_documents_are_cut_only_where_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("accel_gpt.data.sources.BATCH_CHARACTERS", 10)
-    (tmp_path / "a.txt").write_text("line one\nline two\nline three\n" + "x" * 7)
+    head, tail = "line one\nline two\nline three\nxxx", "xxxx"
+    (tmp_path / "a.txt").write_text(head + tail)
     config = PrepareConfig(source="text", path=str(tmp_path))
+    train, val = digest(head.encode()), digest(tail.encode())
     assert list(split_pieces(config, True)) == [
-        Piece("train", "line one\nline two\n", True, False),
-        Piece("train", "line three\n", False, False),
-        Piece("train", "xxx", False, True),
-        Piece("val", "xxxx", True, True),
+        Piece("train", "line one\nline two\n", True, False, train, (0, 18, 0)),
+        Piece("train", "line three\n", False, False, train, (0, 29, 0)),
+        Piece("train", "xxx", False, True, train, (0, 32, 0)),
+        Piece("val", "xxxx", True, True, val, (0, 36, 0)),
     ]
     assert [len(piece.text) for piece in split_pieces(config, False)] == [32, 4]
 
 
+# --------------------------------------------------------------------------- positions, machines
+
+
+def make(folder: Path, source: Source, count: int = 3) -> PrepareConfig:
+    """Files of a source: documents of several pieces, short ones and empty ones."""
+    folder.mkdir()
+    for unit in range(count):
+        rows = ["", *("\n".join(f"{w}é {i}" for i in range(w)) for w in (unit, 9, 1, 30)), "x" * 9]
+        table = pa.table({"text": rows, "n": list(range(6))})
+        path = folder / f"{unit}"
+        if source == "text":
+            mark = "\ufeff" if unit % 2 else ""
+            path.with_suffix(".txt").write_text(mark + "\r\n".join(rows))
+        elif source == "jsonl":
+            lines = "".join(json.dumps({"text": row}) + "\n\n" for row in rows)
+            with (gzip.open if unit else open)(f"{path}.jsonl{'.gz' * bool(unit)}", "wt") as file:
+                file.write(lines)
+        elif source == "parquet":
+            pq.write_table(table, f"{path}.parquet", row_group_size=2)
+        else:
+            new = pa.ipc.new_file if unit else pa.ipc.new_stream
+            with new(f"{path}.arrow", table.schema) as writer:
+                writer.write_table(table, max_chunksize=4)
+    return PrepareConfig(source=source, path=str(folder), val_fraction=0.3)
+
+
+FILES: tuple[Source, ...] = ("text", "jsonl", "parquet", "arrow")
+
+
+def check_resume(config: PrepareConfig, **part: int) -> None:
+    """Reading goes on after any piece exactly where it was."""
+    whole = list(split_pieces(config, True, **part))
+    assert [p.after for p in whole] == sorted(p.after for p in whole)
+    assert len({p.after for p in whole}) == len(whole) > 1
+    for i, piece in enumerate(whole):
+        again = json.loads(json.dumps(piece.after))
+        assert list(split_pieces(config, True, tuple(again), **part)) == whole[i + 1 :]
+
+
+@pytest.mark.parametrize("source", FILES)
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_reading_goes_on_after_any_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source, count: int, world: int
+) -> None:
+    monkeypatch.setattr("accel_gpt.data.sources.BATCH_CHARACTERS", 12)
+    monkeypatch.setattr("accel_gpt.data.text.readers.CHUNK", 7)
+    config = make(tmp_path / "made", source, count)
+    for rank in range(world):
+        if source != "text" or count >= world:
+            check_resume(config, rank=rank, world=world)
+    pieces = list(split_pieces(config, True))
+    assert not all(p.first and p.last for p in pieces)
+    assert {p.split for p in pieces} == {"train", "val"}
+
+
+def test_many_texts_and_the_library_go_on_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_gpt.data.sources.BATCH_CHARACTERS", 12)
+    monkeypatch.setattr("accel_gpt.data.sources.FEW_TEXTS", 2)
+    check_resume(make(tmp_path / "made", "text"))
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/a.py").write_bytes(b"# coding: latin-1\r\n" + b"x = '\xe9'\n" * 9)
+    (tmp_path / "lib/b.py").write_text("y = 1\n" * 9)
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path / "lib"))
+    check_resume(PrepareConfig(source="stdlib"))
+
+
+def whole(pieces: Iterator[Piece]) -> list[tuple[str, str, bytes]]:
+    """(split, text, key) of the documents, put together from their pieces."""
+    found: list[tuple[str, str, bytes]] = []
+    for p in pieces:
+        text = p.text if p.first else found.pop()[1] + p.text
+        found.append((p.split, text, p.key))
+    return found
+
+
+@pytest.mark.parametrize("source", FILES)
+@pytest.mark.parametrize("world", [2, 3, 7])
+def test_machines_together_read_each_document_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source, world: int
+) -> None:
+    monkeypatch.setattr("accel_gpt.data.sources.BATCH_CHARACTERS", 12)
+    config = make(tmp_path / "made", source, 5)
+    if source == "text" and world > 5:
+        with pytest.raises(UserError, match="has 5 text files, too few for 7 machines"):
+            list(split_pieces(config, True, rank=0, world=world))
+        return
+    parts = [whole(split_pieces(config, True, rank=r, world=world)) for r in range(world)]
+    all_of_it = whole(split_pieces(config, True))
+    assert sorted(chain(*parts)) == sorted(all_of_it)
+    assert all(digest(text.encode()) == key for _, text, key in all_of_it)
+    if world <= 5:
+        assert list(chain(*parts)) == all_of_it  # in the order of the source
+    if source == "text":
+        assert sum(expected_bytes(config, r, world) or 0 for r in range(world)) == expected_bytes(
+            config
+        )
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=30), st.data())
+def test_files_are_parted_into_runs_of_about_equal_bytes(sizes: list[int], data: Any) -> None:
+    world = data.draw(st.integers(1, len(sizes)))
+    runs = [file_share(sizes, rank, world) for rank in range(world)]
+    assert [unit for run in runs for unit in run] == list(range(len(sizes)))
+    assert all(runs)
+    fair = sum(sizes) / world
+    assert all(sum(sizes[u] for u in r) <= fair + 2 * max(sizes) for r in runs)
+
+
+# --------------------------------------------------------------------------- standard input
+
+
+class Input:
+    """Standard input that holds `data`."""
+
+    def __init__(self, data: bytes) -> None:
+        self.buffer = io.BytesIO(data)
+
+
+def test_standard_input_is_read_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_gpt.data.sources.BATCH_CHARACTERS", 30)
+
+    def read_stdin(source: Source, data: str, *start: Any) -> list[Piece]:
+        monkeypatch.setattr("sys.stdin", Input(data.encode()))
+        config = PrepareConfig(source=source, path="-", val_fraction=0.2)
+        return list(split_pieces(config, True, *start))
+
+    text = "".join(f"line {i} of the text\n" for i in range(20))
+    lines = "".join(json.dumps({"text": t}) + "\n" for t in (text, "short", "", "b" * 40))
+    for source, data in (("text", "\ufeff" + text), ("jsonl", lines)):
+        found = read_stdin(source, data)  # type: ignore[arg-type]
+        joined = text if source == "text" else text + "short" + "b" * 40
+        assert "".join(p.text for p in found) == joined
+        for i, piece in enumerate(found):
+            assert read_stdin(source, data, piece.after) == found[i + 1 :]  # type: ignore[arg-type]
+    parted = read_stdin("text", text)
+    assert [p.split for p in parted] == ["train", "val"] * (len(parted) // 2)
+    assert all(p.first and p.last and p.key == digest(p.text.encode()) for p in parted)
+
+
+def test_standard_input_is_read_once_and_as_lines_only() -> None:
+    config = PrepareConfig(source="text", path="-", tokenizer="bpe")
+    for read_first in (documents, lambda c: sample_texts(c, 10)):
+        with pytest.raises(UserError, match=r"standard input can be read only once .* bpe is made"):
+            list(read_first(config))
+    with pytest.raises(UserError, match="parquet, which cannot be read from standard input"):
+        split_pieces(replace(config, source="parquet"), True)
+    assert expected_bytes(config) is None
+    assert describe_source(config) == ""
+
+
+# --------------------------------------------------------------------------- samples, names, skips
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
+def test_a_sample_is_spread_over_the_source(tmp_path: Path, source: Source) -> None:
+    words = [f"{number:05d} " + "word " * 40 for number in range(2000)]
+    place = tmp_path / f"x.{source}"
+    if source == "text":
+        place.write_text("\n".join(words))
+    elif source == "jsonl":
+        place.write_text("".join(json.dumps({"text": w}) + "\n" for w in words))
+    else:
+        pq.write_table(pa.table({"text": words}), place, compression="none", use_dictionary=False)
+    config = PrepareConfig(source=source, path=str(place))
+    size = 50_000
+    sample = list(sample_texts(config, size))
+    expected = size if source != "parquet" else size / 3
+    assert expected * 0.7 < sum(len(t.encode()) for t in sample) < expected * 1.3
+    taken = [int(n) for n in re.findall(r"\d{5}", " ".join(sample))]
+    assert all(any(low <= n < low + 500 for n in taken) for low in range(0, 2000, 500))
+    assert taken == sorted(set(taken))
+    assert list(sample_texts(config, size)) == sample
+    assert "".join(sample_texts(config, 10**7)) == "".join(documents(config))
+
+
+def test_a_sample_of_unknown_amount_is_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ({"text": f"{i:03d} and more"} for i in range(1000))
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: rows)
+    sample = list(sample_texts(PrepareConfig(source="dataset", dataset="me/data"), 120))
+    assert sample == [f"{i:03d} and more" for i in range(10)]
+
+
+def test_a_fingerprint_tells_what_is_read(tree: Path) -> None:
+    config = PrepareConfig(source="text", path=str(tree))
+    seen = {describe_source(config)}
+    assert seen == {describe_source(config)}
+    os.utime(tree / "b.txt", ns=(1, 1))
+    seen.add(describe_source(config))
+    (tree / "b.txt").rename(tree / "c.txt")
+    seen.add(describe_source(config))
+    (tree / "c.txt").write_text("others")
+    os.utime(tree / "c.txt", ns=(1, 1))
+    seen.add(describe_source(config))
+    hub = PrepareConfig(source="dataset", dataset="me/data")
+    seen |= {describe_source(hub), describe_source(replace(hub, dataset_config="10BT"))}
+    assert len(seen) == 6
+    assert all(len(one) == 64 for one in seen)
+
+
+def test_the_source_is_guessed_from_endings(tree: Path, tmp_path: Path) -> None:
+    assert guess_source(str(tree)) == "text"
+    (tree / "data.jsonl.GZ").write_bytes(b"x" * 1000)
+    assert guess_source(str(tree)) == "jsonl"
+    for source, endings in SUFFIXES.items():
+        for ending in endings:
+            path = tmp_path / f"one{ending}"
+            path.write_text("")
+            assert guess_source(str(path)) == guess_source(f"https://x.org/a{ending}?b") == source
+    assert guess_source("-") == "text"
+    with pytest.raises(UserError, match="ending does not tell what it holds; set"):
+        guess_source(str(tree / "skip.bin"))
+    with pytest.raises(UserError, match="does not exist"):
+        guess_source(str(tree / "none.txt"))
+
+
+def test_what_cannot_be_decoded_is_skipped_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_bytes(b"good " * 9 + b"\xff")
+    (tmp_path / "b.txt").write_text("fine")
+    (tmp_path / "c.txt").write_bytes(b"\xc3")
+    config = PrepareConfig(source="text", path=str(tmp_path), skip_invalid=True)
+    skipped = Skipped()
+    found = list(split_pieces(config, True, skipped=skipped))
+    assert "".join(p.text for p in found) == "".join(documents(config)) == "fine"
+    assert skipped.count == 2
+    assert "a.txt is not UTF-8: byte 0xff at offset 45" in skipped.first
+    assert capsys.readouterr().err.count("skipped, as") == 1
+    with pytest.raises(DataError, match=r"a\.txt is not UTF-8"):
+        list(split_pieces(replace(config, skip_invalid=False), True))
+
+
+def test_an_empty_file_is_an_error_only_when_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(UserError, match=r"holds no text: .*a\.txt is empty"):
+        read(tmp_path)
+    (tmp_path / "b.txt").write_text("b")
+    assert read(tmp_path) == ["b"]
+
+
+@settings(max_examples=200)
+@given(
+    st.text(st.sampled_from("ab1é.\n\n\r \t'"), max_size=80), st.integers(1, 9), st.integers(1, 9)
+)
+def test_chunks_make_no_difference_to_pieces(text: str, size: int, step: int) -> None:
+    chunks = (text[i : i + step] for i in range(0, len(text), step))
+    assert list(stream_pieces(chunks, size)) == list(pieces(text, size))
+
+
+def test_text_that_cannot_be_cut_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_gpt.data.bpe.LONGEST", 1000)
+    with pytest.raises(DataError, match=r"x\.txt has [\d,]+ characters without a line end"):
+        list(stream_pieces(("a" * 100 for _ in range(100)), 10, "x.txt"))
+    words = ["a" * 90 + " " for _ in range(100)]
+    assert "".join(stream_pieces(words, 10, "x.txt")) == "".join(words)
+
+
 def test_nothing_heavy_is_imported() -> None:
     code = "import sys, accel_gpt.data.prepare as p; print(sorted({'torch', 'datasets', 'tiktoken',"
-    code += " 'tokenizers', 'rich'} & set(sys.modules)))"
+    code += " 'pyarrow', 'tokenizers', 'rich'} & set(sys.modules)))"
     root = str(Path(__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": root}
     done = subprocess.run(

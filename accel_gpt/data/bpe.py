@@ -1,15 +1,21 @@
 """Byte-level BPE: train it, and tell from a tokenizer.json whether it is one of ours.
 
 The file is Hugging Face's format; the ranks read back from it drive tiktoken, which is faster.
+
+Digits: a number is parted, from its left, into groups of at most three, and no token holds more
+than three digits or a digit beside anything else. White space: the last space before a word or a
+sign belongs to it, one before a digit stands alone; other spaces form tokens of their own, as
+indentation does; line ends go with the punctuation or the empty lines before them.
+Letters of every script count alike, and text is not normalized: decoding gives the same bytes.
 """
 
 import json
 import re
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
-from accel_gpt.errors import UserError
+from accel_gpt.errors import DataError, UserError
 
 EOT = "<|endoftext|>"
 
@@ -25,16 +31,20 @@ PATTERN = "|".join(
     )
 )
 
-# Assumption: enough text to settle the merges, and a few GB of memory at most.
-TRAIN_CHARACTERS = 1_000_000_000
 PIECE_CHARACTERS = 65_536
 # Assumption: longer repeats are rulers and binary blobs, on which a vocabulary would be wasted.
 TOKEN_BYTES = 64
+LONGEST = 1 << 28  # characters without a place to cut; assumption: longer is no text
+
+# No token of `PATTERN` or of GPT-2's reaches from a non-space over a space, or from one line end
+# to a non-space: a text may be cut after such a line end and before such a space.
+LINE = re.compile(r"\S(?=\n\S)")
+PLACE = re.compile(r"\S(?=[\n ]\S)")
 
 
 def train(texts: Iterable[str], vocab_size: int) -> str:
-    """The text of a tokenizer.json with `vocab_size` tokens, learned from the first
-    `TRAIN_CHARACTERS` of `texts`.
+    """The text of a tokenizer.json with `vocab_size` tokens, learned from all of `texts`: their
+    amount, on which the memory depends, is for the caller to limit.
 
     Ids: 0..255 the bytes, then merges in the order they were learned, end-of-text last.
     Raises `UserError` when the text has too few different words to reach `vocab_size`.
@@ -67,14 +77,10 @@ def train(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def training_pieces(texts: Iterable[str]) -> Iterator[str]:
-    """The first `TRAIN_CHARACTERS` of `texts` in pieces small enough to spread over the cores."""
-    left = TRAIN_CHARACTERS
+    """`texts` in pieces small enough to spread over the cores."""
     for text in texts:
         for piece in pieces(clean(text), PIECE_CHARACTERS):
-            yield from short_words(piece[:left])
-            left -= len(piece)
-            if left <= 0:
-                return
+            yield from short_words(piece)
 
 
 def short_words(text: str) -> list[str]:
@@ -190,16 +196,46 @@ def clean(text: str) -> str:
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
-    """`text` in pieces of `size` characters or a little more, cut only where a line end stands
-    between two non-spaces: no token of `PATTERN` or of GPT-2's reaches over such a place.
+    """`text` in pieces of `size` to twice `size` characters, as far as there are places to cut;
+    their tokens are those of the whole (see `find_cut`).
     """
-    start = 0
-    while len(text) - start > size:
-        cut = text.find("\n", start + size) + 1
-        while cut and cut < len(text) and (text[cut - 2].isspace() or text[cut].isspace()):
-            cut = text.find("\n", cut) + 1
-        if not cut or cut == len(text):
-            break
-        yield text[start:cut]
-        start = cut
-    yield text[start:]
+    return stream_pieces((text,), size)
+
+
+def stream_pieces(chunks: Iterable[str], size: int, where: object = None) -> Iterator[str]:
+    """The `pieces` of a text that comes in chunks, however it is cut into them.
+
+    With `where`, the name of the text, `DataError` for `LONGEST` characters that cannot be cut.
+    """
+    held: list[str] = []
+    length, enough = 0, size
+    for chunk in chain(chunks, (None,)):
+        if chunk is not None:
+            held.append(chunk)
+            length += len(chunk)
+            if length <= enough:
+                continue
+        text, start = "".join(held), 0
+        while len(text) - start > size and (cut := find_cut(text, start, size)):
+            yield text[start:cut]
+            start = cut
+        held = [text[start:]]
+        length = len(held[0])
+        enough = 2 * length if length > size else size  # or searching would take quadratic time
+        if where is not None and length > LONGEST:
+            raise DataError(
+                f"{where} has {length:,} characters without a line end or a space between words; "
+                f"text is cut there, so expected at most {LONGEST:,}: put line ends into it"
+            )
+    yield "".join(held)
+
+
+def find_cut(text: str, start: int, size: int) -> int:
+    """Where the piece that begins at `start` ends; 0 when `text` does not reach that far.
+
+    It is after the first line end between two non-spaces in the second `size` characters; if there
+    is none, then at the next such line end, or before the next space between two non-spaces.
+    """
+    begin, end = start + size - 1, start + 2 * size
+    found = LINE.search(text, begin, end) or PLACE.search(text, end - 1)
+    return found.end() + (text[found.end()] == "\n") if found else 0

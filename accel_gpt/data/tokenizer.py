@@ -258,7 +258,10 @@ def own_file(kind: str, **more: str) -> str:
 
 
 def make_tokenizer(spec: str, vocab_size: int, texts: Callable[[], Iterator[str]]) -> Tokenizer:
-    """Tokenizer for bytes, chars, bpe (of `vocab_size`), gpt2 or a path; some read `texts()`."""
+    """Tokenizer for bytes, chars, bpe (of `vocab_size`), gpt2 or a path.
+
+    chars and bpe read all of `texts()`; how much text a bpe is trained on is for the caller to say.
+    """
     if spec == "bytes":
         return BytesTokenizer()
     if spec == "gpt2":

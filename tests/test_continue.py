@@ -1,0 +1,486 @@
+"""A preparation that is stopped anywhere and called again makes the same bytes."""
+
+import io
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accel_gpt.data import sources
+from accel_gpt.data.build import builder as build
+from accel_gpt.data.build import journal, seen, workers, writer
+from accel_gpt.data.prepare import prepare
+from accel_gpt.data.shards import open_split, read_index
+from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer, train_bpe
+from accel_gpt.data_config import PrepareConfig
+from accel_gpt.errors import DataError, UserError
+
+fork = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal every few documents, batches of a few, long documents in pieces."""
+    monkeypatch.setattr(build, "JOURNAL_BYTES", 700)
+    monkeypatch.setattr(writer, "FLUSH_TOKENS", 100)
+    monkeypatch.setattr(workers, "BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(workers, "PIECE_CHARACTERS", 10)
+    monkeypatch.setattr(sources, "BATCH_CHARACTERS", 60)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PrepareConfig:
+    """A file of 120 documents, every sixth one a repeat, in shards of 900 tokens."""
+    lines = []
+    for i in range(120):
+        number = i if i % 6 else i // 2
+        text = f"Document {number} says é{'!' * (number % 7)} once\n" * (number % 5 + 1)
+        lines.append(json.dumps({"text": text}) + "\n")
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    return PrepareConfig(
+        source="jsonl",
+        path=str(tmp_path / "a.jsonl"),
+        tokenizer="bytes",
+        vocab_size=270,
+        shard_tokens=900,
+        workers=1,
+    )
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "data" / "made"
+
+
+def partial(out: Path) -> Path:
+    return out.with_name("made.partial")
+
+
+def content(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def texts(out: Path, name: str) -> list[str]:
+    split = open_split(out, name)
+    ids = [int(t) for i, n in enumerate(split.lengths) for t in split.read(i, 0, int(n))]
+    return load_tokenizer(out).decode(ids).split("<|endoftext|>")[:-1]
+
+
+# --------------------------------------------------------------------------- faults
+
+
+def at_each_write(act: Callable[[], None]) -> None:
+    """Call `act` in this process at each point where what is on disk changes or is made safe:
+    before a sync, a new name, a removal, and in the middle of writing tokens.
+    """
+    here = os.getpid()
+
+    def tick() -> None:
+        if os.getpid() == here:
+            act()
+
+    def before(real: Any) -> Any:
+        def called(*arguments: Any, **named: Any) -> Any:
+            tick()
+            return real(*arguments, **named)
+
+        return called
+
+    def in_the_middle(file: io.FileIO, data: memoryview) -> None:
+        file.write(data[: len(data) // 2])
+        tick()
+        file.write(data[len(data) // 2 :])
+
+    os.fsync = before(os.fsync)
+    Path.rename = before(Path.rename)  # type: ignore[method-assign]
+    Path.unlink = before(Path.unlink)  # type: ignore[method-assign]
+    writer.write_all = in_the_middle
+    seen.Seen.commit = before(seen.Seen.commit)  # type: ignore[method-assign]
+
+
+def prepare_and_die(config: PrepareConfig, out: Path, after: int, writes: Any = None) -> None:
+    left = after
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if writes is not None:
+            writes.value += 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.stderr = sys.stdout = io.StringIO()
+    at_each_write(count)
+    prepare(config, out)
+
+
+def run_and_kill(config: PrepareConfig, out: Path, after: int) -> bool:
+    """Prepare in another process that is killed at its write number `after`; whether it was."""
+    process = fork.Process(target=prepare_and_die, args=(config, out, after))
+    process.start()
+    process.join(30)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+def check_nothing_half(out: Path) -> None:
+    """No folder reads as data unless it is complete."""
+    assert not out.exists()
+    for name in ("train", "val"):
+        if (partial(out) / "dataset.json").exists():
+            split = open_split(partial(out), name)
+            assert all(len(split.read(i, 0, int(n))) for i, n in enumerate(split.lengths))
+        else:
+            with pytest.raises(UserError):
+                open_split(partial(out), name)
+
+
+@pytest.mark.parametrize(
+    ("count", "tokenizer", "dedupe"),
+    [(1, "bytes", False), (1, "bpe", True), (3, "bytes", True), (3, "bpe", False)],
+)
+def test_killed_again_and_again_it_makes_the_same_bytes(
+    config: PrepareConfig, out: Path, tmp_path: Path, count: int, tokenizer: str, dedupe: bool
+) -> None:
+    config = replace(config, workers=count, tokenizer=tokenizer, dedupe=dedupe)
+    prepare(config, tmp_path / "undisturbed")
+    draw = random.Random(count)
+    kills = 0
+    while run_and_kill(config, out, draw.randint(12, 60)):
+        kills += 1
+        check_nothing_half(out)
+        assert kills < 40, "it gets no further"
+    assert kills >= 3
+    assert content(out) == content(tmp_path / "undisturbed")
+    assert sorted(os.listdir(out.parent)) == ["made", "made.lock"]
+
+
+def test_a_kill_at_any_write_does_no_harm(
+    config: PrepareConfig, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(config, dedupe=True, shard_tokens=3000)
+    prepare(config, tmp_path / "undisturbed")
+    writes = fork.Value("i", 0)
+    process = fork.Process(target=prepare_and_die, args=(config, tmp_path / "x", 0, writes))
+    process.start()
+    process.join(30)
+    number, continued = int(writes.value), 0
+    capsys.readouterr()
+    for after in (*range(1, 9, 2), *range(9, number - 12, 29), *range(number, number - 13, -2)):
+        assert run_and_kill(config, out, after)
+        if after == number:  # all but the sync of the folder above
+            assert content(out) == content(tmp_path / "undisturbed")
+        else:
+            check_nothing_half(out)
+        prepare(config, out)
+        assert content(out) == content(tmp_path / "undisturbed"), after
+        assert sorted(os.listdir(out.parent)) == ["made", "made.lock"]
+        continued += "continuing from" in capsys.readouterr().err
+        for path in out.iterdir():
+            path.unlink()
+        out.rmdir()
+    assert continued > 8
+
+
+def test_killed_at_random_moments(config: PrepareConfig, out: Path, tmp_path: Path) -> None:
+    prepare(replace(config, dedupe=True), tmp_path / "undisturbed")
+    draw, delay, finished = random.Random(1), 0.02, False
+    while not finished:
+        process = fork.Process(
+            target=prepare_and_die, args=(replace(config, dedupe=True, workers=2), out, 0)
+        )
+        process.start()
+        process.join(delay * draw.random())
+        process.kill()
+        process.join(10)
+        finished = out.exists()
+        delay *= 1.2
+    assert content(out) == content(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("number", [3, 20, 41, 60])
+def test_a_full_disk_is_told_and_continued_from(
+    config: PrepareConfig,
+    out: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+) -> None:
+    prepare(config, tmp_path / "undisturbed")
+    left = number
+
+    def full() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        for owner, name in (
+            (os, "fsync"),
+            (Path, "rename"),
+            (Path, "unlink"),
+            (writer, "write_all"),
+            (seen.Seen, "commit"),
+        ):
+            patch.setattr(owner, name, getattr(owner, name))
+        at_each_write(full)
+        with pytest.raises(UserError, match=r"No space left.*make room and run the same command"):
+            prepare(config, out)
+    check_nothing_half(out)
+    capsys.readouterr()
+    prepare(config, out)
+    assert ("continuing from" in capsys.readouterr().err) == (number > 3)
+    assert content(out) == content(tmp_path / "undisturbed")
+
+
+def test_ctrl_c_keeps_what_is_made_and_says_so(
+    config: PrepareConfig,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stop_after(monkeypatch, 2, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config, out)
+    assert "made.partial is kept; run the same command again: it continues" in (
+        capsys.readouterr().err
+    )
+    prepare(config, out)
+    assert "continuing from 937 tokens" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- starting over
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, saves: int, error: BaseException) -> None:
+    """Raise `error` once, after the journal was written `saves` times with text."""
+    real, left = build.Work.save, saves + 1
+
+    def save(work: build.Work) -> None:
+        nonlocal left
+        real(work)
+        left -= 1
+        if left == 0:
+            raise error
+
+    monkeypatch.setattr(build.Work, "save", save)
+
+
+@pytest.fixture
+def stopped(
+    config: PrepareConfig, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> PrepareConfig:
+    """The config of a preparation that was stopped in the middle; `out`.partial is there."""
+    tokenizer = tmp_path / "given" / "tokenizer.json"
+    tokenizer.parent.mkdir()
+    train_bpe(["some text"] * 9, 260).save(tokenizer.parent)
+    config = replace(config, tokenizer=str(tokenizer), dedupe=True)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3, OSError(28, "No space left on device"))
+        with pytest.raises(UserError):
+            prepare(config, out)
+    return config
+
+
+def newer(path: Path) -> None:
+    os.utime(path, (1, 1))
+
+
+def other_tokenizer(folder: Path) -> None:
+    BytesTokenizer().save(folder.parents[1] / "given")
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / journal.JOURNAL
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda f: newer(f.parents[1] / "a.jsonl"), "what it is made from has changed"),
+        (other_tokenizer, "the tokenizer has changed"),
+        (lambda f: (f / "tokenizer.json").write_text("{"), "not valid JSON"),
+        (lambda f: (f / "progress.json").unlink(), "has no progress.json yet"),
+        (lambda f: os.truncate(f / "progress.json", 200), "progress.json is damaged"),
+        (lambda f: os.truncate(f / "progress.json", 0), "progress.json is damaged"),
+        (lambda f: (f / "progress.json").write_text("[1]"), "progress.json is damaged"),
+        (lambda f: edit(f, version=9), "another version"),
+        (lambda f: edit(f, position=[0, -1, 0]), "progress.json is damaged"),
+        (lambda f: edit(f, splits={"train": {}}), "progress.json is damaged"),
+        (lambda f: os.truncate(f / "train_000000.npy.part", 500), "train_000000.npy.part holds"),
+        (lambda f: (f / "train_000000.npy.part").unlink(), "train_000000.npy.part holds less"),
+        (lambda f: (f / "seen.sqlite3").unlink(), "seen.sqlite3 knows 0 documents"),
+        (lambda f: (f / "seen.sqlite3").write_bytes(b"x" * 5000), "seen.sqlite3: file is not a"),
+    ],
+)
+def test_what_does_not_belong_together_starts_over(
+    stopped: PrepareConfig,
+    out: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], object],
+    reason: str,
+) -> None:
+    damage(partial(out))
+    capsys.readouterr()
+    prepare(stopped, out)
+    said = capsys.readouterr().err
+    assert reason in said
+    assert "starting over" in said
+    assert "continuing" not in said
+    prepare(stopped, tmp_path / "undisturbed")
+    assert content(out) == content(tmp_path / "undisturbed")
+
+
+def test_with_other_workers_it_continues(
+    stopped: PrepareConfig, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(replace(stopped, workers=2, vocab_size=999, skip_invalid=True), out)
+    assert "continuing from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change", [{"val_fraction": 0.2}, {"shard_tokens": 800}, {"dedupe": False}]
+)
+def test_other_settings_start_over(
+    stopped: PrepareConfig,
+    out: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, Any],
+) -> None:
+    config = replace(stopped, **change)
+    prepare(config, out)
+    [(key, value)] = change.items()
+    assert f"{key}: begun with {getattr(stopped, key)}, asked {value}" in capsys.readouterr().err
+    prepare(config, tmp_path / "undisturbed")
+    assert content(out) == content(tmp_path / "undisturbed")
+
+
+def test_a_shard_that_the_journal_does_not_know_is_removed(
+    stopped: PrepareConfig, out: Path, tmp_path: Path
+) -> None:
+    (partial(out) / "train_000077.npy.part").write_bytes(b"more")
+    state = journal.read_journal(partial(out)).splits["train"]
+    writer.ShardWriter(partial(out), "train", np.dtype("<u2"), 900, state)
+    assert not (partial(out) / "train_000077.npy.part").exists()
+    prepare(stopped, out)
+    prepare(stopped, tmp_path / "undisturbed")
+    assert content(out) == content(tmp_path / "undisturbed")
+
+
+def test_a_strange_file_is_never_removed(stopped: PrepareConfig, out: Path) -> None:
+    (partial(out) / "thesis.txt").write_text("mine")
+    (partial(out) / "progress.json").unlink()
+    with pytest.raises(UserError, match=r"made\.partial, where .* holds thesis\.txt; it is left"):
+        prepare(stopped, out)
+    assert (partial(out) / "thesis.txt").read_text() == "mine"
+
+
+def test_standard_input_starts_over(
+    config: PrepareConfig,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert config.path is not None
+    data = Path(config.path).read_bytes()
+    config = replace(config, path="-")
+    for error in (OSError(28, "full"), None):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        if error:
+            with monkeypatch.context() as patch:
+                stop_after(patch, 2, error)
+                with pytest.raises(UserError, match="full"):
+                    prepare(config, out)
+        else:
+            prepare(config, out)
+    assert "standard input cannot be read again; starting over" in capsys.readouterr().err
+    assert len(texts(out, "train")) + len(texts(out, "val")) == 120
+
+
+# --------------------------------------------------------------------------- what is left out
+
+
+def test_duplicates_are_dropped_and_counted(
+    config: PrepareConfig, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(config, tmp_path / "all")
+    assert "duplicates dropped" not in capsys.readouterr().out
+    prepare(replace(config, dedupe=True), out)
+    lines = Path(str(config.path)).read_text().splitlines()
+    repeats = len(lines) - len(set(lines))
+    assert f"{repeats} duplicates dropped" in capsys.readouterr().out
+    assert read_index(out)["prepared"]["dropped"] == repeats >= 10
+    for name in ("train", "val"):
+        assert texts(out, name) == list(dict.fromkeys(texts(tmp_path / "all", name)))
+
+
+def test_what_stopped_at_an_invalid_line_continues_with_skip_invalid(
+    config: PrepareConfig, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(str(config.path))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:100], b"\xff\n", *lines[100:110], b"[]\n", *lines[110:]]))
+    with pytest.raises(DataError, match="not UTF-8"):
+        prepare(config, out)
+    prepare(replace(config, skip_invalid=True), out)
+    said = capsys.readouterr()
+    assert "continuing from" in said.err
+    assert "2 invalid skipped" in said.out
+    assert read_index(out)["prepared"]["skipped"] == 2
+    prepare(replace(config, skip_invalid=True), tmp_path / "undisturbed")
+    assert content(out) == content(tmp_path / "undisturbed")
+
+
+def test_a_writer_holds_few_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = writer.ShardWriter(tmp_path, "train", np.dtype("<u2"), 10_000)
+    held = 0
+    for _ in range(500):
+        one.add(np.ones(7, "<u2"), 1, 7)
+        held = max(held, sum(map(len, one.waiting)))
+    assert held < 107
+    monkeypatch.setattr(writer, "FLUSH_ARRAYS", 5)
+    one.add(np.ones(7, "<u2"), 1, 7)
+    for _ in range(50):
+        one.add(np.ones(1, "<u2"), 1, 1)
+        assert len(one.waiting) <= 5
+
+
+def test_small_documents_make_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    piece = sources.Piece("train", "a", True, True, b"", (0, 0, 0))
+    found = list(workers.batches(workers.Read(piece, (0, 0, 0)) for _ in range(500)))
+    assert max(map(len, found)) < 50
+    assert sum(map(len, found)) == 500
+
+
+def wait_and_prepare(config: PrepareConfig, out: Path) -> None:
+    time.sleep(0.05)
+    prepare(config, out)
+
+
+def test_of_two_at_once_the_second_takes_over_from_a_killed_one(
+    config: PrepareConfig, out: Path, tmp_path: Path
+) -> None:
+    first = fork.Process(target=prepare_and_die, args=(config, out, 30))
+    second = fork.Process(target=wait_and_prepare, args=(config, out))
+    first.start()
+    second.start()
+    second.join(30)
+    first.join(30)
+    assert second.exitcode == 0
+    prepare(config, tmp_path / "undisturbed")
+    assert content(out) == content(tmp_path / "undisturbed")

@@ -1,0 +1,81 @@
+"""Every recipe in configs/data is one that `accel-gpt prepare` understands."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_gpt.cli import PrepareCommand, dispatch, parse_recipe
+from accel_gpt.data.shards import open_split, read_index
+from accel_gpt.errors import UserError, run_main
+
+RECIPES = sorted((Path(__file__).parents[1] / "configs/data").glob("*.yaml"))
+
+
+def load(path: Path, *words: str) -> PrepareCommand:
+    return parse_recipe(PrepareCommand, [str(path), *words], "accel-gpt prepare")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_says_what_where_and_how_long(path: Path) -> None:
+    asked = load(path)
+    assert asked.source is not None
+    assert asked.out == f"data/{path.stem}"
+    comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert any("tokens" in line for line in comment)
+    assert any("estimate" in line or "seconds" in line for line in comment)
+
+
+def test_there_are_six() -> None:
+    assert [path.stem for path in RECIPES] == [
+        "fineweb10b_gpt2",
+        "fineweb_edu_10bt",
+        "openwebtext",
+        "shakespeare",
+        "shakespeare_char",
+        "tinystories",
+    ]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    for i in range(4):
+        (tmp_path / f"{i}.txt").write_text(f"Text {i}.\n" * 50)
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"path: {tmp_path}/*.txt\ntokenizer: bytes\nshard_tokens: 100\nworkers: 1\n")
+    return path
+
+
+def call(*words: Any) -> int:
+    return run_main(dispatch, ["prepare", *map(str, words)])
+
+
+def test_the_command_line_goes_before_the_recipe(recipe: Path, tmp_path: Path) -> None:
+    assert load(recipe, "--shard_tokens", "70", "--rank=2").shard_tokens == 70
+    assert call(recipe, "--shard_tokens", "70", "--out", tmp_path / "out") == 0
+    prepared = read_index(tmp_path / "out")["prepared"]
+    assert (prepared["source"], prepared["tokenizer"]) == ("text", "bytes")
+    assert open_split(tmp_path / "out", "train").lengths[0] == 70
+
+
+def test_a_wrong_key_in_a_recipe_is_told_with_the_nearest(recipe: Path) -> None:
+    recipe.write_text("tokeniser: bytes\n")
+    with pytest.raises(UserError, match=r"unknown key tokeniser in .*mine.*mean tokenizer\?"):
+        load(recipe)
+    recipe.write_text("- bytes\n")
+    with pytest.raises(UserError, match="holds no keys; see configs/data/"):
+        load(recipe)
+
+
+def test_parts_are_made_and_joined_by_the_command(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "x"
+    for rank in range(2):
+        assert call(recipe, "--out", out, "--rank", rank, "--world", 2) == 0
+    capsys.readouterr()
+    assert call("--merge", "--out", out) == 0
+    assert "2 parts" in capsys.readouterr().out
+    assert open_split(out, "train").tokens == 4 * (400 * 0.9 + 1)
+    assert call("--merge") == 2
+    assert "--merge needs --out" in capsys.readouterr().err

@@ -1,0 +1,510 @@
+"""`accel-gpt inspect`: what it tells is what is there, and every damage is listed."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+from conftest import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_gpt.cli import dispatch
+from accel_gpt.data.inspection import scan as scanning
+from accel_gpt.data.inspection.describe import Reading, Unchecked, open_ours
+from accel_gpt.data.inspection.report import escape
+from accel_gpt.data.inspection.scan import LongestRun, scan
+from accel_gpt.data.shards import Shard, Split, open_split
+from accel_gpt.data.tokenizer import BytesTokenizer, load_gpt2
+from accel_gpt.errors import run_main
+from accel_gpt.model.gpt import GPT
+from accel_gpt.run.checkpoint import TrainState, save_checkpoint
+
+EOT = 256
+Printed = pytest.CaptureFixture[str]
+
+
+def call(*words: str | Path) -> int:
+    return run_main(dispatch, [str(word) for word in words])
+
+
+def reported(printed: Printed, *words: str | Path, code: int = 0) -> dict[str, Any]:
+    """The JSON that the command prints, once its exit code is known to be `code`."""
+    printed.readouterr()
+    assert call("inspect", *words, "--json") == code
+    value: dict[str, Any] = json.loads(printed.readouterr().out)
+    return value
+
+
+def write_data(folder: Path, splits: dict[str, Sequence[bytes]], shard_tokens: int) -> Path:
+    """A data folder of bytes, written without the code that writes ours."""
+    tokenizer = BytesTokenizer()
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(folder)
+    listed: dict[str, list[dict[str, Any]]] = {}
+    for name, documents in splits.items():
+        tokens = np.array([i for document in documents for i in (*document, EOT)], np.uint16)
+        listed[name] = []
+        for number, start in enumerate(range(0, len(tokens), shard_tokens)):
+            part = tokens[start : start + shard_tokens]
+            path = folder / f"{name}_{number:06d}.npy"
+            np.save(path, part)
+            first = number == 0
+            listed[name].append(
+                {
+                    "name": path.name,
+                    "tokens": len(part),
+                    "documents": len(documents) if first else 0,
+                    "bytes": sum(map(len, documents)) if first else 0,
+                    "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+                    "max_token": int(part.max()),
+                }
+            )
+    index = {
+        "format": "accel_gpt-dataset",
+        "version": 1,
+        "tokenizer": {"kind": "bytes", "fingerprint": tokenizer.fingerprint},
+        "vocab_size": 257,
+        "eot_id": EOT,
+        "prepared": {"source": "text", "path": "some.txt"},
+        "splits": listed,
+    }
+    (folder / "dataset.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Two train shards of 12 and 11 tokens, one val shard; a run of six spaces over the border."""
+    documents = [b"Once \x1b[2J", b"      a tale"]
+    assert len(b"".join(documents)) + len(documents) == 23
+    return write_data(tmp_path / "data", {"train": documents, "val": [b"end."]}, 12)
+
+
+def change_index(folder: Path, **changes: object) -> None:
+    """Set fields of the first train shard in the index."""
+    index = json.loads((folder / "dataset.json").read_text())
+    index["splits"]["train"][0].update(changes)
+    (folder / "dataset.json").write_text(json.dumps(index))
+
+
+# --------------------------------------------------------------------------- the pass
+
+
+def naive(tokens: Sequence[int]) -> tuple[int, int, int]:
+    """Token, length and start of the longest run, the first of equals."""
+    best, start = (-1, 0, 0), 0
+    for token, group in groupby(tokens):
+        length = len(list(group))
+        if length > best[1]:
+            best = (token, length, start)
+        start += length
+    return best
+
+
+@settings(deadline=None)
+@given(
+    runs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1),
+    cuts=st.lists(st.integers(1, 12), min_size=1),
+)
+def test_longest_run_equals_a_naive_one_however_it_is_cut(
+    runs: list[tuple[int, int]], cuts: list[int]
+) -> None:
+    tokens = [token for token, length in runs for _ in range(length)]
+    finder, start = LongestRun(), 0
+    while start < len(tokens):
+        size = cuts[start % len(cuts)]
+        finder.feed(np.array(tokens[start : start + size], np.uint16), start)
+        start += size
+    assert tuple(finder.best) == naive(tokens)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 1000])
+@pytest.mark.parametrize("shard_tokens", [3, 7, 1000])
+def test_scan_over_chunk_and_shard_borders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, shard_tokens: int
+) -> None:
+    monkeypatch.setattr(scanning, "CHUNK", chunk)
+    documents = [b"abbbc", b"dd", b"eeeeeeeeeef", b"gg"]
+    folder = write_data(tmp_path, {"train": documents}, shard_tokens)
+    heard: list[int] = []
+    split = open_split(folder, "train")
+    result = scan(split, BytesTokenizer(), heard.append)
+    assert tuple(result.run.best) == (ord("e"), 10, 9)
+    assert (result.tokens, result.documents, result.bytes) == (24, 4, 20)
+    assert (result.largest_id, result.counts[ord("b")], result.counts.sum()) == (EOT, 3, 24)
+    assert result.hashes == {"equal": len(split.shards), "different": 0, "unknown": 0}
+    assert sum(heard) == 2 * 24
+    assert max(heard) <= 2 * chunk
+    assert not result.problems
+
+
+def test_a_shard_that_cannot_be_read_ends_a_run(tmp_path: Path) -> None:
+    folder = write_data(tmp_path, {"train": [b"a" * 30]}, 10)
+    split = open_split(folder, "train")
+    (folder / "train_000001.npy").unlink()
+    result = scan(split, None, lambda _: None)
+    assert tuple(result.run.best) == (ord("a"), 10, 0)
+    assert (result.tokens, result.bytes) == (21, None)
+    assert len(result.problems) == 1
+
+
+def test_shards_are_fetched_ahead(tmp_path: Path) -> None:
+    folder = write_data(tmp_path, {"train": [b"a" * 30]}, 7)
+    asked: list[list[str]] = []
+
+    class Recorded(Unchecked):
+        def ahead(self, shards: Sequence[Shard]) -> None:
+            asked.append([shard.name[-5] for shard in shards])
+
+    scan(open_split(folder, "train", Recorded(folder)), None, lambda _: None)
+    assert asked == [["0", "1", "2"], ["1", "2", "3"], ["2", "3", "4"], ["3", "4"], ["4"]]
+
+
+# --------------------------------------------------------------------------- data
+
+
+def test_report_on_data(data: Path, capsys: Printed) -> None:
+    report = reported(capsys, data)
+    split = open_split(data, "train")
+    assert (report["kind"], report["vocab_size"], report["eot_id"]) == ("data", 257, EOT)
+    assert report["dtype"] == "uint16"
+    assert report["tokenizer"] == {"kind": "bytes", "fingerprint": split.tokenizer_fingerprint}
+    assert report["prepared"] == {"source": "text", "path": "some.txt"}
+    assert list(report["splits"]) == ["train", "val"]
+    train = report["splits"]["train"]
+    read = train.pop("read")
+    assert train == {
+        "fingerprint": split.fingerprint,
+        "shards": 2,
+        "tokens": 23,
+        "documents": 2,
+        "bytes": 21,
+        "bytes_per_token": 21 / 23,
+        "windows": ["Once \x1b[2J<|endoftext|>  "],
+    }
+    assert read.pop("seconds") > 0
+    assert read == {
+        "tokens": 23,
+        "documents": 2,
+        "bytes": 21,
+        "bytes_per_token": 21 / 23,
+        "largest_id": EOT,
+        "most_frequent": {"id": 32, "text": " ", "share": 8 / 23},
+        "longest_run": {
+            "id": 32,
+            "text": " ",
+            "length": 6,
+            "shard": "train_000000.npy",
+            "position": 10,
+        },
+        "sha256": {"equal": 2, "different": 0, "unknown": 0},
+        "file_bytes": 46,
+    }
+    assert call("inspect", data) == 0
+    shown = capsys.readouterr().out
+    for fact in ("bytes, 257 tokens", "end-of-text 256", "uint16", "path some.txt", "32 ' '"):
+        assert fact in shown
+    for fact in ("6 times from token 10 of train_000000.npy", "34.78 %", "2 equal"):
+        assert fact in shown
+    assert split.fingerprint[:12] in shown
+
+
+def test_a_run_at_the_start_of_a_shard_is_told_to_be_there(tmp_path: Path, capsys: Printed) -> None:
+    folder = write_data(tmp_path, {"train": [b"abcdeee"]}, 4)
+    run = reported(capsys, folder)["splits"]["train"]["read"]["longest_run"]
+    assert (run["shard"], run["position"]) == ("train_000001.npy", 0)
+
+
+def test_windows_are_of_the_size_and_number_asked_for(data: Path, capsys: Printed) -> None:
+    report = reported(capsys, data, "--windows", "2", "--block-size", "3")
+    assert report["splits"]["train"]["windows"] == ["Onc", "e \x1b"]
+    report = reported(capsys, data, "--windows", "0")
+    assert report["splits"]["train"]["windows"] == []
+
+
+def test_control_characters_do_not_reach_the_terminal(data: Path, capsys: Printed) -> None:
+    index = (data / "dataset.json").read_text()
+    (data / "dataset.json").write_text(index.replace("some.txt", "some\\u001b]0;x\\u0007.txt"))
+    assert call("inspect", data) == 0
+    shown = capsys.readouterr().out
+    assert "Once \\x1b[2J<|endoftext|>" in shown
+    assert not [c for c in shown if c != "\n" and not c.isprintable()]
+    assert escape("\\x1b \x1b \u202e\udc80\n") == "\\\\x1b \\x1b \\u202e\\udc80\\n"
+
+
+def test_files_here_are_looked_after_while_they_are_read(data: Path) -> None:
+    assert open_ours(data, "train")[0].store is None  # those of a store are not
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_says_that_it_reads(
+    terminal: bool, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with Reading(2_000_000) as progress:
+        progress.shown -= 10
+        progress.add(1_000_000)
+    printed = capsys.readouterr()
+    assert "reading" in printed.err
+    assert "tokenizing" not in printed.err
+    assert ("1.0 of 2.0 MB, " in printed.err) != terminal
+    assert not printed.out
+
+
+def test_quick_reads_no_shard(data: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Split, "map", None)  # calling it would fail
+        report = reported(capsys, data, "--quick")
+    assert report["splits"]["train"]["read"] is None
+    assert report["splits"]["train"]["documents"] == 2
+    (data / "train_000001.npy").write_bytes(b"x")
+    assert "cut short" in reported(capsys, data, "--quick", code=3)["problems"][0]
+
+
+def test_all_damage_is_listed(data: Path, capsys: Printed) -> None:
+    flipped = bytearray((data / "train_000000.npy").read_bytes())
+    flipped[-2] ^= 1
+    (data / "train_000000.npy").write_bytes(flipped)
+    short = (data / "train_000001.npy").read_bytes()[:-2]
+    (data / "train_000001.npy").write_bytes(short)
+    (data / "val_000000.npy").unlink()
+    assert call("inspect", data) == 3
+    printed = capsys.readouterr()
+    errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 3
+    assert "train_000000.npy is damaged: its SHA-256" in errors[0]
+    assert "train_000001.npy has 148 bytes, expected 150; it was cut short" in errors[1]
+    assert "val_000000.npy cannot be found" in errors[2]
+    assert "1 different" in printed.out
+    assert reported(capsys, data, code=3)["problems"] == [e.removeprefix("error: ") for e in errors]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_id_beyond_the_vocabulary(data: Path, capsys: Printed, known: bool) -> None:
+    path = data / "train_000000.npy"
+    tokens = np.load(path)
+    tokens[3] = 40_000
+    np.save(path, tokens)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    change_index(data, sha256=digest if known else None)
+    report = reported(capsys, data, code=3)
+    assert any(
+        "holds token 40000, expected less than vocab_size 257" in p for p in report["problems"]
+    )
+    train = report["splits"]["train"]
+    assert train["read"]["largest_id"] == 40_000
+    assert train["read"]["sha256"]["unknown"] == (not known)
+    assert train["windows"][0].startswith("Onc\ufffd")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"documents": 7}, "has 2 end-of-text tokens, but its index says 7 documents"),
+        ({"max_token": 100}, "has 256 as its largest token, but its index says 100"),
+        ({"max_token": 300}, "holds token 300, expected less than vocab_size 257"),
+        ({"sha256": "0" * 64}, "its SHA-256 is not that of the index"),
+    ],
+)
+def test_an_index_that_lies(
+    data: Path, capsys: Printed, change: dict[str, Any], problem: str
+) -> None:
+    change_index(data, **change)
+    problems = reported(capsys, data, code=3)["problems"]
+    assert len(problems) == 1
+    assert problem in problems[0]
+
+
+def test_another_tokenizer_beside_the_shards(data: Path, capsys: Printed) -> None:
+    own = {"format": "accel_gpt-tokenizer", "version": 1, "kind": "chars", "chars": "abc"}
+    (data / "tokenizer.json").write_text(json.dumps(own))
+    problems = reported(capsys, data, code=3)["problems"]
+    assert len(problems) == 2
+    assert all("were made with another tokenizer (bytes" in problem for problem in problems)
+    (data / "tokenizer.json").unlink()
+    report = reported(capsys, data, code=3)
+    assert "there is no tokenizer at" in report["problems"][0]
+    assert report["splits"]["train"]["read"]["bytes"] is None
+    assert call("inspect", data) == 3
+    assert "unknown bytes" in capsys.readouterr().out
+
+
+def test_files_of_another_project(tmp_path: Path, capsys: Printed) -> None:
+    """What they do not say is not known, and counted."""
+    np.array([*b"aaab", EOT, *b"cd", EOT], "<u2").tofile(tmp_path / "train.bin")
+    report = reported(capsys, tmp_path, "--tokenizer", "bytes")
+    assert list(report["splits"]) == ["train"]
+    train = report["splits"]["train"]
+    assert (train["tokens"], train["documents"], train["bytes"]) == (8, None, None)
+    assert report["prepared"] is None
+    read = train["read"]
+    assert (read["documents"], read["bytes"], read["longest_run"]["length"]) == (2, 6, 3)
+    assert read["sha256"] == {"equal": 0, "different": 0, "unknown": 1}
+    assert call("inspect", tmp_path, "--tokenizer", "bytes") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("unknown") == 5  # prepared, documents, bytes, bytes/token, hashes
+    np.array([*b"x", 300], "<u2").tofile(tmp_path / "val.bin")
+    problems = reported(capsys, tmp_path, "--tokenizer", "bytes", code=3)["problems"]
+    assert len(problems) == 1
+    assert "300 beyond the vocabulary of 257" in problems[0]
+
+
+def test_data_behind_a_url(data: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(data.parent / "cache"))
+    here, there = reported(capsys, data), reported(capsys, data.as_uri())
+    for split in (*here["splits"].values(), *there["splits"].values()):
+        del split["read"]["seconds"]
+    assert there | {"place": str(data)} == here
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "nowhere does not exist; give a data folder"),
+        ([], "PLACE or --text FILE missing"),
+        (["x", "--tokenizers", "gpt2"], "--tokenizers needs --text"),
+        (["x", "--block-size", "0"], "inspect.block_size is 0; it must be above 0"),
+        (["--text", "nowhere.txt"], "--text is nowhere.txt, which is no file"),
+    ],
+)
+def test_mistakes(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: Printed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call("inspect", *words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_and_data_need_no_torch(data: Path) -> None:
+    code = (
+        "import sys\nfrom accel_gpt.cli import dispatch\n"
+        "assert dispatch(sys.argv[1:]) == 0\n"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'datasets')))"
+    )
+    words = ["inspect", str(data)]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --------------------------------------------------------------------------- runs
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with checkpoints at 1 and 2, of which 1 is the best."""
+    accelerator = Accelerator(cpu=True)
+    model = GPT(tiny(), 257)
+    accelerator.prepare(model)
+    folder = tmp_path / "run"
+    for step in (1, 2):
+        state = TrainState(
+            step=step,
+            tokens=100 * step,
+            val_loss=2.0 + step,
+            best_val_loss=3.0,
+            best_step=1,
+            data_fingerprint="d" * 64,
+            tokenizer_fingerprint=BytesTokenizer().fingerprint,
+            config={"data.train": "data/x"},
+        )
+        save_checkpoint(accelerator, folder, state, model, BytesTokenizer())
+    (folder / "best").write_text("1\n")
+    return folder
+
+
+def test_report_on_a_run_and_a_checkpoint(run: Path, capsys: Printed) -> None:
+    report = reported(capsys, run)
+    assert (report["kind"], report["best"]) == ("run", "step_00000001")
+    first, second = report["checkpoints"]
+    assert (first["name"], first["intact"], first["step"]) == ("step_00000001", True, 1)
+    assert (second["tokens"], second["val_loss"], second["best_step"]) == (200, 4.0, 1)
+    assert second["data"] == {"train": "data/x", "fingerprint": "d" * 64}
+    assert second["tokenizer"]["kind"] == "bytes"
+    held = sum(p.numel() for p in GPT(tiny(), 257).parameters())
+    assert second["parameters"]["total"] == held
+    assert call("inspect", run) == 0
+    shown = capsys.readouterr().out
+    for fact in (f"{held:,} parameters", "2 layers", "val loss 4.0000", "<- best", "dddddddddddd"):
+        assert fact in shown
+    one = reported(capsys, run / "checkpoints" / "step_00000002")
+    assert one["kind"] == "checkpoint"
+    assert one["checkpoints"] == [second]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.json", "manifest.json"])
+def test_a_damaged_checkpoint_is_named(run: Path, capsys: Printed, name: str) -> None:
+    newest = run / "checkpoints" / "step_00000002"
+    content = bytearray((newest / name).read_bytes())
+    content[len(content) // 2 :] = b"\xff"
+    (newest / name).write_bytes(content)
+    for place in (run, newest):
+        report = reported(capsys, place, code=4)
+        assert [entry["intact"] for entry in report["checkpoints"]][-1] is False
+        assert len(report["problems"]) == 1
+        assert name in report["problems"][0]
+        assert str(newest) in report["problems"][0]
+    assert call("inspect", run) == 4
+    printed = capsys.readouterr()
+    assert "step_00000001  intact" in printed.out
+    assert "step_00000002  DAMAGED" in printed.out
+    assert printed.err.count("error: ") == 1
+    if name == "model.safetensors":
+        quick = reported(capsys, run, "--quick")
+        assert quick["checkpoints"][1]["intact"] is None
+
+
+def test_a_run_without_checkpoints(tmp_path: Path, capsys: Printed) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    assert call("inspect", tmp_path) == 2
+    assert "holds no checkpoint" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- tokenizers
+
+
+def test_tokenizers_compared_on_a_text(data: Path, tmp_path: Path, capsys: Printed) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Zwölf Boxkämpfer\n")
+    own = {"format": "accel_gpt-tokenizer", "version": 1, "kind": "chars", "chars": "abc"}
+    (tmp_path / "chars.json").write_text(json.dumps(own))
+    report = reported(capsys, data, "--text", text)
+    assert [row["tokenizer"] for row in report["tokenizers"]] == ["gpt2", "bytes", str(data)]
+    gpt2, plain, beside = report["tokenizers"]
+    assert (report["kind"], report["bytes"]) == ("text", 19)
+    assert (plain["tokens"], plain["bytes_per_token"], plain["single_byte_share"]) == (19, 1, 1)
+    assert beside["kind"] == "bytes"
+    assert gpt2["tokens_per_byte"] == gpt2["tokens"] / 19 < 1
+    one, other = (load_gpt2().encode(text) for text in ("Zwölf Boxkämpfer\n", "ö"))
+    single = [i for i in one if len(load_gpt2().decode([i]).encode()) == 1]
+    assert len(other) == 1
+    assert gpt2["single_byte_share"] == len(single) / 19 > 0
+    assert all(row["round_trip"] and row["mb_per_s"] > 0 for row in report["tokenizers"])
+    assert call("inspect", "--text", text, "--tokenizers", f"bytes,{tmp_path}/chars.json") == 3
+    printed = capsys.readouterr()
+    assert "character 'Z' is not among the 3" in printed.err
+    assert len(printed.out.splitlines()) == 3
+    assert printed.out.splitlines()[-1].startswith("bytes ")
+
+
+def test_a_tokenizer_that_loses_text_is_found(
+    tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Upper")
+    monkeypatch.setattr(BytesTokenizer, "decode", lambda self, ids: bytes(ids).decode().lower())
+    report = reported(capsys, "--text", text, "--tokenizers", "bytes")
+    assert [row["round_trip"] for row in report["tokenizers"]] == [False]

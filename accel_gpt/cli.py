@@ -1,19 +1,38 @@
 """`accel-gpt COMMAND ...`: one parser; what a command needs is imported when it is called."""
 
 import difflib
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, TypeVar
 
 import tyro
 
 from accel_gpt import __version__
-from accel_gpt.config import PrepareConfig, SampleConfig
-from accel_gpt.errors import UserError, run_main
-from accel_gpt.parse import load_config, parse_command
+from accel_gpt.config import SampleConfig
+from accel_gpt.data_config import DataConfig, PrepareConfig, Source
+from accel_gpt.errors import (
+    CheckpointError,
+    DataError,
+    UserError,
+    not_negative,
+    positive,
+    require,
+    run_main,
+)
+from accel_gpt.parse import (
+    build,
+    flatten,
+    load_config,
+    parse_command,
+    read_options,
+    read_yaml,
+)
+
+T = TypeVar("T")
 
 
 def train_command(argv: Sequence[str]) -> int:
@@ -26,25 +45,55 @@ def train_command(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class PrepareCommand(PrepareConfig):
-    """Turn text into token shards."""
+    """Turn text, or shards of another project, into token shards; stopped, it continues.
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "dataset"] | None = None
-    """Where documents come from; null: text with --path, dataset with --dataset, else stdlib."""
+    RECIPE.yaml holds any of these options as `key: value`; those of the command line go first.
+    """
+
+    source: Source | None = None
+    """What path or dataset holds; null: what the endings of path's files tell, dataset with
+    --dataset, else stdlib, the library of this Python."""
     out: str = ""
     """Folder to make; empty: data/<source>_<tokenizer>."""
+    rank: int = 0
+    """Which part of out this machine makes, from 0; of the --world parts."""
+    world: int = 1
+    """Machines that make a part of out each."""
+    merge: bool = False
+    """Join the parts of out that --rank and --world made."""
 
 
 def prepare_command(argv: Sequence[str]) -> int:
-    """Make a data folder."""
-    asked = parse_command(PrepareCommand, argv, "accel-gpt prepare")
+    """Make a data folder, or a part of one, or join the parts."""
+    asked = parse_recipe(PrepareCommand, argv, "accel-gpt prepare")
     values = {f.name: getattr(asked, f.name) for f in fields(PrepareConfig)}
+    if asked.merge:
+        require(bool(asked.out), "--merge needs --out, the folder whose parts are joined")
+        from accel_gpt.data.build.merge import merge
+
+        merge(Path(asked.out))
+        return 0
     if asked.source is None:
-        values["source"] = "text" if asked.path else "dataset" if asked.dataset else "stdlib"
+        from accel_gpt.data.sources import guess_source
+
+        without_path: Source = "dataset" if asked.dataset else "stdlib"
+        values["source"] = guess_source(asked.path) if asked.path else without_path
     out = asked.out or f"data/{values['source']}_{Path(asked.tokenizer).stem}"
     from accel_gpt.data.prepare import prepare
 
-    prepare(PrepareConfig(**values), Path(out))
+    prepare(PrepareConfig(**values), Path(out), asked.rank, asked.world)
     return 0
+
+
+def parse_recipe(cls: type[T], argv: Sequence[str], prog: str) -> T:
+    """`[RECIPE.yaml] --key value ...` as the dataclass `cls`, whose fields are the keys of both."""
+    words = list(argv)
+    path = words.pop(0) if words and not words[0].startswith("-") else None
+    if path is None or {"-h", "--help"} & set(words):
+        return parse_command(cls, words, f"{prog} [RECIPE.yaml]")
+    values = read_yaml(path)
+    require(isinstance(values, Mapping), f"{path} holds no keys; see configs/data/ for recipes")
+    return build(cls, {**dict(flatten(cls, values, path)), **dict(read_options(cls, words))})
 
 
 @dataclass(frozen=True)
@@ -94,12 +143,77 @@ def sample_command(argv: Sequence[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class InspectCommand:
+    """Tell what data, a run or a checkpoint holds and verify it, or compare tokenizers on a text.
+
+    Exit code 3 when data is damaged, 4 when a checkpoint is.
+    """
+
+    place: Annotated[str, tyro.conf.Positional] = ""
+    """Data folder, of any project, or its URL; or folder of a run or of a checkpoint."""
+    json: bool = False
+    """One JSON object in place of text."""
+    quick: bool = False
+    """Read no shard and hash no checkpoint."""
+    tokenizer: str | None = None
+    """gpt2, bytes or the path of a tokenizer.json, for shards that do not say it."""
+    windows: int = 2
+    """First windows of each split that are shown as text."""
+    block_size: int = 64
+    """Tokens in a window."""
+    text: str | None = None
+    """File of UTF-8 text on which tokenizers are compared."""
+    tokenizers: tuple[str, ...] = ()
+    """For text: gpt2, bytes, tokenizer.json files, data folders; none: gpt2, bytes, PLACE's."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.place or self.text), "PLACE or --text FILE missing; see --help")
+        require(bool(self.text or not self.tokenizers), "--tokenizers needs --text FILE")
+        not_negative("inspect", self, "windows")
+        positive("inspect", self, "block_size")
+
+
+def inspect_command(argv: Sequence[str]) -> int:
+    """Print a report, then its problems on stderr; 0 when there are none."""
+    asked = parse_command(InspectCommand, argv, "accel-gpt inspect")
+    from accel_gpt.data.inspection.report import data_text, printable, tokenizers_text
+
+    data, code, place = DataConfig(tokenizer=asked.tokenizer), DataError.exit_code, asked.place
+    if asked.text:
+        from accel_gpt.data.inspection.compare import compare
+
+        specs = asked.tokenizers or ("gpt2", "bytes", *filter(None, [place]))
+        report, tell = compare(asked.text, specs, data), tokenizers_text
+    elif is_run(place):
+        from accel_gpt.run.inspection import inspect_run, run_text
+
+        report, tell, code = inspect_run(place, asked.quick), run_text, CheckpointError.exit_code
+    else:
+        from accel_gpt.data.inspection.describe import inspect_data
+
+        report = inspect_data(place, data, asked.quick, asked.windows, asked.block_size)
+        tell = data_text
+    sys.stdout.write(json.dumps(report, indent=1) + "\n" if asked.json else tell(report))
+    sys.stdout.flush()
+    for problem in report["problems"]:
+        sys.stderr.write(f"error: {printable(problem)}\n")
+    return code if report["problems"] else 0
+
+
+def is_run(place: str) -> bool:
+    """Whether a folder is a run's or a checkpoint's."""
+    marks = ("checkpoints", "manifest.json", "trainer_state.json")
+    return any(Path(place, mark).exists() for mark in marks)
+
+
 Command = Callable[[Sequence[str]], int]
 COMMANDS: Mapping[str, tuple[Command, str]] = MappingProxyType(
     {
         "train": (train_command, "train a GPT as a config says, or go on with its run"),
         "prepare": (prepare_command, "text -> tokenized shards"),
         "sample": (sample_command, "text from a run or a checkpoint"),
+        "inspect": (inspect_command, "verify data or a checkpoint; compare tokenizers"),
     }
 )
 

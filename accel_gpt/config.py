@@ -8,74 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import below_one, divides, not_negative, positive, require
-
-
-@dataclass(frozen=True)
-class PrepareConfig:
-    """How to make the data folder when it is missing."""
-
-    source: Literal["stdlib", "text", "jsonl", "parquet", "dataset"] | None = None
-    """Where documents come from; null: the folder must exist already."""
-    path: str | None = None
-    """File, folder, glob or http(s) URL of the text; for text, jsonl and parquet."""
-    dataset: str | None = None
-    """Hub id, for source dataset (streamed, never downloaded whole)."""
-    dataset_config: str | None = None
-    """Configuration name of the Hub data set."""
-    dataset_split: str = "train"
-    """Split of the Hub data set."""
-    text_field: str = "text"
-    """Name of the column that holds the text; for jsonl, parquet and dataset."""
-    tokenizer: str = "gpt2"
-    """bytes, chars, bpe (trained on the text), gpt2, or the path of a tokenizer.json."""
-    vocab_size: int = 4096
-    """Tokens in the vocabulary of a trained bpe, end-of-text included."""
-    val_fraction: float = 0.1
-    """Share of the text held out, 0 to 1: whole documents, or the end of each of a few texts."""
-    shard_tokens: int = 100_000_000
-    """Tokens in one shard file."""
-    workers: int = 0
-    """Processes that tokenize; 0: one for each core."""
-
-    def __post_init__(self) -> None:
-        require(
-            0 < self.val_fraction < 1,
-            f"data.prepare.val_fraction is {self.val_fraction}; it must lie between 0 and 1",
-        )
-        require(
-            self.vocab_size >= 257,
-            f"data.prepare.vocab_size is {self.vocab_size}; a byte-level bpe needs at least 257 "
-            "(256 bytes and end-of-text)",
-        )
-        positive("data.prepare", self, "shard_tokens")
-        not_negative("data.prepare", self, "workers")
-        if self.source == "stdlib":
-            require(
-                not (self.path or self.dataset),
-                f"data.prepare.source is stdlib but {self.path or self.dataset} is given as well; "
-                "set data.prepare.source to text, jsonl, parquet or dataset",
-            )
-        elif self.source:
-            key, what = ("path", "a file, a folder or a glob")
-            if self.source == "dataset":
-                key, what = ("dataset", "a Hub id")
-            empty = f"data.prepare.source is {self.source} but data.prepare.{key} is empty"
-            require(bool(getattr(self, key)), f"{empty}; give {what}")
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """What is trained on, and in which order."""
-
-    train: str = ""
-    """Folder of token shards."""
-    val: str | None = None
-    """Folder whose val split is evaluated; null: the one of data.train."""
-    shuffle: Literal["global", "shards", "none", "replacement"] = "global"
-    """global: a permutation of all windows each epoch; shards: shards in random order, read in
-    sequence; none: in order; replacement: random crops, as nanoGPT."""
-    prepare: PrepareConfig = field(default_factory=PrepareConfig)
 
 
 @dataclass(frozen=True)

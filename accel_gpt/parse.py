@@ -178,7 +178,9 @@ def read_options(cls: type, argv: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 def is_positional(hint: Any) -> bool:
     """Whether a field was marked with `tyro.conf.Positional`."""
-    return get_origin(hint) is Annotated
+    import tyro
+
+    return tyro.conf.Positional in getattr(hint, "__metadata__", ())
 
 
 # --------------------------------------------------------------------------- values
@@ -190,6 +192,8 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         hint = get_args(hint)[0]
     if get_origin(hint) in (types.UnionType, Union):
         options = [option for option in get_args(hint) if option is not type(None)]
+        if len(options) > 1:
+            return convert_shaped(key, value, options)
         if value is None or value in ("null", "None", "none"):
             return None
         return convert(key, value, options[0])
@@ -197,6 +201,35 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         return convert_plain(value, hint)
     except (KeyError, TypeError, ValueError, OverflowError, yaml.YAMLError):
         raise UserError(f"{key} is {value!r}; expected {describe(hint)}") from None
+
+
+def convert_shaped(key: str, value: Any, options: Sequence[Any]) -> Any:
+    """`value` as that of `options` which has its shape: a text, a list or mapping of dataclasses.
+
+    On the command line lists and mappings are written as in YAML: `[{path: a}, {path: b}]`.
+    """
+    if isinstance(value, str) and value.startswith(("[", "{")):
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise UserError(f"{key} is {value!r}, which is not valid YAML") from None
+    for hint in options:
+        if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+            cls = typing.cast(type, hint)
+            return build(cls, dict(flatten(cls, value, key)))
+        if get_origin(hint) is tuple and isinstance(value, list):
+            item = get_args(hint)[0]
+            wrong = [v for v in value if not isinstance(v, Mapping)]
+            require(
+                bool(value) and not wrong,
+                f"{key} is {value!r}; expected a list of {describe(item)}",
+            )
+            return tuple(build(item, dict(flatten(item, v, key))) for v in value)
+    require(
+        isinstance(value, str),
+        f"{key} is {value!r}; expected {' or '.join(map(describe, options))}",
+    )
+    return value
 
 
 def convert_plain(value: Any, hint: Any) -> Any:
@@ -250,7 +283,12 @@ def describe(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     if get_origin(hint) is tuple:
+        item = get_args(hint)[0]
+        if dataclasses.is_dataclass(item):
+            return f"a list of {describe(item)}"
         return "a list, or words separated by commas"
+    if dataclasses.is_dataclass(hint):
+        return f"{{{', '.join(leaves(typing.cast(type, hint)))}}}"
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     return names[hint]
 

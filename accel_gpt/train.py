@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from accel_gpt.config import Config
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.order import derive_seed
+from accel_gpt.data_config import TextStream
 from accel_gpt.errors import run_main
 from accel_gpt.evals.samples import check_prompts, is_sample_step, sample
 from accel_gpt.evals.validation import evaluate_splits
@@ -30,7 +31,9 @@ from accel_gpt.optim.groups import configure, make_optimizer, set_lr
 from accel_gpt.optim.schedule import lr_fraction
 from accel_gpt.parse import load_config
 from accel_gpt.plan import Plan, make_plan
+from accel_gpt.run.batches import micro_batches
 from accel_gpt.run.checkpoint import TrainState, is_due, prune, restore, save_checkpoint
+from accel_gpt.run.corpus import Corpus, open_shards
 from accel_gpt.run.environment import ensure_data, is_main, start_accelerator, world_size
 from accel_gpt.run.guards import PREEMPTED, StopSignal, check_finite, count_skipped, locked
 from accel_gpt.run.metrics import (
@@ -44,7 +47,8 @@ from accel_gpt.run.metrics import (
     write_samples,
 )
 from accel_gpt.run.resume import take_up
-from accel_gpt.run.setup import Corpus, Speed, build_model, open_corpus, record_run
+from accel_gpt.run.setup import Speed, build_model, record_run
+from accel_gpt.run.text_corpus import open_text
 
 
 @dataclass
@@ -102,7 +106,8 @@ def train(config: Config, plan: Plan) -> int:
 
 def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display) -> Run:
     """Build everything, and take up the checkpoint that the run has."""
-    corpus = open_corpus(config)
+    streamed = isinstance(config.data.train, TextStream)
+    corpus = open_text(config) if streamed else open_shards(config)
     check_prompts(config.sample, corpus.tokenizer)
     state = corpus.new_state(config, accelerator.num_processes)
     path = take_up(config, state, accelerator, display.say)
@@ -115,6 +120,7 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     model, optimizer = accelerator.prepare(gpt, optimizer)
     if path:
         state = restore(accelerator, path, state)
+        corpus = corpus.continued(state)
         configure(optimizer, config.optim)
         display.say(f"resuming {config.out_dir} from step {state.step:,} ({path})")
     speed, metrics = Speed(gpt, plan, accelerator), None
@@ -123,7 +129,7 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
         metrics = MetricsLog(Path(config.out_dir), state.step, state.tokens, plan.max_steps)
     start_trackers(accelerator, config, state.step)
     model.train()  # evaluation and sampling give it back as they found it
-    loader = corpus.loader(plan, accelerator, state.sequences)
+    loader = corpus.loader(plan, accelerator.process_index, accelerator.device, state.sequences)
     settle = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
     watch = Stopwatch(state.seconds, state.step, settle)
     gc.collect()
@@ -135,19 +141,15 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
 
 
 def update(run: Run) -> tuple[Tensor, Tensor]:
-    """One optimizer update; its loss (this process's mean) and gradient norm, still on the device.
-
-    Every window has as many targets, so the mean over micro-batches and processes is the mean over
-    all target tokens of the global batch.
-    """
+    """One optimizer update; its loss (of this process) and gradient norm, still on the device."""
     accelerator, plan, state = run.accelerator, run.plan, run.state
     schedule, optim = run.config.schedule, run.config.optim
     set_lr(run.optimizer, lr_fraction(state.step, schedule.name, plan, schedule.min_lr / optim.lr))
     total = torch.zeros((), device=accelerator.device)
-    for _ in range(plan.accumulation_steps):
-        tokens, targets = next(run.loader)
+    batches = micro_batches(run.loader, accelerator, plan, run.corpus.document_end)
+    for tokens, targets, documents, weight in batches:
         with accelerator.accumulate(run.model):
-            loss = run.model(tokens, targets)
+            loss = run.model(tokens, targets, documents=documents) * weight
             accelerator.backward(loss)
             total += loss.detach()
     # the last micro-step has reduced the gradients
@@ -177,7 +179,8 @@ def after_step(run: Run, loss: Tensor, grad_norm: Tensor, stopping: bool) -> Non
     record: Record = {}
     if logging or evaluating or saving:
         figures = step_figures(run, loss, grad_norm)
-        record = figures | run.speed.figures(watch.lap(state.step)) if logging else {}
+        epochs = run.corpus.epoch_figures(state.sequences)
+        record = figures | run.speed.figures(watch.lap(state.step)) | epochs if logging else {}
     with watch.pause() if evaluating or saving or sampling else contextlib.nullcontext():
         if evaluating:
             tokens = config.eval.tokens
@@ -229,6 +232,7 @@ def publish_samples(run: Run) -> None:
 def save(run: Run) -> None:
     """Save a checkpoint of the completed step, name the best, then remove what is not kept."""
     run.state.seconds = run.watch.elapsed()
+    run.corpus.note_place(run.state, run.loader)
     out = Path(run.config.out_dir)
     if run.metrics:
         run.metrics.sync()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accel_gpt.config import CheckpointConfig
-from accel_gpt.data.shards import write_file
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, run_main
+from accel_gpt.files import write_file
 from accel_gpt.run import checkpoint
 from accel_gpt.run.checkpoint import (
     TrainState,

@@ -14,6 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # from the bottom up; a module imports its own level and those below
 LEVELS = [
     ["errors"],
+    ["files", "data_config"],
     ["config"],
     ["parse", "plan"],
     ["model", "data", "optim"],

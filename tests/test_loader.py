@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel_gpt.data.loader import Loader
+from accel_gpt.data.loader import Loader, read_windows
+from accel_gpt.data.mixture import Mixture, Pattern
 from accel_gpt.data.order import Order
 from accel_gpt.data.shards import open_split
 from accel_gpt.errors import DataError
@@ -26,7 +27,9 @@ def start(corpus: Path) -> Start:
         rank: int = 0, world: int = 1, micro: int = 12, position: int = 0, vocab: int = 257
     ) -> Loader:
         order = Order(split.lengths, 32, "global", 1, split.fingerprint)
-        return Loader(split, order, Plan(world, micro, 32, 1, 9, 0, 9), vocab, rank, CPU, position)
+        mixture = Mixture(("corpus",), (split,), (order,), Pattern((1.0,)))
+        plan = Plan(world, micro, 32, 1, 9, 0, 9)
+        return Loader(read_windows(mixture, plan, vocab, rank, position), micro, CPU)
 
     return loader
 
@@ -80,7 +83,7 @@ def test_error_of_the_reading_thread_arrives(start: Start, monkeypatch: pytest.M
     def broken(*_: object) -> None:
         raise OSError("disk gone")
 
-    monkeypatch.setattr(Loader, "read", broken)
+    monkeypatch.setattr(Mixture, "windows", broken)
     with pytest.raises(OSError, match="disk gone"):
         next(start())
 

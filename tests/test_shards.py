@@ -1,9 +1,9 @@
 """Shards come back as written, and a damaged folder is refused with one sentence."""
 
+import gc
 import hashlib
 import json
 import os
-import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_gpt.data import shards
-from accel_gpt.data.shards import Shard, ShardWriter, open_split, token_dtype, write_index
+from accel_gpt.data.build.writer import ShardWriter, header, write_index
+from accel_gpt.data.shards import Shard, open_split, resident, token_dtype
 from accel_gpt.errors import DataError, UserError
 
 
@@ -91,8 +92,8 @@ def test_the_header_is_numpys(tokens: int, tmp_path: Path) -> None:
             described = {"descr": dtype.str, "fortran_order": False, "shape": (tokens,)}
             np.lib.format.write_array_header_1_0(file, described)
         expected = (tmp_path / "x").read_bytes()
-        assert shards.header(dtype, tokens) == expected[-len(shards.header(dtype, tokens)) :]
-        assert len(shards.header(dtype, tokens)) == 128
+        assert header(dtype, tokens) == expected[-len(header(dtype, tokens)) :]
+        assert len(header(dtype, tokens)) == 128
 
 
 def test_numpy_loads_a_shard(folder: Path) -> None:
@@ -109,24 +110,89 @@ def test_a_fingerprint_changes_with_the_tokens(tmp_path: Path) -> None:
     assert prints[0] == prints[2]
 
 
-def test_at_most_64_shards_are_mapped(tmp_path: Path) -> None:
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_mapped_shards_take_no_file_descriptors_and_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "OPEN_MAPS", 64)
     write(tmp_path, [[i] for i in range(100)], 1)
     split = open_split(tmp_path, "train")
+    before = descriptors()
     assert [int(split.read(i, 0, 1)[0]) for i in (*range(100), 0, 50)] == [*range(100), 0, 50]
-    assert len(split.maps) == 64
-    assert 50 in split.maps
+    assert split.pages.mapped.sum() <= 64
+    assert descriptors() == before
 
 
-def test_a_split_is_sent_to_another_process_without_its_tokens(folder: Path) -> None:
+@pytest.mark.parametrize("how", ["cut", "grown", "replaced", "removed"])
+def test_a_shard_changed_while_it_is_read_is_an_error_not_a_crash(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(shards, "CHECK_SECONDS", 0.0)
     split = open_split(folder, "train")
-    split.read(0, 0, 4)
-    sent = pickle.dumps(split)
-    assert len(sent) < 1000
-    assert pickle.loads(sent) == split
+    path = folder / "train_000000.npy"
+    before = split.read(0, 0, 4).tolist()
+    assert split.read(0, 0, 4).tolist() == before
+    if how == "cut":
+        os.truncate(path, 130)
+    elif how == "grown":
+        with path.open("ab") as file:
+            file.write(b"more")
+    elif how == "removed":
+        path.unlink()
+    else:
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=r"000000\.npy (was changed while|cannot be found)"):
+        split.read(0, 0, 4)
+
+
+def test_files_are_unmapped_with_the_split(folder: Path) -> None:
+    split = open_split(folder, "train")
+    tokens = split.read(0, 1, 3)
+    assert "train_000000.npy" in Path("/proc/self/maps").read_text()
+    del split
+    gc.collect()
+    assert "train_000000.npy" not in Path("/proc/self/maps").read_text()
+    assert tokens.tolist() == [2, 3, 4]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    lengths=st.lists(st.integers(3, 5000), min_size=1, max_size=6),
+    wide=st.booleans(),
+    wanted=st.integers(1, 12_000),
+)
+def test_windows_of_many_shards_are_their_tokens(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], wide: bool, wanted: int
+) -> None:
+    folder = tmp_path_factory.mktemp("data")
+    dtype = token_dtype(70_000 if wide else 60_000)
+    arrays = [np.arange(n, dtype=dtype) + 7 * i for i, n in enumerate(lengths)]
+    entries = []
+    for i, tokens in enumerate(arrays):
+        np.save(folder / f"train_{i:06d}.npy", tokens)
+        entries.append(Shard(f"train_{i:06d}.npy", len(tokens), 1, 1, "0" * 64, int(tokens.max())))
+    index(folder, entries, 70_000 if wide else 60_000)
+    split = open_split(folder, "train")
+    shard = np.repeat(np.arange(len(lengths)), 3)[::-1]
+    start = np.array([[n - 3, 0, n // 2 - 1] for n in lengths]).reshape(-1)[::-1]
+    found = split.windows(shard, start, 3)
+    assert found.tolist() == [
+        arrays[i][j : j + 3].tolist() for i, j in zip(shard, start, strict=True)
+    ]
+    kept = resident(split, wanted)
+    whole = np.concatenate(arrays)
+    assert kept.tokens == min(wanted + 1, len(whole))
+    read = [kept.read(i, 0, int(n)) for i, n in enumerate(kept.lengths)]
+    assert (np.concatenate(read) == whole[: kept.tokens]).all()
 
 
 def test_ten_thousand_shards_open_within_a_second(tmp_path: Path) -> None:
-    size = len(shards.header(np.dtype("<u2"), 5)) + 10
+    size = len(header(np.dtype("<u2"), 5)) + 10
     names = [f"train_{i:06d}.npy" for i in range(10_000)]
     (tmp_path / "one").write_bytes(bytes(size))
     for name in names:
@@ -168,9 +234,9 @@ def test_a_shard_name_that_leaves_the_folder_is_refused(folder: Path, name: str)
         (lambda c: c.update(format="x"), "not an index of ours"),
         (lambda c: c.pop("vocab_size"), "damaged.*vocab_size"),
         (lambda c: c.update(splits=[]), "damaged"),
-        (lambda c: first(c).pop("sha256"), "damaged.*sha256"),
+        (lambda c: first(c).pop("tokens"), "damaged.*tokens"),
         (lambda c: first(c).update(tokens="4"), "damaged"),
-        (lambda c: first(c).update(tokens=0), "has 136 bytes, expected 128"),
+        (lambda c: first(c).update(tokens=0), "has 0 tokens, expected at least 1"),
         (lambda c: first(c).update(tokens=5), "has 136 bytes, expected 138"),
         (lambda c: first(c).update(max_token=1000), "holds token 1000, .* vocab_size 1000"),
         (lambda c: first(c).update(name="gone.npy"), r"gone\.npy of 136 bytes cannot be found"),
@@ -194,7 +260,7 @@ def test_a_shard_of_another_size_is_refused(folder: Path, size: int, word: str) 
 def test_a_shard_of_another_type_is_refused_when_it_is_read(folder: Path) -> None:
     np.save(folder / "train_000000.npy", np.array([1, 2], np.uint32))
     split = open_split(folder, "train")
-    with pytest.raises(DataError, match=r"uint32 of shape \(2,\).*uint16 of shape \(4,\)"):
+    with pytest.raises(DataError, match=r"holds 2 tokens of uint32.*4 of uint16"):
         split.read(0, 0, 2)
 
 

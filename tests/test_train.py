@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from accel_gpt import train
-from accel_gpt.config import PrepareConfig
 from accel_gpt.data.prepare import prepare
+from accel_gpt.data_config import PrepareConfig
 from accel_gpt.errors import run_main
 from accel_gpt.evals.samples import is_sample_step
 from accel_gpt.optim.schedule import lr_fraction

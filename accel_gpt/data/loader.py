@@ -1,4 +1,4 @@
-"""This process's micro-batches: memory-mapped windows, read ahead by a thread.
+"""This process's micro-batches, read ahead by a thread.
 
 Not passed to `Accelerator.prepare()`, which would let one process read everything and broadcast it:
 every process computes its own rows from the position, so the position is the whole state.
@@ -9,42 +9,40 @@ Legend: B micro-batch, T block_size.
 import queue
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from accel_gpt.data.order import Order
-from accel_gpt.data.shards import Split
+from accel_gpt.data.mixture import Mixture
 from accel_gpt.errors import DataError
 from accel_gpt.plan import Plan
 
-AHEAD = 4  # micro-batches read before they are asked for
-LOCATE = 1024  # windows whose place is computed at once
+Ints = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.unsignedinteger[Any]]
+AHEAD = 4  # portions read before they are asked for
+PORTION = 1 << 18  # bytes handed over at once, or one micro-batch: it costs a switch of threads
+LOCATE = 8192  # windows whose place is computed at once, 2 us each; one at a time takes 1000 us
 
 
 class Loader:
     """Endless `(tokens, targets)` pairs, each (B, T) int64 on `device`.
 
-    Row b of micro-step m, counted from the start of the run, is the window number
-    `(m * world_size + rank) * B + b`: the same set of windows a step at any world size. Errors of
-    the reading thread (`DataError`, an unreadable disk) are raised by `next`.
+    `rows`: portions (n B, T + 1) of whole micro-batches, each with the place that follows it;
+    `place` is that of the portion which was begun last. Errors of the reading thread (`DataError`,
+    an unreadable disk) are raised by `next`.
     """
 
     def __init__(
-        self,
-        split: Split,
-        order: Order,
-        plan: Plan,
-        vocab_size: int,
-        rank: int,
-        device: torch.device,
-        position: int,
+        self, rows: Iterator[tuple[Rows, Any]], batch_size: int, device: torch.device
     ) -> None:
-        self.split, self.order, self.plan, self.vocab_size = split, order, plan, vocab_size
-        self.rank, self.device, self.position = rank, device, position
-        self.ready: queue.Queue[Tensor | Exception] = queue.Queue(AHEAD)
+        self.rows, self.batch_size, self.device = rows, batch_size, device
+        self.place: Any = None
+        self.batches: Iterator[Tensor] = iter(())
+        self.ready: queue.Queue[tuple[Tensor, Any] | Exception] = queue.Queue(AHEAD)
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.read_ahead, name="loader", daemon=True)
         self.thread.start()
@@ -53,9 +51,14 @@ class Loader:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        rows = self.ready.get()
-        if isinstance(rows, Exception):
-            raise rows
+        rows = next(self.batches, None)
+        if rows is None:
+            ready = self.ready.get()
+            if isinstance(ready, Exception):
+                raise ready
+            portion, self.place = ready
+            self.batches = iter(torch.split(portion, self.batch_size))
+            rows = next(self.batches)
         rows = rows.to(self.device, non_blocking=True).long()  # (B, T + 1), widened on the device
         return rows[:, :-1], rows[:, 1:]
 
@@ -74,42 +77,50 @@ class Loader:
             return
 
     def read_ahead(self) -> None:
-        """Fill the queue until closed."""
+        """Fill the queue until closed, with memory that CUDA can copy from while it computes."""
         try:
-            for rows in self.micro_batches():
+            for rows, place in self.rows:
                 if self.stop.is_set():
                     return
-                self.ready.put(rows)
+                tensor = torch.from_numpy(rows)
+                self.ready.put(
+                    (tensor.pin_memory() if self.device.type == "cuda" else tensor, place)
+                )
         except Exception as error:  # whatever it is, the training thread must hear of it
             self.ready.put(error)
 
-    def micro_batches(self) -> Iterator[Tensor]:
-        """Rows (B, T + 1) of this process, in the type they are stored in, pinned for CUDA."""
-        size, world = self.plan.micro_batch_size, self.plan.world_size
-        many = max(1, LOCATE // size)
-        steps = np.arange(many, dtype=np.int64)[:, None] * world * size
-        first = self.position + self.rank * size
-        while True:
-            shards, starts = self.order.locate((first + steps + np.arange(size)).reshape(-1))
-            for at in range(0, many * size, size):
-                rows = self.read(shards[at : at + size], starts[at : at + size])
-                yield rows.pin_memory() if self.device.type == "cuda" else rows
-            first += many * world * size
 
-    def read(self, shards: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> Tensor:
-        """The windows that begin at `starts` of `shards`, as one tensor (B, T + 1)."""
-        rows = np.empty((len(shards), self.plan.block_size + 1), dtype=self.split.dtype)
-        for row, shard, start in zip(rows, shards.tolist(), starts.tolist(), strict=True):
-            row[:] = self.split.read(shard, start, len(row))
-        check_tokens(rows, self.vocab_size, self.split)
-        return torch.from_numpy(rows)
+def read_windows(
+    mixture: Mixture, plan: Plan, vocab_size: int, rank: int, position: int
+) -> Iterator[tuple[Rows, None]]:
+    """Portions (n B, T + 1) of one process, in the type they are stored in, from `position` on.
+
+    Row b of micro-step m, counted from the start of the run, is the window number
+    `(m * world_size + rank) * B + b`: the same set of windows a step at any world size.
+    """
+    size, world, length = plan.micro_batch_size, plan.world_size, plan.block_size + 1
+    portion = max(1, PORTION // (size * length * mixture.dtype.itemsize)) * size  # windows
+    many = -(-LOCATE // portion) * portion // size
+    steps = np.arange(many, dtype=np.int64)[:, None] * world * size
+    first = position + rank * size
+    while True:
+        numbers = (first + steps + np.arange(size)).reshape(-1)
+        source, shard, start = mixture.locate(numbers)
+        for at in range(0, len(numbers), portion):
+            here = slice(at, at + portion)
+            if mixture.remote:
+                mixture.ahead(int(numbers[here][-1]), source[here], shard[here])
+            rows = mixture.windows(source[here], shard[here], start[here], length)
+            check_tokens(rows, vocab_size, ", ".join(mixture.names))
+            yield rows, None
+        first += many * world * size
 
 
-def check_tokens(rows: npt.NDArray[np.unsignedinteger], vocab_size: int, split: Split) -> None:
+def check_tokens(rows: Rows, vocab_size: int, where: str | Path) -> None:
     """`DataError` for a token that the model has no row for: on a GPU it would be an assertion."""
     largest = int(rows.max())
     if largest >= vocab_size:
         raise DataError(
-            f"{split.folder} holds token {largest}, beyond the vocabulary of {vocab_size}; "
+            f"{where} holds token {largest}, beyond the vocabulary of {vocab_size}; "
             "set model.vocab_size above it or prepare the data again"
         )

@@ -10,6 +10,7 @@ Legend: N windows per epoch, S shards, T block_size.
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -42,14 +43,14 @@ class Order:
                 "block_size"
             )
 
-    @property
+    @cached_property
     def windows(self) -> Ints:
         """(S,) windows of each shard in every epoch: as many as fit at any offset below T."""
         fits = np.maximum(self.lengths // self.block_size - 1, 1)
         counts: Ints = np.where(self.lengths > self.block_size, fits, 0)
         return counts
 
-    @property
+    @cached_property
     def windows_per_epoch(self) -> int:
         """N."""
         return int(self.windows.sum())
@@ -67,16 +68,41 @@ class Order:
 
     def within_epoch(self, epoch: int, index: Ints) -> tuple[Ints, Ints]:
         """Shard and first token of the windows `index` (0 to N - 1) of one epoch."""
-        counts, shards = self.windows, np.arange(len(self.lengths))
         if self.shuffle == "global":
             index = permute(index, self.windows_per_epoch, self.key(epoch, "windows"))
-        elif self.shuffle == "shards":
-            shards = permute(shards, len(shards), self.key(epoch, "shards"))
-            counts = counts[shards]
+        shards = self.shard_order(epoch)
+        counts = self.windows[shards]
         ends = np.cumsum(counts)
-        slot = np.searchsorted(ends, index, side="right")
+        if counts[0] and (counts[:-1] == counts[0]).all():  # all shards but the last are alike
+            slot = np.minimum(index // counts[0], len(counts) - 1)
+        else:
+            slot = np.searchsorted(ends, index, side="right")
         shard, window = shards[slot], index - (ends - counts)[slot]
         return shard, self.offset(epoch, shard) + window * self.block_size
+
+    def upcoming(self, k: int, count: int) -> list[int]:
+        """Shards that the windows from number `k` on read, in order: the next `count` of them, or
+        all where the order jumps between shards.
+        """
+        used = np.flatnonzero(self.windows)
+        if self.shuffle in ("global", "replacement"):
+            return [int(shard) for shard in used]
+        epoch, index = divmod(k, self.windows_per_epoch)
+        found: list[int] = []
+        while len(found) < count and epoch <= k // self.windows_per_epoch + 1:
+            shards = self.shard_order(epoch)
+            shards = shards[self.windows[shards] > 0]
+            first = np.searchsorted(np.cumsum(self.windows[shards]), index, side="right")
+            found += shards[first:].tolist()
+            epoch, index = epoch + 1, 0
+        return found[:count]
+
+    def shard_order(self, epoch: int) -> Ints:
+        """(S,) shards in the order in which an epoch reads them, unless it jumps between them."""
+        shards = np.arange(len(self.lengths))
+        if self.shuffle == "shards":
+            return permute(shards, len(shards), self.key(epoch, "shards"))
+        return shards
 
     def offset(self, epoch: int, shard: Ints) -> Ints:
         """First token of the first window of each shard in this epoch, below T."""

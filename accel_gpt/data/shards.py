@@ -1,35 +1,37 @@
-"""Formats on disk: token shards and their index, written whole and read through memory maps.
+"""Formats on disk: token shards and their index, mapped for reading (`writer.py` writes them).
 
 A data folder holds `{split}_{000000}.npy` (one dimension, uint16 or uint32), tokenizer.json and
 dataset.json, the index: tokenizer, vocabulary, and what each shard holds.
 """
 
-import fcntl
 import hashlib
-import io
 import json
 import os
 import re
-import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from accel_gpt.data.mapping import Pages
 from accel_gpt.errors import DataError, UserError
 
 Tokens = NDArray[Any]
+Ints = NDArray[np.int64]
 
 INDEX = "dataset.json"
 FORMAT = "accel_gpt-dataset"
 VERSION = 1
-OPEN_MAPS = 64  # shards of a split that are mapped at once
+HEADER = 128  # bytes before the tokens in a shard of ours
+OPEN_MAPS = 32_768  # shards of a split that are mapped at once; Linux allows 65,530 maps
+CHECK_SECONDS = 2.0  # a file that is being read is looked at again this often
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -39,17 +41,29 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard file, as the index describes it."""
+    """One shard file, as the index describes it; None: other projects' files do not say it."""
 
     name: str
     tokens: int
-    documents: int
+    documents: int | None = None
     """Documents that begin in this shard."""
-    bytes: int
+    bytes: int | None = None
     """UTF-8 bytes of the documents that begin in this shard."""
-    sha256: str
+    sha256: str | None = None
     """Of the file, hex."""
-    max_token: int
+    max_token: int | None = None
+    offset: int = HEADER
+    """Bytes before the first token."""
+
+
+class Store(Protocol):
+    """A place from which shards are fetched before they are read."""
+
+    def locate(self, shard: Shard) -> Path:
+        """The file of a shard, once it is here; `DataError` when it cannot be had."""
+
+    def ahead(self, shards: Sequence[Shard]) -> None:
+        """Fetch these in the background, in this order; others may be removed to make room."""
 
 
 @dataclass(frozen=True)
@@ -59,70 +73,143 @@ class Split:
     folder: Path
     name: str
     shards: tuple[Shard, ...]
+    dtype: np.dtype[Any]
+    """Type of the stored ids."""
     vocab_size: int
     eot_id: int | None
     tokenizer_kind: str
     tokenizer_fingerprint: str
     fingerprint: str
-    """SHA-256 (hex) of the tokenizer's fingerprint and each shard's tokens and hash."""
+    """SHA-256 (hex) of the tokenizer's fingerprint and each shard's tokens and content."""
     lengths: NDArray[np.int64] = field(compare=False)
     """Tokens in each shard."""
-    maps: OrderedDict[int, Tokens] = field(default_factory=OrderedDict, repr=False, compare=False)
-    lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+    store: "Store | None" = field(default=None, compare=False)
+    """Where the files are fetched from; None: they are in `folder`."""
+    memory: Tokens | None = field(default=None, repr=False, compare=False)
+    """The tokens of all shards in memory, in place of files."""
+    lock: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 
     @property
     def tokens(self) -> int:
         """Tokens in all shards."""
         return int(self.lengths.sum())
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the stored ids."""
-        return token_dtype(self.vocab_size)
+    @cached_property
+    def pages(self) -> Pages:
+        """The files, mapped as they are needed."""
+        offsets = np.array([shard.offset for shard in self.shards], np.int64)
+        return Pages(offsets + self.lengths * self.dtype.itemsize, offsets, self.dtype)
+
+    @cached_property
+    def flat(self) -> tuple[Tokens, NDArray[np.int64]]:
+        """All tokens as one array, and where in it those of each shard begin, (S,)."""
+        if self.memory is not None:
+            return self.memory, np.cumsum(self.lengths) - self.lengths
+        return self.pages.flat, self.pages.first
+
+    @cached_property
+    def checked(self) -> NDArray[np.float64]:
+        """When the file of each shard was last looked at, (S,) seconds of a monotonic clock."""
+        return np.zeros(len(self.shards))
 
     def read(self, shard: int, start: int, length: int) -> Tokens:
-        """Tokens `start` to `start + length` of a shard, as a view of the mapped file.
-
-        Raises `DataError` when the file is not what the index says.
-        """
+        """A copy of tokens `start` to `start + length` of a shard; see `windows`."""
         assert 0 <= start <= start + length <= self.shards[shard].tokens
-        return self.mapped(shard)[start : start + length]
+        row: Tokens = self.windows(np.array([shard]), np.array([start]), length)[0]
+        return row
 
-    def mapped(self, shard: int) -> Tokens:
-        """The whole shard; the one that was not used for longest is closed beyond `OPEN_MAPS`."""
-        with self.lock:
-            if shard not in self.maps:
-                self.maps[shard] = map_shard(self.folder, self.shards[shard], self.dtype)
-                if len(self.maps) > OPEN_MAPS:
-                    self.maps.popitem(last=False)
-            self.maps.move_to_end(shard)
-            return self.maps[shard]
+    def windows(self, shard: Ints, start: Ints, length: int) -> Tokens:
+        """Copies of `length` tokens from `start` (N,) of each `shard` (N,) on, as (N, length).
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open_split, (self.folder, self.name)
+        Raises `DataError` when a file is not what the index says, or was changed since.
+        """
+        tokens, first = self.flat
+        with self.lock:  # so that no shard is dropped while it is copied
+            if self.memory is None:
+                self.open(shard)
+            views = as_strided(tokens, (len(tokens) - length + 1, length), tokens.strides * 2)
+            copies: Tokens = views[first[shard] + start]
+        return copies
+
+    def open(self, shards: Ints) -> None:
+        """Map those of `shards` that are not, and look after the files of those that are.
+
+        Looked at once a `CHECK_SECONDS`: to read where a file was cut off would end the process.
+        """
+        now = time.monotonic()
+        due = shards[now - self.checked[shards] > CHECK_SECONDS]
+        missing = shards[~self.pages.mapped[shards]]
+        for number in dict.fromkeys(missing.tolist()):
+            if int(self.pages.mapped.sum()) >= OPEN_MAPS:
+                self.keep(shards.tolist())
+            self.map(number)
+        if self.store is None:  # nobody changes what was fetched
+            folder = str(self.folder)
+            for number in set(due.tolist()) - set(missing.tolist()):
+                self.pages.check(number, f"{folder}/{self.shards[number].name}")
+        self.checked[due] = now
+
+    def map(self, number: int) -> None:
+        """Open a shard, once its file is here."""
+        shard = self.shards[number]
+        path = self.store.locate(shard) if self.store else self.folder / shard.name
+        self.pages.map(number, path)
+        if shard.name.endswith(".npy"):
+            dtype, tokens, _ = npy_header(path)
+            if (dtype.itemsize, tokens) != (self.dtype.itemsize, shard.tokens):
+                self.pages.drop(number)
+                raise DataError(
+                    f"shard {path} holds {tokens} tokens of {dtype}, expected {shard.tokens} of "
+                    f"{self.dtype}; prepare the data again"
+                )
+
+    def ahead(self, shards: Sequence[int]) -> None:
+        """Tell which shards are needed now and next, in this order; the others may be dropped."""
+        if self.store is not None:
+            with self.lock:
+                self.keep(shards)
+            self.store.ahead([self.shards[number] for number in shards])
+
+    def keep(self, shards: Sequence[int]) -> None:
+        """Unmap all shards but these."""
+        others = np.setdiff1d(np.flatnonzero(self.pages.mapped), np.array(shards, np.int64))
+        for number in others.tolist():
+            self.pages.drop(number)
 
 
-def map_shard(folder: Path, shard: Shard, dtype: np.dtype[Any]) -> Tokens:
-    """The tokens of a shard file, checked against the index by its header alone."""
-    path = folder / shard.name
+def resident(split: Split, tokens: int | None) -> Split:
+    """The first `tokens` of a split (None: all), and one more as a target, read into memory."""
+    wanted = split.tokens if tokens is None else min(tokens + 1, split.tokens)
+    before = np.cumsum(split.lengths) - split.lengths
+    lengths = np.minimum(split.lengths, wanted - before)[before < wanted]
+    memory = np.concatenate([split.read(i, 0, int(n)) for i, n in enumerate(lengths)])
+    shards = zip(split.shards, lengths.tolist(), strict=False)
+    kept = tuple(replace(shard, tokens=length) for shard, length in shards)
+    return replace(split, shards=kept, lengths=lengths, store=None, memory=memory)
+
+
+def npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
+    """Type of the tokens, their number and bytes before them, of a one-dimensional .npy file."""
     try:
-        tokens = np.lib.format.open_memmap(path, mode="r")  # np.load would open zip files too
-    except (OSError, ValueError, EOFError) as error:
+        with path.open("rb") as file:
+            version = np.lib.format.read_magic(file)
+            read = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
+            shape, _, dtype = read(file)
+            offset = file.tell()
+    except (OSError, ValueError, EOFError, AttributeError) as error:
         raise DataError(f"{path} is no .npy file that can be read: {error}") from None
-    if (tokens.dtype, tokens.shape) != (dtype, (shard.tokens,)):
-        raise DataError(
-            f"{path} holds {tokens.dtype} of shape {tokens.shape}; {INDEX} says {dtype} of shape "
-            f"({shard.tokens},); prepare the data again"
-        )
-    return np.asarray(tokens)
+    if len(shape) != 1 or dtype.kind not in "ui":
+        raise DataError(f"{path} holds {dtype} of shape {shape}; expected a row of token ids")
+    return dtype, shape[0], offset
 
 
 # --------------------------------------------------------------------------- opening
 
 
-def open_split(folder: str | Path, split: str) -> Split:
-    """Open a split of a data folder after checks that read no shard.
+def open_split(folder: str | Path, split: str, store: Store | None = None) -> Split:
+    """Open a split of a data folder of ours after checks that read no shard.
 
+    With a `store` the folder holds the index alone, and the shards come when they are needed.
     Raises `UserError` when there is no folder, `DataError` when it cannot be trained on.
     """
     folder = Path(folder)
@@ -133,9 +220,12 @@ def open_split(folder: str | Path, split: str) -> Split:
         vocab_size, eot_id = int(index["vocab_size"]), index["eot_id"]
         kind, tokenizer = str(index["tokenizer"]["kind"]), str(index["tokenizer"]["fingerprint"])
         lengths = np.array([shard.tokens for shard in shards], np.int64)
+        dtype = token_dtype(vocab_size)
         known = ", ".join(index["splits"])
         for shard in shards:
-            check_shard(folder, shard, vocab_size)
+            check_entry(folder, shard, vocab_size)
+            if store is None:
+                check_size(folder / shard.name, HEADER + shard.tokens * dtype.itemsize)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
@@ -144,7 +234,10 @@ def open_split(folder: str | Path, split: str) -> Split:
         raise DataError(f"{where} lists no shards of split {split}; it has: {known or 'none'}")
     content = json.dumps([tokenizer, [(shard.tokens, shard.sha256) for shard in shards]])
     fingerprint = hashlib.sha256(content.encode()).hexdigest()
-    return Split(folder, split, shards, vocab_size, eot_id, kind, tokenizer, fingerprint, lengths)
+    return Split(
+        *(folder, split, shards, dtype, vocab_size, eot_id),
+        *(kind, tokenizer, fingerprint, lengths, store),
+    )
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -172,16 +265,25 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def check_shard(folder: Path, shard: Shard, vocab_size: int) -> None:
-    """Check the name, the size of the file and the largest token of one shard."""
+def check_entry(folder: Path, shard: Shard, vocab_size: int) -> None:
+    """Check the name, the number of tokens and the largest token of one shard."""
+    path = folder / shard.name
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", shard.name):
         raise DataError(
             f"{folder / INDEX} names a shard {shard.name!r}; expected a plain file name of letters,"
             " digits, '.', '_' and '-'"
         )
-    path = folder / shard.name
-    expected = len(header(token_dtype(vocab_size), shard.tokens))
-    expected += shard.tokens * token_dtype(vocab_size).itemsize
+    if shard.tokens < 1:
+        raise DataError(f"shard {path} has {shard.tokens} tokens, expected at least 1")
+    if shard.max_token is None or not 0 <= shard.max_token < vocab_size:
+        raise DataError(
+            f"shard {path} holds token {shard.max_token}, expected less than vocab_size "
+            f"{vocab_size}; it was made with another tokenizer"
+        )
+
+
+def check_size(path: Path, expected: int) -> None:
+    """`DataError` unless a shard's file is there, with the bytes that it should have."""
     try:
         actual = os.stat(path).st_size
     except OSError as error:
@@ -194,124 +296,3 @@ def check_shard(folder: Path, shard: Shard, vocab_size: int) -> None:
             f"shard {path} has {actual} bytes, expected {expected}; it was "
             f"{'cut short' if actual < expected else 'changed'}: prepare the data again"
         )
-    if shard.tokens < 1:
-        raise DataError(f"shard {path} has {shard.tokens} tokens, expected at least 1")
-    if not 0 <= shard.max_token < vocab_size:
-        raise DataError(
-            f"shard {path} holds token {shard.max_token}, expected less than vocab_size "
-            f"{vocab_size}; it was made with another tokenizer"
-        )
-
-
-def header(dtype: np.dtype[Any], tokens: int) -> bytes:
-    """What precedes the tokens in a .npy file: 128 bytes, as numpy pads it to a multiple of 64."""
-    spelled = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({tokens},), }}"
-    return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + f"{spelled:<117}\n".encode()
-
-
-# --------------------------------------------------------------------------- writing
-
-
-class ShardWriter:
-    """Cuts a stream of documents into files of `shard_tokens` tokens, the last one shorter."""
-
-    def __init__(
-        self, folder: str | Path, split: str, dtype: np.dtype[Any], shard_tokens: int
-    ) -> None:
-        self.folder, self.split = Path(folder), split
-        self.buffer = np.empty(shard_tokens, dtype)  # pages are taken as they are filled
-        self.filled = self.documents = self.bytes = 0
-        self.shards: list[Shard] = []
-
-    def add(self, tokens: Tokens, documents: int, utf8_bytes: int) -> None:
-        """Append `documents` documents of `utf8_bytes` bytes, which count for the shard where they
-        begin; a document is parted only where a shard is full.
-        """
-        self.documents += documents
-        self.bytes += utf8_bytes
-        while len(tokens):
-            part = tokens[: len(self.buffer) - self.filled]
-            self.buffer[self.filled : self.filled + len(part)] = part
-            self.filled += len(part)
-            tokens = tokens[len(part) :]
-            if self.filled == len(self.buffer):
-                self.close_shard()
-
-    def finish(self) -> list[Shard]:
-        """Write what is left; all shards in order."""
-        if self.filled:
-            self.close_shard()
-        return self.shards
-
-    def close_shard(self) -> None:
-        """Write the buffer as the next shard."""
-        tokens = self.buffer[: self.filled]
-        name = f"{self.split}_{len(self.shards):06d}.npy"
-        sha256 = write_file(self.folder / name, [header(tokens.dtype, len(tokens)), tokens.data])
-        largest = int(tokens.max())
-        shard = Shard(name, len(tokens), self.documents, self.bytes, sha256, largest)
-        self.shards.append(shard)
-        self.filled = self.documents = self.bytes = 0
-
-
-def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> str:
-    """Write a file completely or not at all; its SHA-256 in hex."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    hasher = hashlib.sha256()
-    with temporary.open("wb", buffering=0) as file:
-        for part in parts:
-            hasher.update(part)
-            write_all(file, memoryview(part).cast("B"))
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    return hasher.hexdigest()
-
-
-def write_all(file: io.FileIO, data: memoryview) -> None:
-    """Write all of `data`; one call of the system writes at most 2 GB."""
-    while data:
-        data = data[file.write(data) or 0 :]
-
-
-def write_index(
-    folder: str | Path,
-    *,
-    kind: str,
-    fingerprint: str,
-    vocab_size: int,
-    eot_id: int | None,
-    splits: Mapping[str, Sequence[Shard]],
-    prepared: Mapping[str, Any],
-) -> None:
-    """Write dataset.json: tokenizer (`kind`, `fingerprint`), shards, and how they were made."""
-    index = {
-        "format": FORMAT,
-        "version": VERSION,
-        "tokenizer": {"kind": kind, "fingerprint": fingerprint},
-        "vocab_size": vocab_size,
-        "eot_id": eot_id,
-        "prepared": dict(prepared),
-        "splits": {name: [asdict(shard) for shard in shards] for name, shards in splits.items()},
-    }
-    write_file(Path(folder) / INDEX, [(json.dumps(index, indent=1) + "\n").encode()])
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`, waiting for it if need be; the file stays."""
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            sys.stderr.write(f"another process holds {path}; waiting until it has prepared data\n")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def sync(path: Path) -> None:
-    """Make the content of a file, or the names in a folder, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

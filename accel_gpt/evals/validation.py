@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.shards import Split
 from accel_gpt.errors import DataError
+from accel_gpt.model.documents import separate
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.plan import Plan
-from accel_gpt.run.setup import Corpus
+from accel_gpt.run.corpus import Corpus
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Score:
 
     loss_sum: float  # nats
     tokens: int
-    bytes: int
+    bytes: float
 
     @property
     def loss(self) -> float:
@@ -42,31 +43,58 @@ class Score:
     @property
     def bits_per_byte(self) -> float:
         """Total bits over the UTF-8 bytes of the targets: comparable over tokenizers."""
-        return self.loss_sum / math.log(2) / max(self.bytes, 1)
+        return self.loss_sum / math.log(2) / (self.bytes or 1)
 
 
 def evaluate_splits(
     model: nn.Module, corpus: Corpus, accelerator: Accelerator, plan: Plan, tokens: int | None
 ) -> dict[str, float]:
-    """The eval/ figures of a record: both splits by the same method; a collective."""
-    train, val = (
-        evaluate(
-            model,
-            split,
-            accelerator,
-            batch_size=plan.micro_batch_size,
-            block_size=plan.block_size,
-            tokens=tokens,
-            token_bytes=corpus.token_bytes,
-        )
-        for split in (corpus.train, corpus.val)
-    )
-    return {
+    """The eval/ figures of a record: both splits by the same method; a collective.
+
+    Of several sources each has its share of `tokens` and of the means; `eval/val_loss/NAME` is the
+    loss of each.
+    """
+    scores = {
+        name: [
+            evaluate(
+                model,
+                part.split,
+                accelerator,
+                batch_size=plan.micro_batch_size,
+                block_size=plan.block_size,
+                tokens=None if tokens is None else max(1, round(tokens * part.share)),
+                token_bytes=corpus.token_bytes,
+                document_end=corpus.document_end,
+            )
+            for part in parts
+        ]
+        for name, parts in corpus.evaluated.items()
+    }
+    shares = {name: [part.share for part in parts] for name, parts in corpus.evaluated.items()}
+    train, val = (weighted(scores[name], shares[name]) for name in ("train", "val"))
+    figures = {
         "eval/train_loss": train.loss,
         "eval/val_loss": val.loss,
         "eval/val_perplexity": val.perplexity,
         "eval/val_bits_per_byte": val.bits_per_byte,
     }
+    parts = corpus.evaluated["val"]
+    if len(parts) > 1:
+        each = zip(parts, scores["val"], strict=True)
+        figures |= {f"eval/val_loss/{part.name}": score.loss for part, score in each}
+    return figures
+
+
+def weighted(scores: list[Score], shares: list[float]) -> Score:
+    """The score of one token in the mean, each source having its share of it."""
+    if len(scores) == 1:
+        return scores[0]
+    each = list(zip(scores, shares, strict=True))
+    return Score(
+        loss_sum=sum(share * score.loss for score, share in each),
+        tokens=1,
+        bytes=sum(share * score.bytes / score.tokens for score, share in each),
+    )
 
 
 def windows(split: Split, block_size: int, tokens: int | None) -> npt.NDArray[np.int64]:
@@ -96,7 +124,7 @@ def batches(
         for row, (shard, start) in enumerate(places[first : first + batch_size].tolist()):
             size = min(block_size, int(split.lengths[shard]) - 1 - start)
             window = split.read(shard, start, size + 1)
-            check_tokens(window, vocab_size, split)
+            check_tokens(window, vocab_size, split.folder)
             tokens[row, :size], targets[row, :size] = window[:-1], window[1:]
         yield torch.from_numpy(tokens), torch.from_numpy(targets)
 
@@ -111,10 +139,12 @@ def evaluate(
     block_size: int,
     tokens: int | None,
     token_bytes: npt.NDArray[np.int64],
+    document_end: int | None = None,
 ) -> Score:
     """Score `model` on `split`, spread over all processes; a collective, with no random draw.
 
-    `token_bytes`: (V,) UTF-8 bytes that each token stands for.
+    `token_bytes`: (V,) UTF-8 bytes that each token stands for. `document_end`: the token at which
+    attention and loss end, None: nowhere.
     """
     training = model.training
     model.eval()
@@ -122,8 +152,14 @@ def evaluate(
     mine = windows(split, block_size, tokens)[rank::world]
     losses, counts, size = [], [], 0
     for inputs, targets in batches(split, mine, batch_size, block_size, len(token_bytes)):
+        documents = None
+        if document_end is not None:
+            targets, documents = separate(inputs, targets, document_end)
+            documents = documents.to(device)
         real = targets[targets != IGNORE]
-        loss = model(inputs.to(device), targets.to(device))
+        if not len(real):
+            continue
+        loss = model(inputs.to(device), targets.to(device), documents=documents)
         losses.append(loss.float())
         counts.append(len(real))
         size += int(token_bytes[real.numpy()].sum())

@@ -6,7 +6,6 @@ size and SHA-256 of every file. Without a valid manifest the folder is not a che
 it is unpickled but what Accelerate loads with `weights_only=True`.
 """
 
-import hashlib
 import json
 import math
 import re
@@ -22,9 +21,9 @@ from safetensors.torch import load_model as load_weights
 
 from accel_gpt.config import CheckpointConfig, ModelConfig
 from accel_gpt.data.order import derive_seed
-from accel_gpt.data.shards import sync, write_file
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, require
+from accel_gpt.files import sha256, sync, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.parse import build
 
@@ -45,6 +44,9 @@ class TrainState:
     best_step: int | None = None
     world_size: int = 1
     data_fingerprint: str = ""
+    data_origin: int = 0  # sequence at which this mixture of sources began
+    data_sources: list[dict[str, Any]] = field(default_factory=list)  # see Corpus.describe
+    text_places: list[Any] = field(default_factory=list)  # of each process: see TextCorpus
     tokenizer_fingerprint: str = ""
     config: dict[str, Any] = field(default_factory=dict)  # dotted keys
 
@@ -160,12 +162,6 @@ def clean(root: Path) -> None:
 def write_json(path: Path, value: object) -> None:
     """`value` as indented JSON, on disk when this returns."""
     write_file(path, [json.dumps(value, indent=1).encode()])
-
-
-def sha256(path: Path) -> str:
-    """Hash of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def step_name(step: int) -> str:
@@ -292,7 +288,6 @@ def restore(accelerator: Accelerator, path: Path, now: TrainState) -> TrainState
     if not same_world:
         torch.manual_seed(derive_seed(now.config["seed"], saved.step, accelerator.process_index))
     state = replace(saved, config=now.config, world_size=now.world_size)
-    state.data_fingerprint = now.data_fingerprint
     if path.parent.parent.resolve() != Path(now.config["out_dir"]).resolve():
         state.best_step = state.best_val_loss = None  # the best so far is not in this folder
     return state

@@ -25,8 +25,9 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 
-from accel_gpt.config import Config, DataConfig
+from accel_gpt.config import Config
 from accel_gpt.data.prepare import prepare
+from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import UserError, require
 from accel_gpt.plan import Plan
 
@@ -63,12 +64,14 @@ def ensure_data(data: DataConfig) -> None:
     its memory back. Exits with its code if it fails; raises `UserError` if the folder that is there
     was prepared in another way.
     """
-    require(
-        bool(data.train), "data.train is empty; name the folder of token shards, or one to prepare"
-    )
-    folder = Path(data.train)
     if data.prepare.source is None:
         return
+    require(
+        bool(data.folder) and "://" not in str(data.folder),
+        f"data.prepare makes one folder, but data.train is {data.train or 'empty'}; name the "
+        "folder, or prepare those of a mixture one by one with accel-gpt prepare",
+    )
+    folder = Path(str(data.folder))
     if os.environ.get("LOCAL_RANK", "0") != "0":
         while not (folder / "dataset.json").exists():
             time.sleep(0.2)
@@ -76,7 +79,7 @@ def ensure_data(data: DataConfig) -> None:
     if (folder / "dataset.json").exists():
         prepare(data.prepare, folder)  # only compares
         return
-    settings = {"out": data.train, **asdict(data.prepare)}
+    settings = {"out": str(folder), **asdict(data.prepare)}
     options = [f"--{key}={value}" for key, value in settings.items() if value is not None]
     command = [sys.executable, "-m", "accel_gpt.cli", "prepare", *options]
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -20,11 +20,12 @@ from typing import Any, Self
 from accelerate import Accelerator
 
 from accel_gpt.config import Config
-from accel_gpt.data.shards import sync, write_file
+from accel_gpt.files import sync, write_file
 from accel_gpt.parse import to_flat, to_plain, to_yaml
 from accel_gpt.run.checkpoint import TrainState
 
-# metrics.csv, and with it the keys of metrics.jsonl; progress in percent of the run
+# metrics.csv, and with it the keys of metrics.jsonl; progress in percent of the run. Mixtures have
+# data/epochs/NAME and eval/val_loss/NAME in metrics.jsonl besides.
 COLUMNS = (
     "step",
     "progress",
@@ -35,6 +36,7 @@ COLUMNS = (
     "train/perplexity",
     "train/lr",
     "train/grad_norm",
+    "data/epochs",
     "perf/tokens_per_second",
     "perf/step_ms",
     "perf/mfu",

@@ -21,11 +21,15 @@ from accel_gpt.run.checkpoint import (
     step_name,
     verify,
 )
+from accel_gpt.run.corpus import source_changes
 
 # What a run may change freely when it continues: nothing that decides weights, data or schedule.
 FREE = (
     "out_dir",
     "data.train",  # the fingerprint of its content decides
+    "data.tokenizer",
+    "data.cache_",
+    "data.allow_change",
     "data.prepare.",
     "model.init_from",
     "train.micro_batch_size",
@@ -89,7 +93,13 @@ def take_up(
     if accelerator.is_main_process:
         path = find_resume(Path(config.out_dir), config.checkpoint.resume, say)
         if path:
-            check_same_run(path, read_state(path), now, config.checkpoint.allow_change)
+            saved = read_state(path)
+            allowed = config.checkpoint.allow_change
+            if config.data.allow_change:
+                allowed += ("data.train",)
+            check_same_run(path, saved, now, allowed)
+            for key, (was, new) in source_changes(saved, now).items():
+                say(f"from step {saved.step:,} on {key} is {new}; it was {was}")
             choice = [str(path)]
         else:
             check_same_folder(config)
@@ -103,12 +113,11 @@ def check_same_run(
 ) -> None:
     """Raise `UserError` listing what differs between a checkpoint and the run that continues it."""
     changes = differences(state.config, now.config)
-    if state.data_fingerprint != now.data_fingerprint:
-        changes["data.train"] = (state.data_fingerprint[:12], now.data_fingerprint[:12])
+    changes |= source_changes(state, now)
     refused = {
         key: change
         for key, change in changes.items()
-        if key not in allowed or key.startswith(FIXED)
+        if key.partition("[")[0] not in allowed or key.startswith(FIXED)
     }
     if state.tokenizer_fingerprint != now.tokenizer_fingerprint:
         refused["tokenizer"] = (state.tokenizer_fingerprint[:12], now.tokenizer_fingerprint[:12])
@@ -116,7 +125,7 @@ def check_same_run(
         raise UserError(
             f"{path} was made with another config: {listed(refused)}; restore "
             f"{'it' if len(refused) == 1 else 'them'}, set another out_dir"
-            + allow_hint([key for key in refused if not key.startswith(FIXED)])
+            + allow_hint([key.partition("[")[0] for key in refused if not key.startswith(FIXED)])
         )
 
 
@@ -136,7 +145,10 @@ def check_same_folder(config: Config) -> None:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Keys whose values differ and may not: key -> (before, now)."""
+    """Keys whose values differ and may not: key -> (before, now); a key that `before` lacks, as an
+    earlier version wrote it, had its default.
+    """
+    before = to_flat(to_plain(Config())) | dict(before)
     return {
         key: (before.get(key), now.get(key))
         for key in sorted(before.keys() | now.keys())
@@ -151,4 +163,7 @@ def listed(changes: Mapping[str, tuple[Any, Any]]) -> str:
 
 def allow_hint(keys: list[str]) -> str:
     """How to accept a change that can be accepted."""
+    keys = list(dict.fromkeys(keys))
+    if keys == ["data.train"]:
+        return ", or accept it with --data.allow_change"
     return f", or accept it with --checkpoint.allow_change {','.join(keys)}" if keys else ""

@@ -1,83 +1,23 @@
-"""What a run is built from: its corpus, its model, its speedometer, and the record of both."""
+"""What a run is built from besides its corpus: its model, its speedometer, and their record."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from accelerate import Accelerator
 
 from accel_gpt.config import Config
-from accel_gpt.data.loader import Loader
-from accel_gpt.data.order import Order
-from accel_gpt.data.shards import Split, open_split, write_file
-from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
-from accel_gpt.errors import DataError, UserError
+from accel_gpt.errors import UserError
+from accel_gpt.files import write_file
 from accel_gpt.model.cost import flops_per_token, mfu, parameter_counts, peak_flops
 from accel_gpt.model.gpt import GPT
-from accel_gpt.parse import to_flat, to_plain, to_yaml
+from accel_gpt.parse import to_yaml
 from accel_gpt.plan import Plan
-from accel_gpt.run.checkpoint import TrainState, find_checkpoint, load_model
+from accel_gpt.run.checkpoint import find_checkpoint, load_model
+from accel_gpt.run.corpus import Corpus
 from accel_gpt.run.environment import describe_machine, device_name, memory_gb
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Tokenized text, its tokenizer and the order in which it is read."""
-
-    tokenizer: Tokenizer
-    train: Split
-    val: Split
-    order: Order
-    vocab_size: int  # of the model: the tokenizer's, or more
-    token_bytes: npt.NDArray[np.int64]  # (V,) UTF-8 bytes that each token stands for
-
-    def new_state(self, config: Config, world_size: int) -> TrainState:
-        """The state of a run that has not begun."""
-        return TrainState(
-            world_size=world_size,
-            data_fingerprint=self.train.fingerprint,
-            tokenizer_fingerprint=self.tokenizer.fingerprint,
-            config=to_flat(to_plain(config)),
-        )
-
-    def loader(self, plan: Plan, accelerator: Accelerator, position: int) -> Loader:
-        """This process's micro-batches from `position`, a number of windows."""
-        rank, device = accelerator.process_index, accelerator.device
-        return Loader(self.train, self.order, plan, self.vocab_size, rank, device, position)
-
-
-def open_corpus(config: Config) -> Corpus:
-    """Open `data.train` and `data.val`; `DataError` where they do not fit each other."""
-    train = open_split(Path(config.data.train), "train")
-    val = open_split(Path(config.data.val or config.data.train), "val")
-    tokenizer = load_tokenizer(train.folder)
-    for split in (train, val):
-        if split.tokenizer_fingerprint != tokenizer.fingerprint:
-            raise DataError(
-                f"the {split.name} shards of {split.folder} were made with another tokenizer "
-                f"({split.tokenizer_kind}, {split.tokenizer_fingerprint[:12]}) than the run's "
-                f"({tokenizer.kind}, {tokenizer.fingerprint[:12]}); prepare them again"
-            )
-    vocab_size = config.model.vocab_size or tokenizer.vocab_size
-    if vocab_size < tokenizer.vocab_size:
-        raise UserError(
-            f"model.vocab_size is {vocab_size:,} but the tokenizer of {train.folder} has "
-            f"{tokenizer.vocab_size:,} tokens; leave model.vocab_size unset or raise it"
-        )
-    token_bytes = np.zeros(vocab_size, dtype=np.int64)
-    token_bytes[: tokenizer.vocab_size] = tokenizer.token_bytes()
-    order = Order(
-        train.lengths,
-        config.model.block_size,
-        config.data.shuffle,
-        config.seed,
-        train.fingerprint,
-    )
-    return Corpus(tokenizer, train, val, order, vocab_size, token_bytes)
 
 
 def build_model(config: Config, corpus: Corpus, resuming: bool) -> GPT:
@@ -132,15 +72,12 @@ class Speed:
 def describe_run(config: Config, plan: Plan, corpus: Corpus, speed: Speed, machine: Any) -> str:
     """The first lines of a run."""
     parameters = parameter_counts(config.model, corpus.vocab_size)["total"]
-    epochs = plan.max_steps * plan.sequences_per_step / corpus.order.windows_per_epoch
     unknown = "" if speed.peak else f"; its {speed.dtype} peak is not known: no MFU"
     return "\n".join(
         [
             f"model    {config.model.preset}, {parameters:,} parameters, "
             f"{speed.flops_per_token / 1e6:,.1f} MFLOP a token",
-            f"data     {config.data.train}: {corpus.train.tokens:,} train and "
-            f"{corpus.val.tokens:,} val tokens, tokenizer {corpus.tokenizer.kind} of "
-            f"{corpus.tokenizer.vocab_size:,}; {epochs:.2f} epochs",
+            *corpus.lines(plan),
             *(f"plan     {line}" for line in plan.describe().splitlines()),
             f"device   {machine['processes']} x {machine['device']}, precision "
             f"{machine['mixed_precision']}, {machine['threads_per_process']} threads{unknown}",

@@ -1,0 +1,338 @@
+"""Token files of other projects, read where they lie without conversion.
+
+nanoGPT: train.bin and val.bin, raw ids, with a vocabulary of characters in meta.pkl or none.
+llm.c and modded-nanogpt: .bin with a header of 256 int32. build-nanogpt: .npy. datatrove: .ds, raw
+ids, described by NAME.ds.metadata and NAME.ds.index. The name tells the split.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accel_gpt.data.safe_pickle import read_vocabulary
+from accel_gpt.data.shards import INDEX, Shard, Split, Store, npy_header, token_dtype
+from accel_gpt.data.tokenizer import (
+    BytesTokenizer,
+    CharsTokenizer,
+    Tokenizer,
+    load_gpt2,
+    load_tokenizer,
+)
+from accel_gpt.errors import DataError, UserError, require
+
+META, TOKENIZER, CONFIG = "meta.pkl", "tokenizer.json", "tokenizer_config.json"
+GPT2 = frozenset({"gpt2", "openai-community/gpt2"})  # as files of others name it
+ENDINGS = (".bin", ".npy", ".ds")
+RAW = ("train.bin", "val.bin")
+BLOCK = 4096  # bytes of one sampled block, a multiple of every token size
+BLOCKS = 5  # sampled of a shard: the first, the last, and some between
+FEWEST = 16  # ids from which on zeros between them tell something
+# magic, version, type and tokenizer of a .bin file; llm.c, dev/data/data_common.py
+HEADERS = ((20240520, 1, "<u2", "gpt2"), (20240801, 7, "<u4", None))
+EVALUATION = 20240522  # magic of questions with answers, as hellaswag_val.bin
+HEADER_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A file of tokens, and what it says of itself (None: nothing)."""
+
+    name: str
+    size: int  # bytes
+    project: str
+    offset: int = 0  # bytes before the tokens
+    dtype: np.dtype[Any] | None = None
+    tokens: int | None = None
+    tokenizer: str | None = None
+    path: Path | None = None  # if it is here
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder, here or remote, of which `fetch` brings files here."""
+
+    folder: Path
+    sizes: Mapping[str, int]
+    fetch: Callable[[str], Path]
+    remote: bool
+
+
+def open_foreign(
+    folder: Path,
+    sizes: Mapping[str, int],
+    fetch: Callable[[str], Path],
+    split: str,
+    tokenizer: str | None,
+    store: Store | None = None,
+) -> tuple[Split, Tokenizer]:
+    """A split of a folder that another project wrote, and the tokenizer that made it.
+
+    `sizes`: bytes of each file. `fetch` gives the file of a name. `tokenizer`: gpt2, bytes or a
+    path, for files that do not tell it. With a `store` only the first shard of each series is
+    fetched. Raises `DataError` for files that are no tokens of one format, `UserError` when the
+    tokenizer is not known.
+    """
+    place = Place(folder, sizes, fetch, store is not None)
+    files = find(place, split)
+    made_by = find_tokenizer(place, files, tokenizer)
+    dtypes = {file.dtype or token_dtype(made_by.vocab_size): file.name for file in files}
+    if len(dtypes) > 1:
+        several = ", ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
+        raise DataError(f"{folder} holds {split} shards of several types: {several}; part them")
+    (dtype,) = dtypes
+    unsigned = np.dtype(f"<u{dtype.itemsize}")
+    shards, content = [], []
+    for file in files:
+        tokens = count(folder, file, dtype)
+        if not tokens:
+            continue
+        shards.append(Shard(file.name, tokens, offset=file.offset))
+        blocks = [] if file.path is None else list(sample(file.path, file))
+        if blocks:
+            check_ids(file, blocks, unsigned, made_by.vocab_size)
+        digest = hashlib.sha256(b"".join(blocks)).hexdigest()
+        content.append([file.name, file.size] if store else [tokens, digest])
+    if not shards:
+        raise DataError(f"the {split} shards of {folder} are all empty; make them again")
+    told = json.dumps([made_by.fingerprint, content])
+    opened = Split(
+        *(folder, split, tuple(shards), unsigned, made_by.vocab_size, made_by.eot_id),
+        *(made_by.kind, made_by.fingerprint, hashlib.sha256(told.encode()).hexdigest()),
+        *(np.array([shard.tokens for shard in shards], np.int64), store),
+    )
+    return opened, made_by
+
+
+# --------------------------------------------------------------------------- which files
+
+
+def find(place: Place, split: str) -> list[TokenFile]:
+    """The token files of a split in order, all of one project's format."""
+    pattern = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
+    named = (name for name in place.sizes if name.endswith(ENDINGS) and pattern.fullmatch(name))
+    candidates = sorted(named, key=natural)
+    files = list(describe(place, of_split(candidates, split)))
+    if not files:
+        remedy = "; set data.val to a folder that has them" if split == "val" else ""
+        raise DataError(
+            f"{place.folder} has no {INDEX}, and no {split} shards of another project that are "
+            "read: train.bin and val.bin of nanoGPT, .bin of llm.c and modded-nanogpt, .npy of "
+            f"build-nanogpt, .ds of datatrove, with {split} as a word of the name (of letters, "
+            f"digits, '.', '_', '-'); it has: {', '.join(candidates[:5]) or 'none'}{remedy}"
+        )
+    projects = {file.project: file.name for file in files}
+    if len(projects) > 1:
+        told = ", ".join(f"{project} ({name})" for project, name in projects.items())
+        raise DataError(
+            f"{place.folder} holds {split} shards of several formats: {told}; part them"
+        )
+    return files
+
+
+def natural(name: str) -> tuple[list[str | int], str]:
+    """Sorts names with the numbers in them as numbers."""
+    parts = re.split(r"([0-9]+)", name)
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)], name
+
+
+def split_of(name: str) -> str | None:
+    """val, train or test as the words of a file name tell; None when they do not."""
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    if words & {"val", "valid", "validation"} or ("test" in words and name.endswith(".ds")):
+        return "val"
+    return "train" if "train" in words else "test" if "test" in words else None
+
+
+def of_split(names: Sequence[str], split: str) -> list[str]:
+    """Files of a split; datatrove, which has none, and a folder without any hold train."""
+    said = {split_of(name) for name in names}
+    chosen = [name for name in names if split_of(name) == split]
+    if chosen or split != "train":
+        return chosen
+    silent = [name for name in names if split_of(name) is None]
+    return [name for name in silent if name.endswith(".ds") or not any(said)]
+
+
+def describe(place: Place, names: Sequence[str]) -> Iterator[TokenFile]:
+    """What each file says; of a remote place, the first of a series speaks for the others."""
+    series: dict[str, TokenFile | None] = {}
+    for name in names:
+        key = re.sub("[0-9]+", "0", name)
+        if not place.remote or key not in series:
+            series[key] = file = read_header(place, name)
+        elif file := series[key]:
+            file = replace(file, name=name, size=place.sizes[name], tokens=None, path=None)
+        if file:
+            yield file
+
+
+# --------------------------------------------------------------------------- the formats
+
+
+def read_header(place: Place, name: str) -> TokenFile | None:
+    """What a file says of its tokens; None when it holds something else."""
+    if name.endswith(".ds"):
+        return datatrove(place, name)
+    path, size = place.fetch(name), place.sizes[name]
+    if name.endswith(".bin"):
+        return bin_file(path, name, size)
+    dtype, tokens, offset = npy_header(path)
+    if dtype.str not in ("<u2", "<u4", "<i4"):
+        read = "uint16, uint32 and int32, little-endian"
+        raise DataError(f"{path} holds {dtype} ({dtype.str}); save it as what is read: {read}")
+    return TokenFile(name, size, "build-nanogpt .npy", offset, dtype, tokens, None, path)
+
+
+def bin_file(path: Path, name: str, size: int) -> TokenFile | None:
+    """A file of llm.c when its header says so, else of nanoGPT when its name does."""
+    raw = TokenFile(name, size, "nanoGPT", path=path) if name in RAW else None
+    start = read_at(path, 0, 12) if size >= HEADER_BYTES else bytes(12)
+    magic, version, tokens = np.frombuffer(start, "<i4").tolist()
+    for known, known_version, dtype_name, tokenizer in HEADERS:
+        dtype = np.dtype(dtype_name)
+        fits = size == HEADER_BYTES + tokens * dtype.itemsize
+        if magic != known or (raw and not (fits and version == known_version)):
+            continue
+        if version != known_version:
+            raise DataError(f"{path} has version {version} of llm.c's format, not {known_version}")
+        return TokenFile(name, size, "llm.c", HEADER_BYTES, dtype, tokens, tokenizer, path)
+    if not raw and magic != EVALUATION and split_of(name):
+        raise DataError(
+            f"{path} has no header of llm.c ({HEADER_BYTES} bytes that begin with 20240520 or "
+            "20240801); raw uint16 is read from files named train.bin or val.bin"
+        )
+    return raw
+
+
+def datatrove(place: Place, name: str) -> TokenFile:
+    """A .ds file, by its .metadata (tokenizer|token size, then tokens) and .index (uint64 ends)."""
+    path = None if place.remote else place.fetch(name)
+    file = TokenFile(name, place.sizes[name], "datatrove .ds", path=path)
+    if f"{name}.metadata" in place.sizes:
+        path = place.fetch(f"{name}.metadata")
+        length = min(place.sizes[f"{name}.metadata"], BLOCK)
+        lines = read_at(path, 0, length).decode("utf-8", "replace").splitlines()
+        told = re.fullmatch(r"(.*?)(?:\|([0-9]+))?", lines[0] if lines else "")
+        if not told or told[2] not in (None, "2", "4"):
+            begin = lines[0][:80]
+            raise DataError(f"{path} begins with {begin!r}; expected tokenizer|2 or tokenizer|4")
+        tokens = int(lines[1]) if lines[1:] and re.fullmatch("[0-9]{1,18}", lines[1]) else None
+        dtype = np.dtype(f"<u{told[2]}") if told[2] else None
+        named = None if told[1].startswith("Unknown Tokenizer") else told[1] or None
+        file = replace(file, dtype=dtype, tokens=tokens, tokenizer=named)
+    size = place.sizes.get(f"{name}.index", 0)
+    if size >= 8 and not (place.remote and file.dtype):
+        path = place.fetch(f"{name}.index")
+        tokens = int.from_bytes(read_at(path, size - 8, 8), "little")
+        if file.tokens not in (None, tokens):
+            raise DataError(f"{path} ends at token {tokens}, its .metadata says {file.tokens}")
+        file = replace(file, tokens=tokens)
+    return file
+
+
+def read_at(path: Path, start: int, length: int) -> bytes:
+    """Exactly `length` bytes of a file from `start` on."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            content = file.read(length)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) < length:
+        raise DataError(f"{path} ends before byte {start + length}; it was cut short or changed")
+    return content
+
+
+# --------------------------------------------------------------------------- checks
+
+
+def count(folder: Path, file: TokenFile, dtype: np.dtype[Any]) -> int:
+    """Tokens in a file, once its size is what the file says."""
+    body = file.size - file.offset
+    where = f"{folder / file.name} has {file.size} bytes"
+    cause = "it was cut short or changed, or its type is another than the tokenizer's"
+    if file.tokens is not None and file.tokens * dtype.itemsize != body:
+        expected = file.offset + file.tokens * dtype.itemsize
+        raise DataError(f"{where}, not {expected} for {file.tokens} tokens of {dtype}; {cause}")
+    if body < 0 or (odd := body % dtype.itemsize):
+        wrong = f"{odd} more than whole tokens of {dtype}" if body >= 0 else "less than its header"
+        raise DataError(f"{where}, {wrong}; {cause}")
+    return body // dtype.itemsize
+
+
+def sample(path: Path, file: TokenFile) -> Iterator[bytes]:
+    """A few blocks of a file's tokens: the first, the last, and some between."""
+    body = file.size - file.offset
+    last = max(body - BLOCK, 0)
+    for start in sorted({last * i // (BLOCKS - 1) // 4 * 4 for i in range(BLOCKS - 1)} | {last}):
+        yield read_at(path, file.offset + start, min(body, BLOCK))
+
+
+def check_ids(file: TokenFile, blocks: list[bytes], dtype: np.dtype[Any], vocab_size: int) -> None:
+    """`DataError` if sampled tokens look like another type, or are beyond the vocabulary."""
+    ids = [np.frombuffer(block, dtype) for block in blocks]
+    if not file.offset and dtype.itemsize == 2 and sum(map(len, ids)) >= FEWEST:
+        odd, even = (max(int(part[i::2].max(initial=0)) for part in ids) for i in (1, 0))
+        if even and not odd:
+            raise DataError(
+                f"{file.path} looks like uint32 but is read as uint16: every second number is 0; "
+                "set data.tokenizer to the one that made it, or convert it to uint16"
+            )
+    largest = max(int(part.max()) for part in ids)
+    if largest >= vocab_size:
+        raise DataError(
+            f"{file.path} holds token {largest} beyond the vocabulary of {vocab_size}; its type "
+            f"may be another than {dtype}, or set data.tokenizer to the one that made it"
+        )
+
+
+# --------------------------------------------------------------------------- tokenizers
+
+
+def find_tokenizer(place: Place, files: Sequence[TokenFile], spec: str | None) -> Tokenizer:
+    """The folder's tokenizer, else the one of data.tokenizer, else what the files name."""
+    given = known_tokenizer(spec) if spec else None
+    beside: Tokenizer | None = None
+    if META in place.sizes:
+        beside = CharsTokenizer(read_vocabulary(place.fetch(META)))
+    elif TOKENIZER in place.sizes:
+        if CONFIG in place.sizes:
+            place.fetch(CONFIG)
+        beside = load_tokenizer(place.fetch(TOKENIZER))
+    if beside and given and beside.fingerprint != given.fingerprint:
+        raise DataError(
+            f"data.tokenizer is {spec}, another than {META if META in place.sizes else TOKENIZER} "
+            f"in {place.folder} ({beside.kind} of {beside.vocab_size} tokens); leave data.tokenizer"
+            " out, or remove the file"
+        )
+    if known := beside or given:
+        return known
+    named = {file.tokenizer for file in files}
+    if named <= GPT2:
+        return load_gpt2()
+    (name, *_) = sorted(str(name) for name in named - GPT2)
+    said = "do not say their tokenizer" if None in named else f"name the tokenizer {name!r}"
+    raise UserError(
+        f"{place.folder} holds token shards of another project, which {said}; set data.tokenizer "
+        "to gpt2, bytes or the path of a tokenizer.json"
+    )
+
+
+def known_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer that data.tokenizer names: gpt2, bytes or a path; else `UserError`."""
+    if spec == "gpt2":
+        return load_gpt2()
+    if spec == "bytes":
+        return BytesTokenizer()
+    require(
+        Path(spec).exists(),
+        f"data.tokenizer is {spec!r}, which is no file; expected gpt2, bytes or the path of a "
+        "tokenizer.json",
+    )
+    return load_tokenizer(spec)

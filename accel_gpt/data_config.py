@@ -1,0 +1,158 @@
+"""The knobs of the data: what is trained on, in which order, and how it is made. No torch."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+from accel_gpt.errors import not_negative, positive, require
+
+Source = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "dataset", "shards"]
+TOKENIZERS = "bytes, chars, bpe, gpt2 or the path of a tokenizer.json"
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """How to make the data folder when it is missing."""
+
+    source: Source | None = None
+    """What path or dataset holds; null: the folder must exist already. shards: tokens in any format
+    that is read, copied into a folder of ours."""
+    path: str | None = None
+    """File, folder, glob, http(s) URL, or - for standard input; for text, jsonl, parquet, arrow."""
+    dataset: str | None = None
+    """Hub id, for source dataset (streamed, never downloaded whole)."""
+    dataset_config: str | None = None
+    """Configuration name of the Hub data set."""
+    dataset_split: str = "train"
+    """Split of the Hub data set."""
+    text_field: str = "text"
+    """Name of the column that holds the text; for jsonl, parquet, arrow and dataset."""
+    tokenizer: str = "gpt2"
+    """bytes, chars, bpe (trained on the text), gpt2, or the path of a tokenizer.json."""
+    vocab_size: int = 4096
+    """Tokens in the vocabulary of a trained bpe, end-of-text included."""
+    sample_bytes: int = 1_000_000_000
+    """UTF-8 bytes of text, spread over the source, that a bpe is trained on."""
+    val_fraction: float = 0.1
+    """Share of the text held out, 0 to 1: whole documents, or the end of each of a few texts."""
+    dedupe: bool = False
+    """Drop documents equal to an earlier one."""
+    skip_invalid: bool = False
+    """Skip, and count, what cannot be decoded, rather than stop at it."""
+    shard_tokens: int = 100_000_000
+    """Tokens in one shard file."""
+    workers: int = 0
+    """Processes that tokenize; 0: one for each core."""
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.val_fraction < 1,
+            f"data.prepare.val_fraction is {self.val_fraction}; it must lie between 0 and 1",
+        )
+        require(
+            self.vocab_size >= 257,
+            f"data.prepare.vocab_size is {self.vocab_size}; a byte-level bpe needs at least 257 "
+            "(256 bytes and end-of-text)",
+        )
+        positive("data.prepare", self, "shard_tokens", "sample_bytes")
+        not_negative("data.prepare", self, "workers")
+        if self.source == "stdlib":
+            require(
+                not (self.path or self.dataset),
+                f"data.prepare.source is stdlib but {self.path or self.dataset} is given as well; "
+                "set data.prepare.source to text, jsonl, parquet, arrow or dataset",
+            )
+        elif self.source:
+            key, what = ("path", "a file, a folder or a glob")
+            if self.source == "dataset":
+                key, what = ("dataset", "a Hub id")
+            empty = f"data.prepare.source is {self.source} but data.prepare.{key} is empty"
+            require(bool(getattr(self, key)), f"{empty}; give {what}")
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """One source of a mixture."""
+
+    path: str = ""
+    """Folder of token shards, or its URL."""
+    weight: float = 1.0
+    """Share of the sequences, relative to the others."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "a source of data.train has no path; give {path, weight}")
+        positive("data.train", self, "weight")
+
+
+@dataclass(frozen=True)
+class TextStream:
+    """Text that is tokenized while training, without shards."""
+
+    streaming: bool = False
+    """Must be true: it says that there will be no shards."""
+    dataset: str | None = None
+    """Hub id."""
+    dataset_config: str | None = None
+    """Configuration name of the Hub data set."""
+    dataset_split: str = "train"
+    """Split of the Hub data set."""
+    path: str | None = None
+    """In place of dataset: files of text, jsonl, parquet or arrow."""
+    text_field: str = "text"
+    """Name of the column that holds the text."""
+    val_fraction: float = 0.01
+    """Share of the documents held out, 0 to 1."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.streaming,
+            "data.train names a text source without streaming: true; add it, or make shards of "
+            "the text with data.prepare",
+        )
+        require(
+            bool(self.dataset) != bool(self.path),
+            f"data.train streams from dataset {self.dataset} and path {self.path}; give one of the "
+            "two",
+        )
+        require(
+            0 < self.val_fraction < 1,
+            f"data.train has val_fraction {self.val_fraction}; it must lie between 0 and 1",
+        )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is trained on, and in which order."""
+
+    train: Annotated[
+        str | tuple[Weighted, ...] | TextStream,
+        tyro.conf.arg(constructor=str, metavar="FOLDER|URL|[{path,weight},...]|{dataset,...}"),
+    ] = ""
+    """Folder of token shards, or its URL; a mixture: a list of {path, weight}; or text to be
+    tokenized while training: {dataset: Hub id, streaming: true}."""
+    val: str | None = None
+    """Folder whose val split is evaluated; null: the val splits of data.train."""
+    tokenizer: str | None = None
+    """gpt2, bytes or the path of a tokenizer.json: for data that does not say it, that is shards of
+    other projects, and streamed text."""
+    shuffle: Literal["global", "shards", "none", "replacement"] = "global"
+    """global: a permutation of all windows each epoch; shards: shards in random order, read in
+    sequence; none: in order; replacement: random crops, as nanoGPT."""
+    document_mask: bool = False
+    """Attention, loss and positions end with each document; false: windows are seen as one text."""
+    cache_dir: str | None = None
+    """Where shards of a URL are kept; null: ~/.cache/accel_gpt/shards."""
+    cache_gb: float = 50.0
+    """Limit of that cache, in 1e9 bytes; what has been read is evicted first."""
+    allow_change: bool = False
+    """Accept other sources or weights when a run continues."""
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+
+    def __post_init__(self) -> None:
+        positive("data", self, "cache_gb")
+
+    @property
+    def folder(self) -> str | None:
+        """The one folder that `prepare` may make; None for mixtures and streamed text."""
+        return self.train if isinstance(self.train, str) else None

@@ -1,0 +1,39 @@
+"""The micro-batches of one step, each with its weight in the step's loss."""
+
+from collections.abc import Iterator
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from accel_gpt.data.loader import Loader
+from accel_gpt.model.documents import separate
+from accel_gpt.model.loss import IGNORE
+from accel_gpt.plan import Plan
+
+Batch = tuple[Tensor, Tensor, Tensor | None, Tensor | float]
+
+
+def micro_batches(
+    loader: Loader, accelerator: Accelerator, plan: Plan, document_end: int | None
+) -> Iterator[Batch]:
+    """(tokens, targets, documents, weight) of each micro-step; the first three (B, T).
+
+    Without `document_end` every window has as many targets, and the mean over micro-batches and
+    processes is the mean over all target tokens of the global batch. With it the targets across
+    document boundaries are left out, and the weights make it so again: targets here over the mean
+    number of targets in a micro-batch. That takes one reduction a step; nothing waits for it.
+    """
+    if document_end is None:
+        for _ in range(plan.accumulation_steps):
+            yield *next(loader), None, 1.0
+        return
+    step = []
+    for _ in range(plan.accumulation_steps):
+        tokens, targets = next(loader)
+        targets, documents = separate(tokens, targets, document_end)
+        step.append((tokens, targets, documents, (targets != IGNORE).sum().float()))
+    total = torch.stack([count for *_, count in step]).sum()
+    mean = accelerator.reduce(total, "mean") / plan.accumulation_steps
+    for tokens, targets, documents, count in step:
+        yield tokens, targets, documents, count / mean

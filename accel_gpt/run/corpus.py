@@ -1,0 +1,274 @@
+"""The text of a run: what is trained on, what is evaluated, where a continued run takes it up."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from accel_gpt.config import Config
+from accel_gpt.data.folders import open_place
+from accel_gpt.data.loader import Loader, read_windows
+from accel_gpt.data.mixture import Mixture, Pattern
+from accel_gpt.data.order import Order
+from accel_gpt.data.shards import Split, resident
+from accel_gpt.data.tokenizer import Tokenizer
+from accel_gpt.data_config import DataConfig, TextStream, Weighted
+from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.parse import to_flat, to_plain
+from accel_gpt.plan import Plan
+from accel_gpt.run.checkpoint import TrainState
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source of what is evaluated."""
+
+    name: str
+    share: float  # of the whole
+    split: Split
+
+
+@dataclass(frozen=True)
+class Corpus(ABC):
+    """Tokenized text, its tokenizer and what is evaluated."""
+
+    tokenizer: Tokenizer
+    evaluated: Mapping[str, tuple[Part, ...]]  # of the splits train and val
+    vocab_size: int  # of the model: the tokenizer's, or more
+    token_bytes: npt.NDArray[np.int64]  # (V,) UTF-8 bytes that each token stands for
+    document_end: int | None  # the token that ends a document, where data.document_mask asks for it
+
+    def new_state(self, config: Config, world_size: int) -> TrainState:
+        """The state of a run that has not begun."""
+        state = TrainState(
+            world_size=world_size,
+            tokenizer_fingerprint=self.tokenizer.fingerprint,
+            config=to_flat(to_plain(config)),
+        )
+        self.describe(state)
+        return state
+
+    @abstractmethod
+    def describe(self, state: TrainState) -> None:
+        """Note in `state` what is trained on, and from where."""
+
+    @abstractmethod
+    def continued(self, state: TrainState) -> "Corpus":
+        """The corpus where a run of `state` takes it up, noted in `state`."""
+
+    @abstractmethod
+    def loader(self, plan: Plan, rank: int, device: torch.device, position: int) -> Loader:
+        """The micro-batches of process `rank` from `position`, a number of windows."""
+
+    @abstractmethod
+    def lines(self, plan: Plan) -> list[str]:
+        """What is trained on, for the first lines of a run."""
+
+    @abstractmethod
+    def note_place(self, state: TrainState, loader: Loader) -> None:
+        """Note in `state` where reading goes on; a collective."""
+
+    @abstractmethod
+    def epoch_figures(self, sequences: int) -> dict[str, float]:
+        """How often the data was read through after so many windows, where that is known."""
+
+
+@dataclass(frozen=True)
+class ShardCorpus(Corpus):
+    """A corpus of prepared shards, of one source or several."""
+
+    train: Mixture
+
+    def describe(self, state: TrainState) -> None:
+        """Note in `state` what is trained on, and from where."""
+        train = self.train
+        state.data_fingerprint, state.data_origin = train.fingerprint, train.origin
+        each = zip(train.names, train.pattern.weights, train.splits, train.start, strict=True)
+        state.data_sources = [
+            {"name": name, "weight": weight, "fingerprint": split.fingerprint, "start": start}
+            for name, weight, split, start in each
+        ]
+
+    def continued(self, state: TrainState) -> "ShardCorpus":
+        """The corpus where a run of `state` takes it up, noted in `state`.
+
+        Other sources or weights than before begin a new pattern at this sequence, in which each
+        source goes on after the windows that it has given.
+        """
+        before = state.data_sources
+        if not before:  # written before there were mixtures: one source
+            before = [{"weight": 1.0, "fingerprint": state.data_fingerprint, "start": 0}]
+        origin = state.data_origin
+        given = [int(source["start"]) for source in before]
+        if state.data_fingerprint != self.train.fingerprint:
+            pattern = Pattern(tuple(source["weight"] for source in before))
+            more = pattern.counts(state.sequences - origin)
+            given = [start + count for start, count in zip(given, more, strict=True)]
+            origin = state.sequences
+        known = {source["fingerprint"]: n for source, n in zip(before, given, strict=True)}
+        consumed = tuple(known.get(split.fingerprint, 0) for split in self.train.splits)
+        corpus = replace(self, train=replace(self.train, origin=origin, consumed=consumed))
+        corpus.describe(state)
+        return corpus
+
+    def note_place(self, state: TrainState, loader: Loader) -> None:
+        """Nothing to note: the number of windows tells the place."""
+
+    def epoch_figures(self, sequences: int) -> dict[str, float]:
+        """How often the data was read through after so many sequences; of several sources each."""
+        epochs = self.train.epochs(sequences)
+        if len(epochs) == 1:
+            return {"data/epochs": next(iter(epochs.values()))}
+        return {f"data/epochs/{name}": turns for name, turns in epochs.items()}
+
+    def loader(self, plan: Plan, rank: int, device: torch.device, position: int) -> Loader:
+        """The micro-batches of process `rank` from `position`, a number of windows."""
+        rows = read_windows(self.train, plan, self.vocab_size, rank, position)
+        return Loader(rows, plan.micro_batch_size, device)
+
+    def lines(self, plan: Plan) -> list[str]:
+        """Sources, tokens and epochs of the whole run, for its first lines."""
+        train, tokenizer = self.train, self.tokenizer
+        val = sum(part.split.tokens for part in self.evaluated["val"])
+        epochs = train.epochs(plan.max_steps * plan.sequences_per_step)
+        each = zip(train.splits, train.pattern.weights, epochs.values(), strict=True)
+        lines = [
+            f"data     {split.folder}: {split.tokens:,} train tokens"
+            + (f", weight {weight:g}" if len(train.splits) > 1 else "")
+            + f"; {turns:.2f} epochs"
+            for split, weight, turns in each
+        ]
+        lines[-1] += f"; {val:,} val tokens, tokenizer {tokenizer.kind} of {tokenizer.vocab_size:,}"
+        return lines
+
+
+def open_shards(config: Config) -> ShardCorpus:
+    """Open `data.train` and `data.val`; `DataError` where they do not fit each other."""
+    data, block_size = config.data, config.model.block_size
+    sources = sources_of(data)
+    opened = [open_place(source.path, "train", data) for source in sources]
+    tokenizer = same_tokenizer(sources, opened)
+    splits = tuple(split for split, _ in opened)
+    prints = [split.fingerprint for split in splits]
+    for number, source in enumerate(sources):
+        require(
+            prints.index(prints[number]) == number,
+            f"data.train has the tokens of {source.path} twice; give them once, with their weight",
+        )
+    orders = tuple(
+        Order(split.lengths, block_size, data.shuffle, config.seed, split.fingerprint)
+        for split in splits
+    )
+    pattern = Pattern(tuple(source.weight for source in sources))
+    train = Mixture(names_of(sources), splits, orders, pattern)
+    for source, split in zip(sources, splits, strict=True):
+        check_cache(source.path, split, data)
+    held = [Weighted(data.val)] if data.val else sources
+    opened_val = [open_place(source.path, "val", data) for source in held]
+    same_tokenizer([*sources, *held], [*opened, *opened_val])
+    budget = config.eval.tokens
+    val = [split for split, _ in opened_val]
+    evaluated = {
+        "train": parts(sources, list(splits), budget),
+        "val": parts(held, val, budget),
+    }
+    vocab_size, token_bytes = model_vocabulary(config, tokenizer, sources[0].path)
+    end = document_end(data, tokenizer)
+    return ShardCorpus(tokenizer, evaluated, vocab_size, token_bytes, end, train)
+
+
+def model_vocabulary(
+    config: Config, tokenizer: Tokenizer, where: str
+) -> tuple[int, npt.NDArray[np.int64]]:
+    """The vocabulary of the model (V), and (V,) UTF-8 bytes of each token.
+
+    Raises `UserError` where the config asks for fewer tokens than the tokenizer of `where` has.
+    """
+    vocab_size = config.model.vocab_size or tokenizer.vocab_size
+    if vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"model.vocab_size is {vocab_size:,} but the tokenizer of {where} has "
+            f"{tokenizer.vocab_size:,} tokens; leave model.vocab_size unset or raise it"
+        )
+    token_bytes = np.zeros(vocab_size, dtype=np.int64)
+    token_bytes[: tokenizer.vocab_size] = tokenizer.token_bytes()
+    return vocab_size, token_bytes
+
+
+def sources_of(data: DataConfig) -> list[Weighted]:
+    """The folders of `data.train`, one or several."""
+    require(
+        bool(data.train), "data.train is empty; name the folder of token shards, or one to prepare"
+    )
+    assert not isinstance(data.train, TextStream)
+    return [Weighted(data.train)] if isinstance(data.train, str) else list(data.train)
+
+
+def names_of(sources: list[Weighted]) -> tuple[str, ...]:
+    """The last part of each path where that tells them apart, else the whole."""
+    names = tuple(Path(source.path).name for source in sources)
+    return names if len(set(names)) == len(names) else tuple(s.path for s in sources)
+
+
+def same_tokenizer(sources: list[Weighted], opened: list[tuple[Split, Tokenizer]]) -> Tokenizer:
+    """The tokenizer of all sources; `DataError` where they differ."""
+    first = opened[0][1]
+    for source, (split, tokenizer) in zip(sources, opened, strict=True):
+        if tokenizer.fingerprint != first.fingerprint:
+            raise DataError(
+                f"the {split.name} shards of {source.path} were made with another tokenizer "
+                f"({tokenizer.kind}, {tokenizer.fingerprint[:12]}) than those of "
+                f"{sources[0].path} ({first.kind}, {first.fingerprint[:12]}); prepare them again"
+            )
+    return first
+
+
+def check_cache(place: str, split: Split, data: DataConfig) -> None:
+    """`UserError` where a shuffle over all shards cannot be served from the cache."""
+    need = split.tokens * split.dtype.itemsize / 1e9
+    if split.store is not None and data.shuffle in ("global", "replacement"):
+        require(
+            need <= data.cache_gb,
+            f"data.shuffle is {data.shuffle}, which reads all {need:.1f} GB of {place} at random, "
+            f"more than data.cache_gb {data.cache_gb:g}; set data.shuffle to shards or raise it",
+        )
+
+
+def parts(sources: list[Weighted], splits: list[Split], tokens: int | None) -> tuple[Part, ...]:
+    """What is evaluated; of a source that is fetched, as many of its first tokens as are needed."""
+    total = sum(source.weight for source in sources)
+    here = [split if split.store is None else resident(split, tokens) for split in splits]
+    each = zip(names_of(sources), sources, here, strict=True)
+    return tuple(Part(name, source.weight / total, split) for name, source, split in each)
+
+
+def document_end(data: DataConfig, tokenizer: Tokenizer) -> int | None:
+    """The token at which attention ends; `UserError` where the tokenizer has none."""
+    require(
+        not data.document_mask or tokenizer.eot_id is not None,
+        f"data.document_mask is true but the {tokenizer.kind} tokenizer has no end-of-text token; "
+        "prepare the data with bytes, bpe or gpt2",
+    )
+    return tokenizer.eot_id if data.document_mask else None
+
+
+def source_changes(before: TrainState, now: TrainState) -> dict[str, tuple[Any, Any]]:
+    """What differs between the sources of two states: key -> (before, now)."""
+    if before.data_fingerprint == now.data_fingerprint:
+        return {}
+    if len(before.data_sources) < 2 and len(now.data_sources) < 2:
+        return {"data.train": (before.data_fingerprint[:12], now.data_fingerprint[:12])}
+    weights = [{s["fingerprint"]: s for s in state.data_sources} for state in (before, now)]
+    changes = {}
+    for fingerprint in {**weights[0], **weights[1]}:
+        pair = [found.get(fingerprint) for found in weights]
+        spoken = [f"weight {s['weight']:g}" if s else "absent" for s in pair]
+        if spoken[0] != spoken[1]:
+            name = next(s["name"] for s in pair if s)
+            changes[f"data.train[{name}]"] = (spoken[0], spoken[1])
+    return changes

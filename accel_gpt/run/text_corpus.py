@@ -1,0 +1,120 @@
+"""The corpus of a run that tokenizes its text while it trains."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+
+from accel_gpt.config import Config
+from accel_gpt.data.folders import open_place
+from accel_gpt.data.formats import known_tokenizer
+from accel_gpt.data.loader import Loader
+from accel_gpt.data.shards import Shard, Split, Tokens
+from accel_gpt.data.sources import guess_source
+from accel_gpt.data.stream import Place, Text, read_text
+from accel_gpt.data_config import PrepareConfig, TextStream
+from accel_gpt.errors import UserError, require
+from accel_gpt.plan import Plan
+from accel_gpt.run.checkpoint import TrainState
+from accel_gpt.run.corpus import Corpus, Part, document_end, model_vocabulary
+
+
+@dataclass(frozen=True)
+class TextCorpus(Corpus):
+    """A corpus whose training windows come from `text`; each process has a place in it."""
+
+    text: Text
+    places: tuple[Place, ...] = ()  # of each process; empty: the beginning
+
+    def describe(self, state: TrainState) -> None:
+        """Note in `state` what is trained on."""
+        state.data_fingerprint = self.text.fingerprint
+
+    def continued(self, state: TrainState) -> "TextCorpus":
+        """The corpus where a run of `state` takes it up.
+
+        Raises `UserError` on another number of processes, whose shares of the text are others.
+        """
+        self.describe(state)
+        places = [Place(epoch, tuple(position), n) for epoch, position, n in state.text_places]
+        require(
+            len(places) in (0, state.world_size),
+            f"the run streamed its text on {len(places)} processes and cannot go on with "
+            f"{state.world_size}; use as many, or prepare the text once with accel-gpt prepare",
+        )
+        return replace(self, places=tuple(places))
+
+    def note_place(self, state: TrainState, loader: Loader) -> None:
+        """Note in `state` the place of every process; a collective."""
+        place = loader.place
+        state.text_places = gather_object([[place.epoch, list(place.position), place.token]])
+
+    def loader(self, plan: Plan, rank: int, device: torch.device, position: int) -> Loader:
+        """The micro-batches of process `rank` from its place on."""
+        place = self.places[rank] if self.places else Place()
+        return Loader(read_text(self.text, place, plan, rank), plan.micro_batch_size, device)
+
+    def epoch_figures(self, sequences: int) -> dict[str, float]:
+        """Not known: nobody has counted the text."""
+        return {}
+
+    def lines(self, plan: Plan) -> list[str]:
+        """Where the text comes from."""
+        where = self.text.config.dataset or self.text.config.path
+        return [
+            f"data     {where} in its own order, tokenized while training by "
+            f"{self.tokenizer.kind} of {self.tokenizer.vocab_size:,}"
+        ]
+
+
+def open_text(config: Config) -> TextCorpus:
+    """Open the text of `data.train` and gather what is evaluated.
+
+    Raises `UserError` where the tokenizer or the budget of the evaluation is not given.
+    """
+    data, stream = config.data, config.data.train
+    assert isinstance(stream, TextStream)
+    require(
+        data.tokenizer is not None,
+        "data.train streams text but data.tokenizer is not set; give gpt2, bytes or the path of a "
+        "tokenizer.json",
+    )
+    assert data.tokenizer is not None
+    require(
+        config.eval.tokens is not None,
+        "eval.tokens is null, the whole split, but streamed text has no end; give a number",
+    )
+    budget = int(config.eval.tokens or 0) + 1
+    tokenizer = known_tokenizer(data.tokenizer)
+    settings = {k: v for k, v in asdict(stream).items() if k != "streaming"}
+    source = "dataset" if stream.dataset else guess_source(str(stream.path))
+    text = Text(PrepareConfig(source=source, tokenizer=data.tokenizer, **settings), tokenizer)
+    evaluated = {"train": (Part("text", 1.0, in_memory(text, "train", budget)),)}
+    if data.val:
+        val, other = open_place(data.val, "val", data)
+        if other.fingerprint != tokenizer.fingerprint:
+            raise UserError(
+                f"data.val {data.val} has another tokenizer ({other.kind}) than data.tokenizer "
+                f"{data.tokenizer}"
+            )
+        evaluated["val"] = (Part(Path(data.val).name, 1.0, val),)
+    else:
+        evaluated["val"] = (Part("text", 1.0, in_memory(text, "val", budget)),)
+    vocab_size, token_bytes = model_vocabulary(config, tokenizer, "data.tokenizer")
+    end = document_end(data, tokenizer)
+    return TextCorpus(tokenizer, evaluated, vocab_size, token_bytes, end, text)
+
+
+def in_memory(text: Text, name: str, count: int) -> Split:
+    """The first tokens of a split as one shard in memory."""
+    tokens: Tokens = text.first_tokens(name, count)
+    tokenizer = text.tokenizer
+    return Split(
+        *(Path("streamed text"), name, (Shard("memory", len(tokens)),), tokens.dtype),
+        *(tokenizer.vocab_size, tokenizer.eot_id, tokenizer.kind, tokenizer.fingerprint),
+        fingerprint=text.fingerprint,
+        lengths=np.array([len(tokens)]),
+        memory=tokens,
+    )

@@ -1,0 +1,248 @@
+"""What a run is trained on: mixtures and streamed text, exact over stops, and refused changes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from accel_gpt.data.prepare import prepare
+from accel_gpt.data_config import PrepareConfig
+from tests.conftest import text_of
+from tests.test_train import assert_same_weights, launch, records, signal_after, weights
+
+Arguments = Callable[..., list[str]]
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    """Two data folders of bytes, of different text."""
+    made = []
+    for number in (1, 2):
+        text = tmp_path / f"text{number}.txt"
+        text.write_text(text_of(3000, seed=number))
+        made.append(tmp_path / f"data{number}")
+        asked = PrepareConfig(source="text", path=str(text), tokenizer="bytes", workers=1)
+        prepare(asked, made[-1])
+    return made[0], made[1]
+
+
+def mixture(*sources: tuple[Path, float]) -> list[str]:
+    listed = ", ".join(f"{{path: {path}, weight: {weight}}}" for path, weight in sources)
+    return ["--data.train", f"[{listed}]"]
+
+
+def test_a_mixture_trains_stops_and_goes_on_exactly(
+    small_run: Arguments,
+    two: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mixed = mixture((two[0], 0.7), (two[1], 0.3))
+    assert launch(small_run(*mixed, "--out_dir", str(tmp_path / "whole"))) == 0
+    shown = capsys.readouterr().err
+    assert f"{two[0]}: " in shown
+    assert "weight 0.3" in shown
+    with monkeypatch.context() as patch:
+        signal_after(patch, 7, 15)
+        assert launch(small_run(*mixed)) == 75
+    assert launch(small_run(*mixed)) == 0
+    assert records(tmp_path / "whole") == records(tmp_path / "run")
+    assert_same_weights(weights(tmp_path / "whole"), weights(tmp_path / "run"))
+    last = records(tmp_path / "run")[-1]
+    assert last["data/epochs/data1"] == pytest.approx(7 / 3 * last["data/epochs/data2"], rel=0.05)
+    mean = 0.7 * last["eval/val_loss/data1"] + 0.3 * last["eval/val_loss/data2"]
+    assert last["eval/val_loss"] == pytest.approx(mean)
+
+
+def test_the_weights_of_a_mixture_are_relative(
+    small_run: Arguments, two: tuple[Path, Path], tmp_path: Path
+) -> None:
+    for out, scale in (("a", 1), ("b", 10)):
+        mixed = mixture((two[0], 2 * scale), (two[1], scale))
+        assert launch(small_run(*mixed, "--out_dir", str(tmp_path / out))) == 0
+    assert records(tmp_path / "a") == records(tmp_path / "b")
+
+
+def stopped(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, step: int, expected: int = 75
+) -> None:
+    with monkeypatch.context() as patch:
+        signal_after(patch, step, 15)
+        assert launch(arguments) == expected
+
+
+def test_another_mixture_is_refused_with_what_differs_or_accepted_and_logged(
+    small_run: Arguments,
+    two: tuple[Path, Path],
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stopped(small_run(*mixture((two[0], 1), (two[1], 1))), monkeypatch, 6)
+    other = mixture((two[0], 3), (two[1], 1), (corpus, 4))
+    assert launch(small_run(*other)) == 2
+    shown = capsys.readouterr().err
+    assert "data.train[data1] was weight 1, is weight 3" in shown
+    assert "data.train[corpus] was absent, is weight 4" in shown
+    assert "data.train[data2]" not in shown
+    assert shown.rstrip().endswith("or accept it with --data.allow_change")
+    assert launch(small_run(*other, "--data.allow_change")) == 0
+    assert "from step 6 on data.train[corpus] is weight 4; it was absent" in capsys.readouterr().err
+    # 48 sequences of 24 each, then 48 by 3 : 1 : 4
+    state = json.loads((tmp_path / "run/checkpoints/step_00000012/trainer_state.json").read_text())
+    assert (state["data_origin"], state["sequences"]) == (48, 96)
+    assert [source["start"] for source in state["data_sources"]] == [24, 24, 0]
+    # the change holds for what follows, without being allowed again
+    assert launch(small_run(*other, "--train.max_steps", "14")) == 2
+    longer = ["--train.max_steps", "14", "--checkpoint.allow_change", "train.max_steps"]
+    capsys.readouterr()
+    assert launch(small_run(*other, *longer)) == 0
+    assert "it was" not in capsys.readouterr().err
+
+
+def test_a_changed_mixture_goes_on_where_each_source_was(
+    small_run: Arguments,
+    two: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A source that is alone from step 6 on gives the windows that it would have given next."""
+    both = mixture((two[0], 1), (two[1], 1))
+    stopped(small_run(*both), monkeypatch, 6)
+    read: list[list[int]] = []
+    from accel_gpt.data import mixture as room
+
+    locate = room.Order.locate
+
+    def noted(order: room.Order, k: room.Ints) -> tuple[room.Ints, room.Ints]:
+        read.append(k.tolist())
+        return locate(order, k)
+
+    monkeypatch.setattr(room.Order, "locate", noted)
+    alone = ["--data.train", str(two[0]), "--data.allow_change"]
+    assert launch(small_run(*alone)) == 0
+    assert read[0][0] == 24
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ("[{path: DATA1}, {path: DATA1}]", "has the tokens of .* twice"),
+        ("[{path: DATA1, weight: 0}]", "data.train.weight is 0.0; it must be above 0"),
+        ("[{weight: 1}]", "has no path"),
+        ("[{path: DATA1}, {path: none}]", "none does not exist"),
+        ("[{path: DATA1, weight: 0.1234567}, {path: DATA2}]", "repeat only after"),
+        ("[DATA1, DATA2]", "expected a list of {path, weight}"),
+        ("{dataset: a/b}", "without streaming: true"),
+        ("{streaming: true}", "give one of the two"),
+        ("{streaming: true, path: DATA1}", "data.tokenizer is not set"),
+        ("[{path: DATA1", "not valid YAML"),
+    ],
+)
+def test_bad_sources_are_one_sentence(
+    small_run: Arguments,
+    two: tuple[Path, Path],
+    train: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train = train.replace("DATA1", str(two[0])).replace("DATA2", str(two[1]))
+    assert launch(small_run("--data.train", train)) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert shown.count("\n") == 1
+    import re
+
+    assert re.search(message, shown)
+
+
+# --------------------------------------------------------------------------- text
+
+
+@pytest.fixture
+def streamed(tmp_path: Path) -> list[str]:
+    """Options that stream 60 documents of JSON lines."""
+    lines = [json.dumps({"text": text_of(30, seed=i)}) for i in range(60)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    train = f"{{path: {tmp_path / 'text.jsonl'}, streaming: true, val_fraction: 0.1}}"
+    return ["--data.train", train, "--data.tokenizer", "bytes"]
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_streamed_text_trains_stops_and_goes_on_exactly(
+    small_run: Arguments,
+    streamed: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+) -> None:
+    longer = [*streamed, "--train.tokens_per_step", "1024"]  # over the end of the text
+    assert launch(small_run(*longer, "--out_dir", str(tmp_path / "whole"))) == 0
+    stopped(small_run(*longer), monkeypatch, step)
+    assert launch(small_run(*longer)) == 0
+    assert records(tmp_path / "whole") == records(tmp_path / "run")
+    assert_same_weights(weights(tmp_path / "whole"), weights(tmp_path / "run"))
+    lines = records(tmp_path / "run")
+    assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 1
+
+
+def test_streamed_text_refuses_another_number_of_processes(
+    small_run: Arguments,
+    streamed: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stopped(small_run(*streamed), monkeypatch, 4)
+    path = tmp_path / "run/checkpoints/step_00000004"
+    state = json.loads((path / "trainer_state.json").read_text())
+    assert len(state["text_places"]) == 1
+    from accel_gpt.run import text_corpus
+
+    place = text_corpus.TextCorpus.continued
+
+    def on_two(corpus: text_corpus.TextCorpus, state: text_corpus.TrainState) -> object:
+        state.world_size = 2
+        return place(corpus, state)
+
+    monkeypatch.setattr(text_corpus.TextCorpus, "continued", on_two)
+    assert launch(small_run(*streamed)) == 2
+    assert "on 1 processes and cannot go on with 2" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- documents
+
+
+def test_document_mask_trains_and_does_not_depend_on_the_micro_batch(
+    small_run: Arguments, streamed: list[str], tmp_path: Path
+) -> None:
+    corpus = tmp_path / "documents"
+    prepare(
+        PrepareConfig(source="jsonl", path=str(tmp_path / "text.jsonl"), tokenizer="bytes"), corpus
+    )
+    options = ["--data.train", str(corpus), "--model.dropout", "0"]
+    masked = [*options, "--data.document_mask"]
+    for out, more in (
+        ("plain", options),
+        ("a", masked),
+        ("b", [*masked, "--train.micro_batch_size", "2"]),
+    ):
+        assert launch(small_run(*more, "--out_dir", str(tmp_path / out))) == 0
+    losses = {
+        out: [line["train/loss"] for line in records(tmp_path / out)] for out in ("plain", "a", "b")
+    }
+    assert losses["a"] == pytest.approx(losses["b"], rel=1e-5)
+    assert losses["a"] != pytest.approx(losses["plain"], rel=1e-3)
+
+
+def test_document_mask_needs_an_end_of_text(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(text_of(3000))
+    prepare(PrepareConfig(source="text", path=str(text), tokenizer="chars"), tmp_path / "chars")
+    assert launch(small_run("--data.train", str(tmp_path / "chars"), "--data.document_mask")) == 2
+    assert "chars tokenizer has no end-of-text" in capsys.readouterr().err

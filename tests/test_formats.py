@@ -1,0 +1,502 @@
+"""What other projects write is read as they wrote it, and what is no such file is refused."""
+
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_gpt.data.formats import known_tokenizer, natural, of_split, open_foreign
+from accel_gpt.data.shards import Shard, Split
+from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
+from accel_gpt.errors import DataError, UserError
+
+Ids = Sequence[int] | np.ndarray[Any, Any]
+GPT2_IDS = [15496, 11, 995, 50256]
+
+
+def open_folder(
+    folder: Path, split: str = "train", tokenizer: str | None = None
+) -> tuple[Split, Tokenizer]:
+    sizes = {file.name: file.stat().st_size for file in os.scandir(folder) if file.is_file()}
+    return open_foreign(folder, sizes, folder.joinpath, split, tokenizer)
+
+
+def tokens(split: Split) -> list[int]:
+    parts = [split.read(i, 0, int(n)) for i, n in enumerate(split.lengths)]
+    return [int(token) for part in parts for token in part]
+
+
+def raw(path: Path, ids: Ids, dtype: str = "<u2") -> None:
+    """nanoGPT, data/shakespeare/prepare.py."""
+    np.array(ids, dtype).tofile(path)
+
+
+def meta(path: Path, chars: str, protocol: int = 4) -> None:
+    """nanoGPT, data/shakespeare_char/prepare.py."""
+    stoi = {char: i for i, char in enumerate(chars)}
+    content = {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": stoi}
+    path.write_bytes(pickle.dumps(content, protocol))
+
+
+def llmc(
+    path: Path, ids: Ids, dtype: str = "<u2", magic: int = 0, version: int = 0, count: int = -1
+) -> None:
+    """llm.c, dev/data/data_common.py."""
+    header = np.zeros(256, "<i4")
+    header[0] = magic or (20240520 if dtype == "<u2" else 20240801)
+    header[1] = version or (1 if dtype == "<u2" else 7)
+    header[2] = len(ids) if count < 0 else count
+    path.write_bytes(header.tobytes() + np.array(ids, dtype).tobytes())
+
+
+def npy(path: Path, ids: Ids, dtype: str = "<u2") -> None:
+    """build-nanogpt, fineweb.py."""
+    np.save(path, np.array(ids, dtype))
+
+
+def datatrove(
+    path: Path, documents: Sequence[Ids], dtype: str = "<u2", metadata: str | None = "gpt2"
+) -> None:
+    """datatrove, TokenizedFile; `metadata`: the tokenizer's name, None for no such file."""
+    ids = [token for document in documents for token in document]
+    np.array(ids, dtype).tofile(path)
+    ends = np.cumsum([len(document) for document in documents])
+    ends.astype("<u8").tofile(path.with_name(path.name + ".index"))
+    if metadata is not None:
+        text = f"{metadata}|{np.dtype(dtype).itemsize}\n{len(ids)}\n{len(ids)} T"
+        path.with_name(path.name + ".metadata").write_text(text)
+
+
+# --------------------------------------------------------------------------- what is read
+
+Write = Callable[[Path, Ids], None]
+FORMATS: list[tuple[str, int, Write]] = [
+    ("train.bin", 2, raw),
+    ("x_train_000001.bin", 2, llmc),
+    ("x_train_000001.bin", 4, lambda path, ids: llmc(path, ids, "<u4")),
+    ("x_train_000001.npy", 2, npy),
+    ("x_train_000001.npy", 4, lambda path, ids: npy(path, ids, "<u4")),
+    ("x_train_000001.npy", 4, lambda path, ids: npy(path, ids, "<i4")),
+    ("00000_00000_doc_shuffled.ds", 2, lambda path, ids: datatrove(path, [ids])),
+    ("00000_00000_doc_shuffled.ds", 4, lambda path, ids: datatrove(path, [ids], "<u4", "x")),
+    ("00000_00000_doc_shuffled.ds", 2, lambda path, ids: datatrove(path, [ids], "<u2", None)),
+]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(FORMATS), st.lists(st.integers(1, 256), min_size=1, max_size=5000))
+def test_what_is_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory, form: tuple[str, int, Write], ids: list[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("data")
+    name, itemsize, write = form
+    write(folder / name, ids)
+    split, tokenizer = open_folder(folder, tokenizer="bytes")
+    assert tokens(split) == ids
+    assert split.dtype == np.dtype(f"<u{itemsize}")
+    assert split.read(0, 0, 1).dtype == split.dtype
+    (shard,) = split.shards
+    offset = (folder / name).stat().st_size - len(ids) * itemsize
+    assert shard == Shard(name, len(ids), None, None, None, None, offset)
+    assert split.tokens == len(ids)
+    assert (split.name, split.vocab_size, split.eot_id) == ("train", 257, 256)
+    assert (split.tokenizer_kind, split.tokenizer_fingerprint) == ("bytes", tokenizer.fingerprint)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_characters_of_nanogpt_in_any_order(tmp_path: Path, protocol: int) -> None:
+    chars = "zé a\n☃b𝄞"
+    meta(tmp_path / "meta.pkl", chars, protocol)
+    text = "a bébé ☃\n𝄞" * 3
+    raw(tmp_path / "train.bin", [chars.index(char) for char in text])
+    raw(tmp_path / "val.bin", [chars.index(char) for char in "baé"])
+    split, tokenizer = open_folder(tmp_path)
+    assert tokenizer.decode(tokens(split)) == text
+    assert tokenizer.encode(text) == tokens(split)
+    assert tokenizer.fingerprint == CharsTokenizer(chars).fingerprint
+    split, tokenizer = open_folder(tmp_path, "val")
+    assert tokenizer.decode(tokens(split)) == "baé"
+
+
+def test_what_a_format_tells_of_its_tokenizer_is_used(tmp_path: Path) -> None:
+    llmc(tmp_path / "a_train_0.bin", GPT2_IDS)
+    datatrove(tmp_path / "a_val.ds", [GPT2_IDS])
+    for name in ("train", "val"):
+        split, tokenizer = open_folder(tmp_path, name)
+        assert tokenizer.decode(tokens(split)) == "Hello, world<|endoftext|>"
+        assert (split.tokenizer_kind, split.eot_id) == ("gpt2", 50256)
+
+
+def test_data_tokenizer_stands_above_what_a_format_tells(tmp_path: Path) -> None:
+    llmc(tmp_path / "train_0.bin", list(b"text"))
+    assert open_folder(tmp_path, tokenizer="bytes")[1].decode(list(b"text")) == "text"
+
+
+def test_raw_ids_of_a_large_vocabulary_are_uint32(tmp_path: Path) -> None:
+    chars = "".join(map(chr, [*range(0xD800), *range(0xE000, 0xE000 + 65_536 - 0xD800)]))
+    meta(tmp_path / "meta.pkl", chars)
+    raw(tmp_path / "train.bin", [65_535, 1, 2], "<u4")
+    split, _ = open_folder(tmp_path)
+    assert tokens(split) == [65_535, 1, 2]
+    assert split.dtype == np.uint32
+
+
+def test_shards_are_ordered_by_their_numbers(tmp_path: Path) -> None:
+    for i in (10, 9, 100, 1):
+        npy(tmp_path / f"e_train_{i}.npy", [i])
+    npy(tmp_path / "e_val_0.npy", [200])
+    assert tokens(open_folder(tmp_path, "train", "bytes")[0]) == [1, 9, 10, 100]
+    assert tokens(open_folder(tmp_path, "val", "bytes")[0]) == [200]
+    assert sorted(["a10b2", "a9", "a", "a10b", "10", "b"], key=natural) == [
+        *("10", "a", "a9", "a10b", "a10b2", "b")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "train", "val"),
+    [
+        ("train.bin val.bin", "train.bin", "val.bin"),
+        ("fineweb_train_000001.bin fineweb_val_000000.bin", "fineweb_train_000001.bin", "f val"),
+        ("TinyStories_train.bin TinyStories_val.bin", "TinyStories_train.bin", "T val"),
+        ("a-Validation-1.npy a.valid2.npy b_train.npy", "b_train.npy", "a-V a.v"),
+        ("interval.npy constrain.npy", "interval.npy constrain.npy", ""),
+        ("x_train_0.npy other.npy", "x_train_0.npy", ""),
+        ("x_val_0.npy other.npy", "", "x_val_0.npy"),
+        ("x_test_0.npy", "", ""),
+        ("0_doc.ds 1_doc.ds 2_val.ds 3_test.ds", "0_doc.ds 1_doc.ds", "2_val 3_test"),
+        ("0_doc.ds 1_train.ds", "1_train.ds", ""),
+    ],
+)
+def test_a_word_of_the_name_tells_the_split(names: str, train: str, val: str) -> None:
+    assert of_split(names.split(), "train") == train.split()
+    found = of_split(names.split(), "val")
+    assert len(found) == len(val.split()) - (" val" in val)
+    assert not set(found) & set(train.split())
+
+
+def test_other_files_are_left_out(tmp_path: Path) -> None:
+    llmc(tmp_path / "tiny_shakespeare_val.bin", GPT2_IDS)
+    llmc(tmp_path / "hellaswag_val.bin", [65_535, 20], magic=20240522)
+    llmc(tmp_path / "gpt2_124M.bin", [1, 2], magic=20240326, version=3)
+    for name in ("notes.txt", "a_val.bin.gz", ".val.bin", "my val.bin", "val_.idx"):
+        (tmp_path / name).write_text("something")
+    llmc(tmp_path / "empty_val.bin", [])
+    split, _ = open_folder(tmp_path, "val")
+    assert [shard.name for shard in split.shards] == ["tiny_shakespeare_val.bin"]
+
+
+def test_names_of_a_listing_that_leave_the_folder_are_left_out(tmp_path: Path) -> None:
+    raw(tmp_path / "train.bin", [1, 2])
+    bad = ["../train.bin", "a/train.bin", "..", "\0train.bin", "train.bin\n", "é_train.bin", ""]
+    sizes = {"train.bin": 4, **dict.fromkeys(bad, 4), "9" * 5000 + "_train.bin": 4}
+    split, _ = open_foreign(tmp_path, sizes, tmp_path.joinpath, "train", "bytes")
+    assert [shard.name for shard in split.shards] == ["train.bin"]
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+def test_a_raw_file_that_begins_like_a_header_is_raw_unless_its_size_fits(
+    tmp_path: Path, dtype: str
+) -> None:
+    meta(tmp_path / "meta.pkl", "".join(map(chr, [*range(0xD800), *range(0xE000, 0xF000)])))
+    llmc(tmp_path / "train.bin", [1, 2, 3, 4], dtype, count=3)
+    split, _ = open_folder(tmp_path)
+    assert split.shards[0].offset == 0
+    assert split.tokens == 512 + 2 * np.dtype(dtype).itemsize
+    llmc(tmp_path / "train.bin", [1, 2, 3, 4], dtype)
+    split, _ = open_folder(tmp_path)
+    assert tokens(split) == [1, 2, 3, 4]
+    assert split.shards[0].offset == 1024
+
+
+def test_datatrove_says_its_type_or_the_index_confirms_it(tmp_path: Path) -> None:
+    ids = [3, 5, 7, 9]
+    path = tmp_path / "0_tokens.ds"
+    datatrove(path, [ids[:3], ids[3:]], "<u4", "openai-community/gpt2")
+    assert tokens(open_folder(tmp_path)[0]) == ids
+    datatrove(path, [ids], "<u4", "Unknown Tokenizer|4")
+    assert tokens(open_folder(tmp_path, tokenizer="gpt2")[0]) == ids
+    (tmp_path / "0_tokens.ds.metadata").write_text("gpt2\n4")
+    datatrove(path, [ids], "<u2", None)
+    assert tokens(open_folder(tmp_path)[0]) == ids
+
+
+# --------------------------------------------------------------------------- remote
+
+
+class Remote:
+    """A place of which files come when they are asked for."""
+
+    def __init__(self, source: Path, here: Path) -> None:
+        self.source, self.here, self.fetched = source, here, list[str]()
+        self.sizes = {file.name: file.stat().st_size for file in os.scandir(source)}
+
+    def fetch(self, name: str) -> Path:
+        self.fetched.append(name)
+        (self.here / name).write_bytes((self.source / name).read_bytes())
+        return self.here / name
+
+    def locate(self, shard: Shard) -> Path:
+        return self.fetch(shard.name)
+
+    def ahead(self, shards: Sequence[Shard]) -> None:
+        """Nothing is fetched before it is read."""
+
+    def open(self, split: str, tokenizer: str | None = None) -> Split:
+        opened, _ = open_foreign(self.here, self.sizes, self.fetch, split, tokenizer, self)
+        return opened
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Callable[[], Remote]:
+    for name in ("source", "here"):
+        (tmp_path / name).mkdir()
+    return lambda: Remote(tmp_path / "source", tmp_path / "here")
+
+
+def test_of_a_remote_place_only_the_first_shard_of_a_series_is_fetched(
+    remote: Callable[[], Remote], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    for i in range(3):
+        llmc(source / f"fineweb_train_{i:06d}.bin", [i, 10, 20 + i])
+    llmc(source / "fineweb_val_000000.bin", [7])
+    llmc(source / "hellaswag_val.bin", [65_535], magic=20240522)
+    place = remote()
+    split = place.open("train")
+    assert place.fetched == ["fineweb_train_000000.bin"]
+    assert split.lengths.tolist() == [3, 3, 3]
+    assert split.read(2, 0, 3).tolist() == [2, 10, 22]
+    assert tokens(place.open("val")) == [7]
+    prints = [split.fingerprint]
+    prints.append(remote().open("train").fingerprint)
+    llmc(source / "fineweb_train_000002.bin", [2, 10])
+    prints.append(remote().open("train").fingerprint)
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_of_remote_datatrove_files_only_the_first_metadata_is_fetched(
+    remote: Callable[[], Remote], tmp_path: Path
+) -> None:
+    for i in range(3):
+        datatrove(tmp_path / "source" / f"0000{i}_00000_doc_shuffled.ds", [[i, 4], [5]], "<u4")
+    place = remote()
+    split = place.open("train")
+    assert place.fetched == ["00000_00000_doc_shuffled.ds.metadata"]
+    assert tokens(split) == [0, 4, 5, 1, 4, 5, 2, 4, 5]
+
+
+def test_a_remote_nanogpt_folder_with_its_vocabulary(
+    remote: Callable[[], Remote], tmp_path: Path
+) -> None:
+    raw(tmp_path / "source/train.bin", [1, 0, 1])
+    meta(tmp_path / "source/meta.pkl", "ba")
+    assert tokens(remote().open("train")) == [1, 0, 1]
+
+
+def test_a_remote_shard_of_another_type_than_the_first_is_refused(
+    remote: Callable[[], Remote], tmp_path: Path
+) -> None:
+    npy(tmp_path / "source/train_0.npy", [1, 2])
+    npy(tmp_path / "source/train_1.npy", [1, 2], "<u4")
+    split = remote().open("train", "bytes")
+    with pytest.raises(DataError, match="holds 2 tokens of uint32, expected 4 of uint16"):
+        split.read(1, 0, 2)
+
+
+# --------------------------------------------------------------------------- fingerprint
+
+
+def fingerprint(folder: Path, name: str, ids: Ids, tokenizer: str = "gpt2") -> str:
+    folder.mkdir()
+    raw(folder / name, ids)
+    return open_folder(folder, tokenizer=tokenizer)[0].fingerprint
+
+
+def test_a_fingerprint_changes_with_content_and_tokenizer_alone(tmp_path: Path) -> None:
+    ids = np.arange(50_000) % 200
+    first, last, shorter = ids.copy(), ids.copy(), ids[:-200]
+    first[0] = last[-1] = 201
+    prints = [
+        fingerprint(tmp_path / "a", "train.bin", ids),
+        fingerprint(tmp_path / "b", "train.bin", first),
+        fingerprint(tmp_path / "c", "train.bin", last),
+        fingerprint(tmp_path / "d", "train.bin", shorter),
+        fingerprint(tmp_path / "e", "train.bin", ids, "bytes"),
+    ]
+    assert len(set(prints)) == 5
+    assert prints[0] == fingerprint(tmp_path / "f", "train.bin", ids)
+    assert all(len(one) == hashlib.sha256().digest_size * 2 for one in prints)
+
+
+# --------------------------------------------------------------------------- what is refused
+
+UNKNOWN = "holds token shards of another project, which do not say their tokenizer; set " + (
+    r"data\.tokenizer to gpt2, bytes or the path of a tokenizer\.json$"
+)
+
+
+def both(folder: Path) -> None:
+    npy(folder / "e_train_1.npy", [1])
+    raw(folder / "train.bin", [1])
+
+
+def types(folder: Path) -> None:
+    npy(folder / "train_1.npy", [1])
+    npy(folder / "train_2.npy", [1], "<u4")
+
+
+def wrong_index(folder: Path) -> None:
+    datatrove(folder / "a.ds", [[1, 2, 3]])
+    np.array([4], "<u8").tofile(folder / "a.ds.index")
+
+
+def wrong_metadata(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        datatrove(folder / "a.ds", [[1, 2, 3]])
+        (folder / "a.ds.index").unlink()
+        (folder / "a.ds.metadata").write_text(text)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda f: None, r"no dataset\.json, and no train shards .*train\.bin and val\.bin of nanoG"
+         r"PT, .bin of llm\.c and modded-nanogpt, .npy of build-nanogpt, .ds of datatrove.*: non"),
+        (lambda f: (f / "pytorch_model.bin").write_bytes(b"x" * 2000), r"no dataset\.json.* it has:"
+         r" pytorch_model\.bin$"),
+        (lambda f: raw(f / "x_train_0.bin", [1]), r"x_train_0\.bin has no header of llm\.c .1024 by"
+         r"tes that begin with 20240520 or 20240801.; raw uint16 is read from files named train"),
+        (lambda f: llmc(f / "train_0.bin", [1, 2], count=3), r"train_0\.bin has 1028 bytes, not 103"
+         r"0 for 3 tokens of uint16; it was cut short or changed"),
+        (lambda f: llmc(f / "train_0.bin", [1], version=2), r"has version 2 of llm\.c's format, not"
+         " 1"),
+        (lambda f: npy(f / "train_0.npy", [1], "<i8"), r"train_0\.npy holds int64 .<i8.; save it as"
+         " what is read: uint16, uint32 and int32, little-endian"),
+        (lambda f: npy(f / "train_0.npy", [1], ">u2"), "holds >u2 .>u2.; save it as what is read"),
+        (lambda f: np.save(f / "train_0.npy", np.ones((2, 2), "<u2")), r"int16 of shape \(2, 2\)"),
+        (lambda f: np.save(f / "train_0.npy", np.array([{}])), "holds object of shape"),
+        (lambda f: (f / "train_0.npy").write_bytes(b"x"), r"train_0\.npy is no \.npy file"),
+        (both, r"several formats: nanoGPT \(train\.bin\), build-nanogpt \.npy \(e_train_1\.npy\)|"
+         r"several formats: build-nanogpt \.npy \(e_train_1\.npy\), nanoGPT \(train\.bin\)"),
+        (types, r"several types: uint16 \(train_1\.npy\), uint32 \(train_2\.npy\)"),
+        (wrong_index, r"a\.ds\.index ends at token 4, its \.metadata says 3"),
+        (wrong_metadata("gpt2|2\n5"), r"a\.ds has 6 bytes, not 10 for 5 tokens of uint16"),
+        (wrong_metadata("gpt2|8\n5"), r"metadata begins with 'gpt2\|8'; expected tokenizer\|2 or "),
+        (wrong_metadata("gpt2|4\n"), r"a\.ds has 6 bytes, 2 more than whole tokens of uint32"),
+        (lambda f: (f / "train.bin").write_bytes(b"123"), r"train\.bin has 3 bytes, 1 more than who"
+         "le tokens of uint16; it was cut short or changed, or its type"),
+        (lambda f: raw(f / "train.bin", []), "the train shards of .* are all empty"),
+        (lambda f: raw(f / "train.bin", [1, 61_234]), r"train\.bin holds token 61234 beyond the voc"
+         r"abulary of 50257; its type may be another than uint16, or set data\.tokenizer"),
+        (lambda f: npy(f / "train_0.npy", [1, -5], "<i4"), "holds token 4294967291 beyond"),
+        (lambda f: raw(f / "train.bin", list(range(5000)), "<u4"), r"train\.bin looks like uint32 b"
+         "ut is read as uint16: every second number is 0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_told(
+    tmp_path: Path, write: Callable[[Path], object], message: str
+) -> None:
+    write(tmp_path)
+    with pytest.raises(DataError, match=message) as error:
+        open_folder(tmp_path, tokenizer="gpt2")
+    assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("where", [0, 1000, -1])
+def test_a_token_beyond_the_vocabulary_is_found_in_sampled_blocks(
+    tmp_path: Path, where: int
+) -> None:
+    ids = np.ones(2048 if where == 1000 else 1_000_000, "<u2")
+    ids[where] = 257
+    raw(tmp_path / "train.bin", ids)
+    with pytest.raises(DataError, match="holds token 257 beyond the vocabulary of 257"):
+        open_folder(tmp_path, tokenizer="bytes")
+
+
+def test_without_val_files_data_val_is_named(tmp_path: Path) -> None:
+    datatrove(tmp_path / "00000_00000_doc_shuffled.ds", [GPT2_IDS])
+    with pytest.raises(DataError, match=r"no val shards .*; set data\.val to a folder that has"):
+        open_folder(tmp_path, "val")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder: raw(folder / "train.bin", [1]),
+        lambda folder: npy(folder / "x_train_1.npy", [1]),
+        lambda folder: llmc(folder / "x_train_1.bin", [1], "<u4"),
+        lambda folder: datatrove(folder / "x.ds", [[1]], metadata=None),
+        lambda folder: datatrove(folder / "x.ds", [[1]], metadata="Unknown Tokenizer|2"),
+    ],
+)
+def test_an_unknown_tokenizer_is_asked_for(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    write(tmp_path)
+    with pytest.raises(UserError, match=UNKNOWN) as error:
+        open_folder(tmp_path)
+    assert error.value.exit_code == 2
+
+
+def test_a_tokenizer_that_is_named_but_not_known_is_asked_for(tmp_path: Path) -> None:
+    datatrove(tmp_path / "x.ds", [[1]], metadata="meta-llama/Llama-3.1-8B")
+    with pytest.raises(
+        UserError, match=r"which name the tokenizer 'meta-llama/Llama-3\.1-8B'; set"
+    ):
+        open_folder(tmp_path)
+
+
+def test_the_folders_tokenizer_and_data_tokenizer_must_agree(tmp_path: Path) -> None:
+    npy(tmp_path / "train_0.npy", [1])
+    BytesTokenizer().save(tmp_path)
+    assert open_folder(tmp_path)[1].kind == "bytes"
+    assert open_folder(tmp_path, tokenizer="bytes")[1].kind == "bytes"
+    assert open_folder(tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))[1].kind == "bytes"
+    with pytest.raises(
+        DataError, match=r"data\.tokenizer is gpt2, another than tokenizer\.json in"
+    ):
+        open_folder(tmp_path, tokenizer="gpt2")
+    meta(tmp_path / "meta.pkl", "ab")
+    assert open_folder(tmp_path)[1].kind == "chars"
+    with pytest.raises(
+        DataError, match=r"data\.tokenizer is gpt2, another than meta\.pkl in .*2 to"
+    ):
+        open_folder(tmp_path, tokenizer="gpt2")
+
+
+def test_a_meta_pkl_that_would_run_code_runs_nothing(tmp_path: Path) -> None:
+    raw(tmp_path / "train.bin", [1])
+    canary = tmp_path / "canary"
+    (tmp_path / "meta.pkl").write_bytes(f"cos\nsystem\n(Vtouch {canary}\ntR.".encode())
+    with pytest.raises(DataError, match=r"meta\.pkl uses the pickle opcode GLOBAL"):
+        open_folder(tmp_path)
+    assert not canary.exists()
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 50304}))
+    with pytest.raises(DataError, match=r"meta\.pkl is no vocabulary of characters"):
+        open_folder(tmp_path)
+
+
+def test_known_tokenizers(tmp_path: Path) -> None:
+    assert (known_tokenizer("gpt2").kind, known_tokenizer("bytes").kind) == ("gpt2", "bytes")
+    BytesTokenizer().save(tmp_path)
+    assert known_tokenizer(str(tmp_path / "tokenizer.json")).kind == "bytes"
+    for spec in ("chars", "bpe", str(tmp_path / "none.json")):
+        with pytest.raises(UserError, match="which is no file; expected gpt2, bytes or the path"):
+            known_tokenizer(spec)
+
+
+def test_a_file_cut_after_the_listing_is_told(tmp_path: Path) -> None:
+    raw(tmp_path / "train.bin", [1, 2, 3])
+    with pytest.raises(
+        DataError, match=r"train\.bin ends before byte 8; it was cut short or chang"
+    ):
+        open_foreign(tmp_path, {"train.bin": 8}, tmp_path.joinpath, "train", "bytes")
+    with pytest.raises(DataError, match=r"val\.bin cannot be read: No such file"):
+        open_foreign(tmp_path, {"val.bin": 8}, tmp_path.joinpath, "val", "bytes")

@@ -1,0 +1,101 @@
+"""Mixtures: exact proportions at every prefix, each source in its own order, continued exactly."""
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_gpt.data.mixture import Mixture, Pattern
+from accel_gpt.data.order import Order, Shuffle
+from accel_gpt.data.shards import open_split
+from accel_gpt.errors import UserError
+
+WEIGHTS = st.lists(
+    st.one_of(st.integers(1, 60).map(float), st.integers(1, 99).map(lambda n: n / 100)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=WEIGHTS)
+def test_each_source_is_never_one_sequence_off_its_share(weights: list[float]) -> None:
+    pattern = Pattern(tuple(weights))
+    length = sum(pattern.shares)
+    assert [s / length for s in pattern.shares] == pytest.approx(
+        [w / math.fsum(weights) for w in weights]
+    )
+    k = np.arange(2 * length + 7)
+    source, index = pattern.locate(k)
+    for number, share in enumerate(pattern.shares):
+        given_so_far = np.cumsum(source == number)
+        assert (np.abs(given_so_far * length - (k + 1) * share) < length).all()
+        assert (index[source == number] == np.arange((source == number).sum())).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(weights=WEIGHTS, k=st.integers(0, 10**12))
+def test_counts_are_those_of_the_sequences_before(weights: list[float], k: int) -> None:
+    pattern = Pattern(tuple(weights))
+    counts = pattern.counts(k)
+    assert sum(counts) == k
+    source, index = pattern.locate(np.array([k]))
+    assert index[0] == counts[source[0]]
+
+
+def test_weights_that_never_repeat_are_refused() -> None:
+    with pytest.raises(UserError, match=r"0\.3333333, 0\.71.* repeat only after .* sequences"):
+        Pattern((0.3333333, 0.71)).shares  # noqa: B018
+
+
+def mixture(
+    corpus: Path, shuffle: Shuffle, weights: tuple[float, ...], seeds: tuple[int, ...] = (1, 2, 3)
+) -> Mixture:
+    """The splits of one folder as several sources: told apart by their seeds."""
+    split = open_split(corpus, "train")
+    orders = tuple(
+        Order(split.lengths, 32, shuffle, seed, split.fingerprint)
+        for seed, _ in zip(seeds, weights, strict=False)
+    )
+    names = tuple(f"source{i}" for i in range(len(weights)))
+    return Mixture(names, (split,) * len(weights), orders, Pattern(weights))
+
+
+@pytest.mark.parametrize("shuffle", ["global", "shards", "none", "replacement"])
+def test_every_source_gives_its_own_order(corpus: Path, shuffle: Shuffle) -> None:
+    mixed = mixture(corpus, shuffle, (2, 1, 1))
+    k = np.arange(500, 1700)  # over several epochs of each
+    source, shard, first = mixed.locate(k)
+    for number, order in enumerate(mixed.orders):
+        here = source == number
+        begin = mixed.given(500)[number]
+        expected = order.locate(np.arange(begin, begin + here.sum()))
+        assert (shard[here] == expected[0]).all()
+        assert (first[here] == expected[1]).all()
+    assert Counter(source.tolist()) == {0: 600, 1: 300, 2: 300}
+
+
+def test_one_source_is_its_order_alone(corpus: Path) -> None:
+    mixed = mixture(corpus, "global", (1.0,))
+    k = np.arange(1000)
+    assert (np.stack(mixed.locate(k)[1:]) == np.stack(mixed.orders[0].locate(k))).all()
+    assert mixed.fingerprint == mixed.splits[0].fingerprint
+
+
+def test_fingerprint_depends_on_sources_and_proportions_only(corpus: Path) -> None:
+    assert (
+        mixture(corpus, "none", (2, 1)).fingerprint == mixture(corpus, "none", (4, 2)).fingerprint
+    )
+    assert (
+        mixture(corpus, "none", (2, 1)).fingerprint != mixture(corpus, "none", (1, 2)).fingerprint
+    )
+
+
+def test_epochs_of_each_source_are_counted(corpus: Path) -> None:
+    mixed = mixture(corpus, "global", (3, 1))
+    epoch = mixed.orders[0].windows_per_epoch
+    assert mixed.epochs(4 * epoch) == {"source0": 3.0, "source1": 1.0}

@@ -69,7 +69,7 @@ def prepare_command(argv: Sequence[str]) -> int:
     values = {f.name: getattr(asked, f.name) for f in fields(PrepareConfig)}
     if asked.merge:
         require(bool(asked.out), "--merge needs --out, the folder whose parts are joined")
-        from accel_gpt.data.build.merge import merge
+        from accel_gpt.data.making.merge import merge
 
         merge(Path(asked.out))
         return 0

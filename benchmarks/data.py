@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from accel_gpt.data.build.writer import ShardWriter, write_index
 from accel_gpt.data.loader import Loader, read_windows
+from accel_gpt.data.making.writer import ShardWriter, write_index
 from accel_gpt.data.mixture import Mixture, Pattern
 from accel_gpt.data.order import Order
 from accel_gpt.data.shards import Shard, open_split, token_dtype

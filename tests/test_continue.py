@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from accel_gpt.data import sources
-from accel_gpt.data.build import builder as build
-from accel_gpt.data.build import journal, seen, workers, writer
+from accel_gpt.data.making import builder as build
+from accel_gpt.data.making import journal, seen, workers, writer
 from accel_gpt.data.prepare import prepare
 from accel_gpt.data.shards import open_split, read_index
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer, train_bpe

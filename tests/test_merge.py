@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from accel_gpt.data.build import merge as room
-from accel_gpt.data.build.merge import merge
+from accel_gpt.data.making import merge as room
+from accel_gpt.data.making.merge import merge
 from accel_gpt.data.prepare import prepare
 from accel_gpt.data.shards import open_split, read_index
 from accel_gpt.data.tokenizer import load_tokenizer

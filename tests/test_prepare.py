@@ -17,10 +17,10 @@ import pytest
 
 from accel_gpt.data import prepare as room
 from accel_gpt.data.bpe import EOT
-from accel_gpt.data.build import builder as build
-from accel_gpt.data.build import copy as copy_shards
-from accel_gpt.data.build import workers
-from accel_gpt.data.build.progress import Progress
+from accel_gpt.data.making import builder as build
+from accel_gpt.data.making import copy as copy_shards
+from accel_gpt.data.making import workers
+from accel_gpt.data.making.progress import Progress
 from accel_gpt.data.prepare import prepare
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
@@ -97,7 +97,7 @@ def test_one_text_is_parted_where_nanogpt_parts_it(tmp_path: Path, out: Path) ->
 def test_any_number_of_workers_writes_the_same_bytes(
     config: PrepareConfig, tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accel_gpt.data.build.workers.BATCH_CHARACTERS", 300)
+    monkeypatch.setattr("accel_gpt.data.making.workers.BATCH_CHARACTERS", 300)
     monkeypatch.setattr("accel_gpt.data.sources.BATCH_CHARACTERS", 40)
     config = replace(config, tokenizer=tokenizer, vocab_size=280)
     for count in (1, 3):
@@ -185,7 +185,7 @@ def test_a_disk_full_from_the_start_leaves_nothing(
     assert os.listdir(out.parent) == ["made.lock"]
 
 
-@pytest.mark.parametrize("work", ["build.builder.make_tokenizer", "build.workers.cached_tokenizer"])
+@pytest.mark.parametrize("work", ["making.builder.make_tokenizer", "making.workers.cached_tokenizer"])
 def test_a_killed_worker_is_reported(
     config: PrepareConfig, out: Path, monkeypatch: pytest.MonkeyPatch, work: str
 ) -> None:

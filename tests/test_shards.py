@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_gpt.data import shards
-from accel_gpt.data.build.writer import ShardWriter, header, write_index
+from accel_gpt.data.making.writer import ShardWriter, header, write_index
 from accel_gpt.data.shards import Shard, open_split, resident, token_dtype
 from accel_gpt.errors import DataError, UserError
 

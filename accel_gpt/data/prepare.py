@@ -14,7 +14,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from accel_gpt.data.build.builder import (
+from accel_gpt.data.making.builder import (
     OURS,
     Work,
     begin,
@@ -23,7 +23,7 @@ from accel_gpt.data.build.builder import (
     fingerprint,
     write_shards,
 )
-from accel_gpt.data.build.writer import write_index
+from accel_gpt.data.making.writer import write_index
 from accel_gpt.data.shards import INDEX, Shard, read_index
 from accel_gpt.data_config import PrepareConfig
 from accel_gpt.errors import UserError, require

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from accel_gpt.data.build.progress import Progress, byte_bar
 from accel_gpt.data.folders import open_place, open_remote
 from accel_gpt.data.formats import ENDINGS, of_split
 from accel_gpt.data.inspection.scan import ScanResult, scan, total
+from accel_gpt.data.making.progress import Progress, byte_bar
 from accel_gpt.data.remote.folder import RemoteFolder, is_url
 from accel_gpt.data.shards import HEADER, INDEX, Shard, Split, check_size, open_split, read_index
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer

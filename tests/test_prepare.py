@@ -185,7 +185,7 @@ def test_a_disk_full_from_the_start_leaves_nothing(
     assert os.listdir(out.parent) == ["made.lock"]
 
 
-@pytest.mark.parametrize("work", ["making.builder.make_tokenizer", "making.workers.cached_tokenizer"])
+@pytest.mark.parametrize("work", ["builder.make_tokenizer", "workers.cached_tokenizer"])
 def test_a_killed_worker_is_reported(
     config: PrepareConfig, out: Path, monkeypatch: pytest.MonkeyPatch, work: str
 ) -> None:
@@ -195,7 +195,7 @@ def test_a_killed_worker_is_reported(
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(f"accel_gpt.data.{work}", die)
+    monkeypatch.setattr(f"accel_gpt.data.making.{work}", die)
     with pytest.raises(UserError, match=r"was killed.*fewer data\.prepare\.workers"):
         prepare(config, out)
     assert not out.exists()

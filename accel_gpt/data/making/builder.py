@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_gpt.data.making.copy import copied, describe_place, place_tokenizer
+from accel_gpt.data.making.from_shards import copied, describe_place, place_tokenizer
 from accel_gpt.data.making.journal import JOURNAL, Journal, read_journal
 from accel_gpt.data.making.progress import Progress
 from accel_gpt.data.making.seen import DATABASE, Seen, open_seen

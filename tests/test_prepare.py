@@ -18,8 +18,7 @@ import pytest
 from accel_gpt.data import prepare as room
 from accel_gpt.data.bpe import EOT
 from accel_gpt.data.making import builder as build
-from accel_gpt.data.making import copy as copy_shards
-from accel_gpt.data.making import workers
+from accel_gpt.data.making import from_shards, workers
 from accel_gpt.data.making.progress import Progress
 from accel_gpt.data.prepare import prepare
 from accel_gpt.data.shards import open_split
@@ -375,9 +374,9 @@ def test_a_token_that_the_tokenizer_lacks_stops_the_copy(
 ) -> None:
     prepare(replace(config, tokenizer="bpe", vocab_size=280), out)
     opened = open_split(out, "train"), BytesTokenizer()
-    monkeypatch.setattr(copy_shards, "open_source", lambda *_: opened)
+    monkeypatch.setattr(from_shards, "open_source", lambda *_: opened)
     with pytest.raises(DataError, match=r"train_0000.*holds token 27.*less than 257"):
-        list(copy_shards.copied(copy_of(out), (0, 0, 0)))
+        list(from_shards.copied(copy_of(out), (0, 0, 0)))
 
 
 def test_documents_in_shards_cannot_be_compared(out: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The README: its commands run as written, and what it names exists."""
 
+import gzip
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 from accel_gpt.config import Config
@@ -39,7 +41,7 @@ def test_named_keys_tests_and_files_exist() -> None:
     sections = {key.partition(".")[0] for key in keys if "." in key}
     for name in re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_.]+)", TEXT):
         known = {*keys, "data.prepare", *sections}
-        assert name.rstrip(".") in known or name.endswith(".py"), name
+        assert name.rstrip(".") in known or name.endswith((".py", ".bin")), name
     for file, test in re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", TEXT):
         assert f"def {test}" in (ROOT / "tests" / file).read_text()
     for name in re.findall(r"`(\w+\.py)`", SECTIONS["Map of the files"]):
@@ -92,7 +94,17 @@ def test_own_data_as_the_readme_says(elsewhere: Path) -> None:
         shutil.copy(ROOT / "README.md", folder / "note.md")
         text = (ROOT / "accel_gpt" / "parse.py").read_text() * (number + 1)
         (folder / "code.md").write_text(text)
-    prepare, train = commands("Your own data")
-    run(prepare.replace("4096", "512"), elsewhere)
+    rows = [{"content": ROOT.joinpath("README.md").read_text()[i:]} for i in range(120)]
+    with gzip.open(elsewhere / "crawl.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    texts = pyarrow.table({"text": [row["content"] for row in rows]})
+    pyarrow.parquet.write_table(texts, elsewhere / "wiki.parquet")
+    *own, train = commands("Your own data")
+    for command in own:
+        run(command.replace("4096", "512"), elsewhere)
     run(f"{train} --train.max_steps 3 --schedule.warmup_steps 1", elsewhere)
     assert (elsewhere / "runs/notes/checkpoints/step_00000003").is_dir()
+    indexes = [
+        json.loads((elsewhere / f"data/{n}/dataset.json").read_text()) for n in ("crawl", "piped")
+    ]
+    assert indexes[0]["splits"] == indexes[1]["splits"]

@@ -81,7 +81,13 @@ def prepare_command(argv: Sequence[str]) -> int:
     out = asked.out or f"data/{values['source']}_{Path(asked.tokenizer).stem}"
     from accel_gpt.data.prepare import prepare
 
-    prepare(PrepareConfig(**values), Path(out), asked.rank, asked.world)
+    if not prepare(PrepareConfig(**values), Path(out), asked.rank, asked.world):
+        require(
+            asked.path != "-",
+            f"{out} is already prepared, so standard input was not read; delete the folder or give "
+            "another --out",
+        )
+        sys.stdout.write(f"already prepared: {out}\n")
     return 0
 
 

@@ -119,6 +119,10 @@ class TextStream:
             0 < self.val_fraction < 1,
             f"data.train has val_fraction {self.val_fraction}; it must lie between 0 and 1",
         )
+        require(
+            self.path != "-",
+            "data.train streams from standard input, which cannot be read twice; give files",
+        )
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What can go wrong, with the exit code that scripts see, and the checks shared by the config."""
 
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -51,7 +52,8 @@ def positive(section: str, config: object, *names: str) -> None:
     """Require each named field of `config` to be unset or above zero."""
     for name in names:
         value = getattr(config, name)
-        require(value is None or value > 0, f"{section}.{name} is {value}; it must be above 0")
+        ok = value is None or 0 < value < math.inf
+        require(ok, f"{section}.{name} is {value}; it must be above 0 and finite")
 
 
 def not_negative(section: str, config: object, *names: str) -> None:

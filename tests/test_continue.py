@@ -310,9 +310,9 @@ def edit(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda f: newer(f.parents[1] / "a.jsonl"), "what it is made from has changed"),
         (other_tokenizer, "the tokenizer has changed"),
         (lambda f: (f / "tokenizer.json").write_text("{"), "not valid JSON"),
+        (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer"),
         (lambda f: (f / "progress.json").unlink(), "has no progress.json yet"),
         (lambda f: os.truncate(f / "progress.json", 200), "progress.json is damaged"),
         (lambda f: os.truncate(f / "progress.json", 0), "progress.json is damaged"),
@@ -355,19 +355,139 @@ def test_with_other_workers_it_continues(
 @pytest.mark.parametrize(
     "change", [{"val_fraction": 0.2}, {"shard_tokens": 800}, {"dedupe": False}]
 )
-def test_other_settings_start_over(
+def test_other_settings_are_refused_and_the_work_is_kept(
+    stopped: PrepareConfig, out: Path, change: dict[str, Any]
+) -> None:
+    before = content(partial(out))
+    [(key, value)] = change.items()
+    said = rf"{key}: begun with {getattr(stopped, key)}, asked {value}\); repeat .*made\.partial to"
+    with pytest.raises(UserError, match=said):
+        prepare(replace(stopped, **change), out)
+    assert content(partial(out)) == before
+
+
+def test_another_text_is_refused_and_the_work_is_kept(stopped: PrepareConfig, out: Path) -> None:
+    before = content(partial(out))
+    newer(out.parents[1] / "a.jsonl")
+    with pytest.raises(UserError, match=r"partial was begun with another text.*remove .*partial"):
+        prepare(stopped, out)
+    assert content(partial(out)) == before
+
+
+def test_the_path_may_be_spelled_otherwise(
     stopped: PrepareConfig,
     out: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    change: dict[str, Any],
 ) -> None:
-    config = replace(stopped, **change)
+    monkeypatch.chdir(tmp_path)
+    prepare(replace(stopped, path="data/../a.jsonl"), out)
+    assert "continuing from" in capsys.readouterr().err
+
+
+def test_a_complete_partial_folder_of_other_settings_is_kept(
+    config: PrepareConfig, out: Path
+) -> None:
     prepare(config, out)
-    [(key, value)] = change.items()
-    assert f"{key}: begun with {getattr(stopped, key)}, asked {value}" in capsys.readouterr().err
+    out.rename(partial(out))
+    with pytest.raises(UserError, match="val_fraction: begun with"):
+        prepare(replace(config, val_fraction=0.2), out)
+    prepare(config, out)
+    assert not partial(out).exists()
+
+
+def test_a_tokenizer_that_cannot_be_had_now_keeps_the_work(
+    stopped: PrepareConfig, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(*_: object) -> None:
+        raise UserError("gpt2 cannot be fetched")
+
+    before = content(partial(out))
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "load_tokenizer", offline)
+        with pytest.raises(UserError, match="cannot be fetched"):
+            prepare(stopped, out)
+    assert content(partial(out)) == before
+
+
+def test_a_journal_that_cannot_be_read_now_keeps_the_work(
+    stopped: PrepareConfig, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.read_text
+
+    def fails(path: Path, *arguments: Any, **named: Any) -> str:
+        if path.name == journal.JOURNAL:
+            raise OSError(5, "Input/output error")
+        return real(path, *arguments, **named)
+
+    before = content(partial(out))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", fails)
+        with pytest.raises(UserError, match=r"Input/output error$"):
+            prepare(stopped, out)
+    assert content(partial(out)) == before
+
+
+def test_what_is_left_out_at_the_end_is_counted_once(
+    config: PrepareConfig, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(str(config.path))
+    path.write_text(path.read_text() + path.read_text().splitlines()[0] + "\n[]\n" * 2)
+    config = replace(config, dedupe=True, skip_invalid=True)
     prepare(config, tmp_path / "undisturbed")
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("accel_gpt.data.prepare.finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config, out)
+    prepare(config, out)
     assert content(out) == content(tmp_path / "undisturbed")
+
+
+def test_what_skipped_is_not_continued_without_skipping(
+    config: PrepareConfig, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(str(config.path))
+    path.write_text("[]\n" + path.read_text())
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3, OSError(28, "full"))
+        with pytest.raises(UserError, match="full"):
+            prepare(replace(config, skip_invalid=True), out)
+    with pytest.raises(UserError, match="skip_invalid: begun with True, asked False"):
+        prepare(config, out)
+
+
+def stop_training(config: PrepareConfig, out: Path, started: Any, said: Any) -> None:
+    def slow(*_: object) -> None:
+        started.set()
+        time.sleep(60)
+
+    build.make_tokenizer = slow  # type: ignore[attr-defined]
+    sys.stderr = io.StringIO()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        prepare(config, out)
+    except KeyboardInterrupt:
+        said.put(sys.stderr.getvalue())
+
+
+def test_ctrl_c_ends_the_training_of_a_tokenizer(config: PrepareConfig, out: Path) -> None:
+    started, said = fork.Event(), fork.Queue()
+    process = fork.Process(target=stop_training, args=(config, out, started, said))
+    process.start()
+    assert started.wait(20)
+    os.kill(process.pid or 0, signal.SIGINT)
+    try:
+        assert "is kept" not in said.get(timeout=10)
+        process.join(10)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+    assert not partial(out).exists()
 
 
 def test_a_shard_that_the_journal_does_not_know_is_removed(
@@ -404,7 +524,7 @@ def test_standard_input_starts_over(
         if error:
             with monkeypatch.context() as patch:
                 stop_after(patch, 2, error)
-                with pytest.raises(UserError, match="full"):
+                with pytest.raises(UserError, match=r"full$"):
                     prepare(config, out)
         else:
             prepare(config, out)

@@ -3,11 +3,15 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from accel_gpt.data.prepare import prepare
 from accel_gpt.data_config import PrepareConfig
+from accel_gpt.run.checkpoint import TrainState
+from accel_gpt.run.corpus import settle, source_changes
 from tests.conftest import text_of
 from tests.test_train import assert_same_weights, launch, records, signal_after, weights
 
@@ -94,7 +98,7 @@ def test_another_mixture_is_refused_with_what_differs_or_accepted_and_logged(
     # 48 sequences of 24 each, then 48 by 3 : 1 : 4
     state = json.loads((tmp_path / "run/checkpoints/step_00000012/trainer_state.json").read_text())
     assert (state["data_origin"], state["sequences"]) == (48, 96)
-    assert [source["start"] for source in state["data_sources"]] == [24, 24, 0]
+    assert sorted(state["data_given"].values()) == [24, 24]
     # the change holds for what follows, without being allowed again
     assert launch(small_run(*other, "--train.max_steps", "14")) == 2
     longer = ["--train.max_steps", "14", "--checkpoint.allow_change", "train.max_steps"]
@@ -127,6 +131,40 @@ def test_a_changed_mixture_goes_on_where_each_source_was(
     assert read[0][0] == 24
 
 
+def test_sources_come_and_go_and_each_goes_on_where_it_was() -> None:
+    """A + B for 100 windows, A alone for 50, then both again."""
+    state = TrainState(data_fingerprint="ab", data_sources=sources(a=1, b=1), sequences=100)
+    settle(state)
+    assert state.data_given == {"a": 50, "b": 50}
+    state.data_sources, state.sequences = sources(a=1), 150
+    settle(state)
+    assert state.data_given == {"a": 100, "b": 50}
+    state.data_sources, state.sequences = sources(a=3, b=1), 154
+    settle(state)
+    assert state.data_given == {"a": 103, "b": 51}
+
+
+def test_a_state_from_before_mixtures_has_one_source() -> None:
+    old = TrainState(data_fingerprint="a", sequences=7)
+    now = TrainState(data_fingerprint="ab", data_sources=sources(a=1, b=1))
+    assert source_changes(old, now) == {"data.train[b]": ("absent", "weight 1")}
+    settle(old)
+    assert old.data_given == {"a": 7}
+
+
+def sources(**weights: float) -> list[dict[str, Any]]:
+    return [{"name": n, "weight": w, "fingerprint": n} for n, w in weights.items()]
+
+
+def test_the_order_in_which_sources_are_listed_says_nothing(
+    small_run: Arguments, two: tuple[Path, Path], tmp_path: Path
+) -> None:
+    pairs = [(two[0], 2.0), (two[1], 1.0)]
+    for out, listed in (("a", pairs), ("b", pairs[::-1])):
+        assert launch(small_run(*mixture(*listed), "--out_dir", str(tmp_path / out))) == 0
+    assert records(tmp_path / "a") == records(tmp_path / "b")
+
+
 @pytest.mark.parametrize(
     ("train", "message"),
     [
@@ -138,6 +176,8 @@ def test_a_changed_mixture_goes_on_where_each_source_was(
         ("[DATA1, DATA2]", "expected a list of {path, weight}"),
         ("{dataset: a/b}", "without streaming: true"),
         ("{streaming: true}", "give one of the two"),
+        ("{streaming: true, path: '-'}", "cannot be read twice"),
+        ("[{path: DATA1, weight: .inf}]", "must be above 0 and finite"),
         ("{streaming: true, path: DATA1}", "data.tokenizer is not set"),
         ("[{path: DATA1", "not valid YAML"),
     ],
@@ -213,6 +253,39 @@ def test_streamed_text_refuses_another_number_of_processes(
     assert "on 1 processes and cannot go on with 2" in capsys.readouterr().err
 
 
+def test_a_text_of_whole_windows_is_read_again_and_again(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("abcdefg " * 128)  # half of it, and end-of-text: 16 windows
+    train = f"{{path: {tmp_path / 'text.txt'}, streaming: true, val_fraction: 0.501}}"
+    options = ["--data.train", train, "--data.tokenizer", "bytes"]
+    assert launch(small_run(*options)) == 0
+
+
+def test_another_streamed_text_begins_at_its_beginning(
+    small_run: Arguments,
+    streamed: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stopped(small_run(*streamed), monkeypatch, 4)
+    changed = [option.replace("val_fraction: 0.1", "val_fraction: 0.2") for option in streamed]
+    assert launch(small_run(*changed)) == 2
+    assert "--data.allow_change" in capsys.readouterr().err
+    begun: list[object] = []
+    from accel_gpt.run import text_corpus
+
+    read = text_corpus.read_text
+    monkeypatch.setattr(
+        text_corpus,
+        "read_text",
+        lambda text, place, *a: begun.append(place) or read(text, place, *a),
+    )
+    assert launch(small_run(*changed, "--data.allow_change")) == 0
+    assert begun == [text_corpus.Place()]
+
+
 # --------------------------------------------------------------------------- documents
 
 
@@ -246,3 +319,18 @@ def test_document_mask_needs_an_end_of_text(
     prepare(PrepareConfig(source="text", path=str(text), tokenizer="chars"), tmp_path / "chars")
     assert launch(small_run("--data.train", str(tmp_path / "chars"), "--data.document_mask")) == 2
     assert "chars tokenizer has no end-of-text" in capsys.readouterr().err
+
+
+def test_micro_batches_of_end_of_text_alone_count_nothing(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    tokens = np.full(2000, 256, np.uint16)
+    tokens[1000:] = np.arange(1000) % 256
+    for split in ("train", "val"):
+        np.save(tmp_path / f"x_{split}_000000.npy", tokens)
+    options = ["--data.train", str(tmp_path), "--data.tokenizer", "bytes", "--data.document_mask"]
+    options += ["--train.micro_batch_size", "1", "--train.tokens_per_step", "64"]
+    assert launch(small_run(*options, "--data.shuffle", "none")) == 0
+    losses = [line["train/loss"] for line in records(tmp_path / "run")]
+    assert losses[0] == 0
+    assert all(loss < 10 for loss in losses)

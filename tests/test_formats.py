@@ -235,6 +235,7 @@ class Remote:
 
     def __init__(self, source: Path, here: Path) -> None:
         self.source, self.here, self.fetched = source, here, list[str]()
+        self.tags = dict[str, str]()
         self.sizes = {file.name: file.stat().st_size for file in os.scandir(source)}
 
     def fetch(self, name: str) -> Path:
@@ -245,7 +246,7 @@ class Remote:
     def locate(self, shard: Shard) -> Path:
         return self.fetch(shard.name)
 
-    def ahead(self, shards: Sequence[Shard]) -> None:
+    def ahead(self, now: Sequence[Shard], then: Sequence[Shard] = ()) -> None:
         """Nothing is fetched before it is read."""
 
     def open(self, split: str, tokenizer: str | None = None) -> Split:
@@ -279,6 +280,19 @@ def test_of_a_remote_place_only_the_first_shard_of_a_series_is_fetched(
     llmc(source / "fineweb_train_000002.bin", [2, 10])
     prints.append(remote().open("train").fingerprint)
     assert prints[0] == prints[1] != prints[2]
+
+
+def test_the_fingerprint_of_a_remote_place_changes_with_what_is_told_of_the_content(
+    remote: Callable[[], Remote], tmp_path: Path
+) -> None:
+    prints = set()
+    for first, tag in ((1, "a"), (2, "a"), (2, "b"), (2, "b")):
+        npy(tmp_path / "source/train_0.npy", [first, 5])
+        npy(tmp_path / "source/train_1.npy", [3, 4])
+        place = remote()
+        place.tags["train_1.npy"] = tag
+        prints.add(place.open("train", "bytes").fingerprint)
+    assert len(prints) == 3
 
 
 def test_of_remote_datatrove_files_only_the_first_metadata_is_fetched(

@@ -161,8 +161,8 @@ def test_shards_are_fetched_ahead(tmp_path: Path) -> None:
     asked: list[list[str]] = []
 
     class Recorded(Unchecked):
-        def ahead(self, shards: Sequence[Shard]) -> None:
-            asked.append([shard.name[-5] for shard in shards])
+        def ahead(self, now: Sequence[Shard], then: Sequence[Shard] = ()) -> None:
+            asked.append([shard.name[-5] for shard in (*now, *then)])
 
     scan(open_split(folder, "train", Recorded(folder)), None, lambda _: None)
     assert asked == [["0", "1", "2"], ["1", "2", "3"], ["2", "3", "4"], ["3", "4"], ["4"]]

@@ -217,6 +217,22 @@ def test_another_tokenizer_and_a_cut_shard_are_refused(out: Path, parts: list[Pa
     assert not out.exists()
 
 
+def test_parts_need_not_all_have_skipped(out: Path, parts: list[Path]) -> None:
+    edit(parts[1], "skipped", 3)
+    merge(out)
+    assert read_index(out)["prepared"]["skipped"] == 3
+
+
+def test_parts_of_a_copy_belong_together(config: PrepareConfig, out: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(str(config.path), tmp_path / "text")
+    config = replace(config, path=str(folder))
+    for rank in range(2):
+        prepare(config, out, rank, 2)
+        for path in folder.iterdir():
+            os.utime(path, (1, 1))
+    merge(out)
+
+
 def test_a_folder_that_is_something_else_is_left_alone(
     config: PrepareConfig, out: Path, parts: list[Path]
 ) -> None:
@@ -242,6 +258,7 @@ def test_changed_files_are_noticed_between_the_parts(
     [
         ({"dedupe": True}, 0, 2, "duplicates would be found within a part only"),
         ({"source": "shards"}, 0, 2, "shards are copied in one piece"),
+        ({"path": "-"}, 0, 2, "path is - with --world 2; standard input is read in one piece"),
         ({}, 2, 2, "--rank is 2 and --world 2; ranks are 0 to world - 1"),
         ({}, -1, 2, "--rank is -1"),
         ({}, 0, 0, "--world 0"),

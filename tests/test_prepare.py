@@ -125,6 +125,47 @@ def test_a_ready_folder_is_left_alone(config: PrepareConfig, out: Path) -> None:
     assert (content(out), os.stat(out).st_mtime_ns) == before
 
 
+def test_a_ready_folder_whose_text_has_changed_is_left_with_a_warning(
+    config: PrepareConfig, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(config, out)
+    before = content(out)
+    path = Path(str(config.path))
+    os.utime(path / "000.txt", (1, 1))  # as in a copy
+    capsys.readouterr()
+    assert not prepare(config, out)
+    assert capsys.readouterr().err == ""
+    (path / "000.txt").write_text("something longer than what was there before, not prepared")
+    assert not prepare(config, out)
+    assert capsys.readouterr().err == (
+        f"WARNING: the text of {path} has changed since {out} was prepared; the folder is left as "
+        "it is: delete it to prepare again\n"
+    )
+    shutil.rmtree(path)
+    assert not prepare(config, out)
+    assert capsys.readouterr().err == ""
+    assert content(out) == before
+
+
+def test_what_was_skipped_is_not_taken_for_all(config: PrepareConfig, out: Path) -> None:
+    (Path(str(config.path)) / "bad.txt").write_bytes(b"\xff")
+    prepare(replace(config, skip_invalid=True), out)
+    prepare(replace(config, skip_invalid=True), out)
+    with pytest.raises(UserError, match="which left out 1 invalid"):
+        prepare(config, out)
+
+
+def test_other_errors_of_the_system_ask_for_no_room(
+    config: PrepareConfig, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refused)
+    with pytest.raises(UserError, match=r"Input/output error$"):
+        prepare(config, out)
+
+
 def test_other_settings_are_listed_and_nothing_is_touched(config: PrepareConfig, out: Path) -> None:
     config = replace(config, tokenizer="bpe", vocab_size=280)
     prepare(config, out)

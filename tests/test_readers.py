@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from accel_gpt.data.sources import Skipped, documents, sample_texts, split_pieces
-from accel_gpt.data.text.readers import Share, json_lines
+from accel_gpt.data.text.readers import LONGEST_LINE, Share, json_lines
 from accel_gpt.data_config import PrepareConfig, Source
 from accel_gpt.errors import DataError, UserError
 
@@ -289,3 +289,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
         total, grown_mb = map(float, line.split())
         assert total > 129_000_000
         assert grown_mb < 100, done.stdout
+
+
+def test_a_line_is_bounded_by_what_memory_allows() -> None:
+    assert LONGEST_LINE <= 64 << 20

@@ -1,5 +1,7 @@
 """Every recipe in configs/data is one that `accel-gpt prepare` understands."""
 
+import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,26 @@ def test_a_wrong_key_in_a_recipe_is_told_with_the_nearest(recipe: Path) -> None:
     recipe.write_text("- bytes\n")
     with pytest.raises(UserError, match="holds no keys; see configs/data/"):
         load(recipe)
+
+
+def test_a_folder_that_is_ready_is_told(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert call(recipe, "--out", out) == 0
+    capsys.readouterr()
+    assert call(recipe, "--out", out) == 0
+    assert capsys.readouterr().out == f"already prepared: {out}\n"
+
+
+def test_standard_input_is_not_ignored_for_a_ready_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--path=-", "--source=text", "--tokenizer=bytes", "--out", tmp_path / "out"]
+    for code in (0, 2):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"some text " * 99)))
+        assert call(*words, "--workers=1") == code
+    assert "already prepared, so standard input was not read" in capsys.readouterr().err
 
 
 def test_parts_are_made_and_joined_by_the_command(

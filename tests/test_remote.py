@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 
 from accel_gpt.data.folders import open_place
+from accel_gpt.data.order import Order
 from accel_gpt.data.remote.cache import PART, Cache
 from accel_gpt.data.remote.download import Patience
 from accel_gpt.data.remote.folder import RemoteFolder, is_url
 from accel_gpt.data.remote.stores import FsspecFolder, Missing, reason, without_secrets
-from accel_gpt.data.shards import FORMAT, HEADER, VERSION, Shard, open_split
+from accel_gpt.data.shards import FORMAT, HEADER, VERSION, Shard, Split, open_split, resident
 from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import DataError, UserError
 
@@ -328,6 +329,8 @@ def test_need_beyond_the_limit_names_the_knob(
     folder = remote(2)
     with pytest.raises(UserError, match=r"data.cache_gb is 0\.00010\S*, but 0\.0001\S+ GB"):
         folder.ahead(shards[:3])
+    folder.ahead(shards[:1], shards[:5])  # ahead of need there may be too many
+    assert list(folder.wanted) == [shard.name for shard in shards[:2]]
     folder.ahead(shards[:2])
     folder.locate(shards[1])
     folder.locate(shards[0])
@@ -406,6 +409,58 @@ def test_what_is_located_goes_before_what_is_ahead(
     folder.ahead(shards[:8])
     folder.locate(shards[9])
     assert len(server.requests) <= 3
+
+
+def test_run_whose_shards_ahead_do_not_fit_goes_on_over_a_border(
+    server: Server, shards: list[Shard], remote: Opener
+) -> None:
+    folder = remote(3)
+    for i in range(7):
+        folder.ahead(shards[i : i + 2], shards[i + 1 : i + 4])
+        assert right(server, folder.locate(shards[i]))
+        assert right(server, folder.locate(shards[i + 1]))
+        folder.ahead(shards[i + 1 : i + 2], shards[i + 1 : i + 4])
+        assert list(folder.wanted) == [shard.name for shard in shards[i + 1 : i + 4]]
+    assert set(server.requests.values()) == {1}
+
+
+def test_random_order_of_many_shards_is_told_ahead_in_no_time(
+    server: Server, tmp_path: Path
+) -> None:
+    many = tuple(Shard(f"{i}.npy", TOKENS) for i in range(10_000))
+    lengths = np.full(len(many), TOKENS, np.int64)
+    folder = RemoteFolder(server.url, str(tmp_path / "cache"), 1.0, QUICK)
+    folder.listed = {shard.name: 1 for shard in many}
+    folder.start = lambda: None  # type: ignore[method-assign]
+    order = Order(lengths, 100, "global", 0, "")
+    split = Split(
+        *(tmp_path, "train", many, np.dtype("<u2"), 9, None, "", "", "", lengths),
+        store=folder,
+    )
+    split.ahead([0, 1], order.upcoming(0, 4))
+    started = time.process_time()
+    for k in range(100):
+        order.upcoming(k, 4)
+    assert time.process_time() - started < 0.02
+    started = time.process_time()
+    for k in range(20):
+        split.ahead([k, 7 * k], order.upcoming(k, 4))
+    assert time.process_time() - started < 0.1
+    assert len(folder.wanted) == len(many)
+
+
+def test_what_was_read_into_memory_is_not_held(
+    server: Server, corpus: Path, remote: Opener
+) -> None:
+    served(server, corpus)
+    folder = remote()
+    folder.fetch("dataset.json")
+    split = open_split(folder.folder, "val", folder)
+    for _ in range(2):
+        kept = resident(split, 10)
+        assert kept.read(0, 0, 10).tolist() == open_split(corpus, "val").read(0, 0, 10).tolist()
+        assert until(lambda: not folder.cache.leased())
+        assert not split.pages.mapped.any()
 
 
 def test_no_thread_before_need_and_none_after_close(
@@ -544,6 +599,7 @@ def test_other_stores_can_be_listed(tmp_path: Path, scheme: str) -> None:
     system.pipe(f"{path}/a.bin", b"abcdef")
     folder = RemoteFolder(url, str(tmp_path / "cache"), 1.0, QUICK)
     assert folder.sizes() == {"a.bin": 6}
+    assert folder.tags == {"a.bin": ""}  # times are no content
     assert not folder.has("dataset.json")
     assert folder.locate(Shard("a.bin", 3, offset=0)).read_bytes() == b"abcdef"
     with pytest.raises(Missing, match="does not exist"):
@@ -585,6 +641,9 @@ class Hub:
     def info(self, path: str) -> dict[str, Any]:
         return {"size": 3, "lfs": self.lfs, "blob_id": "b"}
 
+    def ls(self, path: str, detail: bool) -> list[dict[str, Any]]:
+        return [{"name": f"{path}/x", "type": "file", **self.info(path)}]
+
 
 class Lfs:
     sha256 = "ab"
@@ -595,6 +654,7 @@ def test_hash_of_the_hub_is_known(lfs: Any) -> None:
     folder = FsspecFolder("hf://datasets/a/b")
     vars(folder)["place"] = (Hub(lfs), "p")
     assert folder.about("x") == (3, "ab", "b")
+    assert folder.list() == {"x": (3, "ab", "b")}
 
 
 def test_urls_and_folders() -> None:

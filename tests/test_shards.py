@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_gpt.data import shards
+from accel_gpt.data import mapping, shards
 from accel_gpt.data.making.writer import ShardWriter, header, write_index
 from accel_gpt.data.shards import Shard, open_split, resident, token_dtype
 from accel_gpt.errors import DataError, UserError
@@ -124,6 +124,31 @@ def test_mapped_shards_take_no_file_descriptors_and_are_limited(
     assert [int(split.read(i, 0, 1)[0]) for i in (*range(100), 0, 50)] == [*range(100), 0, 50]
     assert split.pages.mapped.sum() <= 64
     assert descriptors() == before
+
+
+def test_maps_of_other_splits_count_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, [[i] for i in range(10)], 1)
+    split, place = open_split(tmp_path, "train"), mapping.place
+
+    def limited(address: int | None, size: int, protection: int, *rest: int) -> int:
+        full = split.pages.mapped.sum() >= 4 if protection else split.pages.region.spare
+        if address is not None and full:
+            raise mapping.NoMaps("Cannot allocate memory")
+        return place(address, size, protection, *rest)
+
+    split.read(0, 0, 1)
+    monkeypatch.setattr(mapping, "place", limited)
+    assert [int(split.read(i, 0, 1)[0]) for i in range(10)] == list(range(10))
+    assert split.windows(np.array([0, 8, 9]), np.zeros(3, int), 1).tolist() == [[0], [8], [9]]
+    with pytest.raises(DataError, match="Cannot allocate"):
+        split.windows(np.arange(5), np.zeros(5, int), 1)
+
+
+def test_no_memory_for_a_map_is_told_apart() -> None:
+    with pytest.raises(mapping.NoMaps, match="cannot be mapped into memory"):
+        mapping.place(None, 1 << 60, 0, 0x22, -1)
 
 
 @pytest.mark.parametrize("how", ["cut", "grown", "replaced", "removed"])
@@ -236,6 +261,9 @@ def test_a_shard_name_that_leaves_the_folder_is_refused(folder: Path, name: str)
         (lambda c: c.update(splits=[]), "damaged"),
         (lambda c: first(c).pop("tokens"), "damaged.*tokens"),
         (lambda c: first(c).update(tokens="4"), "damaged"),
+        (lambda c: first(c).pop("sha256"), "damaged.*sha256"),
+        (lambda c: first(c).update(documents=None), "damaged.*documents"),
+        (lambda c: first(c).pop("bytes"), "damaged.*bytes"),
         (lambda c: first(c).update(tokens=0), "has 0 tokens, expected at least 1"),
         (lambda c: first(c).update(tokens=5), "has 136 bytes, expected 138"),
         (lambda c: first(c).update(max_token=1000), "holds token 1000, .* vocab_size 1000"),

@@ -523,11 +523,52 @@ def test_the_source_is_guessed_from_endings(tree: Path, tmp_path: Path) -> None:
             path = tmp_path / f"one{ending}"
             path.write_text("")
             assert guess_source(str(path)) == guess_source(f"https://x.org/a{ending}?b") == source
-    assert guess_source("-") == "text"
+    with pytest.raises(UserError, match="give --source text or --source jsonl"):
+        guess_source("-")
     with pytest.raises(UserError, match="ending does not tell what it holds; set"):
         guess_source(str(tree / "skip.bin"))
     with pytest.raises(UserError, match="does not exist"):
         guess_source(str(tree / "none.txt"))
+
+
+def test_bare_json_describes_other_files_and_what_is_left_out_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "info.json").write_text("x" * 9000)
+    assert guess_source(str(tmp_path)) == "jsonl"
+    assert capsys.readouterr().err == ""
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("text")
+    assert guess_source(str(tmp_path)) == "text"
+    assert capsys.readouterr().err == "reading 2 files as text; 1 others left out\n"
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"_data_files": ["a.arrow"]},
+        {"_data_files": [{}]},
+        {"_data_files": [{"filename": "gone.arrow"}]},
+        {"_data_files": [{"filename": "../there.arrow"}]},
+        {"_data_files": [{"filename": 5}]},
+        {"_data_files": 5},
+    ],
+)
+def test_a_damaged_state_of_save_to_disk_is_named(tmp_path: Path, state: object) -> None:
+    (tmp_path / "there.arrow").write_text("x")
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(DataError, match=r"state\.json"):
+        read(folder, "arrow")
+
+
+def test_a_path_that_cannot_be_looked_up_is_a_users_error() -> None:
+    for path in ("x" * 5000, "~no_such_user_here/x"):
+        with pytest.raises(UserError, match=r"cannot be looked up|does not exist"):
+            guess_source(path)
+        with pytest.raises(UserError, match=r"cannot be looked up|does not exist"):
+            read(path)
 
 
 def test_what_cannot_be_decoded_is_skipped_and_counted(

@@ -208,6 +208,33 @@ def test_any_text_in_pieces_gives_the_ids_of_the_whole(
         assert [i for part in parts for i in part] == tokenizer.encode(text)
 
 
+ANY = "ab1.\n\n\r \t'\u3000" + "中文的。\uff0c\uff01" + "é²한ア😀" + "\u0301\x1c"
+
+
+@settings(deadline=None, max_examples=1000)
+@given(
+    text=st.text(st.sampled_from(ANY), max_size=60),
+    size=st.integers(1, 10),
+    step=st.integers(1, 20),
+)
+def test_text_without_spaces_in_pieces_gives_the_ids_of_the_whole(
+    tokenizers: dict[str, Tokenizer], text: str, size: int, step: int
+) -> None:
+    cut = list(bpe.pieces(text, size))
+    for kind in {"bpe", "gpt2"} & set(tokenizers):
+        tokenizer = tokenizers[kind]
+        parts = [tokenizer.encode(part) for part in cut]
+        assert [i for part in parts for i in part] == tokenizer.encode(text)
+    chunks = [text[i : i + step] for i in range(0, len(text), step)]
+    assert "".join(bpe.stream_pieces(chunks, size)) == text
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\n\n", "\n\u3000", "\uff0c", "。\n\u3000"])
+def test_text_without_spaces_is_cut(end: str) -> None:
+    text = ("中文" * 10 + end) * 100
+    assert max(map(len, bpe.pieces(text, 50))) < 160
+
+
 def test_millions_of_spaces_are_encoded(trained: Tokenizer) -> None:
     text = "a" + " " * 2_500_000 + "b"
     assert trained.decode(trained.encode(text)) == text

@@ -37,9 +37,13 @@ TOKEN_BYTES = 64
 LONGEST = 1 << 28  # characters without a place to cut; assumption: longer is no text
 
 # No token of `PATTERN` or of GPT-2's reaches from a non-space over a space, or from one line end
-# to a non-space: a text may be cut after such a line end and before such a space.
+# to a non-space: a text may be cut after such a line end and before such a space. Nor does one
+# reach from a letter to what is none: text without spaces, as Chinese, is cut before its
+# punctuation and its white space. These letters and signs are such in any version of Unicode.
 LINE = re.compile(r"\S(?=\n\S)")
-PLACE = re.compile(r"\S(?=[\n ]\S)")
+PLACE = re.compile(
+    r"\S(?=[\n ]\S)|[A-Za-zぁ-ゖァ-ヺ一-龥](?=[\u3000-\u3002\uff01\uff0c\uff1a\uff1b\uff1f]|\s\s)"
+)
 
 
 def train(texts: Iterable[str], vocab_size: int) -> str:
@@ -234,8 +238,8 @@ def find_cut(text: str, start: int, size: int) -> int:
     """Where the piece that begins at `start` ends; 0 when `text` does not reach that far.
 
     It is after the first line end between two non-spaces in the second `size` characters; if there
-    is none, then at the next such line end, or before the next space between two non-spaces.
+    is none, then at the next such line end or other `PLACE`.
     """
     begin, end = start + size - 1, start + 2 * size
     found = LINE.search(text, begin, end) or PLACE.search(text, end - 1)
-    return found.end() + (text[found.end()] == "\n") if found else 0
+    return found.end() + bool(LINE.match(text, found.end() - 1)) if found else 0

@@ -87,6 +87,7 @@ def open_foreign(
         raise DataError(f"{folder} holds {split} shards of several types: {several}; part them")
     (dtype,) = dtypes
     unsigned = np.dtype(f"<u{dtype.itemsize}")
+    tags: Mapping[str, str] = getattr(store, "tags", {})
     shards, content = [], []
     for file in files:
         tokens = count(folder, file, dtype)
@@ -97,7 +98,8 @@ def open_foreign(
         if blocks:
             check_ids(file, blocks, unsigned, made_by.vocab_size)
         digest = hashlib.sha256(b"".join(blocks)).hexdigest()
-        content.append([file.name, file.size] if store else [tokens, digest])
+        tag = tags.get(file.name, "")
+        content.append([file.name, file.size, tag, digest] if store else [tokens, digest])
     if not shards:
         raise DataError(f"the {split} shards of {folder} are all empty; make them again")
     told = json.dumps([made_by.fingerprint, content])

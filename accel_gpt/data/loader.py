@@ -8,6 +8,7 @@ Legend: B micro-batch, T block_size.
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ Ints = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.unsignedinteger[Any]]
 AHEAD = 4  # portions read before they are asked for
 PORTION = 1 << 18  # bytes handed over at once, or one micro-batch: it costs a switch of threads
+CLOSE_SECONDS = 2.0  # a stopping run has 30 s in all; assumption
 LOCATE = 8192  # windows whose place is computed at once, 2 us each; one at a time takes 1000 us
 
 
@@ -63,9 +65,10 @@ class Loader:
         return rows[:, :-1], rows[:, 1:]
 
     def close(self) -> None:
-        """Stop the reading thread."""
+        """Stop the reading thread; one that waits for the network ends with the process."""
         self.stop.set()
-        while self.thread.is_alive():
+        end = time.monotonic() + CLOSE_SECONDS
+        while self.thread.is_alive() and time.monotonic() < end:
             self.drop_one()
             self.thread.join(0.01)
 

@@ -6,6 +6,7 @@ them on many systems. Linux allows 65,530 maps.
 """
 
 import ctypes
+import errno
 import functools
 import mmap
 import os
@@ -20,6 +21,10 @@ from accel_gpt.errors import DataError
 
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # Linux; macOS ignores the second
 Signature = tuple[int, int, int, int]
+
+
+class NoMaps(DataError):
+    """The process has as many maps as the system allows, or no addresses left."""
 
 
 @functools.cache
@@ -50,9 +55,9 @@ class Pages:
         self.sizes = sizes
         spans = -(-sizes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.starts = np.cumsum(spans) - spans
-        region = _Region(int(spans.sum()))
-        self.address = region.address
-        self.flat: NDArray[Any] = np.asarray(region).view(dtype)
+        self.region = _Region(int(spans.sum()))
+        self.address = self.region.address
+        self.flat: NDArray[Any] = np.asarray(self.region).view(dtype)
         self.first: NDArray[np.int64] = (self.starts + offsets) // dtype.itemsize
         self.mapped = np.zeros(len(sizes), bool)
         self.signatures: dict[int, Signature] = {}
@@ -71,6 +76,7 @@ class Pages:
         except OSError as error:
             raise DataError(f"shard {path} cannot be read: {error.strerror}") from None
         try:
+            self.region.save()
             place(self.at(number), size, mmap.PROT_READ, mmap.MAP_SHARED | MAP_FIXED, descriptor)
         finally:
             os.close(descriptor)
@@ -81,7 +87,11 @@ class Pages:
         """Give back the pages of a shard; its addresses stay reserved."""
         self.mapped[number] = False
         size, flags = int(self.sizes[number]), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
-        place(self.at(number), size, 0, flags | MAP_NORESERVE, -1)
+        try:
+            place(self.at(number), size, 0, flags | MAP_NORESERVE, -1)
+        except NoMaps:  # at its limit Linux refuses even to replace a map
+            self.region.spend()
+            place(self.at(number), size, 0, flags | MAP_NORESERVE, -1)
 
     def check(self, number: int, path: str) -> None:
         """`DataError` if the file was cut short, grown or replaced since it was mapped."""
@@ -108,16 +118,20 @@ def place(address: int | None, size: int, protection: int, flags: int, descripto
     """mmap(2): `size` bytes at `address`, or anywhere for None; where they are."""
     found = system().mmap(address, size, protection, flags, descriptor, 0)
     if found in (None, ctypes.c_void_p(-1).value):
-        reason = os.strerror(ctypes.get_errno())
-        raise DataError(f"{size} bytes of shards cannot be mapped into memory: {reason}")
+        number = ctypes.get_errno()
+        kind = NoMaps if number == errno.ENOMEM else DataError
+        raise kind(f"{size} bytes of shards cannot be mapped into memory: {os.strerror(number)}")
     return int(found)
 
 
 class _Region:
-    """Reserved addresses, as numpy's array interface of bytes; given back with this object."""
+    """Reserved addresses, as numpy's array interface of bytes; given back with this object.
+
+    `spare`: address of a map that can be given up when there are too many; 0: it was.
+    """
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.spare = size, 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self.address = place(None, size, 0, flags, -1)
         self.__array_interface__ = {
@@ -127,6 +141,18 @@ class _Region:
             "data": (self.address, True),
         }
 
+    def save(self) -> None:
+        """Have a spare map; shared ones are not joined with their neighbours."""
+        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        self.spare = self.spare or place(None, mmap.PAGESIZE, 0, flags, -1)
+
+    def spend(self) -> None:
+        """Give up the spare map."""
+        if self.spare:
+            system().munmap(self.spare, mmap.PAGESIZE)
+            self.spare = 0
+
     def __del__(self) -> None:
         if hasattr(self, "address"):
             system().munmap(self.address, self.size)
+            self.spend()

@@ -165,6 +165,5 @@ class Mixture:
         given = self.given(k)
         for number, (split, order) in enumerate(zip(self.splits, self.orders, strict=True)):
             if split.store is not None:
-                now = dict.fromkeys(shard[source == number].tolist())
-                now |= dict.fromkeys(order.upcoming(given[number], AHEAD_SHARDS))
-                split.ahead(list(now))
+                now = list(dict.fromkeys(shard[source == number].tolist()))
+                split.ahead(now, order.upcoming(given[number], AHEAD_SHARDS))

@@ -80,13 +80,17 @@ class Order:
         shard, window = shards[slot], index - (ends - counts)[slot]
         return shard, self.offset(epoch, shard) + window * self.block_size
 
+    @cached_property
+    def used(self) -> list[int]:
+        """Shards that have windows."""
+        return [int(shard) for shard in np.flatnonzero(self.windows)]
+
     def upcoming(self, k: int, count: int) -> list[int]:
         """Shards that the windows from number `k` on read, in order: the next `count` of them, or
         all where the order jumps between shards.
         """
-        used = np.flatnonzero(self.windows)
         if self.shuffle in ("global", "replacement"):
-            return [int(shard) for shard in used]
+            return self.used
         epoch, index = divmod(k, self.windows_per_epoch)
         found: list[int] = []
         while len(found) < count and epoch <= k // self.windows_per_epoch + 1:

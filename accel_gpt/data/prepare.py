@@ -5,6 +5,7 @@ until all is there. Stopped at any moment and called again it continues (see `bu
 tells the memory that it takes).
 """
 
+import errno
 import re
 import shutil
 import sys
@@ -18,57 +19,69 @@ from accel_gpt.data.making.builder import (
     OURS,
     Work,
     begin,
+    check_begun,
     differences,
     discard,
     fingerprint,
+    other_text,
     write_shards,
 )
 from accel_gpt.data.making.writer import write_index
 from accel_gpt.data.shards import INDEX, Shard, read_index
+from accel_gpt.data.sources import describe_source
+from accel_gpt.data.text.places import is_url
 from accel_gpt.data_config import PrepareConfig
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import sync, wait_for_lock
 
 
-def prepare(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) -> None:
+def prepare(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) -> bool:
     """Make the data folder `out`, unless it was already made with the same settings; of several
     machines (`world`) each makes its part of it, which `merge` joins.
 
-    Of several processes one builds and the others wait. Raises `UserError` for other settings, a
-    folder in the way, too little text, a full disk; `DataError` for text that cannot be read.
+    Of several processes one builds and the others wait; the answer is whether this one did. Raises
+    `UserError` for other settings, a folder in the way, too little text, a full disk; `DataError`
+    for text that cannot be read.
     """
     check_part(config, rank, world)
     out = part_folder(Path(out).resolve(), rank, world)
     if is_ready(config, out, rank, world):
-        return
+        return False
     source = fingerprint(config, rank, world)  # fails before anything is made
     folder = out.with_name(f"{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with wait_for_lock(out.with_name(f"{out.name}.lock"), "prepared data"):
             if is_ready(config, out, rank, world):
-                return
+                return False
             line = build(config, folder, source, rank, world)
             publish(folder, out)
     except OSError as error:
-        raise UserError(
-            f"data folder {out} could not be written: {error}; make room and run the same command "
-            "again: it continues"
-        ) from None
+        room = "make room and " if error.errno == errno.ENOSPC else ""
+        advice = f"; {room}run the same command again: it continues"
+        advice = advice if room and config.path != "-" else ""
+        raise UserError(f"data folder {out} could not be written: {error}{advice}") from None
     except KeyboardInterrupt:
-        sys.stderr.write(f"{folder} is kept; run the same command again: it continues\n")
+        if folder.exists() and config.path != "-":
+            sys.stderr.write(f"{folder} is kept; run the same command again: it continues\n")
         raise
     sys.stdout.write(f"prepared {out}: {line}\n")
+    return True
 
 
 def build(config: PrepareConfig, folder: Path, source: str, rank: int, world: int) -> str:
     """Make all that the data folder holds, in `folder`; a line that tells what was made."""
     start = time.monotonic()
-    asked = recorded(config, source, rank, world)
+    same = fingerprint(config, rank, world, times=False)
+    asked = recorded(config, same, rank, world)
     if (folder / INDEX).exists():
         made = read_index(folder)["prepared"]
-        if differences(made, asked, "made with"):
-            discard(folder)
+        if not source:
+            discard(folder)  # of standard input, which need not be the same
+        else:
+            check_begun(folder, made, asked)
+            if made.get("source_fingerprint", same) != same:
+                raise other_text(folder)
     if not (folder / INDEX).exists():
         work = begin(config, folder, asked, source)
         try:
@@ -88,11 +101,12 @@ def finish(config: PrepareConfig, work: Work, asked: Mapping[str, Any], world: i
         except UserError:
             shutil.rmtree(work.folder)
             raise
+    _, dropped, skipped = work.counts()  # those of the journal are as far as its position
     counts = {}
     if config.dedupe:
-        counts["dropped"] = work.journal.dropped
+        counts["dropped"] = dropped
     if config.skip_invalid:
-        counts["skipped"] = work.journal.skipped
+        counts["skipped"] = skipped
     sync(work.folder)
     write_index(
         work.folder,
@@ -157,6 +171,10 @@ def check_part(config: PrepareConfig, rank: int, world: int) -> None:
     )
     if world > 1:
         require(
+            config.path != "-",
+            f"data.prepare.path is - with --world {world}; standard input is read in one piece",
+        )
+        require(
             not config.dedupe,
             f"data.prepare.dedupe is true with --world {world}, but duplicates would be found "
             "within a part only; prepare in one piece, or without dedupe",
@@ -188,10 +206,9 @@ def record(config: PrepareConfig) -> dict[str, Any]:
 
 
 def recorded(config: PrepareConfig, source: str, rank: int, world: int) -> dict[str, Any]:
-    """`record`, and of a part which it is, and of what: the parts must be of the same files."""
-    if world == 1:
-        return record(config)
-    return {**record(config), "rank": rank, "world": world, "source_fingerprint": source}
+    """`record`, and of which files: those of all parts must be the same; of a part which it is."""
+    part = {"rank": rank, "world": world} if world > 1 else {}
+    return {**record(config), **part, "source_fingerprint": source}
 
 
 def is_ready(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) -> bool:
@@ -216,4 +233,27 @@ def is_ready(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) ->
             f"data folder {out} was prepared with other settings ({'; '.join(differ)}); delete the "
             "folder or choose another data.train"
         )
+    skipped = int(prepared.get("skipped", 0))
+    require(
+        config.skip_invalid or not skipped,
+        f"data folder {out} was prepared with data.prepare.skip_invalid, which left out "
+        f"{skipped:,} invalid lines or files; set it, or delete the folder and mend the text",
+    )
+    tell_changes(config, out, prepared.get("source_fingerprint"))
     return True
+
+
+def tell_changes(config: PrepareConfig, out: Path, made: str | None) -> None:
+    """Warn when the files of a finished folder are at hand and are not what they were."""
+    here = config.source == "stdlib" or (config.path and not is_url(config.path))
+    if not made or not here or config.path == "-" or config.source == "shards":
+        return
+    try:
+        same = describe_source(config, times=False) == made
+    except (UserError, OSError):
+        return
+    if not same:
+        sys.stderr.write(
+            f"WARNING: the text of {config.path or config.source} has changed since {out} was "
+            "prepared; the folder is left as it is: delete it to prepare again\n"
+        )

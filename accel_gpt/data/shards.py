@@ -20,7 +20,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from accel_gpt.data.mapping import Pages
+from accel_gpt.data.mapping import NoMaps, Pages
 from accel_gpt.errors import DataError, UserError
 
 Tokens = NDArray[Any]
@@ -31,6 +31,7 @@ FORMAT = "accel_gpt-dataset"
 VERSION = 1
 HEADER = 128  # bytes before the tokens in a shard of ours
 OPEN_MAPS = 32_768  # shards of a split that are mapped at once; Linux allows 65,530 maps
+FEW = 16  # shards ahead; more are those of an order that jumps between all, which stay mapped
 CHECK_SECONDS = 2.0  # a file that is being read is looked at again this often
 
 
@@ -62,8 +63,8 @@ class Store(Protocol):
     def locate(self, shard: Shard) -> Path:
         """The file of a shard, once it is here; `DataError` when it cannot be had."""
 
-    def ahead(self, shards: Sequence[Shard]) -> None:
-        """Fetch these in the background, in this order; others may be removed to make room."""
+    def ahead(self, now: Sequence[Shard], then: Sequence[Shard] = ()) -> None:
+        """Fetch in the background what is needed now, then of the next what there is room for."""
 
 
 @dataclass(frozen=True)
@@ -142,18 +143,22 @@ class Split:
         for number in dict.fromkeys(missing.tolist()):
             if int(self.pages.mapped.sum()) >= OPEN_MAPS:
                 self.keep(shards.tolist())
-            self.map(number)
+            self.map(number, shards)
         if self.store is None:  # nobody changes what was fetched
             folder = str(self.folder)
             for number in set(due.tolist()) - set(missing.tolist()):
                 self.pages.check(number, f"{folder}/{self.shards[number].name}")
         self.checked[due] = now
 
-    def map(self, number: int) -> None:
-        """Open a shard, once its file is here."""
+    def map(self, number: int, needed: Ints) -> None:
+        """Open a shard, once its file is here; all but those `needed` may be unmapped for it."""
         shard = self.shards[number]
         path = self.store.locate(shard) if self.store else self.folder / shard.name
-        self.pages.map(number, path)
+        try:
+            self.pages.map(number, path)
+        except NoMaps:  # the limit is of the process, and other splits have maps as well
+            self.keep(needed.tolist())
+            self.pages.map(number, path)
         if shard.name.endswith(".npy"):
             dtype, tokens, _ = npy_header(path)
             if (dtype.itemsize, tokens) != (self.dtype.itemsize, shard.tokens):
@@ -163,17 +168,20 @@ class Split:
                     f"{self.dtype}; prepare the data again"
                 )
 
-    def ahead(self, shards: Sequence[int]) -> None:
+    def ahead(self, now: Sequence[int], then: Sequence[int] = ()) -> None:
         """Tell which shards are needed now and next, in this order; the others may be dropped."""
         if self.store is not None:
-            with self.lock:
-                self.keep(shards)
-            self.store.ahead([self.shards[number] for number in shards])
+            if len(then) <= FEW:  # mapped again in no time, and the cache may remove them
+                with self.lock:
+                    self.keep(now)
+            needed, rest = (list(map(self.shards.__getitem__, part)) for part in (now, then))
+            self.store.ahead(needed, *([rest] if rest else []))
 
     def keep(self, shards: Sequence[int]) -> None:
         """Unmap all shards but these."""
-        others = np.setdiff1d(np.flatnonzero(self.pages.mapped), np.array(shards, np.int64))
-        for number in others.tolist():
+        others = self.pages.mapped.copy()
+        others[np.array(shards, np.int64)] = False
+        for number in np.flatnonzero(others).tolist():
             self.pages.drop(number)
 
 
@@ -183,6 +191,7 @@ def resident(split: Split, tokens: int | None) -> Split:
     before = np.cumsum(split.lengths) - split.lengths
     lengths = np.minimum(split.lengths, wanted - before)[before < wanted]
     memory = np.concatenate([split.read(i, 0, int(n)) for i, n in enumerate(lengths)])
+    split.ahead([])  # what was read is needed no more
     shards = zip(split.shards, lengths.tolist(), strict=False)
     kept = tuple(replace(shard, tokens=length) for shard, length in shards)
     return replace(split, shards=kept, lengths=lengths, store=None, memory=memory)
@@ -272,6 +281,11 @@ def check_entry(folder: Path, shard: Shard, vocab_size: int) -> None:
         raise DataError(
             f"{folder / INDEX} names a shard {shard.name!r}; expected a plain file name of letters,"
             " digits, '.', '_' and '-'"
+        )
+    if None in (shard.sha256, shard.documents, shard.bytes):
+        raise DataError(
+            f"{folder / INDEX} is damaged (no sha256, documents or bytes of {shard.name}); prepare "
+            "the data again"
         )
     if shard.tokens < 1:
         raise DataError(f"shard {path} has {shard.tokens} tokens, expected at least 1")

@@ -7,6 +7,7 @@ that a run stops and continues exactly, on the same number of processes.
 Legend: B micro-batch, T block_size.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,8 +43,12 @@ class Text:
 
     @property
     def fingerprint(self) -> str:
-        """Of the source (not of its whole content) and the tokenizer, hex."""
-        return describe_source(self.config)[:32] + self.tokenizer.fingerprint[:32]
+        """SHA-256 (hex) of the source, not of its whole content, what is read of it, and the
+        tokenizer.
+        """
+        config = self.config
+        told = [describe_source(config), config.text_field, config.val_fraction]
+        return hashlib.sha256(repr([*told, self.tokenizer.fingerprint]).encode()).hexdigest()
 
     def pieces(
         self, start: Position = (0, 0, 0), rank: int = 0, world: int = 1
@@ -76,8 +81,8 @@ class Text:
                 break
         if held < 2:
             raise DataError(
-                f"the first {looked:,} characters of the streamed text hold no {split} document; "
-                "set data.val to a prepared folder, or raise val_fraction"
+                f"the first {looked:,} characters of the streamed text hold no {split} text; set "
+                "data.val to a prepared folder, or give more and smaller documents"
             )
         return np.concatenate(found)[:count]
 
@@ -91,17 +96,18 @@ def text_windows(
     held: deque[tuple[Place, Tokens]] = deque()
     count, skip, epoch, start = 0, place.token, place.epoch, place.position
     while True:
-        begun = count
+        found = False
         for before, piece in text.pieces(start, rank, world):
             if piece.split != "train":
                 continue
+            found = True
             tokens = text.encode(piece)[skip:]
             held.append((Place(epoch, before, skip), tokens))
             count, skip = count + len(tokens), 0
             while count >= length:
                 yield take(held, length)
                 count -= length - 1
-        if count == begun and start == (0, 0, 0):
+        if not found and start == (0, 0, 0):
             raise DataError("the streamed text holds no train document for this process")
         epoch, start = epoch + 1, (0, 0, 0)
 

@@ -157,8 +157,6 @@ def evaluate(
             targets, documents = separate(inputs, targets, document_end)
             documents = documents.to(device)
         real = targets[targets != IGNORE]
-        if not len(real):
-            continue
         loss = model(inputs.to(device), targets.to(device), documents=documents)
         losses.append(loss.float())
         counts.append(len(real))
@@ -170,4 +168,9 @@ def evaluate(
     if world > 1:
         sums = accelerator.reduce(sums.to(device), "sum").cpu()
     nats, count, size = sums.tolist()
+    if not count:
+        raise DataError(
+            f"the {split.name} split of {split.folder} has no token to predict: it holds nothing "
+            "but end-of-text"
+        )
     return Score(nats, int(count), int(size))

@@ -11,7 +11,8 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy in nats, in float32, over the targets that are not `IGNORE`.
 
     `logits` is (B, T, V) over the real vocabulary, `targets` (B, T). Nothing but `IGNORE` in
-    `targets` gives NaN: the mean of no numbers.
+    `targets` gives 0.
     """
     flat = logits.flatten(0, -2).float()  # (B * T, V)
-    return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE)
+    total = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    return total / (targets != IGNORE).sum().clamp(min=1)

@@ -36,4 +36,4 @@ def micro_batches(
     total = torch.stack([count for *_, count in step]).sum()
     mean = accelerator.reduce(total, "mean") / plan.accumulation_steps
     for tokens, targets, documents, count in step:
-        yield tokens, targets, documents, count / mean
+        yield tokens, targets, documents, count / (mean + (mean == 0))

@@ -45,7 +45,8 @@ class TrainState:
     world_size: int = 1
     data_fingerprint: str = ""
     data_origin: int = 0  # sequence at which this mixture of sources began
-    data_sources: list[dict[str, Any]] = field(default_factory=list)  # see Corpus.describe
+    data_given: dict[str, int] = field(default_factory=dict)  # windows before it, by fingerprint
+    data_sources: list[dict[str, Any]] = field(default_factory=list)  # name, weight, fingerprint
     text_places: list[Any] = field(default_factory=list)  # of each process: see TextCorpus
     tokenizer_fingerprint: str = ""
     config: dict[str, Any] = field(default_factory=dict)  # dotted keys

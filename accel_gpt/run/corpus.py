@@ -87,11 +87,11 @@ class ShardCorpus(Corpus):
     def describe(self, state: TrainState) -> None:
         """Note in `state` what is trained on, and from where."""
         train = self.train
-        state.data_fingerprint, state.data_origin = train.fingerprint, train.origin
-        each = zip(train.names, train.pattern.weights, train.splits, train.start, strict=True)
+        state.data_fingerprint = train.fingerprint
+        each = zip(train.names, train.pattern.weights, train.splits, strict=True)
         state.data_sources = [
-            {"name": name, "weight": weight, "fingerprint": split.fingerprint, "start": start}
-            for name, weight, split, start in each
+            {"name": name, "weight": weight, "fingerprint": split.fingerprint}
+            for name, weight, split in each
         ]
 
     def continued(self, state: TrainState) -> "ShardCorpus":
@@ -100,21 +100,12 @@ class ShardCorpus(Corpus):
         Other sources or weights than before begin a new pattern at this sequence, in which each
         source goes on after the windows that it has given.
         """
-        before = state.data_sources
-        if not before:  # written before there were mixtures: one source
-            before = [{"weight": 1.0, "fingerprint": state.data_fingerprint, "start": 0}]
-        origin = state.data_origin
-        given = [int(source["start"]) for source in before]
         if state.data_fingerprint != self.train.fingerprint:
-            pattern = Pattern(tuple(source["weight"] for source in before))
-            more = pattern.counts(state.sequences - origin)
-            given = [start + count for start, count in zip(given, more, strict=True)]
-            origin = state.sequences
-        known = {source["fingerprint"]: n for source, n in zip(before, given, strict=True)}
-        consumed = tuple(known.get(split.fingerprint, 0) for split in self.train.splits)
-        corpus = replace(self, train=replace(self.train, origin=origin, consumed=consumed))
-        corpus.describe(state)
-        return corpus
+            settle(state)
+        given = tuple(state.data_given.get(split.fingerprint, 0) for split in self.train.splits)
+        train = replace(self.train, origin=state.data_origin, consumed=given)
+        self.describe(state)
+        return replace(self, train=train)
 
     def note_place(self, state: TrainState, loader: Loader) -> None:
         """Nothing to note: the number of windows tells the place."""
@@ -150,8 +141,9 @@ class ShardCorpus(Corpus):
 def open_shards(config: Config) -> ShardCorpus:
     """Open `data.train` and `data.val`; `DataError` where they do not fit each other."""
     data, block_size = config.data, config.model.block_size
-    sources = sources_of(data)
-    opened = [open_place(source.path, "train", data) for source in sources]
+    by_content = [(open_place(s.path, "train", data), s) for s in sources_of(data)]
+    by_content.sort(key=lambda pair: pair[0][0].fingerprint)  # however they were listed
+    opened, sources = [pair[0] for pair in by_content], [pair[1] for pair in by_content]
     tokenizer = same_tokenizer(sources, opened)
     splits = tuple(split for split, _ in opened)
     prints = [split.fingerprint for split in splits]
@@ -166,10 +158,9 @@ def open_shards(config: Config) -> ShardCorpus:
     )
     pattern = Pattern(tuple(source.weight for source in sources))
     train = Mixture(names_of(sources), splits, orders, pattern)
-    for source, split in zip(sources, splits, strict=True):
-        check_cache(source.path, split, data)
     held = [Weighted(data.val)] if data.val else sources
     opened_val = [open_place(source.path, "val", data) for source in held]
+    check_cache(splits, data)
     same_tokenizer([*sources, *held], [*opened, *opened_val])
     budget = config.eval.tokens
     val = [split for split, _ in opened_val]
@@ -228,23 +219,36 @@ def same_tokenizer(sources: list[Weighted], opened: list[tuple[Split, Tokenizer]
     return first
 
 
-def check_cache(place: str, split: Split, data: DataConfig) -> None:
+def check_cache(splits: tuple[Split, ...], data: DataConfig) -> None:
     """`UserError` where a shuffle over all shards cannot be served from the cache."""
-    need = split.tokens * split.dtype.itemsize / 1e9
-    if split.store is not None and data.shuffle in ("global", "replacement"):
+    remote = [split for split in splits if split.store is not None]
+    need = sum(split.tokens * split.dtype.itemsize for split in remote) / 1e9
+    if data.shuffle in ("global", "replacement"):
         require(
             need <= data.cache_gb,
-            f"data.shuffle is {data.shuffle}, which reads all {need:.1f} GB of {place} at random, "
-            f"more than data.cache_gb {data.cache_gb:g}; set data.shuffle to shards or raise it",
+            f"data.shuffle is {data.shuffle}, which reads all {need:.1f} GB of the remote shards "
+            f"at random, more than data.cache_gb {data.cache_gb:g}; set data.shuffle to shards or "
+            "raise it",
         )
 
 
 def parts(sources: list[Weighted], splits: list[Split], tokens: int | None) -> tuple[Part, ...]:
-    """What is evaluated; of a source that is fetched, as many of its first tokens as are needed."""
+    """What is evaluated; of a source that is fetched, its first tokens, as many as are its share.
+
+    Raises `UserError` for the whole of a source that is fetched.
+    """
     total = sum(source.weight for source in sources)
-    here = [split if split.store is None else resident(split, tokens) for split in splits]
-    each = zip(names_of(sources), sources, here, strict=True)
-    return tuple(Part(name, source.weight / total, split) for name, source, split in each)
+    found = []
+    for name, source, split in zip(names_of(sources), sources, splits, strict=True):
+        share = source.weight / total
+        if split.store is not None:
+            require(
+                tokens is not None,
+                f"eval.tokens is null, the whole split, but {source.path} is remote; give a number",
+            )
+            split = resident(split, max(1, round((tokens or 0) * share)))
+        found.append(Part(name, share, split))
+    return tuple(found)
 
 
 def document_end(data: DataConfig, tokenizer: Tokenizer) -> int | None:
@@ -257,18 +261,37 @@ def document_end(data: DataConfig, tokenizer: Tokenizer) -> int | None:
     return tokenizer.eot_id if data.document_mask else None
 
 
+def settle(state: TrainState) -> None:
+    """Count in `state.data_given` what its sources have given up to now."""
+    sources = sources_before(state)
+    counts = Pattern(tuple(s["weight"] for s in sources)).counts(
+        state.sequences - state.data_origin
+    )
+    for source, count in zip(sources, counts, strict=True):
+        given = state.data_given.get(source["fingerprint"], 0)
+        state.data_given[source["fingerprint"]] = given + count
+    state.data_origin = state.sequences
+
+
+def sources_before(state: TrainState) -> list[dict[str, Any]]:
+    """The sources of a state; one that names none had one."""
+    one = {"name": "data", "weight": 1.0, "fingerprint": state.data_fingerprint}
+    return state.data_sources or [one]
+
+
 def source_changes(before: TrainState, now: TrainState) -> dict[str, tuple[Any, Any]]:
     """What differs between the sources of two states: key -> (before, now)."""
     if before.data_fingerprint == now.data_fingerprint:
         return {}
-    if len(before.data_sources) < 2 and len(now.data_sources) < 2:
+    states = (before, now)
+    if all(len(sources_before(state)) == 1 for state in states):
         return {"data.train": (before.data_fingerprint[:12], now.data_fingerprint[:12])}
-    weights = [{s["fingerprint"]: s for s in state.data_sources} for state in (before, now)]
+    found = [{s["fingerprint"]: s for s in sources_before(state)} for state in states]
     changes = {}
-    for fingerprint in {**weights[0], **weights[1]}:
-        pair = [found.get(fingerprint) for found in weights]
+    for fingerprint in {**found[0], **found[1]}:
+        pair = [sources.get(fingerprint) for sources in found]
         spoken = [f"weight {s['weight']:g}" if s else "absent" for s in pair]
         if spoken[0] != spoken[1]:
-            name = next(s["name"] for s in pair if s)
+            name = next(s["name"] for s in reversed(pair) if s)
             changes[f"data.train[{name}]"] = (spoken[0], spoken[1])
     return changes

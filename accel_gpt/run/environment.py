@@ -64,7 +64,13 @@ def ensure_data(data: DataConfig) -> None:
     its memory back. Exits with its code if it fails; raises `UserError` if the folder that is there
     was prepared in another way.
     """
+    text = data.prepare.path or data.prepare.dataset
     if data.prepare.source is None:
+        require(
+            not (text and data.folder) or Path(str(data.folder)).exists(),
+            f"data.train {data.folder} does not exist, and data.prepare.source does not say what "
+            f"{text} is; set it to text, jsonl, parquet, arrow or dataset",
+        )
         return
     require(
         bool(data.folder) and "://" not in str(data.folder),

@@ -22,6 +22,7 @@ from accel_gpt.errors import UserError
 from accel_gpt.model.cost import parameter_counts
 from accel_gpt.parse import build
 from accel_gpt.run.checkpoint import (
+    TrainState,
     check_format,
     checkpoints,
     find_checkpoint,
@@ -79,6 +80,12 @@ def inspect_checkpoint(path: Path, quick: bool, problems: list[str]) -> dict[str
         return entry
 
 
+def trained_on(state: TrainState) -> Any:
+    """`data.train` as the config gave it; of streamed text the data set or path."""
+    keys = ("data.train", "data.train.dataset", "data.train.path")
+    return next((state.config[key] for key in keys if state.config.get(key)), None)
+
+
 def facts(path: Path) -> dict[str, Any]:
     """What a checkpoint says of itself."""
     state, model = read_state(path), read_json(path / "model.json")
@@ -99,7 +106,7 @@ def facts(path: Path) -> dict[str, Any]:
         "parameters": parameter_counts(config, vocab_size),
         "model": asdict(config),
         "vocab_size": vocab_size,
-        "data": {"train": state.config.get("data.train"), "fingerprint": state.data_fingerprint},
+        "data": {"train": trained_on(state), "fingerprint": state.data_fingerprint},
         "tokenizer": {"kind": kind, "fingerprint": state.tokenizer_fingerprint},
     }
 

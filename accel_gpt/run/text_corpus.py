@@ -18,7 +18,7 @@ from accel_gpt.data_config import PrepareConfig, TextStream
 from accel_gpt.errors import UserError, require
 from accel_gpt.plan import Plan
 from accel_gpt.run.checkpoint import TrainState
-from accel_gpt.run.corpus import Corpus, Part, document_end, model_vocabulary
+from accel_gpt.run.corpus import Corpus, Part, document_end, model_vocabulary, settle
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,16 @@ class TextCorpus(Corpus):
 
     def describe(self, state: TrainState) -> None:
         """Note in `state` what is trained on."""
-        state.data_fingerprint = self.text.fingerprint
+        state.data_fingerprint, state.data_sources = self.text.fingerprint, []
 
     def continued(self, state: TrainState) -> "TextCorpus":
         """The corpus where a run of `state` takes it up.
 
         Raises `UserError` on another number of processes, whose shares of the text are others.
         """
+        if state.data_fingerprint != self.text.fingerprint:  # begins at its beginning
+            settle(state)
+            state.text_places = []
         self.describe(state)
         places = [Place(epoch, tuple(position), n) for epoch, position, n in state.text_places]
         require(

@@ -200,7 +200,7 @@ class Unchecked:
         """The file of a shard."""
         return self.folder / shard.name
 
-    def ahead(self, shards: Sequence[Shard]) -> None:
+    def ahead(self, now: Sequence[Shard], then: Sequence[Shard] = ()) -> None:
         """Nothing to fetch."""
 
 

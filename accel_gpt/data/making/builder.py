@@ -36,7 +36,7 @@ from accel_gpt.data.sources import (
 )
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 from accel_gpt.data_config import PrepareConfig
-from accel_gpt.errors import UserError
+from accel_gpt.errors import DataError, UserError
 from accel_gpt.files import sync
 
 SPLITS = ("train", "val")
@@ -96,15 +96,17 @@ class Work:
             self.seen.close()
 
 
-def fingerprint(config: PrepareConfig, rank: int = 0, world: int = 1) -> str:
+def fingerprint(config: PrepareConfig, rank: int = 0, world: int = 1, *, times: bool = True) -> str:
     """What tells whether the source is still the same; empty where it cannot be read again.
+
+    Without `times` a copy of the files counts as the same, too.
 
     Raises `UserError` when it is not there, or cannot be parted so.
     """
     if config.source == "shards":
         return describe_place(config)
     expected_bytes(config, rank, world)
-    return describe_source(config)
+    return describe_source(config, times)
 
 
 # --------------------------------------------------------------------------- begin or continue
@@ -138,16 +140,18 @@ def begin(config: PrepareConfig, folder: Path, asked: Mapping[str, Any], source:
 def resume(config: PrepareConfig, folder: Path, asked: Mapping[str, Any], source: str) -> Work:
     """The work as its journal tells it; `Stale` where it cannot be continued."""
     journal = read_journal(folder)
-    if differ := differences(journal.asked, asked, "begun with"):
-        raise Stale(f"the settings are others ({'; '.join(differ)})")
     if not source:
         raise Stale("standard input cannot be read again")
+    begun = {**journal.asked, "skip_invalid": config.skip_invalid or journal.skipped > 0}
+    check_begun(folder, begun, {**asked, "skip_invalid": config.skip_invalid})
     if journal.source != source:
-        raise Stale("what it is made from has changed (names, sizes or times of the files)")
+        raise other_text(folder)
+    if not any(folder.glob("tokenizer*.json")):
+        raise Stale("it has no tokenizer")
     try:
         tokenizer = load_tokenizer(folder)
         same = tokenizer.fingerprint == journal.tokenizer
-    except UserError as error:
+    except DataError as error:
         raise Stale(str(error)) from None
     if config.tokenizer not in NAMED and config.source != "shards":
         same = same and load_tokenizer(config.tokenizer).fingerprint == journal.tokenizer
@@ -156,6 +160,27 @@ def resume(config: PrepareConfig, folder: Path, asked: Mapping[str, Any], source
     work = open_work(config, folder, tokenizer, journal)
     sys.stderr.write(f"continuing from {journal.tokens:,} tokens in {folder}\n")
     return work
+
+
+def check_begun(folder: Path, begun: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """`UserError` when `folder` was begun with other settings: its work is not thrown away.
+
+    The path may be spelled otherwise: what it holds is compared by `Journal.source`.
+    """
+    settings = {k: v for k, v in asked.items() if k not in ("path", "source_fingerprint")}
+    if differ := differences(begun, settings, "begun with"):
+        raise UserError(
+            f"{folder} was begun with other settings ({'; '.join(differ)}); repeat the command "
+            f"with those, or remove {folder} to start over"
+        )
+
+
+def other_text(folder: Path) -> UserError:
+    """The error for a source that is not what it was."""
+    return UserError(
+        f"{folder} was begun with another text: names, sizes or times of its files have changed; "
+        f"repeat the command with that text, or remove {folder} to start over"
+    )
 
 
 def open_work(config: PrepareConfig, folder: Path, tokenizer: Tokenizer, journal: Journal) -> Work:
@@ -225,7 +250,6 @@ def write_shards(config: PrepareConfig, work: Work, rank: int, world: int) -> No
             if unsaved >= JOURNAL_BYTES or work.shards() > shards:
                 work.save()
                 shards, unsaved = work.shards(), 0
-    _, work.journal.dropped, work.journal.skipped = work.counts()
     work.save()
 
 

@@ -79,7 +79,7 @@ def chunks(split: Split, begins: Position, shard_tokens: int) -> Iterator[tuple[
     """(shard, offset, tokens), cut also where a shard of `shard_tokens` will be full."""
     _, first, offset = begins
     for shard in range(first, len(split.shards)):
-        split.ahead(range(shard, min(shard + AHEAD, len(split.shards))))
+        split.ahead([shard], range(shard + 1, min(shard + AHEAD, len(split.shards))))
         done = int(split.lengths[:shard].sum())
         while offset < split.lengths[shard]:
             room = shard_tokens - (done + offset) % shard_tokens

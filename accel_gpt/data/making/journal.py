@@ -68,7 +68,9 @@ class Journal:
 
 
 def read_journal(folder: Path) -> Journal:
-    """The journal in `folder`; `Stale` when there is none that can be understood."""
+    """The journal in `folder`; `Stale` when there is none that can be understood, `OSError` when it
+    cannot be read now.
+    """
     try:
         content = json.loads((folder / JOURNAL).read_text(encoding="utf-8"))
         if content.pop("version") != VERSION:
@@ -79,6 +81,6 @@ def read_journal(folder: Path) -> Journal:
         journal.check()
     except FileNotFoundError:
         raise Stale(f"it has no {JOURNAL} yet") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Stale(f"its {JOURNAL} is damaged ({error!r:.80})") from None
     return journal

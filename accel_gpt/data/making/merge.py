@@ -95,8 +95,8 @@ def check_parts(parts: list[Path], indexes: list[Index]) -> None:
         files = any(one.startswith("source_fingerprint") for one in differ)
         require(
             not files,
-            f"{part} was made from other files than {parts[0].name} (their names, sizes or times "
-            "differ); copy the files with their times (rsync -a, cp -a) and make the part again",
+            f"{part} was made from other files than {parts[0].name} (their names or sizes "
+            "differ); copy the files and make the part again",
         )
         require(
             not differ,
@@ -132,11 +132,9 @@ def merged_index(parts: list[Path], indexes: list[Index]) -> tuple[Index, Names]
             f"there is too little text to train on: the parts have {tokens} tokens for {split}, "
             "expected at least 2; give more text or another data.prepare.val_fraction",
         )
-    prepared = {
-        k: v for k, v in common(indexes[0]).items() if k not in ("world", "source_fingerprint")
-    }
-    if "skipped" in indexes[0]["prepared"]:
-        prepared["skipped"] = sum(index["prepared"]["skipped"] for index in indexes)
+    prepared = {k: v for k, v in common(indexes[0]).items() if k != "world"}
+    if any("skipped" in index["prepared"] for index in indexes):
+        prepared["skipped"] = sum(index["prepared"].get("skipped", 0) for index in indexes)
     return {**indexes[0], "prepared": prepared, "splits": splits}, names
 
 

@@ -57,6 +57,7 @@ def child_processes(count: int) -> Iterator[ProcessPoolExecutor]:
     """A pool whose processes have started, and end with this one however it ends."""
     method = "fork" if sys.platform == "linux" else "spawn"
     context = multiprocessing.get_context(method)
+    others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(count, context, start_child)
     try:
         pool.submit(os.getpid).result()
@@ -66,6 +67,10 @@ def child_processes(count: int) -> Iterator[ProcessPoolExecutor]:
             "a tokenizing process was killed, perhaps for lack of memory; try fewer "
             f"data.prepare.workers than {count}"
         ) from None
+    except KeyboardInterrupt:
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()  # or it would be waited for until its work is done
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -24,6 +24,7 @@ from accel_gpt.data.remote.cache import (
     write_record,
 )
 from accel_gpt.data.remote.download import Patience, download, insist
+from accel_gpt.data.remote.need import Closed, Request, fitting
 from accel_gpt.data.remote.stores import (
     About,
     Missing,
@@ -42,19 +43,6 @@ POLL = 0.2  # seconds between two looks for room that others hold
 def is_url(place: str) -> bool:
     """Whether `place` is a URL (scheme://...) and not a folder of this machine."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", place) is not None
-
-
-class Closed(DataError):
-    """The folder was closed while something was fetched."""
-
-
-class Request:
-    """A shard that somebody waits for."""
-
-    def __init__(self, shard: Shard) -> None:
-        self.shard, self.since = shard, time.monotonic()
-        self.done = False
-        self.error: UserError | None = None
 
 
 class RemoteFolder:
@@ -83,10 +71,13 @@ class RemoteFolder:
         self.cache = Cache(root, int(cache_gb * 1e9))
         self.known: dict[str, About | None] = {}
         self.listed: dict[str, int] = {}
+        self.tags: dict[str, str] = {}  # of the files listed; they change with the content
         self.changed = threading.Condition()
         self.closing = threading.Event()
         self.thread: threading.Thread | None = None
         self.wanted: dict[str, Shard] = {}  # by name, in the order of need
+        self.told: tuple[list[Shard], list[Shard]] | None = None  # to `ahead`, the last time
+        self.all_next = False  # whether what is wanted is just what was told to be next
         self.urgent: dict[str, Request] = {}
         self.latest = ""  # located last, and about to be mapped
         self.here: set[str] = set()  # of those needed
@@ -105,12 +96,14 @@ class RemoteFolder:
     def sizes(self) -> dict[str, int]:
         """Bytes of each file of the folder; `UserError` where it cannot be listed."""
 
-        def ask() -> dict[str, int]:
+        def ask() -> dict[str, About]:
             with explained(self.remote, ""):
-                return self.remote.sizes()
+                return self.remote.list()
 
         found = insist(ask, self.remote.shown, self.patience, self.wait)
-        self.listed = {name: size for name, size in found.items() if re.fullmatch(NAME, name)}
+        found = {name: about for name, about in found.items() if re.fullmatch(NAME, name)}
+        self.listed = {name: about.size or 0 for name, about in found.items()}
+        self.tags = {name: about.sha256 or about.version for name, about in found.items()}
         return dict(self.listed)
 
     def fetch(self, name: str) -> Path:
@@ -168,27 +161,30 @@ class RemoteFolder:
                     raise request.error
         return self.path(shard.name)
 
-    def ahead(self, shards: Sequence[Shard]) -> None:
-        """Fetch these in the background, in this order; others may be removed to make room.
+    def ahead(self, now: Sequence[Shard], then: Sequence[Shard] = ()) -> None:
+        """Fetch in the background what is needed now, then of the next what there is room for.
 
-        Raises `UserError` when the cache cannot hold them all.
+        Other shards may be removed. Raises `UserError` when the cache cannot hold those of `now`.
         """
-        wanted = {shard.name: shard for shard in shards}
-        if wanted.keys() != self.wanted.keys():
-            size = sum(self.size(shard) for shard in wanted.values())
-            if size > self.cache.limit:
-                raise UserError(
-                    f"data.cache_gb is {self.cache.limit / 1e9:g}, but {size / 1e9:g} GB of "
-                    f"{self.remote.shown} are needed at once; set it above that, or set "
-                    "data.shuffle to shards"
-                )
+        if self.asked(now, then):
+            return
+        wanted = fitting(now, then, self.size, self.cache.limit, self.remote.shown)
         with self.changed:
             self.news |= wanted.keys() != self.wanted.keys()
-            self.wanted = wanted
+            self.news |= self.latest not in ("", *wanted)  # held until now
+            self.wanted, self.told = wanted, (list(now), list(then))
+            self.all_next = wanted.keys() == {shard.name for shard in then}
             self.here &= wanted.keys()
             self.latest = ""
             if self.news:
                 self.start()
+
+    def asked(self, now: Sequence[Shard], then: Sequence[Shard]) -> bool:
+        """Whether `ahead` was told the same last, or what comes to the same set of shards."""
+        if self.told is None or self.latest not in ("", *self.wanted) or self.told[1] != [*then]:
+            return False
+        within = self.all_next and all(shard.name in self.wanted for shard in now)
+        return within or self.told[0] == [*now]
 
     def close(self) -> None:
         """End the thread, and whatever it fetches; the cache stays."""

@@ -8,13 +8,15 @@ import re
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from accel_gpt.errors import DataError, UserError
 
 BLOCK = 1 << 24  # bytes that fsspec asks a store for at once
+CONTENT_TAGS = ("ETag", "etag", "md5Hash", "blob_id")  # as the stores of fsspec name them
+TIMES = ("mtime", "LastModified", "created")
 LATER = frozenset((408, 425, 429))  # of the statuses below 500, those that ask to come again
 
 
@@ -64,8 +66,8 @@ class Remote(Protocol):
     def open(self, name: str, start: int) -> Opened:
         """Read a file from byte `start`, or from its first byte where that cannot be had."""
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each file."""
+    def list(self) -> dict[str, About]:
+        """Each file, with the size and what else a listing tells of the content."""
 
     def explain(self, error: Exception, name: str) -> Exception:
         """`Unreachable` for what may pass, else a `UserError`."""
@@ -153,7 +155,7 @@ class HttpFolder:
         at = int(begins[1]) if answer.status == 206 and begins else 0
         return Opened(at, answer.read1, answer.close)
 
-    def sizes(self) -> dict[str, int]:
+    def list(self) -> dict[str, About]:
         """No web server can be asked for the names of its files."""
         raise UserError(
             f"{self.shown} has no dataset.json that can be read, and a web folder cannot be "
@@ -184,6 +186,14 @@ def retry_after(headers: email.message.Message) -> float:
 # --------------------------------------------------------------------------- fsspec
 
 
+def told(info: dict[str, Any], tags: Sequence[str]) -> About:
+    """What fsspec says of a file; its version is the first of `tags` that there is."""
+    lfs = info.get("lfs")
+    sha256 = lfs.get("sha256") if isinstance(lfs, dict) else getattr(lfs, "sha256", None)
+    version = next((str(info[tag]) for tag in tags if info.get(tag)), "")
+    return About(info.get("size"), sha256, version)
+
+
 class FsspecFolder:
     """A folder of any store that fsspec knows; each but the local ones needs a package."""
 
@@ -211,12 +221,7 @@ class FsspecFolder:
     def about(self, name: str) -> About:
         """What the store tells; of files of the Hub that is SHA-256 as well."""
         system, path = self.place
-        info = system.info(f"{path}/{name}")
-        lfs = info.get("lfs")
-        sha256 = lfs.get("sha256") if isinstance(lfs, dict) else getattr(lfs, "sha256", None)
-        tags = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "created")
-        version = next((str(info[tag]) for tag in tags if info.get(tag)), "")
-        return About(info.get("size"), sha256, version)
+        return told(system.info(f"{path}/{name}"), (*CONTENT_TAGS, *TIMES))
 
     def open(self, name: str, start: int) -> Opened:
         """Every such store can be read from any byte."""
@@ -225,12 +230,12 @@ class FsspecFolder:
         file.seek(start)
         return Opened(start, file.read, file.close)
 
-    def sizes(self) -> dict[str, int]:
-        """Files right in the folder."""
+    def list(self) -> dict[str, About]:
+        """Files right in the folder; of versions only those that are made from the content."""
         system, path = self.place
         found = system.ls(path, detail=True)
         files = [entry for entry in found if entry["type"] == "file"]
-        return {entry["name"].rpartition("/")[2]: int(entry["size"]) for entry in files}
+        return {entry["name"].rpartition("/")[2]: told(entry, CONTENT_TAGS) for entry in files}
 
     def explain(self, error: Exception, name: str) -> Exception:
         """By type, and by the status that the clients of HTTP keep in `response`."""

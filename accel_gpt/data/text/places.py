@@ -9,6 +9,7 @@ import http.client
 import json
 import os
 import re
+import sys
 import sysconfig
 import types
 import urllib.request
@@ -62,6 +63,7 @@ def files(config: PrepareConfig) -> list[Path]:
         return stdlib_files()
     assert config.source is not None
     assert config.path is not None
+    check_path(config.path)
     saved = saved_files(config.path, config.dataset_split) if config.source == "arrow" else None
     found = saved or find_files(config.path, SUFFIXES[config.source])
     require(
@@ -72,15 +74,28 @@ def files(config: PrepareConfig) -> list[Path]:
     return found
 
 
+def check_path(path: str) -> None:
+    """`UserError` for a name that the system cannot look up."""
+    try:
+        if not is_url(path):
+            Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"data.prepare.path is {path:.100}, which cannot be looked up: "
+            f"{getattr(error, 'strerror', None) or error}; give a file, a folder, a glob or an "
+            "http(s) URL"
+        ) from None
+
+
 def text_bytes(path: Path) -> int:
     """About how many bytes of text a file holds."""
     compressed = path.name.lower().endswith((".gz", ".zst", ".parquet"))
     return path.stat().st_size * (EXPANSION if compressed else 1)
 
 
-def describe_source(config: PrepareConfig) -> str:
-    """A fingerprint (SHA-256 in hex) of what is read: names, sizes and times of change of files in
-    their order, of a download its URL; the id of a data set. Empty for standard input.
+def describe_source(config: PrepareConfig, times: bool = True) -> str:
+    """A fingerprint (SHA-256 in hex) of what is read: names, sizes and, if asked, times of change
+    of files in their order, of a download its URL; the id of a data set. Empty for standard input.
     """
     check_source(config)
     if config.path == "-":
@@ -96,7 +111,7 @@ def describe_source(config: PrepareConfig) -> str:
         for path in paths:
             state = path.stat()
             name = path.absolute().relative_to(root).as_posix()
-            seen.append([name, state.st_size, state.st_mtime_ns])
+            seen.append([name, state.st_size, *([state.st_mtime_ns] if times else [])])
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
 
@@ -171,7 +186,8 @@ def saved_files(path: str, split: str) -> list[Path] | None:
     """
     folder = Path(path).expanduser()
     if (folder / "dataset_dict.json").is_file():
-        held = read_json(folder / "dataset_dict.json").get("splits") or []
+        held = read_json(folder / "dataset_dict.json").get("splits")
+        held = held if isinstance(held, list) else []
         if split not in held:
             raise UserError(
                 f"data.prepare.dataset_split is {split}, which {path} does not have; it has "
@@ -180,8 +196,23 @@ def saved_files(path: str, split: str) -> list[Path] | None:
         folder = folder / split
     if not (folder / "state.json").is_file():
         return None
-    named = read_json(folder / "state.json").get("_data_files") or []
-    return [folder / str(entry["filename"]) for entry in named]
+    state = folder / "state.json"
+    named = read_json(state).get("_data_files") or []
+    return [saved_file(state, entry) for entry in (named if isinstance(named, list) else [named])]
+
+
+def saved_file(state: Path, entry: object) -> Path:
+    """The file beside `state` that an entry of it names."""
+    name = entry.get("filename") if isinstance(entry, Mapping) else None
+    if not isinstance(name, str) or "\0" in name or name != Path(name).name or "\\" in name:
+        raise DataError(
+            f"{state} has the entry {entry!r:.80}; expected the name of a file beside it"
+        )
+    if not (state.parent / name).is_file():
+        raise DataError(
+            f"{state} names {name}, which is not in {state.parent}; copy the whole folder"
+        )
+    return state.parent / name
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -195,10 +226,15 @@ def read_json(path: Path) -> dict[str, Any]:
 def guess_source(path: str) -> Source:
     """What `path` holds, by the endings of its files: of several kinds the one with most bytes.
 
-    Standard input counts as text. Raises `UserError` when no ending is known.
+    Bare .json beside other kinds does not count: it describes them. What is left out is told.
+    Raises `UserError` when no ending is known, and for standard input, which has none.
     """
-    if path == "-":
-        return "text"
+    require(
+        path != "-",
+        "data.prepare.path is -, and standard input does not tell what it holds; give --source "
+        "text or --source jsonl",
+    )
+    check_path(path)
     place = Path(path).expanduser()
     if any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return "arrow"
@@ -207,11 +243,17 @@ def guess_source(path: str) -> Source:
     else:
         endings = tuple(ending for known in SUFFIXES.values() for ending in known)
         sizes = {str(file): file.stat().st_size for file in find_files(path, endings)}
-    amount = {source: 0 for source in SUFFIXES}
+    amount, count = dict.fromkeys(SUFFIXES, 0), dict.fromkeys(SUFFIXES, 0)
+    bare = all(name.lower().endswith(".json") for name in sizes)
     for name, size in sizes.items():
         for source, known in SUFFIXES.items():
-            amount[source] += (size + 1) * name.lower().endswith(known)
+            count[source] += name.lower().endswith(known)
+            if bare or not name.lower().endswith(".json"):
+                amount[source] += (size + 1) * name.lower().endswith(known)
     best = max(amount, key=amount.__getitem__)
+    if amount[best] and count[best] < len(sizes):
+        left_out = len(sizes) - count[best]
+        sys.stderr.write(f"reading {count[best]} files as {best}; {left_out} others left out\n")
     if not amount[best]:
         raise UserError(
             f"data.prepare.path is {path}, whose ending does not tell what it holds; set "

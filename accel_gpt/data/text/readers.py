@@ -30,7 +30,7 @@ BATCH_BYTES = 8 << 20  # of a Parquet column, decoded at once
 BATCH_ROWS = 256
 # What gzip and Arrow raise for files that are not what they should be.
 DAMAGE = (EOFError, OSError, zlib.error, ValueError, NotImplementedError, KeyError, MemoryError)
-LONGEST_LINE = 256 << 20  # bytes; assumption: a longer line is no document but a bomb or a blob
+LONGEST_LINE = 64 << 20  # bytes; assumption: a longer line is no document but a bomb or a blob
 
 
 @dataclass

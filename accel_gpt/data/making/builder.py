@@ -22,7 +22,14 @@ from accel_gpt.data.making.from_shards import copied, describe_place, place_toke
 from accel_gpt.data.making.journal import JOURNAL, Journal, read_journal
 from accel_gpt.data.making.progress import Progress
 from accel_gpt.data.making.seen import DATABASE, Seen, open_seen
-from accel_gpt.data.making.workers import Encoded, Read, child_processes, encode_all, worker_count
+from accel_gpt.data.making.workers import (
+    Encoded,
+    Read,
+    cached_tokenizer,
+    child_processes,
+    encode_all,
+    worker_count,
+)
 from accel_gpt.data.making.writer import ShardWriter, Stale
 from accel_gpt.data.shards import INDEX, token_dtype
 from accel_gpt.data.sources import (
@@ -123,8 +130,11 @@ def begin(config: PrepareConfig, folder: Path, asked: Mapping[str, Any], source:
     folder.mkdir()
     sys.stderr.write(f"making the {config.tokenizer} tokenizer\n")
     try:
-        with child_processes(1) as pool:  # keeps the trainer's threads out of the one that forks
-            pool.submit(save_tokenizer, config, folder).result()
+        if config.tokenizer == "bpe":  # its trainer's threads stay out of the process that forks
+            with child_processes(1) as pool:
+                pool.submit(save_tokenizer, config, folder).result()
+        else:
+            save_tokenizer(config, folder)
         tokenizer = load_tokenizer(folder)
         for path in folder.iterdir():
             sync(path)
@@ -265,5 +275,7 @@ def encoded(
     workers = worker_count(config.workers, total)
     cut_long = work.tokenizer.cuts_at_lines
     found = split_pieces(config, cut_long, start, rank, world, work.skipped)
+    cached_tokenizer.cache_clear()
+    cached_tokenizer(work.folder)  # here, so that the processes are born with it
     with child_processes(workers) as pool:
         yield encode_all(pool, 2 * workers, work.folder, work.unique(found))

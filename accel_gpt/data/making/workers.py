@@ -139,6 +139,6 @@ def encode_batch(folder: Path, texts: list[tuple[str, bool]]) -> list[tuple[Toke
 
 @functools.cache
 def cached_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in `folder`, loaded once in each tokenizing process."""
+    """The tokenizer in `folder`, loaded once; tokenizing processes that fork inherit it."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     return load_tokenizer(folder)

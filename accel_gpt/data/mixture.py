@@ -111,11 +111,6 @@ class Mixture:
         return hashlib.sha256(repr((prints, self.pattern.shares)).encode()).hexdigest()
 
     @property
-    def tokens(self) -> int:
-        """Tokens of all sources."""
-        return sum(split.tokens for split in self.splits)
-
-    @property
     def dtype(self) -> np.dtype[Any]:
         """The type that holds the ids of every source."""
         return np.result_type(*(split.dtype for split in self.splits))

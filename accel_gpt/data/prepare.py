@@ -1,8 +1,8 @@
 """Text -> a data folder of token shards, made once, completely or not at all.
 
 Reads what `sources.py` finds; writes shards, dataset.json and tokenizer.json, in `<out>.partial`
-until all is there. Stopped at any moment and called again it continues (see `build.py`, which also
-tells the memory that it takes).
+until all is there. Stopped at any moment and called again it continues (see `builder.py`, which
+also tells the memory that it takes).
 """
 
 import errno

@@ -27,6 +27,7 @@ from accelerate.utils import (
 
 from accel_gpt.config import Config
 from accel_gpt.data.prepare import prepare
+from accel_gpt.data.remote.folder import is_url
 from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import UserError, require
 from accel_gpt.plan import Plan
@@ -73,7 +74,7 @@ def ensure_data(data: DataConfig) -> None:
         )
         return
     require(
-        bool(data.folder) and "://" not in str(data.folder),
+        bool(data.folder) and not is_url(str(data.folder)),
         f"data.prepare makes one folder, but data.train is {data.train or 'empty'}; name the "
         "folder, or prepare those of a mixture one by one with accel-gpt prepare",
     )

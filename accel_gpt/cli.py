@@ -37,7 +37,10 @@ T = TypeVar("T")
 
 def train_command(argv: Sequence[str]) -> int:
     """Train in this process; `accelerate launch` starts more of them."""
-    config = load_config(argv, "accel-gpt train")  # a mistake is told before torch is imported
+    from accel_gpt.hub.sources import inherit
+
+    # a mistake is told before torch is imported
+    config = load_config(argv, "accel-gpt train", inherit)
     from accel_gpt.train import launch
 
     return launch(config)

@@ -3,97 +3,12 @@
 `parse.py` fills them from a YAML file and the command line.
 """
 
-import types
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from accel_gpt.data_config import DataConfig
-from accel_gpt.errors import below_one, divides, not_negative, positive, require
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Shape of the decoder; the defaults are GPT-2 small."""
-
-    preset: Literal["gpt2", "llama"] = "gpt2"
-    """Defaults for the fields below; each can be set over it."""
-    init_from: str = "scratch"
-    """scratch, or the folder of a run or checkpoint of ours whose weights to start from."""
-    n_layer: int = 12
-    """Blocks."""
-    n_head: int = 12
-    """Query heads."""
-    n_kv_head: int | None = None
-    """Key and value heads (grouped queries); null: as many as n_head."""
-    n_embd: int = 768
-    """Channels of the residual stream."""
-    block_size: int = 1024
-    """Context length in tokens."""
-    vocab_size: int | None = None
-    """Tokens in the vocabulary; null: the tokenizer's. Padded to a multiple of 64 internally."""
-    dropout: float = 0.0
-    """Probability, 0 to 1."""
-    bias: bool = True
-    """Biases in linear layers and LayerNorm."""
-    position: Literal["learned", "rope"] = "learned"
-    """Learned position embeddings, or rotary ones."""
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation before each sub-layer."""
-    mlp: Literal["gelu", "gelu_erf", "swiglu"] = "gelu"
-    """Feed-forward layer: GELU in GPT-2's tanh form, exact GELU (nanoGPT's), or gated SiLU."""
-    mlp_hidden: int | None = None
-    """Hidden channels of the MLP; null: 4 n_embd, for swiglu 8/3 n_embd up to a multiple of 128."""
-    tie_embeddings: bool = True
-    """Input embedding and output head share their weights."""
-    rope_theta: float = 10000.0
-    """Base of the rotary frequencies."""
-    init_std: float = 0.02
-    """Spread of the initial weights; GPT-2's, small for few channels."""
-    norm_eps: float = 1e-5
-    """Added to the variance in the norms."""
-
-    def __post_init__(self) -> None:
-        positive("model", self, "n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
-        positive("model", self, "vocab_size", "mlp_hidden", "init_std")
-        divides("model.n_embd", self.n_embd, "model.n_head", self.n_head)
-        divides("model.n_head", self.n_head, "model.n_kv_head", self.n_kv_head or self.n_head)
-        below_one("model", self, "dropout")
-        if self.position == "rope":
-            size = self.head_size
-            require(size % 2 == 0, f"with rope, n_embd / n_head must be even, and it is {size}")
-
-    @property
-    def head_size(self) -> int:
-        """Channels of one head."""
-        return self.n_embd // self.n_head
-
-    @property
-    def kv_heads(self) -> int:
-        """Key and value heads."""
-        return self.n_kv_head or self.n_head
-
-    @property
-    def hidden_size(self) -> int:
-        """Hidden channels of the MLP."""
-        if self.mlp_hidden:
-            return self.mlp_hidden
-        return 4 * self.n_embd if self.mlp != "swiglu" else -(-8 * self.n_embd // 3 // 128) * 128
-
-
-PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
-    {
-        "gpt2": {},
-        # Llama, Touvron et al. 2023, section 2.2: RMSNorm, SwiGLU, RoPE, no biases, untied head
-        "llama": {
-            "bias": False,
-            "position": "rope",
-            "norm": "rmsnorm",
-            "mlp": "swiglu",
-            "tie_embeddings": False,
-        },
-    }
-)
+from accel_gpt.errors import below_one, not_negative, positive, require
+from accel_gpt.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

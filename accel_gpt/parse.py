@@ -8,14 +8,15 @@ import difflib
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
-from accel_gpt.config import PRESETS, Config
+from accel_gpt.config import Config
 from accel_gpt.errors import UserError, require
+from accel_gpt.model_config import PRESETS
 
 T = TypeVar("T")
 
@@ -38,10 +39,15 @@ ANCESTORS: Mapping[str, str] = types.MappingProxyType(
 )
 
 
-def load_config(argv: Sequence[str], prog: str) -> Config:
+def load_config(
+    argv: Sequence[str],
+    prog: str,
+    inherit: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+) -> Config:
     """`CONFIG.yaml --section.key value ...` -> the resolved `Config`.
 
-    Raises `UserError` for a missing file, an unknown key, a wrong type or an impossible value.
+    `inherit` gives, for the keys that are set, those that `model.init_from` brings. Raises
+    `UserError` for a missing file, an unknown key, a wrong type or an impossible value.
     """
     argv = list(argv)
     path = argv.pop(0) if argv and not argv[0].startswith("-") else None
@@ -55,6 +61,8 @@ def load_config(argv: Sequence[str], prog: str) -> Config:
     )
     checked = dict(flatten(Config, values, path))
     checked.update(read_options(Config, argv))
+    if checked.get("model.init_from", "scratch") != "scratch":
+        checked.update(inherit(checked))
     preset = checked.get("model.preset", "gpt2")
     for key, value in PRESETS[preset].items():
         checked.setdefault(f"model.{key}", value)

@@ -26,6 +26,8 @@ from accel_gpt.data_config import TextStream
 from accel_gpt.errors import run_main
 from accel_gpt.evals.samples import check_prompts, is_sample_step, sample
 from accel_gpt.evals.validation import evaluate_splits
+from accel_gpt.hub.load import start_model
+from accel_gpt.hub.sources import inherit
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, make_optimizer, set_lr
 from accel_gpt.optim.schedule import lr_fraction
@@ -47,7 +49,7 @@ from accel_gpt.run.metrics import (
     write_samples,
 )
 from accel_gpt.run.resume import take_up
-from accel_gpt.run.setup import Speed, build_model, record_run
+from accel_gpt.run.setup import Speed, record_run
 from accel_gpt.run.text_corpus import open_text
 
 
@@ -72,7 +74,7 @@ class Run:
 
 def main(argv: Sequence[str]) -> int:
     """Train as `argv` says; returns the exit code."""
-    return launch(load_config(argv, "train.py"))
+    return launch(load_config(argv, "train.py", inherit))
 
 
 def launch(config: Config) -> int:
@@ -112,7 +114,7 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     state = corpus.new_state(config, accelerator.num_processes)
     path = take_up(config, state, accelerator, display.say)
     torch.manual_seed(config.seed)
-    gpt = build_model(config, corpus, resuming=path is not None)
+    gpt = start_model(config, corpus, path is not None, display.say)
     torch.manual_seed(derive_seed(config.seed, "dropout", accelerator.process_index))
     if config.train.compile:
         gpt.compile()  # in place: no wrapper, the names of the weights stay

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from accel_gpt.config import PRESETS, ModelConfig
 from accel_gpt.data.prepare import prepare
 from accel_gpt.data_config import PrepareConfig
+from accel_gpt.model_config import PRESETS, ModelConfig
 
 WORDS = [
     "the",

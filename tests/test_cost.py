@@ -9,7 +9,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel_gpt.config import PRESETS, ModelConfig
 from accel_gpt.model.cost import (
     PEAK_FLOPS,
     flops_per_token,
@@ -19,6 +18,7 @@ from accel_gpt.model.cost import (
     peak_flops,
 )
 from accel_gpt.model.gpt import GPT
+from accel_gpt.model_config import PRESETS, ModelConfig
 
 
 def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:

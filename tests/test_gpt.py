@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_gpt.config import ModelConfig
 from accel_gpt.model.gpt import GPT, KVCache
 from accel_gpt.model.loss import IGNORE, next_token_loss
+from accel_gpt.model_config import ModelConfig
 from tests.conftest import tiny
 
 VOCAB = 65  # padded to 128

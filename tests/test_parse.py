@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from accel_gpt.config import PRESETS, Config, ModelConfig
+from accel_gpt.config import Config
 from accel_gpt.errors import UserError, run_main
+from accel_gpt.model_config import PRESETS, ModelConfig
 from accel_gpt.parse import ANCESTORS, leaves, load_config, to_flat, to_plain, to_yaml
 
 CONFIG = """

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_gpt.config import Config, ModelConfig, ScheduleConfig, TrainConfig
+from accel_gpt.config import Config, ScheduleConfig, TrainConfig
 from accel_gpt.errors import UserError
+from accel_gpt.model_config import ModelConfig
 from accel_gpt.plan import make_plan
 
 

@@ -239,7 +239,7 @@ def test_starting_from_the_weights_of_a_run(
     capsys.readouterr()
     other = ["--out_dir", str(tmp_path / "wide"), "--model.n_embd", "64"]
     assert launch(small_run("--model.init_from", str(tmp_path / "run"), *other)) == 2
-    assert "is another model: its " in capsys.readouterr().err
+    assert "model.n_embd is 64, but that of model.init_from" in capsys.readouterr().err
 
 
 def test_diverged_weights_are_never_saved(
@@ -313,7 +313,7 @@ def test_loss_that_explodes_ends_with_its_code(
         (["--data.train", ""], 2, "data.train is empty"),
         (["--train.micro_batch_size", "3"], 2, "not a multiple of 3 sequences"),
         (["--checkpoint.resume", "nowhere"], 2, "which is not a checkpoint folder"),
-        (["--model.init_from", "nowhere"], 2, "nowhere does not exist"),
+        (["--model.init_from", "./nowhere"], 2, "nowhere is neither a folder nor a repository"),
         (["--log.trackers", "tensorbord"], 2, "log.trackers has 'tensorbord'; Accelerate knows"),
         (["--log.trackers", "mlflow"], 2, "mlflow but it is not installed"),
     ],

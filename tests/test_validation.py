@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 
-from accel_gpt.config import ModelConfig
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.errors import DataError
 from accel_gpt.evals.validation import Score, evaluate, windows
 from accel_gpt.model.gpt import GPT
+from accel_gpt.model_config import ModelConfig
 
 MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, dropout=0.5)
 BYTES = np.ones(257, dtype=np.int64)

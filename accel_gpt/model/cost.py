@@ -7,8 +7,8 @@ import re
 import types
 from collections.abc import Mapping
 
-from accel_gpt.config import ModelConfig
 from accel_gpt.errors import require
+from accel_gpt.model_config import ModelConfig
 
 VOCAB_MULTIPLE = 64
 """Rows of embedding and head come in multiples of this: 128 bytes of bf16, the alignment at which
@@ -32,12 +32,14 @@ def parameter_counts(config: ModelConfig, vocab_size: int) -> dict[str, int]:
     rows = padded_vocab_size(vocab_size)
     tables = 1 if config.tie_embeddings else 2
     norm_vectors = 2 if config.bias and config.norm == "layernorm" else 1
+    norms = (2 * n_layer + 1 + config.embedding_norm) * C * norm_vectors
+    qk_norms = 2 * n_layer * config.head_size * config.qk_norm
     parts = {
         "embedding": rows * C,
         "position": config.block_size * C if config.position == "learned" else 0,
         "attention": n_layer * sum(_attention_parameters(config)),
         "mlp": n_layer * sum(_mlp_parameters(config)),
-        "norm": (2 * n_layer + 1) * C * norm_vectors,
+        "norm": (norms + qk_norms) * config.norm_weight,
         "head": rows * C * (tables - 1),
     }
     total = sum(parts.values())
@@ -46,9 +48,9 @@ def parameter_counts(config: ModelConfig, vocab_size: int) -> dict[str, int]:
 
 def _attention_parameters(config: ModelConfig) -> tuple[int, int]:
     """Weights and biases of one attention layer."""
-    C = config.n_embd
-    qkv = (config.n_head + 2 * config.kv_heads) * config.head_size
-    return C * qkv + C * C, (qkv + C) * config.bias
+    C, D = config.n_embd, config.head_size
+    qkv = (config.n_head + 2 * config.kv_heads) * D
+    return C * qkv + config.n_head * D * C, (qkv + C) * config.bias
 
 
 def _mlp_parameters(config: ModelConfig) -> tuple[int, int]:
@@ -61,15 +63,16 @@ def _mlp_parameters(config: ModelConfig) -> tuple[int, int]:
 def flops_per_token(config: ModelConfig, vocab_size: int) -> int:
     """FLOPs to train on one token in a sequence of `block_size`, forward and backward.
 
-    6 N + 12 L C T (PaLM, Chowdhery et al. 2022, appendix B). N: the weights that tokens are
+    6 N + 12 L H D T (PaLM, Chowdhery et al. 2022, appendix B). N: the weights that tokens are
     multiplied with, which are the linear layers and the head, tied or not, over the real
     vocabulary, since padding is no useful work; not the look-ups of embedding and position.
-    12 L C T: scores and weighted values over the full T x T square, as nanoGPT counts it, though a
-    causal kernel can skip half. Norms, biases, activations and recomputation are not counted.
+    12 L H D T: scores and weighted values over the full T x T square, as nanoGPT counts it, though
+    a causal kernel can skip half. Norms, biases, activations and recomputation are not counted.
     """
     layer = _attention_parameters(config)[0] + _mlp_parameters(config)[0]
     multiplied = config.n_layer * layer + vocab_size * config.n_embd
-    return 6 * multiplied + 12 * config.n_layer * config.n_embd * config.block_size
+    attended = config.n_head * config.head_size * config.block_size
+    return 6 * multiplied + 12 * config.n_layer * attended
 
 
 def _rates(**teraflops: float) -> Mapping[str, float]:

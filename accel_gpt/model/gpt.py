@@ -1,4 +1,4 @@
-"""The decoder: GPT-2, Llama and what lies between, by `ModelConfig`.
+"""The decoder: GPT-2, Llama, Qwen3, NanoChat and what lies between, by `ModelConfig`.
 
 Shapes: B batch, T tokens, C channels (n_embd), H query heads, K key and value heads, D head size,
 V vocabulary.
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from accel_gpt.config import ModelConfig
 from accel_gpt.errors import require
 from accel_gpt.model.cost import padded_vocab_size
 from accel_gpt.model.documents import attend, attention_mask, positions
 from accel_gpt.model.loss import next_token_loss
+from accel_gpt.model_config import ModelConfig
 
 
 class KVCache:
@@ -50,13 +50,32 @@ def rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
     RoFormer, Su et al. 2021, section 3.2.2, in the layout of transformers' Llama: channel i turns
     with channel i + D/2, so weights need no permutation between the two.
     """
-    D = config.head_size
-    exponents = torch.arange(0, D, 2, dtype=torch.float32, device=device) / D
     positions = torch.arange(config.block_size, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, 1.0 / config.rope_theta**exponents)  # (T, D/2)
+    angles = torch.outer(positions, rotary_frequencies(config, device))  # (T, D/2)
     cos, sin = angles.cos(), angles.sin()
     # the second half of the turned vector adds the first half, the first subtracts the second
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).unsqueeze(2)
+
+
+def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+    """Radians per token of each channel pair (D/2,), float32.
+
+    `linear` is position interpolation, Chen et al. 2023, section 3.2. `llama3` divides what turns
+    seldom in the original context by the factor and keeps what turns often, with a linear passage
+    between (Llama 3 herd of models 2024, section 3.4.2, in the form of transformers).
+    """
+    D = config.head_size
+    exponents = torch.arange(0, D, 2, dtype=torch.float32, device=device) / D
+    frequencies = 1.0 / config.rope_theta**exponents
+    if config.rope_scaling == "none":
+        return frequencies
+    divided = frequencies / config.rope_factor
+    if config.rope_scaling == "linear":
+        return divided
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    turns = config.rope_original_block_size * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * divided + kept * frequencies
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
@@ -68,9 +87,25 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 def build_norm(config: ModelConfig) -> nn.Module:
     """LayerNorm or RMSNorm over the channels."""
+    C, eps, weight = config.n_embd, config.norm_eps, config.norm_weight
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
-    return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
+        return nn.RMSNorm(C, eps=eps, elementwise_affine=weight)
+    return nn.LayerNorm(C, eps=eps, elementwise_affine=weight, bias=config.bias)
+
+
+class QKNorm(nn.Module):
+    """RMSNorm over the channels of each query and key head (Henry et al. 2020, in Qwen3's form)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        D, eps, weight = config.head_size, config.norm_eps, config.norm_weight
+        self.heads = (config.n_head, config.kv_heads)
+        self.q = nn.RMSNorm(D, eps=eps, elementwise_affine=weight)
+        self.k = nn.RMSNorm(D, eps=eps, elementwise_affine=weight)
+
+    def forward(self, qk: Tensor) -> Tensor:  # (B, T, H + K, D)
+        q, k = qk.split_with_sizes(self.heads, dim=2)
+        return torch.cat((self.q(q), self.k(k)), dim=2)
 
 
 class ResidualProjection(nn.Linear):
@@ -88,7 +123,8 @@ class CausalSelfAttention(nn.Module):
         self.heads = (H, K, K)
         self.dropout = config.dropout
         self.qkv = nn.Linear(config.n_embd, (H + 2 * K) * D, bias=config.bias)
-        self.proj = ResidualProjection(config.n_embd, config.n_embd, bias=config.bias)
+        self.qk_norm = QKNorm(config) if config.qk_norm else None
+        self.proj = ResidualProjection(H * D, config.n_embd, bias=config.bias)
 
     def forward(
         self,
@@ -97,14 +133,15 @@ class CausalSelfAttention(nn.Module):
         cache: KVCache | None = None,
         mask: Tensor | BlockMask | None = None,
     ) -> Tensor:
-        B, T, C = x.shape
+        B, T, _ = x.shape
         H, K, _ = self.heads
         qkv = self.qkv(x).view(B, T, H + 2 * K, self.head_size)
-        if rotary is None:
-            q, k, v = qkv.split_with_sizes(self.heads, dim=2)
-        else:
-            qk, v = qkv.split_with_sizes((H + K, K), dim=2)
-            q, k = rotate(qk, rotary).split_with_sizes((H, K), dim=2)
+        qk, v = qkv.split_with_sizes((H + K, K), dim=2)
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        if rotary is not None:
+            qk = rotate(qk, rotary)
+        q, k = qk.split_with_sizes((H, K), dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
         causal = mask is None
         if cache is not None:
@@ -123,7 +160,7 @@ class CausalSelfAttention(nn.Module):
                 is_causal=causal,
                 enable_gqa=H != K,
             )
-        out: Tensor = self.proj(y.transpose(1, 2).reshape(B, T, C))
+        out: Tensor = self.proj(y.transpose(1, 2).reshape(B, T, H * self.head_size))
         return F.dropout(out, self.dropout) if self.training and self.dropout else out
 
 
@@ -135,14 +172,16 @@ def _mask_after(past: int, T: int, device: torch.device) -> Tensor | None:
 
 
 class MLP(nn.Module):
-    """The feed-forward layer: GELU (tanh form or exact), or SwiGLU (Shazeer 2020, equation 5).
+    """The feed-forward layer: GELU (tanh form or exact), squared ReLU, or a gated SiLU.
 
-    For SwiGLU the first half of the rows of `up` is the gate.
+    Squared ReLU: So et al. 2021, section 3.2. SwiGLU: Shazeer 2020, equation 5; the first half of
+    the rows of `up` is its gate.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gated = config.mlp == "swiglu"
+        self.squared = config.mlp == "relu2"
         self.approximate = "none" if config.mlp == "gelu_erf" else "tanh"
         self.dropout = config.dropout
         width = config.hidden_size * (2 if self.gated else 1)
@@ -154,6 +193,8 @@ class MLP(nn.Module):
         if self.gated:
             gate, h = h.chunk(2, dim=-1)
             h = F.silu(gate) * h
+        elif self.squared:
+            h = F.relu(h).square()
         else:
             h = F.gelu(h, approximate=self.approximate)
         out: Tensor = self.down(h)
@@ -204,22 +245,37 @@ class GPT(nn.Module):
         learned = config.position == "learned"
         self.wte = nn.Embedding(self.padded_vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd) if learned else None
+        self.norm_e = build_norm(config) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm_f = build_norm(config)
         self.head = nn.Linear(config.n_embd, self.padded_vocab_size, bias=False)
         self.register_buffer("rotary", None, persistent=False)
         self.init_weights()
 
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Draw all weights anew from the global generator, and fill the rotary table.
+    @classmethod
+    def unfilled(cls, config: ModelConfig, vocab_size: int) -> "GPT":
+        """A model on the CPU whose weights are about to be loaded: nothing is drawn."""
+        with torch.device("meta"):
+            model = cls(config, vocab_size)
+        model.to_empty(device="cpu")  # unties what was tied
+        model.complete()
+        return model
 
-        GPT-2, Radford et al. 2019, section 2.3: normal(0, init_std), projections onto the residual
-        stream divided by the root of their number, 2 n_layer. Also completes a model built on
-        the meta device, after `to_empty`, which unties what was tied.
-        """
+    def complete(self) -> None:
+        """Tie the weights that are tied, and fill the rotary table."""
         if self.config.tie_embeddings:
             self.head.weight = self.wte.weight
+        if self.config.position == "rope":
+            self.rotary = rotary_table(self.config, self.wte.weight.device)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw all weights anew from the global generator, and complete the model.
+
+        GPT-2, Radford et al. 2019, section 2.3: normal(0, init_std), projections onto the residual
+        stream divided by the root of their number, 2 n_layer.
+        """
+        self.complete()
         for module in self.modules():
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 module.reset_parameters()
@@ -232,8 +288,6 @@ class GPT(nn.Module):
                     nn.init.zeros_(module.bias)
         for weight in (self.wte.weight, self.head.weight):
             weight[self.vocab_size :] = 0.0
-        if self.config.position == "rope":
-            self.rotary = rotary_table(self.config, self.wte.weight.device)
 
     def forward(
         self,
@@ -273,10 +327,14 @@ class GPT(nn.Module):
             rotary = rotary[:, start:end] if place is None else rotary[:, place]
         if dropout:
             x = F.dropout(x, dropout)
+        if self.norm_e is not None:
+            x = self.norm_e(x)
         for block in self.blocks:
             x = block(x, rotary, cache, mask)
         if cache is not None:
             cache.position = end
         x = self.norm_f(x[:, -1:] if last_only else x)
         logits: Tensor = self.head(x)[..., : self.vocab_size]
+        if cap := self.config.logit_softcap:  # Gemma 2 technical report 2024, section 2
+            logits = cap * torch.tanh(logits.float() / cap)
         return logits if targets is None else next_token_loss(logits, targets)

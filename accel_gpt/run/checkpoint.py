@@ -19,12 +19,13 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_model as load_weights
 
-from accel_gpt.config import CheckpointConfig, ModelConfig
+from accel_gpt.config import CheckpointConfig
 from accel_gpt.data.order import derive_seed
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, require
 from accel_gpt.files import sha256, sync, write_file
 from accel_gpt.model.gpt import GPT
+from accel_gpt.model_config import ModelConfig
 from accel_gpt.parse import build
 
 FORMAT = 1
@@ -299,7 +300,7 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tok
     content = read_json(path / "model.json")
     check_format(path, content)
     config = build(ModelConfig, content["config"])
-    model = GPT(config, content["vocab_size"])
+    model = GPT.unfilled(config, content["vocab_size"])
     try:
         load_weights(model, str(path / "model.safetensors"))
     except (OSError, RuntimeError) as error:

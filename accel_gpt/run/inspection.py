@@ -15,11 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from accel_gpt.config import ModelConfig
 from accel_gpt.data.inspection.report import printable
 from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.model.cost import parameter_counts
+from accel_gpt.model_config import ModelConfig
 from accel_gpt.parse import build
 from accel_gpt.run.checkpoint import (
     TrainState,

@@ -1,4 +1,4 @@
-"""What a run is built from besides its corpus: its model, its speedometer, and their record."""
+"""The speedometer of a run, and the record of each launch."""
 
 import json
 from dataclasses import asdict
@@ -9,39 +9,13 @@ import torch
 from accelerate import Accelerator
 
 from accel_gpt.config import Config
-from accel_gpt.errors import UserError
 from accel_gpt.files import write_file
 from accel_gpt.model.cost import flops_per_token, mfu, parameter_counts, peak_flops
 from accel_gpt.model.gpt import GPT
 from accel_gpt.parse import to_yaml
 from accel_gpt.plan import Plan
-from accel_gpt.run.checkpoint import find_checkpoint, load_model
 from accel_gpt.run.corpus import Corpus
 from accel_gpt.run.environment import describe_machine, device_name, memory_gb
-
-
-def build_model(config: Config, corpus: Corpus, resuming: bool) -> GPT:
-    """A new model; unless its weights are about to be restored, maybe started from another's."""
-    model = GPT(config.model, corpus.vocab_size)
-    source = config.model.init_from
-    if resuming or source == "scratch":
-        return model
-    other, tokenizer = load_model(find_checkpoint(Path(source)))
-    if tokenizer.fingerprint != corpus.tokenizer.fingerprint:
-        raise UserError(
-            f"model.init_from {source} has another tokenizer ({tokenizer.kind}) than the data "
-            f"({corpus.tokenizer.kind}); prepare the data with --tokenizer of its tokenizer.json"
-        )
-    wanted, found = model.state_dict(), other.state_dict()
-    for name in sorted(wanted.keys() | found.keys()):
-        shapes = [tuple(s[name].shape) if name in s else None for s in (found, wanted)]
-        if shapes[0] != shapes[1]:
-            raise UserError(
-                f"model.init_from {source} is another model: its {name} has shape "
-                f"{shapes[0]}, this config asks for {shapes[1]}"
-            )
-    model.load_state_dict(found)
-    return model
 
 
 class Speed:

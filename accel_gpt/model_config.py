@@ -1,0 +1,145 @@
+"""The shape of the decoder: every knob with its unit and its checks, and the presets. No torch."""
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from accel_gpt.errors import below_one, divides, positive, require
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the decoder; the defaults are GPT-2 small."""
+
+    preset: Literal["gpt2", "llama", "qwen3", "fast"] = "gpt2"
+    """Defaults for the fields below; each can be set over it."""
+    init_from: str = "scratch"
+    """scratch, or whose weights to start from: a run or checkpoint of ours, a folder that
+    transformers wrote, a Hub id (gpt2, Qwen/Qwen3-0.6B, user/name@revision). It brings its shape
+    and its tokenizer; dropout, rope_theta and a block_size can be set over it."""
+    allow_pickle: bool = False
+    """Also start from weights in pickle files (.bin), read without running what they hold."""
+    n_layer: int = 12
+    """Blocks."""
+    n_head: int = 12
+    """Query heads."""
+    n_kv_head: int | None = None
+    """Key and value heads (grouped queries); null: as many as n_head."""
+    n_embd: int = 768
+    """Channels of the residual stream."""
+    head_dim: int | None = None
+    """Channels of one head; null: n_embd / n_head."""
+    block_size: int = 1024
+    """Context length in tokens."""
+    vocab_size: int | None = None
+    """Tokens in the vocabulary; null: the tokenizer's. Padded to a multiple of 64 internally."""
+    dropout: float = 0.0
+    """Probability, 0 to 1."""
+    bias: bool = True
+    """Biases in linear layers and LayerNorm."""
+    position: Literal["learned", "rope"] = "learned"
+    """Learned position embeddings, or rotary ones."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before each sub-layer."""
+    norm_weight: bool = True
+    """Learned scale (and, with bias, shift) in the norms."""
+    qk_norm: bool = False
+    """RMSNorm over the channels of each query and key head."""
+    embedding_norm: bool = False
+    """Normalise the embeddings before the first block."""
+    mlp: Literal["gelu", "gelu_erf", "relu2", "swiglu"] = "gelu"
+    """Feed-forward layer: GELU in GPT-2's tanh form, exact GELU (nanoGPT's), squared ReLU, or
+    gated SiLU."""
+    mlp_hidden: int | None = None
+    """Hidden channels of the MLP; null: 4 n_embd, for swiglu 8/3 n_embd up to a multiple of 128."""
+    tie_embeddings: bool = True
+    """Input embedding and output head share their weights."""
+    logit_softcap: float | None = None
+    """Logits are kept between minus and plus this by a tanh; null: they are not."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    """For contexts longer than those of the first training: positions divided by rope_factor
+    (linear), or low frequencies only (llama3)."""
+    rope_factor: float = 1.0
+    """Of rope_scaling: how much longer."""
+    rope_low_freq_factor: float = 1.0
+    """Of llama3: frequencies below this many turns in the original context are divided."""
+    rope_high_freq_factor: float = 4.0
+    """Of llama3: frequencies above this many turns in the original context are kept."""
+    rope_original_block_size: int = 8192
+    """Of llama3: the original context in tokens."""
+    init_std: float = 0.02
+    """Spread of the initial weights; GPT-2's, small for few channels."""
+    norm_eps: float = 1e-5
+    """Added to the variance in the norms."""
+
+    def __post_init__(self) -> None:
+        positive("model", self, "n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
+        positive("model", self, "vocab_size", "mlp_hidden", "init_std", "head_dim", "norm_eps")
+        positive("model", self, "logit_softcap", "rope_theta", "rope_factor")
+        positive("model", self, "rope_low_freq_factor", "rope_original_block_size")
+        if self.head_dim is None:
+            divides("model.n_embd", self.n_embd, "model.n_head", self.n_head)
+        divides("model.n_head", self.n_head, "model.n_kv_head", self.n_kv_head or self.n_head)
+        below_one("model", self, "dropout")
+        if self.position == "rope":
+            size = self.head_size
+            require(size % 2 == 0, f"with rope, a head's channels must be even, and are {size}")
+        require(
+            self.rope_high_freq_factor > self.rope_low_freq_factor,
+            f"model.rope_high_freq_factor is {self.rope_high_freq_factor}; it must be above "
+            f"rope_low_freq_factor {self.rope_low_freq_factor}",
+        )
+
+    @property
+    def head_size(self) -> int:
+        """Channels of one head."""
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.n_kv_head or self.n_head
+
+    @property
+    def hidden_size(self) -> int:
+        """Hidden channels of the MLP."""
+        if self.mlp_hidden:
+            return self.mlp_hidden
+        return 4 * self.n_embd if self.mlp != "swiglu" else -(-8 * self.n_embd // 3 // 128) * 128
+
+
+# Llama, Touvron et al. 2023, section 2.2: RMSNorm, SwiGLU, RoPE, no biases, untied head
+LLAMA: Mapping[str, Any] = types.MappingProxyType(
+    {
+        "bias": False,
+        "position": "rope",
+        "norm": "rmsnorm",
+        "mlp": "swiglu",
+        "tie_embeddings": False,
+    }
+)
+PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
+    {
+        "gpt2": {},
+        "llama": LLAMA,
+        # Qwen3 technical report 2025, section 2, and the configuration of its 0.6B model
+        "qwen3": {**LLAMA, "qk_norm": True, "rope_theta": 1e6, "norm_eps": 1e-6},
+        # NanoChat in transformers: norms without weights, also of queries, keys and embeddings,
+        # squared ReLU, logits capped at 15
+        "fast": {
+            "bias": False,
+            "position": "rope",
+            "norm": "rmsnorm",
+            "norm_weight": False,
+            "norm_eps": 1e-6,
+            "qk_norm": True,
+            "embedding_norm": True,
+            "mlp": "relu2",
+            "tie_embeddings": False,
+            "logit_softcap": 15.0,
+        },
+    }
+)

@@ -4,12 +4,10 @@ import difflib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, TypeVar
-
-import tyro
+from typing import TypeVar
 
 from accel_gpt import __version__
 from accel_gpt.config import SampleConfig
@@ -18,10 +16,15 @@ from accel_gpt.errors import (
     CheckpointError,
     DataError,
     UserError,
-    not_negative,
-    positive,
     require,
     run_main,
+)
+from accel_gpt.options import (
+    ExportCommand,
+    InspectCommand,
+    PrepareCommand,
+    PushCommand,
+    SampleCommand,
 )
 from accel_gpt.parse import (
     build,
@@ -44,26 +47,6 @@ def train_command(argv: Sequence[str]) -> int:
     from accel_gpt.train import launch
 
     return launch(config)
-
-
-@dataclass(frozen=True)
-class PrepareCommand(PrepareConfig):
-    """Turn text, or shards of another project, into token shards; stopped, it continues.
-
-    RECIPE.yaml holds any of these options as `key: value`; those of the command line go first.
-    """
-
-    source: Source | None = None
-    """What path or dataset holds; null: what the endings of path's files tell, dataset with
-    --dataset, else stdlib, the library of this Python."""
-    out: str = ""
-    """Folder to make; empty: data/<source>_<tokenizer>."""
-    rank: int = 0
-    """Which part of out this machine makes, from 0; of the --world parts."""
-    world: int = 1
-    """Machines that make a part of out each."""
-    merge: bool = False
-    """Join the parts of out that --rank and --world made."""
 
 
 def prepare_command(argv: Sequence[str]) -> int:
@@ -105,30 +88,6 @@ def parse_recipe(cls: type[T], argv: Sequence[str], prog: str) -> T:
     return build(cls, {**dict(flatten(cls, values, path)), **dict(read_options(cls, words))})
 
 
-@dataclass(frozen=True)
-class SampleCommand:
-    """Write text with the model of a run or a checkpoint."""
-
-    run: Annotated[str, tyro.conf.Positional]
-    """Folder of a run, or of one checkpoint."""
-    prompt: str = ""
-    """Text to continue; empty: the start of a document."""
-    num: int = 1
-    """Samples."""
-    max_new_tokens: int = 200
-    """Tokens per sample."""
-    temperature: float = 0.8
-    """0: greedy."""
-    top_k: int | None = 50
-    """Tokens to choose from; null: all."""
-    top_p: float = 1.0
-    """Probability mass to choose from."""
-    seed: int = 1337
-    """Of the draws."""
-    checkpoint: str = "last"
-    """last, best, or a step."""
-
-
 def sample_command(argv: Sequence[str]) -> int:
     """Print samples."""
     asked = parse_command(SampleCommand, argv, "accel-gpt sample")
@@ -141,46 +100,41 @@ def sample_command(argv: Sequence[str]) -> int:
     )
     import torch
 
-    from accel_gpt.evals.samples import write_text
-    from accel_gpt.run.checkpoint import find_checkpoint, load_model
+    from accel_gpt.evals.interactive import interact
+    from accel_gpt.evals.samples import SEPARATOR, write_text
+    from accel_gpt.hub.load import load_pretrained
 
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    model, tokenizer = load_model(find_checkpoint(Path(asked.run), asked.checkpoint), device)
+    loaded = load_pretrained(asked.run, asked.checkpoint, asked.allow_pickle, device)
     generator = torch.Generator(device).manual_seed(asked.seed)
-    texts = write_text(model, tokenizer, asked.prompt, config, generator)
-    sys.stdout.write("\n---------------\n".join(texts) + "\n")
+    if asked.interactive:
+        interact(*loaded, config, generator, sys.stdin, sys.stdout)
+        return 0
+    texts = write_text(*loaded, asked.prompt, config, generator)
+    sys.stdout.write(SEPARATOR.join(texts) + "\n")
     return 0
 
 
-@dataclass(frozen=True)
-class InspectCommand:
-    """Tell what data, a run or a checkpoint holds and verify it, or compare tokenizers on a text.
+def export_command(argv: Sequence[str]) -> int:
+    """Write a folder for transformers; exit code 4 where it computes something else."""
+    asked = parse_command(ExportCommand, argv, "accel-gpt export")
+    from accel_gpt.hub.export import export
 
-    Exit code 3 when data is damaged, 4 when a checkpoint is.
-    """
+    to = Path(asked.to)
+    exported = export(
+        asked.run, to, asked.checkpoint, asked.dtype, asked.overwrite, asked.allow_pickle
+    )
+    sys.stdout.write(exported.told(to))
+    return 0
 
-    place: Annotated[str, tyro.conf.Positional] = ""
-    """Data folder, of any project, or its URL; or folder of a run or of a checkpoint."""
-    json: bool = False
-    """One JSON object in place of text."""
-    quick: bool = False
-    """Read no shard and hash no checkpoint."""
-    tokenizer: str | None = None
-    """gpt2, bytes or the path of a tokenizer.json, for shards that do not say it."""
-    windows: int = 2
-    """First windows of each split that are shown as text."""
-    block_size: int = 64
-    """Tokens in a window."""
-    text: str | None = None
-    """File of UTF-8 text on which tokenizers are compared."""
-    tokenizers: tuple[str, ...] = ()
-    """For text: gpt2, bytes, tokenizer.json files, data folders; none: gpt2, bytes, PLACE's."""
 
-    def __post_init__(self) -> None:
-        require(bool(self.place or self.text), "PLACE or --text FILE missing; see --help")
-        require(bool(self.text or not self.tokenizers), "--tokenizers needs --text FILE")
-        not_negative("inspect", self, "windows")
-        positive("inspect", self, "block_size")
+def push_command(argv: Sequence[str]) -> int:
+    """Export a run and upload it to the Hub."""
+    asked = parse_command(PushCommand, argv, "accel-gpt push")
+    from accel_gpt.hub.push import push
+
+    sys.stdout.write(push(asked))
+    return 0
 
 
 def inspect_command(argv: Sequence[str]) -> int:
@@ -221,7 +175,9 @@ COMMANDS: Mapping[str, tuple[Command, str]] = MappingProxyType(
     {
         "train": (train_command, "train a GPT as a config says, or go on with its run"),
         "prepare": (prepare_command, "text -> tokenized shards"),
-        "sample": (sample_command, "text from a run or a checkpoint"),
+        "sample": (sample_command, "text from a run, an exported folder or a Hub id"),
+        "export": (export_command, "a folder that transformers opens, proven equal"),
+        "push": (push_command, "the same to the Hub, with a model card"),
         "inspect": (inspect_command, "verify data or a checkpoint; compare tokenizers"),
     }
 )

@@ -3,6 +3,7 @@
 `parse.py` fills them from a YAML file and the command line.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -151,8 +152,8 @@ class CheckpointConfig:
     keep_best: bool = True
     """Also save and keep the checkpoint with the lowest val loss."""
     resume: str = "auto"
-    """auto: go on from the newest checkpoint of out_dir; never; or the folder of a checkpoint to
-    start from while out_dir has none."""
+    """auto: go on from the newest checkpoint of out_dir; never; or a checkpoint to start from while
+    out_dir has none: its folder, or hf://user/name@step-1000, pushed with hub.include_state."""
     allow_change: tuple[str, ...] = ()
     """Keys that may differ from the checkpoint's config, separated by commas."""
 
@@ -175,6 +176,36 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class HubConfig:
+    """What goes to the Hugging Face Hub during training; `accel-gpt push` does it afterwards."""
+
+    repo_id: str | None = None
+    """Repository, user/name; made if it is missing. Log in with hf auth login."""
+    push: Literal["never", "end", "every_checkpoint"] = "never"
+    """When to upload: the exported model, its card, figures and curves, as one commit."""
+    private: bool = False
+    """Make the repository a private one."""
+    include_state: bool = False
+    """Upload whole checkpoints, so that a run goes on from hf://user/name@step-1000 elsewhere."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the exported weights."""
+    license: str | None = None
+    """Of the weights, as the Hub spells it: apache-2.0, mit, cc-by-4.0, ..."""
+    data_license: str | None = None
+    """Of the data, for the model card."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.push == "never" or self.repo_id is not None,
+            f"hub.push is {self.push} but hub.repo_id is not set; set it to user/name",
+        )
+        require(
+            self.repo_id is None or bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", self.repo_id)),
+            f"hub.repo_id is {self.repo_id!r}; expected user/name",
+        )
+
+
+@dataclass(frozen=True)
 class Config:
     """One experiment: a YAML file of sections, each key settable as --section.key value."""
 
@@ -191,6 +222,7 @@ class Config:
     sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
 
     def __post_init__(self) -> None:
         require(

@@ -50,11 +50,10 @@ def load_config(
     `UserError` for a missing file, an unknown key, a wrong type or an impossible value.
     """
     argv = list(argv)
-    path = argv.pop(0) if argv and not argv[0].startswith("-") else None
+    path = argv.pop(0) if argv and not argv[0].startswith("-") else ""
     if {"-h", "--help"} & set(argv) or any("tyro-" in word for word in argv):
         show_help(Config, argv, f"{prog} CONFIG.yaml")
-    require(path is not None, f"no config file given; usage: {prog} CONFIG.yaml [--section.key v]")
-    assert path is not None
+    require(bool(path), f"no config file given; usage: {prog} CONFIG.yaml [--section.key v]")
     values = read_yaml(path)
     require(
         isinstance(values, dict), f"{path} holds no sections; see configs/ for examples of a config"

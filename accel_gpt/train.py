@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from accel_gpt.config import Config
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.order import derive_seed
-from accel_gpt.data_config import TextStream
 from accel_gpt.errors import run_main
 from accel_gpt.evals.samples import check_prompts, is_sample_step, sample
 from accel_gpt.evals.validation import evaluate_splits
 from accel_gpt.hub.load import start_model
+from accel_gpt.hub.push import fetch_resume
 from accel_gpt.hub.sources import inherit
+from accel_gpt.hub.uploads import Uploads, start_uploads
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, make_optimizer, set_lr
 from accel_gpt.optim.schedule import lr_fraction
@@ -35,7 +36,7 @@ from accel_gpt.parse import load_config
 from accel_gpt.plan import Plan, make_plan
 from accel_gpt.run.batches import micro_batches
 from accel_gpt.run.checkpoint import TrainState, is_due, prune, restore, save_checkpoint
-from accel_gpt.run.corpus import Corpus, open_shards
+from accel_gpt.run.corpus import Corpus
 from accel_gpt.run.environment import ensure_data, is_main, start_accelerator, world_size
 from accel_gpt.run.guards import PREEMPTED, StopSignal, check_finite, count_skipped, locked
 from accel_gpt.run.metrics import (
@@ -43,14 +44,13 @@ from accel_gpt.run.metrics import (
     MetricsLog,
     Record,
     Stopwatch,
-    as_code,
     last_words,
     start_trackers,
     write_samples,
 )
 from accel_gpt.run.resume import take_up
 from accel_gpt.run.setup import Speed, record_run
-from accel_gpt.run.text_corpus import open_text
+from accel_gpt.run.text_corpus import open_corpus
 
 
 @dataclass
@@ -70,6 +70,7 @@ class Run:
     speed: Speed
     display: Display
     metrics: MetricsLog | None  # of the main process
+    uploads: Uploads | None  # of the main process, where hub.push asks for them
 
 
 def main(argv: Sequence[str]) -> int:
@@ -82,7 +83,7 @@ def launch(config: Config) -> int:
     plan = make_plan(config, world_size())
     with locked(Path(config.out_dir)) if is_main() else contextlib.nullcontext():
         ensure_data(config.data)
-        return train(config, plan)
+        return train(fetch_resume(config), plan)
 
 
 def train(config: Config, plan: Plan) -> int:
@@ -100,16 +101,17 @@ def train(config: Config, plan: Plan) -> int:
             stopping = stop.agreed() and run.state.step < plan.max_steps
             after_step(run, loss, grad_norm, stopping)
         run.loader.close()
+        accelerator.end_training()
+        if run.uploads:
+            run.uploads.finish(lambda: stopping or stop.received is not None)
         signal_name = (stop.received or "signal to another process") if stopping else None
         display.say(last_words(config, run.state, signal_name))
-    accelerator.end_training()
     return PREEMPTED if stopping else 0
 
 
 def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display) -> Run:
     """Build everything, and take up the checkpoint that the run has."""
-    streamed = isinstance(config.data.train, TextStream)
-    corpus = open_text(config) if streamed else open_shards(config)
+    corpus = open_corpus(config)
     check_prompts(config.sample, corpus.tokenizer)
     state = corpus.new_state(config, accelerator.num_processes)
     path = take_up(config, state, accelerator, display.say)
@@ -125,10 +127,11 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
         corpus = corpus.continued(state)
         configure(optimizer, config.optim)
         display.say(f"resuming {config.out_dir} from step {state.step:,} ({path})")
-    speed, metrics = Speed(gpt, plan, accelerator), None
+    speed, metrics, uploads = Speed(gpt, plan, accelerator), None, None
     if accelerator.is_main_process:
         display.say(record_run(config, plan, accelerator, corpus, speed, state.step))
         metrics = MetricsLog(Path(config.out_dir), state.step, state.tokens, plan.max_steps)
+        uploads = start_uploads(config, display.say)
     start_trackers(accelerator, config, state.step)
     model.train()  # evaluation and sampling give it back as they found it
     loader = corpus.loader(plan, accelerator.process_index, accelerator.device, state.sequences)
@@ -138,7 +141,7 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     gc.freeze()  # what lives until the end need not be searched for garbage
     return Run(
         *(config, plan, accelerator, corpus, gpt, model, optimizer),
-        *(loader, state, watch, speed, display, metrics),
+        *(loader, state, watch, speed, display, metrics, uploads),
     )
 
 
@@ -224,11 +227,9 @@ def publish_samples(run: Run) -> None:
     state, config = run.state, run.config
     gpt, tokenizer = run.gpt, run.corpus.tokenizer
     text = sample(run.accelerator, gpt, tokenizer, config.sample, config.seed, state.step)
-    run.accelerator.log({"samples": as_code(text)}, step=state.step)
-    if run.metrics:
-        write_samples(Path(config.out_dir), state.step, text)
-        if state.step == run.plan.max_steps:
-            run.display.say(text)
+    write_samples(run.accelerator, Path(config.out_dir), state.step, text)
+    if state.step == run.plan.max_steps:
+        run.display.say(text)
 
 
 def save(run: Run) -> None:
@@ -238,7 +239,9 @@ def save(run: Run) -> None:
     out = Path(run.config.out_dir)
     if run.metrics:
         run.metrics.sync()
-    save_checkpoint(run.accelerator, out, run.state, run.gpt, run.corpus.tokenizer)
+    path = save_checkpoint(run.accelerator, out, run.state, run.gpt, run.corpus.tokenizer)
+    if run.uploads:
+        run.uploads.note(path, last=run.state.step == run.plan.max_steps)
     if run.metrics:
         prune(out, run.config.checkpoint, run.state.best_step)
 

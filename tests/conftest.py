@@ -1,5 +1,6 @@
 """Fixtures: small corpora in `tmp_path`, and a clean Accelerate for every test."""
 
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -69,6 +70,16 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     prepare(asked, folder / "corpus")
     return folder
+
+
+@pytest.fixture
+def shakespeare(tmp_path: Path) -> Path:
+    """Tiny Shakespeare, where the environment says that it is at hand, else text as long."""
+    if given := os.environ.get("ACCEL_GPT_TINYSHAKESPEARE"):
+        return Path(given)
+    text = tmp_path / "shakespeare.txt"
+    text.write_text(text_of(250_000))
+    return text
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Text generation: the cache changes nothing, the settings mean what they say, no trace is left."""
 
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -8,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from accel_gpt.config import ModelConfig
-from accel_gpt.model.generate import context_start, generate, sample_token
+from accel_gpt.model.generate import context_start, generate, sample_token, stream
 from accel_gpt.model.gpt import GPT
+from accel_gpt.model_config import ModelConfig
 from tests.conftest import tiny
 
 VOCAB = 65
@@ -123,6 +124,64 @@ def test_rows_end_with_eot_and_all_ended_stops() -> None:
     assert len(calls) == 3
 
 
+def steps(model: GPT, prompt: Tensor, count: int, **changes: Any) -> Generator[Tensor, None, None]:
+    neutral = {"temperature": 1.0, "top_k": None, "top_p": 1.0, "generator": seeded()}
+    return stream(model, prompt, count, **{**neutral, **changes})
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0}, {"top_k": 20, "top_p": 0.9}])
+def test_streamed_tokens_are_the_generated_ones(changes: dict[str, Any], cached: bool) -> None:
+    model = make(tiny())
+    expected = run(model, PROMPT, 30, use_cache=cached, **changes)
+    streamed = list(steps(model, PROMPT, 30, use_cache=cached, **changes))
+    assert torch.equal(torch.stack(streamed, dim=1), expected[:, 3:])
+
+
+def test_a_stream_ends_when_all_rows_have() -> None:
+    model = make(tiny())
+    scripted(model, [[5, 6], [0, 7], [9, 0], [9, 9]])
+    streamed = steps(model, torch.tensor([[0], [0]]), 6, eot_id=0)
+    assert [chosen.tolist() for chosen in streamed] == [[5, 6], [0, 7], [0, 0]]
+
+
+def test_a_stream_leaves_the_model_to_others_between_two_tokens() -> None:
+    model = make(tiny(dropout=0.5)).train()
+    model.blocks[1].eval()  # modes may differ within a model
+    modes = [module.training for module in model.modules()]
+    expected = run(model, PROMPT, 12)[:, 3:]
+    used = []
+    streamed = steps(model, PROMPT, 12)
+    for chosen in streamed:
+        used.append(chosen)
+        assert [module.training for module in model.modules()] == modes
+        model(PROMPT, targets=PROMPT).backward()
+        assert model.wte.weight.grad is not None
+        model.zero_grad()
+        with torch.no_grad():
+            used.append(next(streamed))
+            assert not torch.is_grad_enabled()
+        assert torch.is_grad_enabled()
+    assert torch.equal(torch.stack(used, dim=1), expected)
+
+
+def test_a_stream_closed_early_leaves_no_trace() -> None:
+    model = make(tiny()).train()
+    streamed = steps(model, PROMPT, 12)
+    for _ in range(2):
+        next(streamed)
+    streamed.close()
+    assert model.training
+    assert model.blocks[0].attn.training
+    assert torch.is_grad_enabled()
+    assert list(streamed) == []
+
+
+def test_a_stream_refuses_settings_before_the_first_token() -> None:
+    with pytest.raises(ValueError, match=r"top_p is 0\.0"):
+        steps(make(tiny()), PROMPT, 1, top_p=0.0)
+
+
 def test_without_eot_id_nothing_stops() -> None:
     model = make(tiny())
     scripted(model, [[0, 0]] * 4)
@@ -198,8 +257,11 @@ def test_a_patched_forward_counts_and_compiled_calls_do_not() -> None:
     model.compile(backend=backend)
     assert torch.equal(run(model, PROMPT, 20), expected)
     assert compiled == []
+    streamed = steps(model, PROMPT, 20)
+    next(streamed)
     model(PROMPT)
-    assert compiled  # what was compiled is so again
+    assert compiled  # what was compiled is so again, also between two tokens
+    streamed.close()
     original, seen = model.forward, []
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:

@@ -15,11 +15,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     ["errors"],
     ["files", "data_config", "model_config"],
-    ["config"],
+    ["config", "options"],
     ["parse", "plan"],
     ["model", "data", "optim"],
     ["run"],
-    ["evals"],
+    ["evals", "hub", "report"],
     ["train", "cli"],
 ]
 # what could execute a file's content, or shows a wish to hide behaviour

@@ -99,31 +99,33 @@ def short_words(text: str) -> list[str]:
 
 def describe(vocabulary: list[str], merges: list[list[str]]) -> str:
     """tokenizer.json for a vocabulary (tokens in byte-level spelling, without end-of-text)."""
-    return json.dumps(
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [end_of_text(len(vocabulary))],
-            "normalizer": None,
-            "pre_tokenizer": pre_tokenizer(),
-            "post_processor": None,
-            "decoder": byte_level(),
-            "model": {
-                "type": "BPE",
-                "dropout": None,
-                "unk_token": None,
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": False,
-                "byte_fallback": False,
-                "ignore_merges": True,  # a word that is a token is that token, as in tiktoken
-                "vocab": {token: rank for rank, token in enumerate(vocabulary)},
-                "merges": merges,
-            },
+    return json.dumps(layout(vocabulary, merges), ensure_ascii=False)
+
+
+def layout(vocabulary: list[str], merges: list[list[str]]) -> dict[str, Any]:
+    """The same as the object that the file holds."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end_of_text(len(vocabulary))],
+        "normalizer": None,
+        "pre_tokenizer": pre_tokenizer(),
+        "post_processor": None,
+        "decoder": byte_level(),
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,  # a word that is a token is that token, as in tiktoken
+            "vocab": {token: rank for rank, token in enumerate(vocabulary)},
+            "merges": merges,
         },
-        ensure_ascii=False,
-    )
+    }
 
 
 def end_of_text(token_id: int) -> dict[str, Any]:
@@ -172,6 +174,8 @@ def ranks(text: str) -> dict[bytes, int] | None:
     """Token bytes -> id of a tokenizer.json that `describe` wrote, None for any other file."""
     try:
         content = json.loads(text)
+        if content["pre_tokenizer"] != pre_tokenizer():  # large files of others: seconds saved
+            return None
         vocabulary = sorted(content["model"]["vocab"], key=content["model"]["vocab"].__getitem__)
         if json.loads(describe(vocabulary, all_merges(vocabulary))) != content:
             return None

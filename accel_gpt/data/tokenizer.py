@@ -1,23 +1,25 @@
 """Text -> token ids and back, one interface for every kind of tokenizer.
 
-Reads and writes tokenizer.json: Hugging Face's format, or a tiny one of our own for kinds that
-have no other file (bytes, chars, gpt2).
+Reads and writes tokenizer.json: Hugging Face's format, or a tiny one of our own (bytes, chars,
+gpt2), and what tokenizer_config.json beside it says.
 """
 
 import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_gpt.data import bpe
+from accel_gpt.data import bpe, tokenizer_json
 from accel_gpt.data.bpe import EOT, clean
 from accel_gpt.data.shards import token_dtype
+from accel_gpt.data.tokenizer_json import CONFIG, find_eot
 from accel_gpt.errors import DataError, UserError, require
 
 if TYPE_CHECKING:
@@ -25,10 +27,9 @@ if TYPE_CHECKING:
 
 Ids = NDArray[Any]
 
-FILE = "tokenizer.json"
+FILE = tokenizer_json.FILE
 FORMAT = "accel_gpt-tokenizer"
 VERSION = 1
-EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 
 class Tokenizer(ABC):
@@ -41,6 +42,8 @@ class Tokenizer(ABC):
     """SHA-256 (hex) of kind, vocabulary, pattern and special tokens."""
     file_text: str
     """Content of the tokenizer.json from which `load_tokenizer` makes an equal tokenizer."""
+    config: Mapping[str, Any] = MappingProxyType({})
+    """What tokenizer_config.json and chat_template.jinja said: kept for others, none of our ids."""
     sizes: NDArray[np.int64]
     """What `token_bytes` gives."""
     cuts_at_lines = True
@@ -69,8 +72,11 @@ class Tokenizer(ABC):
         return [self.encode_array(clean(text)).astype(dtype) for text in texts]
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json into `folder`."""
+        """Write tokenizer.json into `folder`, and tokenizer_config.json where there was one."""
         (Path(folder) / FILE).write_text(self.file_text, encoding="utf-8")
+        if self.config:
+            config = json.dumps(dict(self.config), ensure_ascii=False, indent=2)
+            (Path(folder) / CONFIG).write_text(config, encoding="utf-8")
 
 
 class BytesTokenizer(Tokenizer):
@@ -166,7 +172,7 @@ class HFTokenizer(Tokenizer):
     kind = "hf"
     cuts_at_lines = False
 
-    def __init__(self, text: str, where: Path) -> None:
+    def __init__(self, text: str, where: Path, config: Mapping[str, Any]) -> None:
         import tokenizers
 
         try:
@@ -179,7 +185,7 @@ class HFTokenizer(Tokenizer):
         self.file_text = text
         ids = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
-        self.eot = find_eot(ids, where)
+        self.eot = find_eot(ids, where, config)
         self.eot_id: int = ids[self.eot]
         parts = {k: v for k, v in json.loads(text).items() if k not in ("truncation", "padding")}
         self.fingerprint = digest("hf", json.dumps(parts, sort_keys=True), [self.eot], [])
@@ -211,36 +217,10 @@ class HFTokenizer(Tokenizer):
         sizes[self.eot_id] = 0
         return sizes
 
-    def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json, and where it does not tell end-of-text, tokenizer_config.json."""
-        super().save(folder)
-        if self.eot not in EOT_NAMES:
-            config = json.dumps({"eos_token": self.eot})
-            (Path(folder) / "tokenizer_config.json").write_text(config, encoding="utf-8")
-
 
 def spoken(token: str) -> str:
     """Text of a SentencePiece or WordPiece token; one character for one that stands for a byte."""
     return re.sub(r"^<0x..>$|\u2581", " ", token).removeprefix("##")
-
-
-def find_eot(ids: dict[str, int], where: Path) -> str:
-    """Name of the token that ends a document, from `EOT_NAMES` or tokenizer_config.json."""
-    config = where.with_name("tokenizer_config.json")
-    named: Any = None
-    if config.is_file():
-        try:
-            named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-        except (ValueError, AttributeError):
-            raise DataError(f"{config} is not valid JSON; repair or remove it") from None
-        named = named.get("content") if isinstance(named, dict) else named
-    for name in (*EOT_NAMES, named):
-        if name in ids:
-            return str(name)
-    raise UserError(
-        f"{where} has no end-of-text token (looked for {', '.join(EOT_NAMES)} and for eos_token in "
-        f"{config.name} beside it); name it there"
-    )
 
 
 def digest(kind: str, pattern: str, specials: list[str], vocabulary: Iterable[bytes]) -> str:
@@ -316,22 +296,36 @@ def load_gpt2() -> Tokenizer:
     return RankTokenizer("gpt2", encoding, own_file("gpt2"))
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, or of a folder that holds one.
+def gpt2_of(ranks: dict[bytes, int], text: str) -> Tokenizer:
+    """GPT-2's tokenizer as `load_gpt2` makes it, from the ranks that a file holds."""
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
 
-    Raises `UserError` when there is none, `DataError` when it cannot be read.
+    encoding = tiktoken.Encoding(
+        "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={EOT: len(ranks)}
+    )
+    return RankTokenizer("gpt2", encoding, text)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a tokenizer.json, or of a folder that holds one or GPT-2's older files.
+
+    A file of Hugging Face's format that is that of bytes, chars, bpe or gpt2 gives these; any other
+    is of kind hf. Raises `UserError` when there is none, `DataError` when it cannot be read.
     """
     where = Path(path) / FILE if Path(path).is_dir() else Path(path)
-    try:
-        text = where.read_text(encoding="utf-8")
-        content = json.loads(text)
-    except FileNotFoundError:
-        raise UserError(f"there is no tokenizer at {where}; expected a {FILE}") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{where} is not valid JSON: {error}") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        ranks = bpe.ranks(text)
-        return from_ranks(ranks, text) if ranks else HFTokenizer(text, where)
+    text, content = tokenizer_json.read_file(where)
+    config = tokenizer_json.read_config(where)
+    if isinstance(content, dict) and content.get("format") == FORMAT:
+        tokenizer = own_tokenizer(content, where)
+    else:
+        tokenizer = recognize(content, text) or HFTokenizer(text, where, config)
+    tokenizer.config = config
+    return tokenizer
+
+
+def own_tokenizer(content: dict[str, Any], where: Path) -> Tokenizer:
+    """The tokenizer that a file of our own format names."""
     version, kind, chars = (content.get(key) for key in ("version", "kind", "chars"))
     if version == VERSION and kind == "bytes":
         return BytesTokenizer()
@@ -343,3 +337,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         f"{where} has kind {kind!r} of version {version!r}; expected bytes, chars or gpt2 of "
         f"version {VERSION}: update accel_gpt, or prepare the data again"
     )
+
+
+def recognize(content: Any, text: str) -> Tokenizer | None:
+    """The tokenizer that a file of Hugging Face's format is, where it is one of ours or GPT-2."""
+    if ranks := bpe.ranks(text):
+        return from_ranks(ranks, text)
+    if ranks := tokenizer_json.gpt2_ranks(content):
+        return gpt2_of(ranks, text)
+    if chars := tokenizer_json.characters(content):
+        return CharsTokenizer(chars)
+    return BytesTokenizer() if tokenizer_json.is_bytes(content) else None

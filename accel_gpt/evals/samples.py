@@ -11,6 +11,8 @@ from accel_gpt.errors import UserError
 from accel_gpt.model.generate import generate
 from accel_gpt.model.gpt import GPT
 
+SEPARATOR = "\n---------------\n"  # between the texts of `accel-gpt sample`
+
 
 def is_sample_step(step: int, every: int, growth: float) -> bool:
     """Whether samples are due at a completed step: a pure function, so there is nothing to resume.

@@ -11,7 +11,20 @@ from pathlib import Path
 from accel_gpt.errors import UserError, require
 
 SCHEME = "hf://"
+BUSY = (408, 429, 500, 502, 503, 504)  # statuses that pass
 REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+class Unreachable(UserError):
+    """The connection broke or the Hub is busy: it may work later."""
+
+
+def check_repo(repo: str) -> None:
+    """Raise `UserError` for what cannot be a repository of one's own."""
+    require(
+        bool(REPOSITORY.fullmatch(repo)) and "/" in repo,
+        f"{repo!r} is no name of a repository; expected user/name",
+    )
 
 
 def parse_place(place: str) -> tuple[str, str | None]:
@@ -55,28 +68,41 @@ def told(repo: str, doing: str, revision: str | None = None) -> Iterator[None]:
 
     try:
         yield
-    except errors.RevisionNotFoundError:
-        raise UserError(f"{repo} on the Hub has no revision {revision}") from None
-    except errors.GatedRepoError:
-        raise UserError(
+    except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]
+        cause: BaseException = error
+        # what kept it from looking beyond its cache, or from sending a large file
+        if isinstance(error, errors.LocalEntryNotFoundError | RuntimeError) and error.__cause__:
+            cause = error.__cause__
+        raise explained(cause, repo, doing, revision) from None
+
+
+def explained(error: BaseException, repo: str, doing: str, revision: str | None) -> UserError:
+    """One sentence for an error of the client."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.RevisionNotFoundError):
+        return UserError(f"{repo} on the Hub has no revision {revision}")
+    if isinstance(error, errors.GatedRepoError):
+        return UserError(
             f"{repo} on the Hub is gated; accept its terms on its page, then hf auth login"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise UserError(
-            f"{repo} is neither a folder here nor a repository on the Hub that can be {doing}; "
-            "check its name, or log in with hf auth login"
-        ) from None
-    except errors.HfHubHTTPError as error:
+        )
+    if isinstance(error, errors.RepositoryNotFoundError) and doing == "read":
+        return UserError(
+            f"{repo} is neither a folder here nor a repository on the Hub that can be read; check "
+            "its name, or log in with hf auth login"
+        )
+    if isinstance(error, errors.LocalTokenNotFoundError):
+        return UserError(f"{repo} on the Hub cannot be {doing}: {reason(401)}")
+    if isinstance(error, errors.HfHubHTTPError):
         code = error.response.status_code
-        raise UserError(f"{repo} on the Hub cannot be {doing}: {reason(code)}") from None
-    except errors.LocalTokenNotFoundError:
-        raise UserError(f"{repo} on the Hub cannot be {doing}: {reason(401)}") from None
-    except (errors.HTTPError, OSError) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        lost = f"the Hub cannot be reached ({said[0][:200]})"
-        if doing == "read":
-            raise UserError(f"{repo} is no folder here, and {lost} to look for it there") from None
-        raise UserError(f"{repo} cannot be {doing}: {lost}") from None
+        kind = Unreachable if code in BUSY else UserError
+        return kind(f"{repo} on the Hub cannot be {doing}: {reason(code)}")
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    if doing == "read":
+        return Unreachable(
+            f"{repo} is no folder here, and the Hub cannot be reached for it: {said}"
+        )
+    return Unreachable(f"{repo} cannot be {doing}: the Hub cannot be reached: {said}")
 
 
 def reason(code: int) -> str:
@@ -85,4 +111,6 @@ def reason(code: int) -> str:
         return "it does not know you; log in with hf auth login, or set HF_TOKEN"
     if code == 403:
         return "your token has no permission to; it needs the write role for this repository"
+    if code == 404:
+        return "there is no such repository, or it is not yours; check its name and your login"
     return f"it answered with status {code}; try again later"

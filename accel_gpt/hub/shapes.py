@@ -250,7 +250,7 @@ def write_shape(
     except Exception as error:  # the strict dataclasses of transformers have errors of their own
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"{CLASSES[preset]} refuses this shape: {said[-1].strip()}") from None
-    content: dict[str, Any] = theirs.to_dict()
+    content: dict[str, Any] = theirs.to_diff_dict()
     if rope := content.get("rope_parameters"):  # the names that transformers 4 and others read
         content["rope_theta"] = rope["rope_theta"]
         if rope["rope_type"] != "default":

@@ -42,7 +42,7 @@ def find_source(place: str, checkpoint: str = "last") -> Source:
     """
     folder = Path(place).expanduser()
     if place.startswith(SCHEME) or not folder.exists():
-        remote = f"openai-community/{place}" if place in OPENAI else place
+        remote = f"openai-community/{place}" if place.partition("@")[0] in OPENAI else place
         folder = fetch(remote, SMALL_FILES)
         require(
             (folder / "config.json").is_file(),

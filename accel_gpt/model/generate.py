@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, V vocabulary.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,23 +32,66 @@ def generate(
     more is computed. The mode of the model is restored. Raises `ValueError` for settings out of
     range.
     """
-    _check(prompt_ids, max_new_tokens, temperature, top_k, top_p)
+    steps = stream(
+        model,
+        prompt_ids,
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        generator=generator,
+        eot_id=eot_id,
+        use_cache=use_cache,
+    )
     B, T = prompt_ids.shape
     tokens = prompt_ids.new_full((B, T + max_new_tokens), 0 if eot_id is None else eot_id)
     tokens[:, :T] = prompt_ids
-    ended = torch.zeros(B, dtype=torch.bool, device=tokens.device)
-    cache = KVCache(model.config) if use_cache else None
-    with _evaluating(model):
-        for length in range(T, T + max_new_tokens):
-            logits = _next_logits(model, tokens[:, :length], cache)
-            chosen = sample_token(logits, temperature, top_k, top_p, generator)
-            if eot_id is not None:
-                chosen = chosen.masked_fill(ended, eot_id)
-                ended |= chosen == eot_id
+    with _evaluating(list(model.modules())):  # once, where each step would change every module
+        for length, chosen in enumerate(steps, start=T):
             tokens[:, length] = chosen
-            if eot_id is not None and bool(ended.all()):
-                break
     return tokens
+
+
+def stream(
+    model: GPT,
+    prompt_ids: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    generator: torch.Generator,
+    eot_id: int | None = None,
+    use_cache: bool = True,
+) -> Generator[Tensor, None, None]:
+    """The tokens of `generate` one step at a time: (B,) each, until all rows have ended.
+
+    Between two tokens the model is in its own mode, gradients are as the caller has them and
+    compiled code runs, so it may be used for something else, or the rest be left unasked for.
+    With a cache its weights must stay as they are: the cache holds what they made of the text.
+    Raises `ValueError` for settings out of range at once, not at the first token.
+    """
+    _check(prompt_ids, max_new_tokens, temperature, top_k, top_p)
+
+    def steps() -> Generator[Tensor, None, None]:
+        B, T = prompt_ids.shape
+        tokens = torch.cat((prompt_ids, prompt_ids.new_zeros(B, max_new_tokens)), dim=1)
+        ended = torch.zeros(B, dtype=torch.bool, device=tokens.device)
+        cache = KVCache(model.config) if use_cache else None
+        modules = list(model.modules())
+        for length in range(T, T + max_new_tokens):
+            with _evaluating(modules):
+                logits = _next_logits(model, tokens[:, :length], cache)
+                chosen = sample_token(logits, temperature, top_k, top_p, generator)
+                if eot_id is not None:
+                    chosen = chosen.masked_fill(ended, eot_id)
+                    ended |= chosen == eot_id
+                tokens[:, length] = chosen
+            yield chosen
+            if eot_id is not None and bool(ended.all()):
+                return
+
+    return steps()
 
 
 def _check(
@@ -66,24 +109,26 @@ def _check(
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout, no compiled code; afterwards the mode that `model` was in."""
-    training = model.training
-    model.eval()
+def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """No gradients, no dropout, no compiled code; afterwards the modes that `modules` were in."""
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
     try:
-        with torch.no_grad(), _uncompiled(model):
+        with torch.no_grad(), _uncompiled(modules):
             yield
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
 
 
-def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[object]:
+def _uncompiled(modules: Sequence[nn.Module]) -> contextlib.AbstractContextManager[object]:
     """Run blocks that were compiled by themselves eagerly: lengths change with every token.
 
     The model's own compiled call is passed by, in `_next_logits`. Where nothing is compiled, the
     import of the compiler (2 s) is saved.
     """
-    if any(module._compiled_call_impl is not None for module in model.modules()):
+    if any(module._compiled_call_impl is not None for module in modules):
         stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
         return stance
     return contextlib.nullcontext()

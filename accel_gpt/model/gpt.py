@@ -261,10 +261,14 @@ class GPT(nn.Module):
         model.complete()
         return model
 
-    def complete(self) -> None:
-        """Tie the weights that are tied, and fill the rotary table."""
+    def tie_weights(self) -> None:
+        """Tie what the config ties; Accelerate calls this once FSDP2 has parted the weights."""
         if self.config.tie_embeddings:
             self.head.weight = self.wte.weight
+
+    def complete(self) -> None:
+        """Tie the weights, and fill the rotary table."""
+        self.tie_weights()
         if self.config.position == "rope":
             self.rotary = rotary_table(self.config, self.wte.weight.device)
 

@@ -10,14 +10,16 @@ import json
 import math
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_model as load_weights
+from torch.distributed.checkpoint.api import CheckpointException
 
 from accel_gpt.config import CheckpointConfig
 from accel_gpt.data.order import derive_seed
@@ -29,6 +31,7 @@ from accel_gpt.model_config import ModelConfig
 from accel_gpt.parse import build
 
 FORMAT = 1
+SHARDED = "pytorch_model_fsdp_0"  # Accelerate's name for FSDP's SHARDED_STATE_DICT
 NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -129,9 +132,11 @@ def failed_anywhere(accelerator: Accelerator, phase: Callable[[], None]) -> str 
 def publish(temporary: Path, final: Path) -> None:
     """Sync every file, write the manifest and rename."""
     files = {}
-    for path in sorted(temporary.iterdir()):
+    for path in sorted(temporary.rglob("*")):  # FSDP writes folders
         sync(path)
-        files[path.name] = {"size": path.stat().st_size, "sha256": sha256(path)}
+        if path.is_file():
+            name = path.relative_to(temporary).as_posix()
+            files[name] = {"size": path.stat().st_size, "sha256": sha256(path)}
     write_json(temporary / "manifest.json", {"format": FORMAT, "files": files})
     sync(temporary)
     if final.exists():  # a damaged folder of that name: kept aside, never reused
@@ -203,7 +208,8 @@ def verify(path: Path) -> None:
         raise CheckpointError(f"{path / 'manifest.json'} is damaged") from None
     for name, expected, digest in entries:
         file = path / name
-        if Path(name).name != name or not file.is_file():
+        outside = PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts
+        if outside or not file.is_file():
             raise CheckpointError(f"checkpoint {path} lacks its file {name}")
         size = file.stat().st_size
         if size != expected:
@@ -295,14 +301,29 @@ def restore(accelerator: Accelerator, path: Path, now: TrainState) -> TrainState
     return state
 
 
+def load_sharded(model: GPT, folder: Path) -> None:
+    """Weights that FSDP wrote in parts, put together in this process."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    state = {"model": model.state_dict()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of processes that are not there
+        load(state, checkpoint_id=folder, no_dist=True)
+    model.load_state_dict(state["model"])
+
+
 def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
     """Model (in evaluation mode) and tokenizer of one checkpoint folder of ours."""
     content = read_json(path / "model.json")
     check_format(path, content)
     config = build(ModelConfig, content["config"])
     model = GPT.unfilled(config, content["vocab_size"])
+    sharded = path / SHARDED
     try:
-        load_weights(model, str(path / "model.safetensors"))
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path / 'model.safetensors'} does not fit: {error}") from None
+        if sharded.is_dir():
+            load_sharded(model, sharded)
+        else:
+            load_weights(model, str(path / "model.safetensors"))
+    except (OSError, RuntimeError, CheckpointException) as error:
+        raise CheckpointError(f"the weights in {path} do not fit: {error}") from None
     return model.to(device).eval(), load_tokenizer(path)

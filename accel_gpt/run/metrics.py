@@ -117,11 +117,13 @@ class Stopwatch:
         self.paused += time.monotonic() - start
 
 
-def write_samples(out_dir: Path, step: int, text: str) -> None:
-    """Keep the samples of a step as `samples/step_00001000.txt`."""
-    folder = out_dir / "samples"
-    folder.mkdir(exist_ok=True)
-    (folder / f"step_{step:08d}.txt").write_text(text + "\n", encoding="utf-8")
+def write_samples(accelerator: Accelerator, out_dir: Path, step: int, text: str) -> None:
+    """Keep the samples of a step in the trackers and as `samples/step_00001000.txt`."""
+    accelerator.log({"samples": as_code(text)}, step=step)
+    if accelerator.is_main_process:
+        folder = out_dir / "samples"
+        folder.mkdir(exist_ok=True)
+        (folder / f"step_{step:08d}.txt").write_text(text + "\n", encoding="utf-8")
 
 
 def kept_lines(path: Path, step: int) -> list[str]:

@@ -32,6 +32,7 @@ FREE = (
     "data.allow_change",
     "data.prepare.",
     "model.init_from",
+    "model.allow_pickle",
     "train.micro_batch_size",
     "train.mixed_precision",
     "train.matmul_precision",
@@ -41,6 +42,7 @@ FREE = (
     "sample.",
     "checkpoint.",
     "log.",
+    "hub.",
 )
 FIXED = ("model.", "optim.name", "tokenizer")  # tensors would not fit
 

@@ -18,7 +18,14 @@ from accel_gpt.data_config import PrepareConfig, TextStream
 from accel_gpt.errors import UserError, require
 from accel_gpt.plan import Plan
 from accel_gpt.run.checkpoint import TrainState
-from accel_gpt.run.corpus import Corpus, Part, document_end, model_vocabulary, settle
+from accel_gpt.run.corpus import (
+    Corpus,
+    Part,
+    document_end,
+    model_vocabulary,
+    open_shards,
+    settle,
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,11 @@ class TextCorpus(Corpus):
             f"data     {where} in its own order, tokenized while training by "
             f"{self.tokenizer.kind} of {self.tokenizer.vocab_size:,}"
         ]
+
+
+def open_corpus(config: Config) -> Corpus:
+    """The corpus that `data.train` names: prepared shards, or text that is tokenized on the way."""
+    return open_text(config) if isinstance(config.data.train, TextStream) else open_shards(config)
 
 
 def open_text(config: Config) -> TextCorpus:

@@ -1,0 +1,232 @@
+"""A model as a folder that `AutoModelForCausalLM.from_pretrained` opens, proven equal to ours.
+
+    accel-gpt export RUN --to DIR
+
+Writes config.json, generation_config.json, model.safetensors (in shards above 5 GB) and the
+tokenizer's files; then a fresh process opens the folder with transformers and compares.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from accel_gpt.data.folders import open_place
+from accel_gpt.data.tokenizer import Tokenizer
+from accel_gpt.data_config import DataConfig
+from accel_gpt.errors import CheckpointError, UserError, require
+from accel_gpt.evals.validation import batches, windows
+from accel_gpt.files import write_file
+from accel_gpt.hub.convert import export_tensors
+from accel_gpt.hub.load import load_pretrained
+from accel_gpt.hub.shapes import CLASSES, preset_of, write_shape
+from accel_gpt.hub.sources import Source, find_source
+from accel_gpt.hub.tokenizer_files import save_for_transformers
+from accel_gpt.model.gpt import GPT
+from accel_gpt.run.checkpoint import read_state
+
+SHARD_SIZE = "5GB"  # of model.safetensors, as transformers had it for long
+COMPARED_WINDOWS, COMPARED_TOKENS = 2, 256
+DTYPES = MappingProxyType(
+    {
+        "fp32": ("float32", torch.float32),
+        "bf16": ("bfloat16", torch.bfloat16),
+        "fp16": ("float16", torch.float16),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and how it compared."""
+
+    model_class: str
+    parameters: int
+    bytes: int  # of the weights
+    dtype: str
+    difference: float  # the largest between two logits
+    compared_on: str
+    transformers: str  # version
+
+    def told(self, folder: Path) -> str:
+        """One paragraph for a person."""
+        return (
+            f"{folder}: {self.model_class}, {self.parameters:,} parameters in {self.dtype}, "
+            f"{self.bytes / 1e6:,.1f} MB\n"
+            f"opened by transformers {self.transformers}: its logits equal ours to "
+            f"{self.difference:.1e} on {self.compared_on}\n"
+        )
+
+
+def export(
+    place: str,
+    to: Path,
+    checkpoint: str = "last",
+    dtype: str = "fp32",
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+) -> Exported:
+    """Write the model at `place` as the folder `to`, which appears complete and compared or not.
+
+    Raises `UserError` where `to` holds something and not `overwrite`, or where no class of
+    transformers computes the model, `CheckpointError` where transformers computes something else.
+    """
+    check_target(to, overwrite)
+    source = find_source(place, checkpoint)
+    model, tokenizer = load_pretrained(place, checkpoint, allow_pickle)
+    preset_of(model.config)  # refused before anything is written
+    temporary = to.with_name(f".tmp_{to.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        exported = write_model(model, tokenizer, source, temporary, dtype)
+        replace_folder(temporary, to)
+    except OSError as error:
+        raise UserError(f"{to} cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return exported
+
+
+def check_target(to: Path, overwrite: bool) -> None:
+    """Raise `UserError` for a target that holds something which may not be replaced."""
+    require(not to.exists() or to.is_dir(), f"{to} is a file; give a folder to make")
+    taken = to.is_dir() and any(to.iterdir())
+    require(
+        overwrite or not taken,
+        f"{to} already holds {next(to.iterdir()).name if taken else ''}; give another folder, or "
+        "replace it with --overwrite",
+    )
+    ours = taken and not (to / "config.json").is_file()
+    require(not ours, f"{to} holds no exported model, so it is not overwritten; remove it yourself")
+
+
+def replace_folder(new: Path, to: Path) -> None:
+    """Put a finished folder in the place of what was there before, if anything."""
+    old = to.with_name(f".old_{to.name}")
+    shutil.rmtree(old, ignore_errors=True)
+    if to.exists():
+        to.rename(old)
+    new.rename(to)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_model(
+    model: GPT, tokenizer: Tokenizer, source: Source, folder: Path, dtype: str
+) -> Exported:
+    """Write all files of a model into `folder`, and compare what transformers makes of them."""
+    from huggingface_hub import save_torch_state_dict
+
+    name, kind = DTYPES[dtype]
+    preset = preset_of(model.config)
+    shape = write_shape(model.config, model.vocab_size, tokenizer.eot_id, name)
+    ends = {key: shape[key] for key in ("bos_token_id", "eos_token_id")}
+    settings = ends | {"pad_token_id": tokenizer.eot_id}
+    write_file(folder / "config.json", [as_json(shape)])
+    write_file(folder / "generation_config.json", [as_json(settings)])
+    tensors = export_tensors(model, preset, kind)
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    save_torch_state_dict(tensors, folder, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
+    del tensors
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", file)  # it was made for its owner alone
+    save_for_transformers(tokenizer, folder, model.config.block_size)
+    tokens, compared_on = compared_tokens(model, tokenizer, source)
+    report = compare(model.to(kind).float(), tokenizer, folder, tokens)
+    told = CLASSES[preset], parameters, size, dtype, report["difference"]
+    return Exported(*told, compared_on, report["transformers"])
+
+
+def as_json(content: object) -> bytes:
+    """Indented JSON with a line end."""
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+# --------------------------------------------------------------------------- proof
+
+
+def compared_tokens(model: GPT, tokenizer: Tokenizer, source: Source) -> tuple[Tensor, str]:
+    """(2, T) tokens of the val split that the run evaluated, and what they are.
+
+    Tokens at random where the data is not at hand.
+    """
+    length = min(COMPARED_TOKENS, model.config.block_size)
+    place = val_place(source)
+    why = "the val data is not known"
+    if place:
+        try:
+            split, _ = open_place(place, "val", DataConfig(tokenizer=None))
+            chosen = windows(split, length, COMPARED_WINDOWS * length)
+            read = batches(split, chosen, COMPARED_WINDOWS, length, model.vocab_size)
+            return next(read)[0], f"{COMPARED_WINDOWS} windows of {length} val tokens of {place}"
+        except UserError as error:
+            why = str(error)
+    drawn = torch.Generator().manual_seed(0)
+    tokens = torch.randint(
+        tokenizer.vocab_size, (COMPARED_WINDOWS, length), generator=drawn, dtype=torch.int64
+    )
+    return tokens, f"{COMPARED_WINDOWS} x {length} random tokens ({why})"
+
+
+def val_place(source: Source) -> str | None:
+    """The data folder or URL whose val split the run of a checkpoint evaluated; None: not known."""
+    if not source.ours:
+        return None
+    config = read_state(source.folder).config
+    first = config.get("data.val") or config.get("data.train")
+    if isinstance(first, list):
+        first = first[0]["path"]
+    return first if isinstance(first, str) and first else None
+
+
+@torch.no_grad()
+def compare(model: GPT, tokenizer: Tokenizer, folder: Path, tokens: Tensor) -> dict[str, Any]:
+    """Let a fresh process open `folder` with transformers and compare it with `model`.
+
+    Raises `CheckpointError` saying where the two part.
+    """
+    content = hidden_states(model.float().cpu().eval(), tokens) | {"tokens": tokens}
+    text = tokenizer.decode(tokens[0].tolist())
+    content["ids"] = torch.tensor(tokenizer.encode(text))
+    with tempfile.TemporaryDirectory(dir=folder.parent) as room:
+        reference = Path(room) / "reference.safetensors"
+        save_file(content, reference, metadata={"text": text})
+        content.clear()
+        command = [sys.executable, "-m", "accel_gpt.hub.verify", str(folder), str(reference)]
+        done = subprocess.run(
+            command,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise CheckpointError(f"the exported model is not ours, nothing was kept: {said}")
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def hidden_states(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
+    """`logits` (B, T, V), and what comes before each block and after the last norm: 0000, ..."""
+    seen: list[Tensor] = []
+    hooks = [
+        block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].clone()))
+        for block in model.blocks
+    ]
+    hooks.append(model.norm_f.register_forward_hook(lambda _, _inputs, out: seen.append(out)))
+    logits = model(tokens).contiguous()
+    for hook in hooks:
+        hook.remove()
+    return {"logits": logits} | {f"{i:04d}": state for i, state in enumerate(seen)}

@@ -1,0 +1,177 @@
+"""A run onto the Hub: exported, with its card, figures and curves, and the checkpoint if asked.
+
+    accel-gpt push RUN --repo user/name
+
+A repository holds the exported model with README.md and loss.png, metrics.csv and metrics.jsonl,
+tensorboard/, and with `include_state` the whole checkpoint in checkpoint/. Each push is one commit
+on main with a tag step-N, or one on the branch that was asked for.
+"""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TypeVar
+
+from accel_gpt.config import Config
+from accel_gpt.errors import require
+from accel_gpt.hub.card import write_card
+from accel_gpt.hub.client import SCHEME, Unreachable, check_repo, fetch, told
+from accel_gpt.hub.export import write_model
+from accel_gpt.hub.load import load_pretrained
+from accel_gpt.hub.logs import copy_logs
+from accel_gpt.hub.sources import Source
+from accel_gpt.options import PushCommand
+from accel_gpt.run.checkpoint import (
+    checkpoints,
+    find_checkpoint,
+    is_checkpoint,
+    read_state,
+    verify,
+)
+
+T = TypeVar("T")
+
+STATE = "checkpoint"  # folder of the repository
+OURS = ("model*.safetensors", "*.index.json", "tensorboard/*", f"{STATE}/*")
+ATTEMPTS, FIRST_PAUSE_SECONDS = 4, 2.0  # the pause doubles; assumption
+
+
+def push(asked: PushCommand) -> str:
+    """Upload what `asked` says; what was uploaded where, for a person.
+
+    Raises `UserError` where the Hub refuses or cannot be reached, `CheckpointError` where the
+    checkpoint is damaged or transformers would compute something else.
+    """
+    check_repo(asked.repo)
+    checkpoint = find_checkpoint(Path(asked.run), asked.checkpoint or named_step(asked.revision))
+    verify(checkpoint)
+    step = read_state(checkpoint).step
+    again(lambda: make_repository(asked), asked.repo)  # a refusal is told before the work
+    run = checkpoint.resolve().parents[1]
+    with tempfile.TemporaryDirectory(prefix=".push_", dir=checkpoint.parent) as room:
+        folder = Path(room) / "upload"
+        folder.mkdir()
+        fill_folder(asked, run, checkpoint, folder)
+        url = again(lambda: upload(asked, folder, step), asked.repo)
+    return f"step {step:,} is at {url}\n"
+
+
+def named_step(revision: str | None) -> str:
+    """The step that a revision `step-1000` names, else the last."""
+    _, _, step = (revision or "").partition("step-")
+    return step if step.isdigit() else "last"
+
+
+def fill_folder(asked: PushCommand, run: Path, checkpoint: Path, folder: Path) -> None:
+    """Everything that goes into the repository."""
+    model, tokenizer = load_pretrained(str(checkpoint))
+    source = Source(asked.run, checkpoint, ours=True)
+    exported = write_model(model, tokenizer, source, folder, asked.dtype)
+    del model
+    write_card(
+        *(run, checkpoint, asked.repo, exported.model_class, folder),
+        license=asked.license,
+        data_license=asked.data_license,
+        dtype=asked.dtype,
+    )
+    copy_logs(run, folder)
+    if asked.include_state:
+        link_tree(checkpoint, folder / STATE)
+
+
+def link_tree(folder: Path, to: Path) -> None:
+    """A copy of a folder that takes no room where the file system has hard links."""
+
+    def link(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
+
+    shutil.copytree(folder, to, copy_function=link)
+
+
+def fetch_resume(config: Config) -> Config:
+    """`config` with the folder of a pushed checkpoint in `checkpoint.resume` for its `hf://` place.
+
+    Fetched only while the run has no checkpoint of its own. Raises `UserError` where it was pushed
+    without its state.
+    """
+    place = config.checkpoint.resume
+    if not place.startswith(SCHEME) or checkpoints(Path(config.out_dir) / "checkpoints"):
+        return config
+    folder = fetch(place, [f"{STATE}/*"]) / STATE
+    require(
+        is_checkpoint(folder),
+        f"{place} holds no state to resume from; push it with hub.include_state, or start from its "
+        "weights with model.init_from",
+    )
+    return replace(config, checkpoint=replace(config.checkpoint, resume=str(folder)))
+
+
+# --------------------------------------------------------------------------- the Hub
+
+
+def again(attempt: Callable[[], T], repo: str) -> T:
+    """What `attempt` gives, tried anew while the connection breaks; refusals are told at once."""
+    for number in range(ATTEMPTS - 1):
+        try:
+            with told(repo, "written"):
+                return attempt()
+        except Unreachable:
+            time.sleep(FIRST_PAUSE_SECONDS * 2**number)
+    with told(repo, "written"):
+        return attempt()
+
+
+def make_repository(asked: PushCommand) -> None:
+    """Make the repository and the branch, where they are missing."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    api.create_repo(asked.repo, private=asked.private, exist_ok=True)
+    if asked.revision:
+        api.create_branch(asked.repo, branch=asked.revision, exist_ok=True)
+
+
+def upload(asked: PushCommand, folder: Path, step: int) -> str:
+    """One commit with the content of `folder`; its address. What has not changed is not sent.
+
+    What an earlier push left and this one has not, such as shards of the weights, is removed.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    api = HfApi()
+    files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+    there = api.list_repo_files(asked.repo, revision=asked.revision)
+    stale = {n for n in there if any(fnmatch(n, kind) for kind in OURS)} - files.keys()
+    commit = api.create_commit(
+        asked.repo,
+        [
+            *(CommitOperationAdd(name, path) for name, path in sorted(files.items())),
+            *(CommitOperationDelete(name) for name in sorted(stale)),
+        ],
+        commit_message=f"step {step:,}",
+        revision=asked.revision,
+    )
+    if asked.revision is None:
+        move_tag(asked.repo, f"step-{step}", commit.oid)
+    return f"{api.endpoint}/{asked.repo}/tree/{asked.revision or f'step-{step}'}"
+
+
+def move_tag(repo: str, name: str, commit: str) -> None:
+    """Let the tag `name` point to a commit, whether it exists or not."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo).tags}
+    if tags.get(name) == commit:
+        return
+    if name in tags:
+        api.delete_tag(repo, tag=name)
+    api.create_tag(repo, tag=name, revision=commit)

@@ -1,0 +1,157 @@
+"""Checkpoints of a run in training on their way to the Hub, by processes beside it.
+
+Each upload is an `accel-gpt push` of its own, at the lowest priority: in the training process
+there is only a thread that waits for it. What is to be uploaded stands in `.upload/` of the run,
+as hard links: pruning does not take it away, and a later launch finds what is left.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from accel_gpt.config import Config, HubConfig
+from accel_gpt.hub.push import link_tree
+from accel_gpt.run.checkpoint import checkpoints, step_name
+
+LOG = "hub.log"
+MOST_WAITING = 3  # checkpoints; assumption: when the Hub is away for long, the disk must not fill
+LOWEST_PRIORITY = 19
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ACCEL")
+CLOSING_SECONDS = 10.0
+
+
+def start_uploads(config: Config, say: Callable[[str], None]) -> "Uploads | None":
+    """The uploads of a run, where `hub.push` asks for them."""
+    return Uploads(config.hub, Path(config.out_dir), say) if config.hub.push != "never" else None
+
+
+class Uploads:
+    """Uploads checkpoints one after the other; what failed is tried again with the next one."""
+
+    def __init__(self, config: HubConfig, out_dir: Path, say: Callable[[str], None]) -> None:
+        self.config, self.out_dir, self.say = config, out_dir, say
+        self.room = out_dir / ".upload"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.last: Path | None = None
+        self.wake, self.ending, self.killed = threading.Event(), False, False
+        for debris in self.room.glob(".*"):
+            shutil.rmtree(debris, ignore_errors=True)
+        if checkpoints(self.room):  # of an earlier launch
+            self.wake.set()
+        self.thread = threading.Thread(target=self.work, name="uploads", daemon=True)
+        self.thread.start()
+
+    def note(self, checkpoint: Path, last: bool) -> None:
+        """Tell of a new checkpoint; the last of the run is uploaded when all its figures are."""
+        if last:
+            self.last = checkpoint
+        elif self.config.push == "every_checkpoint":
+            self.add(checkpoint)
+
+    def add(self, checkpoint: Path) -> None:
+        """Upload a checkpoint, without waiting for it."""
+        self.room.mkdir(exist_ok=True)
+        linking = self.room / f".{checkpoint.name}"
+        link_tree(checkpoint, linking)
+        linking.rename(self.room / checkpoint.name)
+        self.wake.set()
+
+    def finish(self, interrupted: Callable[[], bool]) -> None:
+        """Wait until everything was tried once more, or until `interrupted`."""
+        if self.last:
+            self.add(self.last)
+        if checkpoints(self.room):
+            self.say(f"waiting for the uploads to {self.config.repo_id}; Ctrl-C leaves them")
+        self.ending = True
+        self.wake.set()
+        while self.thread.is_alive() and not interrupted():
+            self.thread.join(0.2)
+        self.abandon()
+        if left := checkpoints(self.room):
+            steps = ", ".join(f"{step:,}" for step in left)
+            self.say(
+                f"WARNING: not on the Hub: step {steps}; the same command launched again uploads "
+                f"it, or: accel-gpt push {self.out_dir} --repo {self.config.repo_id}"
+            )
+
+    def abandon(self) -> None:
+        """End the upload that is under way; the next launch begins it anew."""
+        self.killed = self.ending = True
+        self.wake.set()
+        if self.process:
+            self.process.terminate()
+        self.thread.join(CLOSING_SECONDS)
+
+    def work(self) -> None:
+        """The thread: upload all that waits, whenever something was added."""
+        while not self.ending:
+            self.wake.wait()
+            self.wake.clear()
+            last = self.ending
+            self.upload_all()
+            if last:
+                return
+        self.upload_all()
+
+    def upload_all(self) -> None:
+        """Try every waiting checkpoint once, the oldest first."""
+        waiting = checkpoints(self.room)
+        for step in waiting[:-MOST_WAITING]:
+            self.say(f"WARNING: step {step:,} is given up: {len(waiting)} wait for the Hub")
+            shutil.rmtree(self.room / step_name(step), ignore_errors=True)
+        for step in waiting[-MOST_WAITING:]:
+            if self.killed:
+                return
+            problem = self.upload(step)
+            if problem is None:
+                shutil.rmtree(self.room / step_name(step), ignore_errors=True)
+                self.say(f"step {step:,} is on the Hub: {self.config.repo_id}@step-{step}")
+            elif not self.killed:
+                self.say(f"WARNING: the upload of step {step:,} failed, it waits: {problem}")
+
+    def upload(self, step: int) -> str | None:
+        """Upload one checkpoint; what went wrong."""
+        config = self.config
+        options = {
+            "repo": config.repo_id,
+            "dtype": config.dtype,
+            "private": str(config.private).lower(),
+            "include_state": str(config.include_state).lower(),
+            "license": config.license,
+            "data_license": config.data_license,
+        }
+        words = [f"--{key}={value}" for key, value in options.items() if value is not None]
+        place = str(self.room / step_name(step))
+        with (self.out_dir / LOG).open("a+b") as log:
+            start = log.seek(0, os.SEEK_END)
+            self.process = start_beside(["push", place, *words], log)
+            code = self.process.wait()
+            self.process = None
+            log.seek(start)
+            lines = log.read().decode("utf-8", "replace").strip().splitlines()
+        return None if code == 0 else (lines or [f"exit code {code}"])[-1]
+
+
+def start_beside(words: list[str], log: BinaryIO) -> "subprocess.Popen[bytes]":
+    """Start `accel-gpt WORDS ...` at the lowest priority; what it says goes to `log`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "accel_gpt.cli", *words],
+        env=alone(),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,  # Ctrl-C is for the training
+    )
+    os.setpriority(os.PRIO_PROCESS, process.pid, LOWEST_PRIORITY)
+    return process
+
+
+def alone() -> dict[str, str]:
+    """The environment of a process that is not one of the launcher's and leaves the GPUs alone."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER)}
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,142 @@
+"""What each command of `accel-gpt` can be told: options with types, defaults, units. No torch."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from accel_gpt.data_config import PrepareConfig, Source
+from accel_gpt.errors import not_negative, positive, require
+
+
+@dataclass(frozen=True)
+class PrepareCommand(PrepareConfig):
+    """Turn text, or shards of another project, into token shards; stopped, it continues.
+
+    RECIPE.yaml holds any of these options as `key: value`; those of the command line go first.
+    """
+
+    source: Source | None = None
+    """What path or dataset holds; null: what the endings of path's files tell, dataset with
+    --dataset, else stdlib, the library of this Python."""
+    out: str = ""
+    """Folder to make; empty: data/<source>_<tokenizer>."""
+    rank: int = 0
+    """Which part of out this machine makes, from 0; of the --world parts."""
+    world: int = 1
+    """Machines that make a part of out each."""
+    merge: bool = False
+    """Join the parts of out that --rank and --world made."""
+
+
+@dataclass(frozen=True)
+class SampleCommand:
+    """Write text with a model: a run's, a checkpoint's, an exported one or one of the Hub."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Folder of a run, of one checkpoint, or in transformers format; or a Hub id, as gpt2."""
+    prompt: str = ""
+    """Text to continue; empty: the start of a document."""
+    num: int = 1
+    """Samples."""
+    max_new_tokens: int = 200
+    """Tokens per sample."""
+    temperature: float = 0.8
+    """0: greedy."""
+    top_k: int | None = 50
+    """Tokens to choose from; null: all."""
+    top_p: float = 1.0
+    """Probability mass to choose from."""
+    seed: int = 1337
+    """Of the draws."""
+    checkpoint: str = "last"
+    """Of a run: last, best, or a step."""
+    interactive: bool = False
+    """Prompts from standard input, a line each; \\n in one is a line end; texts as they come."""
+    allow_pickle: bool = False
+    """Also read weights in pickle files (.bin), without running what they hold."""
+
+    def __post_init__(self) -> None:
+        require(
+            not (self.interactive and self.prompt),
+            f"--interactive asks for prompts, so --prompt {self.prompt!r} is one too many",
+        )
+
+
+@dataclass(frozen=True)
+class ExportCommand:
+    """Write a model as a folder that `transformers` opens, and prove that it computes the same."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Folder of a run, of one checkpoint, or in transformers format; or a Hub id."""
+    to: str = ""
+    """Folder to make."""
+    checkpoint: str = "last"
+    """Of a run: last, best, or a step."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the weights."""
+    overwrite: bool = False
+    """Replace an exported model that is at `to`."""
+    allow_pickle: bool = False
+    """Also read weights in pickle files (.bin), without running what they hold."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.to), "--to is missing; give the folder to make")
+
+
+@dataclass(frozen=True)
+class PushCommand:
+    """Export a run and upload it to the Hub with a model card, its figures and its curves."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Folder of a run, or of one checkpoint."""
+    repo: str = ""
+    """Repository, user/name; made if it is missing."""
+    checkpoint: str | None = None
+    """last, best, or a step; null: the one that --revision step-N names, else last."""
+    revision: str | None = None
+    """Branch to upload to, made if it is missing; null: main, with a tag step-N."""
+    private: bool = False
+    """Make the repository a private one."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the weights."""
+    include_state: bool = False
+    """Upload the whole checkpoint too, so that training goes on from hf://user/name@step-N."""
+    license: str | None = None
+    """Of the weights, as the Hub spells it: apache-2.0, mit, cc-by-4.0, ..."""
+    data_license: str | None = None
+    """Of the data, for the model card."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.repo), "--repo is missing; give the repository as user/name")
+
+
+@dataclass(frozen=True)
+class InspectCommand:
+    """Tell what data, a run or a checkpoint holds and verify it, or compare tokenizers on a text.
+
+    Exit code 3 when data is damaged, 4 when a checkpoint is.
+    """
+
+    place: Annotated[str, tyro.conf.Positional] = ""
+    """Data folder, of any project, or its URL; or folder of a run or of a checkpoint."""
+    json: bool = False
+    """One JSON object in place of text."""
+    quick: bool = False
+    """Read no shard and hash no checkpoint."""
+    tokenizer: str | None = None
+    """gpt2, bytes or the path of a tokenizer.json, for shards that do not say it."""
+    windows: int = 2
+    """First windows of each split that are shown as text."""
+    block_size: int = 64
+    """Tokens in a window."""
+    text: str | None = None
+    """File of UTF-8 text on which tokenizers are compared."""
+    tokenizers: tuple[str, ...] = ()
+    """For text: gpt2, bytes, tokenizer.json files, data folders; none: gpt2, bytes, PLACE's."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.place or self.text), "PLACE or --text FILE missing; see --help")
+        require(bool(self.text or not self.tokenizers), "--tokenizers needs --text FILE")
+        not_negative("inspect", self, "windows")
+        positive("inspect", self, "block_size")

@@ -1,0 +1,396 @@
+"""Model card: what it says, what it must never say, and Markdown that no sample can break."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+
+from accel_gpt.data.shards import open_split
+from accel_gpt.errors import CheckpointError, UserError
+from accel_gpt.hub.card import write_card
+from accel_gpt.hub.markdown import fenced, mark
+from accel_gpt.hub.privacy import hub_dataset, place_name, public_key
+from accel_gpt.parse import load_config, to_flat, to_plain
+from accel_gpt.report.plots import loss_curves, smoothed
+from accel_gpt.run.checkpoint import TrainState
+from tests.conftest import tiny
+
+TOKEN = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345"
+CONFIG = """
+out_dir: runs/tiny
+data: {train: DATA}
+model: {n_layer: 2, n_head: 4, n_embd: 32, block_size: 16}
+train: {tokens_per_step: 256, micro_batch_size: 4, max_steps: 40}
+optim: {lr: 1e-2}
+schedule: {warmup_steps: 2}
+sample: {num: 2}
+"""
+MACHINE = {
+    "versions": {"python": "3.11.7", "torch": "2.13.0+cu130", "other": "/home/alice/other"},
+    "commit": "0123456789ab-dirty",
+    "device": "NVIDIA H100 80GB HBM3",
+    "processes": 4,
+    "mixed_precision": "bf16",
+    "platform": "Linux-6.1-alice-laptop",
+    "host": "build-node-17",
+}
+Make = Callable[..., Path]
+LATER = MACHINE | {"device": "NVIDIA B200", "commit": "fedcba987654"}
+
+
+def record(step: int, **more: float | None) -> dict[str, Any]:
+    return {"step": step, "tokens": step * 256, "time": step * 0.5, "train/loss": 5 - step / 20} | (
+        {key.replace("__", "/"): value for key, value in more.items()}
+    )
+
+
+@pytest.fixture
+def make(tmp_path: Path, corpus: Path) -> Make:
+    """A run of 40 steps in plain files, at its checkpoint of step 30."""
+
+    def made(settings: dict[str, Any] | None = None, samples: str = "--- sample 1\nof a king\n"):
+        path = tmp_path / "config.yaml"
+        path.write_text(CONFIG.replace("DATA", str(corpus)))
+        flat = to_flat(to_plain(load_config([str(path)], "test"))) | (settings or {})
+        print_ = open_split(corpus, "train").fingerprint
+        state = TrainState(30, 480, 7680, 7200.0, 3.1, 3.0, 25, 4, print_, config=flat)
+        state.data_sources = [{"name": "corpus", "weight": 1.0, "fingerprint": print_}]
+        run = tmp_path / "run"
+        checkpoint = run / "checkpoints" / "step_00000030"
+        checkpoint.mkdir(parents=True)
+        shape = {"config": asdict(tiny()), "vocab_size": 257}
+        files = {
+            checkpoint / "trainer_state.json": {"format": 1, **asdict(state)},
+            checkpoint / "model.json": {"format": 1, **shape},
+            checkpoint / "tokenizer.json": {"format": "accel_gpt-tokenizer", "kind": "bytes"},
+            run / "run.json": {"launches": [{"step": 0, **MACHINE}, {"step": 30, **LATER}]},
+        }
+        for file, content in files.items():
+            file.write_text(json.dumps(content))
+        records = [record(step) for step in range(1, 41)]
+        swag = {"eval__hellaswag_acc": 0.26, "eval__hellaswag_acc_norm": 0.27}
+        records += [record(20, eval__val_loss=3.2, eval__val_perplexity=24.5325, **swag)]
+        records += [record(30, eval__val_loss=3.1, eval__val_bits_per_byte=4.4724)]
+        records += [record(40, eval__val_loss=2.9, eval__hellaswag_acc=0.9)]
+        lines = [json.dumps(one) + "\n" for one in records]
+        (run / "metrics.jsonl").write_text("".join(lines))
+        (run / "samples").mkdir()
+        (run / "samples" / "step_00000020.txt").write_text(samples, encoding="utf-8")
+        (run / "samples" / "step_00000040.txt").write_text("--- sample 1\nfrom the future\n")
+        return checkpoint
+
+    return made
+
+
+def write(checkpoint: Path, to: Path, **more: Any) -> str:
+    given = {"license": "mit", "data_license": None, "dtype": "float32"} | more
+    write_card(checkpoint.parent.parent, checkpoint, "ada/tiny", "GPT2LMHeadModel", to, **given)
+    return (to / "README.md").read_text(encoding="utf-8")
+
+
+def config_in(text: str) -> str:
+    return text.split("```yaml\n")[1].split("\n```")[0]
+
+
+def test_says_what_was_reached_at_the_checkpoint(make: Make, tmp_path: Path) -> None:
+    text = write(make(), tmp_path / "card")
+    data = ModelCard.load(tmp_path / "card" / "README.md").data
+    assert (data.license, data.library_name, data.pipeline_tag) == (
+        *("mit", "transformers", "text-generation"),
+    )
+    assert {"accel_gpt", "gpt2"} <= set(data.tags)
+    values = {(r.dataset_name, r.metric_type): r.metric_value for r in data.eval_results}
+    assert values == {
+        ("corpus, held-out text", "loss"): 3.1,
+        ("corpus, held-out text", "perplexity"): 24.5325,
+        ("corpus, held-out text", "bits_per_byte"): 4.4724,
+        ("HellaSwag", "acc"): 0.26,
+        ("HellaSwag", "acc_norm"): 0.27,
+    }
+    for said in (
+        "step 30 of 40",
+        "3.1000 (step 30)",
+        "26.00% (step 20)",
+        "256 = 4 sequences x 16 tokens x 1 micro-step x 4 processes",
+        "4 x NVIDIA H100 80GB HBM3 |",
+        "2.0 hours, 8.0 device hours",
+        "bf16, weights in float32",
+        "--num_processes 4 --mixed_precision bf16",
+        "0123456789ab-dirty",
+        "torch 2.13.0+cu130",
+        f"| Tokens in its val split | {open_split(tmp_path / 'corpus', 'val').tokens:,} |",
+        "of a king",
+        'from_pretrained("ada/tiny")',
+        "![Train and val loss",
+        "| Licence of the data | not stated |",
+    ):
+        assert said in text
+    assert not [word for word in ("from the future", "B200", "fedcba987654") if word in text]
+
+
+def test_picture_has_the_promised_size(make: Make, tmp_path: Path) -> None:
+    write(make(), tmp_path / "card")
+    assert size(tmp_path / "card" / "loss.png") == (1200, 700)
+
+
+def test_config_in_the_card_is_one_that_can_be_trained(make: Make, tmp_path: Path) -> None:
+    again = tmp_path / "again.yaml"
+    again.write_text(config_in(write(make({"model.bias": False}), tmp_path / "card")))
+    assert set(yaml.safe_load(again.read_text())["model"]) >= {"n_layer", "bias"}
+    first, second = (
+        to_flat(to_plain(load_config([str(p)], "test")))
+        for p in (*(tmp_path / "config.yaml", again),)
+    )
+    different = {key for key in first if first[key] != second[key]}
+    assert different == {"out_dir", "data.train", "model.bias"}
+    assert (second["out_dir"], second["data.train"]) == ("tiny", "corpus")
+
+
+PRIVATE = {
+    "out_dir": "/home/alice/runs/tiny",
+    "data.train": f"https://alice:{TOKEN}@build-node-17.internal/shards/corpus?token=s3cr3t",
+    "data.val": "s3://acme-bucket/val?X-Amz-Signature=s3cr3t",
+    "data.tokenizer": r"C:\Users\alice\tok\tokenizer.json",
+    "data.cache_dir": "/scratch/alice/cache",
+    "data.prepare.source": "text",
+    "data.prepare.path": "~alice/books/all.txt",
+    "data.prepare.dataset": "/home/alice/sets/books",
+    "data.prepare.tokenizer": "../alice/tok.json",
+    "data.prepare.text_field": f"{TOKEN}",
+    "model.init_from": "alice@build-node-17:/data/acme/old_run",
+    "checkpoint.resume": "/mnt/acme/run/checkpoints/step_00000010",
+    "checkpoint.allow_change": ["/home/alice"],
+    "sample.prompts": [f"export HF_TOKEN={TOKEN} from $SECRET_ENV"],
+    "log.trackers": ["tensorboard"],
+    "later.key": "/home/alice/later",
+}
+MORE_PRIVATE = (
+    {"data.train": [{"path": "/home/alice/a/corpus", "weight": 1, "key": TOKEN}]},
+    {"data.train": "/home/alice", "out_dir": "~/alice/.."},
+    {
+        "data.train": f"hf://datasets/acme/books@alice/{TOKEN}?x=s3cr3t",
+        "out_dir": "s3://acme-bucket",
+    },
+    {"data.train": f"https://build-node-17.internal/{TOKEN}"},
+    {
+        "data.train.path": f"s3://alice:{TOKEN}@acme-bucket/x/books.jsonl?sig=s3cr3t",
+        "data.train.streaming": True,
+        "data.train": None,
+    },
+)
+FORBIDDEN = (
+    *("alice", "/home", "hf_", "s3cr3t", "acme-bucket", "build-node-17", "internal", "/mnt"),
+    *("SECRET_ENV", "scratch", "~", "Users", "later", "../", "/data/", "tmp", "laptop"),
+)
+
+
+@pytest.mark.parametrize("more", [{}, *MORE_PRIVATE])
+def test_tells_no_place_person_machine_or_token(
+    make: Make, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    checkpoint = make({**PRIVATE, **more})
+    run = checkpoint.parent.parent
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(record(30) | {f"data/epochs/s3://acme-bucket/b?k={TOKEN}": 1}) + "\n")
+    text = write(checkpoint, tmp_path / "card")
+    assert [word for word in FORBIDDEN if word in text] == []
+    assert "step_00000010" in text
+    assert ("old_run" in text) is True
+    assert b"alice" not in (tmp_path / "card" / "loss.png").read_bytes()
+
+
+def test_a_token_in_a_sample_is_starred(make: Make, tmp_path: Path) -> None:
+    samples = f"--- sample 1\nlogin({TOKEN!r})\n"
+    text = write(make(samples=samples), tmp_path / "card", data_license=f"see x.org?key={TOKEN}")
+    assert "login('***')" in text
+    assert "hf" + TOKEN[2:] not in text.replace("\\", "")
+
+
+BREAKING = (
+    "---\nlicense: evil\n---\n# Title\n```\n````js\n</details><script>alert(1)</script>\r\n"
+    "<!-- \ufffd \x00 \x1b[31m \u202e | a | b |\n~~~\n--- sample 9\n![x](http://x)\n"
+)
+
+
+def test_no_sample_breaks_the_page(make: Make, tmp_path: Path) -> None:
+    samples = f"--- sample 1\n{BREAKING}\n\n--- sample 2\nthe second\n\n--- sample 3\n\n"
+    text = write(make(samples=samples), tmp_path / "card")
+    card = ModelCard.load(tmp_path / "card" / "README.md")
+    assert card.data.license == "mit"
+    tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(card.text)
+    blocks = [token.content for token in tokens if token.type == "fence"]
+    block = next(content for content in blocks if "evil" in content)
+    assert block.startswith("---\nlicense: evil\n---\n# Title\n```\n````js\n</details><script>")
+    assert block.rstrip().endswith("--- sample 9\n![x](http://x)")
+    assert "the second\n" in blocks
+    assert not re.search("[\x00-\x08\x0b-\x1f\u202e]", text)
+    outside = [token for token in tokens if token.type != "fence"]
+    assert [t.content for t in outside if t.type == "html_block"] == [
+        "<details>\n<summary>config.yaml: all that differs from the defaults</summary>\n",
+        "</details>\n",
+    ]
+    headings = [tokens[i + 1].content for i, t in enumerate(tokens) if t.type == "heading_open"]
+    assert headings == [
+        *("tiny", "Use it", "Results", "Samples", "Model", "Data", "Training"),
+        *("Reproduce it", "Limitations"),
+    ]
+
+
+def test_licences_are_text_and_nothing_else(make: Make, tmp_path: Path) -> None:
+    evil = "cc0 | <b>x</b>\n---\nfoo: [bar](http://x)"
+    write(make(), tmp_path / "card", license=evil, data_license=evil)
+    card = ModelCard.load(tmp_path / "card" / "README.md")
+    assert card.data.license == "cc0 | <b>x</b> --- foo: [bar](http://x)"
+    assert "<b>" not in MarkdownIt("gfm-like", {"linkify": False}).render(card.text)
+
+
+def test_a_checkpoint_without_its_run_says_what_it_can(make: Make, tmp_path: Path) -> None:
+    alone = tmp_path / "elsewhere" / "x" / "step_00000030"
+    alone.parent.mkdir(parents=True)
+    make().rename(alone)
+    (alone / "tokenizer.json").unlink()
+    text = write(alone, tmp_path / "card", license=None)
+    assert "step 30 of 40" in text
+    assert "val loss of 3.1000" in text
+    assert "loss.png" not in text
+    assert "Samples" not in text
+    assert "license" not in ModelCard.load(tmp_path / "card" / "README.md").data.to_dict()
+    assert not (tmp_path / "card" / "loss.png").exists()
+
+
+def test_damaged_files_of_the_run_are_passed_over(make: Make, tmp_path: Path) -> None:
+    checkpoint = make()
+    run = checkpoint.parent.parent
+    (run / "run.json").write_text('{"launches": 3')
+    bad = '{"step": 30, "tokens": 1, "eval/val_loss": null}\nNaN\n[]\n{"step": "x"}\n{"st'
+    (run / "metrics.jsonl").write_text(bad)
+    assert "3.1000" in write(checkpoint, tmp_path / "card")
+    (checkpoint / "model.json").write_text('{"format": 1}')
+    with pytest.raises(CheckpointError, match=r"model\.json is damaged"):
+        write(checkpoint, tmp_path / "card")
+
+
+def test_hub_data_sets_are_linked_and_folders_are_not(make: Make, tmp_path: Path) -> None:
+    hub = {"data.prepare.source": "dataset", "data.prepare.dataset": "roneneldan/TinyStories"}
+    write(make({"data.train": "data/stories", **hub}), tmp_path / "card")
+    card = ModelCard.load(tmp_path / "card" / "README.md")
+    assert card.data.datasets == ["roneneldan/TinyStories"]
+    assert "(https://huggingface.co/datasets/roneneldan/TinyStories)" in card.text
+    assert "TinyStories" in yaml.safe_load(config_in(card.text))["data"]["prepare"]["dataset"]
+
+
+def test_a_mixture_lists_its_sources_with_their_shares(make: Make, tmp_path: Path) -> None:
+    sources = [{"path": f"/data/{name}", "weight": w} for name, w in (("books", 3), ("code", 1))]
+    checkpoint = make({"data.train": sources})
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    noted = [{"name": "books", "weight": 3}, {"name": "code", "weight": 1}]
+    state["data_sources"] = [{**one, "fingerprint": "unknown"} for one in noted]
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    text = write(checkpoint, tmp_path / "card")
+    assert "**books + code**" in text
+    assert "| Source 1 | `books`, 75.0% of what was read |" in text
+    assert yaml.safe_load(config_in(text))["data"]["train"] == [
+        {"path": "books", "weight": 3},
+        {"path": "code", "weight": 1},
+    ]
+
+
+def test_an_id_that_the_hub_does_not_take_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no id of the Hub"):
+        write_card(
+            tmp_path,
+            tmp_path,
+            "a/b/c",
+            "X",
+            tmp_path,
+            license=None,
+            data_license=None,
+            dtype="float32",
+        )
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("gelu_erf", "gelu_erf"),
+        ("data/stories/", "stories"),
+        ("/x/books/*.txt", "*.txt"),
+        (r"C:\Users\alice", None),
+        ("/home/alice/", None),
+        ("~", None),
+        ("~alice", None),
+        ("..", None),
+        ("s3://bucket/", None),
+        ("https://h/a/b.jsonl?sig=1#x", "b.jsonl"),
+        ("https://h/" + "0a" * 20, None),
+        ("https://h/%2Fhome%2Falice%2Fb%20c", "b-c"),
+        ("alice@host:/x/y", "y"),
+        ("alice@host", None),
+        (f"/x/{TOKEN}", None),
+        ("http://[bad/x", None),
+    ],
+)
+def test_names_of_places(place: str, name: str | None) -> None:
+    assert place_name(place) == name
+
+
+def test_ids_of_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "own").mkdir(parents=True)
+    assert hub_dataset("hf://datasets/a/b@main/folder") == "a/b"
+    assert hub_dataset("a/b") == "a/b"
+    assert [hub_dataset(p) for p in ("data/own", "/a/b", "./a/b", "~/b", "a", None)] == [None] * 6
+
+
+def test_sources_of_one_name_stay_apart() -> None:
+    keys = [public_key(f"eval/val_loss//home/{who}/corpus") for who in ("ann", "bob")]
+    assert keys[0] != keys[1]
+    assert all(re.fullmatch(r"eval/val_loss/corpus-[0-9a-f]{4}", key) for key in keys)
+    assert public_key("eval/val_loss/books") == "eval/val_loss/books"
+
+
+def test_marks_are_escaped_and_fences_long_enough() -> None:
+    assert MarkdownIt().renderInline(mark("a*b* _c_ <i> `d` [e](f)\n&amp;")) == (
+        "a*b* _c_ &lt;i&gt; `d` [e](f) &amp;amp;"
+    )
+    assert fenced("````", "text") == "`````text\n````\n`````"
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        [record(1)],
+        [{"step": 1, "train/loss": 2.0}, {"step": 2, "eval/val_loss": 1.9}],
+        [record(1), {"step": 2, "tokens": 3, "train/loss": None, "eval/val_loss": NAN}],
+        [record(step, eval__val_loss=5 - step / 400) for step in range(1, 400)],
+        [{"step": s, "tokens": s, "train/loss": 11.0 if s < 9 else 3.0} for s in range(1, 400)],
+    ],
+)
+def test_curves_of_any_records(records: list[dict[str, Any]], tmp_path: Path) -> None:
+    loss_curves(records, tmp_path / "loss.png")
+    assert size(tmp_path / "loss.png") == (1200, 700)
+
+
+def test_smoothing_does_not_lag() -> None:
+    line = [10 - i / 100 for i in range(600)]
+    assert smoothed(line)[:590] == pytest.approx(line[:590])
+    noisy = [3 + (-1) ** i for i in range(600)]
+    assert max(abs(value - 3) for value in smoothed(noisy)[100:]) < 0.1
+    assert smoothed([3.0]) == [3.0]
+
+
+def size(path: Path) -> tuple[int, int]:
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")

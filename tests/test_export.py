@@ -1,0 +1,246 @@
+"""Exported folders: what transformers makes of them, in this process and in fresh ones."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from accel_gpt import cli, train
+from accel_gpt.errors import CheckpointError, run_main
+from accel_gpt.hub import export as exporting
+from accel_gpt.hub import verify
+from accel_gpt.hub.export import export
+from accel_gpt.hub.load import load_pretrained
+from accel_gpt.model.gpt import GPT
+
+Arguments = Callable[..., list[str]]
+QUICK = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]
+QUICK += ["--schedule.warmup_steps", "0"]
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison without a fresh process, which takes seconds to start."""
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = verify.main(command[-2:])
+        return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
+
+    monkeypatch.setattr(exporting.subprocess, "run", run)
+
+
+@pytest.fixture
+def run(small_run: Arguments, tmp_path: Path) -> Path:
+    """A run of 4 steps."""
+    assert run_main(train.main, small_run("--train.max_steps", "4", "--sample.every", "0")) == 0
+    return tmp_path / "run"
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("preset", ["gpt2", "llama", "qwen3", "fast"])
+def test_every_preset_is_exported_and_read_back(
+    preset: str, small_run: Arguments, tmp_path: Path
+) -> None:
+    assert run_main(train.main, small_run(*QUICK, "--model.preset", preset)) == 0
+    to = tmp_path / "out"
+    exported = export(str(tmp_path / "run"), to)
+    assert exported.difference < 1e-5
+    assert "2 windows of 32 val tokens" in exported.compared_on
+    ours, tokenizer = load_pretrained(str(tmp_path / "run"))
+    again, same = load_pretrained(str(to))
+    assert tokenizer.fingerprint == same.fingerprint
+    tokens = torch.randint(257, (2, 32))
+    torch.testing.assert_close(again(tokens), ours(tokens), atol=1e-5, rtol=1e-5)
+    weights = load_file(to / "model.safetensors")
+    assert sum(tensor.numel() for tensor in weights.values()) == exported.parameters
+    assert exported.bytes == 4 * exported.parameters
+    assert json.loads((to / "generation_config.json").read_text())["eos_token_id"] == 256
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_bf16_halves_the_file_and_large_files_are_parted(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "SHARD_SIZE", "30KB")
+    to = tmp_path / "out"
+    exported = export(str(run), to, dtype="bf16")
+    assert exported.bytes == 2 * exported.parameters
+    assert len(list(to.glob("model-*.safetensors"))) > 1
+    assert json.loads((to / "config.json").read_text())["dtype"] == "bfloat16"
+    model, _ = load_pretrained(str(to))
+    ours = load_pretrained(str(run))[0].bfloat16().float()
+    tokens = torch.randint(257, (2, 32))
+    torch.testing.assert_close(model(tokens), ours(tokens), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_an_export_that_computes_something_else_fails_and_says_where(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = exporting.export_tensors
+
+    def wrong(*arguments: Any) -> Any:
+        tensors = real(*arguments)
+        tensors["transformer.h.1.mlp.c_fc.weight"] *= 1.5
+        return tensors
+
+    monkeypatch.setattr(exporting, "export_tensors", wrong)
+    with pytest.raises(CheckpointError, match=r"its values part from ours in block 2 of 2, by up"):
+        export(str(run), tmp_path / "out")
+
+    def fewer(*arguments: Any) -> Any:
+        return {k: v for k, v in real(*arguments).items() if "ln_f" not in k}
+
+    monkeypatch.setattr(exporting, "export_tensors", fewer)
+    with pytest.raises(CheckpointError, match=r"missing keys: transformer\.ln_f"):
+        export(str(run), tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))  # nothing was kept
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_target_that_holds_something(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "out"
+    to.mkdir()
+    command = ["export", str(run), "--to", str(to)]
+    (to / "thesis.txt").write_text("years of work")
+    assert run_main(cli.dispatch, command) == 2
+    assert "already holds thesis.txt; give another folder" in capsys.readouterr().err
+    assert run_main(cli.dispatch, [*command, "--overwrite"]) == 2
+    assert "no exported model, so it is not overwritten" in capsys.readouterr().err
+    assert (to / "thesis.txt").read_text() == "years of work"
+    (to / "thesis.txt").unlink()
+    assert run_main(cli.dispatch, command) == 0
+    assert run_main(cli.dispatch, command) == 2
+    (to / "old").write_text("")
+    assert run_main(cli.dispatch, [*command, "--overwrite"]) == 0
+    assert not (to / "old").exists()
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_checkpoints_are_chosen_and_data_that_is_away_is_told(
+    run: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus.rename(tmp_path / "moved")
+    options = ["--to", str(tmp_path / "out"), "--checkpoint"]
+    assert run_main(cli.dispatch, ["export", str(run), *options, "4"]) == 0
+    assert "on 2 x 32 random tokens (data folder" in capsys.readouterr().out
+    assert run_main(cli.dispatch, ["export", str(run), *options, "7", "--overwrite"]) == 2
+    assert "has no checkpoint '7'" in capsys.readouterr().err
+    assert run_main(cli.dispatch, ["export", str(run)]) == 2
+    assert "--to is missing" in capsys.readouterr().err
+
+
+def test_a_shape_without_a_class_is_refused_before_anything_is_written(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(train.main, small_run(*QUICK, "--model.norm", "rmsnorm")) == 0
+    command = ["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]
+    assert run_main(cli.dispatch, command) == 2
+    assert "GPT2LMHeadModel, needs model.norm layernorm" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+# --------------------------------------------------------------------------- fresh processes
+
+ROOT = Path(__file__).resolve().parents[1]
+PIPELINE = """
+import sys
+from transformers import pipeline
+write = pipeline("text-generation", model=sys.argv[1])
+out = write(sys.argv[2], max_new_tokens=50, do_sample=False)
+sys.stdout.write(out[0]["generated_text"])
+"""
+
+
+def finish(*command: str, cwd: Path, timeout: float = 300) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_shakespeare_is_exported_and_continued_by_a_pipeline(
+    shakespeare: Path, tmp_path: Path
+) -> None:
+    """200 steps on real text; greedy text of transformers' pipeline equals ours."""
+    config = str(ROOT / "configs" / "shakespeare_char_cpu.yaml")
+    short = ["--train.max_steps", "200", "--eval.every", "100", "--checkpoint.every", "0"]
+    data = ["--data.prepare.path", str(shakespeare), "--data.train", "data", "--out_dir", "run"]
+    finish("-m", "accel_gpt.cli", "train", config, *short, *data, cwd=tmp_path)
+    told = finish("-m", "accel_gpt.cli", "export", "run", "--to", "out", cwd=tmp_path)
+    assert "opened by transformers" in told
+    greedy = ["--temperature", "0", "--max_new_tokens", "50", "--prompt", "the "]
+    ours = finish("-m", "accel_gpt.cli", "sample", "run", *greedy, cwd=tmp_path)
+    assert finish("-m", "accel_gpt.cli", "sample", "out", *greedy, cwd=tmp_path) == ours
+    assert finish("-c", PIPELINE, "out", "the ", cwd=tmp_path) == ours.removesuffix("\n")
+    assert len(ours) == len("the ") + 50 + 1
+    assert len(set(ours)) >= 5
+
+
+@pytest.mark.slow
+def test_a_compiled_run_of_two_processes_is_exported_under_plain_names(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    arguments = small_run(*QUICK, "--train.compile", "--train.micro_batch_size", "2")
+    finish(*launcher, str(ROOT / "accel_gpt" / "train.py"), *arguments, cwd=tmp_path)
+    finish("-m", "accel_gpt.cli", "export", "run", "--to", "out", cwd=tmp_path)
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert names
+    assert all(name.startswith("transformer.") for name in names)
+    assert not any("module." in name or "_orig_mod." in name for name in names)
+
+
+SHARDED = """
+import os, sys
+os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+def backend(self, cpu=False, sagemaker_dp=False, backend=None):
+    return "gloo", DistributedType.MULTI_GPU
+PartialState._prepare_backend = backend  # Accelerate offers FSDP on GPUs alone
+import accel_gpt.run.environment
+accel_gpt.run.environment.Accelerator = lambda cpu, **given: Accelerator(**given)
+from accel_gpt import train
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_weights_that_fsdp_sharded_are_put_together(small_run: Arguments, tmp_path: Path) -> None:
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    launcher = ["-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2"]
+    launcher += ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+    launcher += ["--fsdp_transformer_layer_cls_to_wrap", "Block", "--num_processes", "2"]
+    launcher += ["--main_process_port", "0"]
+    alike = ["--train.max_steps", "3", "--eval.every", "0", "--sample.every", "0"]
+    alike += ["--model.dropout", "0", "--train.micro_batch_size", "2"]
+    finish(*launcher, str(script), *small_run(*alike, "--out_dir", "sharded"), cwd=tmp_path)
+    assert not list(tmp_path.glob("sharded/checkpoints/*/model.safetensors"))
+    finish("-m", "accel_gpt.cli", "train", *small_run(*alike, "--out_dir", "one"), cwd=tmp_path)
+    finish("-m", "accel_gpt.cli", "export", "sharded", "--to", "out", cwd=tmp_path)
+    sharded, one = (load_pretrained(str(tmp_path / name))[0] for name in ("out", "one"))
+    assert isinstance(sharded, GPT)
+    tokens = torch.randint(257, (2, 32))
+    torch.testing.assert_close(sharded(tokens), one(tokens), atol=1e-4, rtol=1e-4)

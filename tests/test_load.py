@@ -1,0 +1,258 @@
+"""Starting from a model of another: folders of transformers, runs, the Hub; and what is refused."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from accel_gpt import cli, train
+from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
+from accel_gpt.errors import CheckpointError, UserError, run_main
+from accel_gpt.hub.load import load_pretrained, start_model
+from accel_gpt.hub.sources import inherit
+from accel_gpt.hub.tokenizer_files import save_for_transformers
+from accel_gpt.model.gpt import GPT
+from accel_gpt.parse import load_config
+from accel_gpt.run.text_corpus import open_corpus
+from tests.hub_server import HubServer, point_at
+from tests.test_convert import make_theirs
+
+Arguments = Callable[..., list[str]]
+SHAPE = {"vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A random GPT-2 of transformers over bytes, and the folder that it wrote."""
+    folder = tmp_path_factory.mktemp("saved") / "gpt2"
+    theirs = make_theirs("GPT2", SHAPE)
+    theirs.save_pretrained(folder)
+    save_for_transformers(BytesTokenizer(), folder, 64)
+    return theirs, folder
+
+
+@pytest.fixture
+def folder(saved: tuple[Any, Path], tmp_path: Path) -> Path:
+    """A copy of it."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in saved[1].iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return copy
+
+
+def started(arguments: list[str], said: list[str] | None = None) -> GPT:
+    config = load_config(arguments, "test", inherit)
+    say = (said if said is not None else []).append
+    return start_model(config, open_corpus(config), False, say)
+
+
+def draw(vocab_size: int = 257, length: int = 32) -> Tensor:
+    return torch.randint(vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_a_run_starts_from_a_folder_of_transformers_and_crops_its_block(
+    saved: tuple[Any, Path], small_run: Arguments
+) -> None:
+    theirs, place = saved
+    model = started(small_run("--model.init_from", str(place)))
+    assert model.config.block_size == 32  # of the config, of 64
+    assert model.config.dropout == 0.1
+    tokens = draw()
+    torch.testing.assert_close(model.eval()(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+    whole, tokenizer = load_pretrained(str(place))
+    assert (whole.config.block_size, tokenizer.kind) == (64, "bytes")
+
+
+def test_what_is_not_set_comes_with_the_weights(folder: Path) -> None:
+    given = {"model.init_from": str(folder), "model.dropout": 0.2, "out_dir": str(folder / "run")}
+    brought = inherit(given)
+    assert brought["model.n_layer"] == 2
+    assert brought["model.vocab_size"] == 257
+    assert brought["data.prepare.tokenizer"] == str(folder / "tokenizer.json")
+    assert "model.dropout" not in brought
+    assert "data.prepare.tokenizer" not in inherit({**given, "data.prepare.tokenizer": "bytes"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model.n_layer", "3"], "model.n_layer is 3, but that of model.init_from"),
+        (["--model.block_size", "65"], "has 64 positions; set it to at most as many"),
+        (["--model.preset", "llama"], "model.preset is llama, but that of model.init_from"),
+        (["--model.bias", "false"], "model.bias is False, but that of"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused(
+    options: list[str],
+    message: str,
+    folder: Path,
+    small_run: Arguments,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = small_run("--model.init_from", str(folder), *options)
+    assert run_main(train.main, arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_another_tokenizer_is_refused_and_a_missing_one_assumed(
+    folder: Path, small_run: Arguments
+) -> None:
+    save_for_transformers(CharsTokenizer("abc"), folder, 64)
+    with pytest.raises(UserError, match=r"another tokenizer \(chars of 3\).*bytes of 257"):
+        started(small_run("--model.init_from", str(folder)))
+    (folder / "tokenizer.json").unlink()
+    said: list[str] = []
+    started(small_run("--model.init_from", str(folder)), said)
+    assert said == [f"{folder} holds no tokenizer: that of the data (bytes) is assumed"]
+    with pytest.raises(UserError, match="holds no tokenizer"):
+        load_pretrained(str(folder))
+
+
+def test_a_begun_run_goes_on_when_its_source_has_gone(folder: Path, small_run: Arguments) -> None:
+    arguments = small_run("--model.init_from", str(folder), "--train.max_steps", "4")
+    assert run_main(train.main, arguments) == 0
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+    longer = ["--train.max_steps", "5", "--checkpoint.allow_change", "train.max_steps"]
+    assert run_main(train.main, [*arguments, *longer]) == 0
+
+
+def test_weights_in_several_files(folder: Path) -> None:
+    theirs = make_theirs("GPT2", SHAPE | {"tie_word_embeddings": False})
+    theirs.save_pretrained(folder, max_shard_size="50KB")
+    (folder / "model.safetensors").unlink()
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    model, _ = load_pretrained(str(folder))
+    tokens = draw()
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for name, file in (("../elsewhere.safetensors", "names ../elsewhere"), ("gone.x", "gone.x")):
+        index["weight_map"] = dict.fromkeys(index["weight_map"], name)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match=file):
+            load_pretrained(str(folder))
+
+
+def test_a_damaged_file_of_weights_is_one_sentence(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
+        load_pretrained(str(folder))
+    file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
+        load_pretrained(str(folder))
+
+
+class Payload:
+    """Writes a file when it is unpickled carelessly."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_pickled_weights_are_refused_unless_allowed_and_never_run(
+    folder: Path, saved: tuple[Any, Path], small_run: Arguments, tmp_path: Path
+) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"holds no weights; expected model\.safetensors"):
+        load_pretrained(str(folder))
+    torch.save(saved[0].state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pickle only.*--model\.allow_pickle.*--allow_pickle"):
+        load_pretrained(str(folder))
+    model, _ = load_pretrained(str(folder), allow_pickle=True)
+    tokens = draw()
+    torch.testing.assert_close(model(tokens), saved[0](tokens).logits, atol=1e-5, rtol=1e-5)
+    started(small_run("--model.init_from", str(folder), "--model.allow_pickle"))
+    trap = tmp_path / "executed"
+    torch.save({"x": Payload(trap)}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read"):
+        load_pretrained(str(folder), allow_pickle=True)
+    assert not trap.exists()
+    pickle.loads(pickle.dumps(Payload(trap)))
+    assert trap.exists()  # the trap works
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "t5", "architectures": ["T5Model"]}, "is a T5Model; the classes that can"),
+        ({"n_layer": 3}, "lacks 12 of the tensors of a GPT2LMHeadModel"),
+        ({"n_embd": 64}, r"wte\.weight has shape \(257, 32\), expected \(257, 64\)"),
+    ],
+)
+def test_what_does_not_fit_its_config_is_named(
+    folder: Path, change: dict[str, Any], message: str
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=message):
+        load_pretrained(str(folder))
+
+
+def test_a_config_that_is_no_json_and_a_folder_without_one(folder: Path, tmp_path: Path) -> None:
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_pretrained(str(folder))
+    (folder / "config.json").unlink()
+    with pytest.raises(UserError, match="holds neither a run of ours nor a model"):
+        load_pretrained(str(folder))
+    with pytest.raises(UserError, match="neither a folder nor a repository"):
+        load_pretrained(str(tmp_path / "nowhere"))
+
+
+def test_names_without_a_prefix_and_old_buffers(folder: Path, saved: tuple[Any, Path]) -> None:
+    """As openai-community/gpt2 stores them."""
+    tensors = load_file(folder / "model.safetensors")
+    plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    plain["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    save_file(plain, folder / "model.safetensors")
+    tokens = draw()
+    found = load_pretrained(str(folder))[0](tokens)
+    torch.testing.assert_close(found, saved[0](tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+# --------------------------------------------------------------------------- the Hub
+
+
+def test_a_model_comes_from_the_hub_and_then_from_its_cache(
+    folder: Path,
+    saved: tuple[Any, Path],
+    small_run: Arguments,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with HubServer() as hub:
+        point_at(monkeypatch, hub, tmp_path / "home")
+        files = {file.name: file.read_bytes() for file in folder.iterdir()}
+        hub.add("openai-community/gpt2", {**files, "consolidated.safetensors": b"much"})
+        hub.add("user/pickled", {"config.json": files["config.json"], "pytorch_model.bin": b""})
+        model = started(small_run("--model.init_from", "gpt2"))
+        assert not any("consolidated" in path for _, path in hub.requests)
+        options = ["--max_new_tokens", "5", "--temperature", "0"]
+        assert run_main(cli.dispatch, ["sample", "gpt2", *options]) == 0
+        for place, message in (
+            ("user/nothing", "is neither a folder here nor a repository on the Hub"),
+            ("gpt2@v9", "has no revision v9"),
+            ("user/pickled", "holds no tokenizer"),
+        ):
+            assert run_main(cli.dispatch, ["sample", place]) == 2
+            assert message in capsys.readouterr().err
+        with pytest.raises(UserError, match="as a pickle only"):
+            started(small_run("--model.init_from", "user/pickled"))
+    again = started(small_run("--model.init_from", "gpt2"))  # the Hub has gone
+    tokens = draw()
+    assert torch.equal(model.eval()(tokens), again.eval()(tokens))
+    torch.testing.assert_close(again(tokens), saved[0](tokens).logits, atol=1e-5, rtol=1e-5)

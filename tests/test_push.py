@@ -1,0 +1,285 @@
+"""Pushes by the real client to a Hub on the loopback address, and runs that go on from there."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+
+from accel_gpt import cli, train
+from accel_gpt.errors import run_main
+from accel_gpt.hub import push as pushing
+from accel_gpt.hub import uploads
+from accel_gpt.hub.load import load_pretrained
+from tests.hub_server import HubServer, environment, no_waiting, point_at
+from tests.test_train import assert_same_weights, records, weights
+
+Arguments = Callable[..., list[str]]
+REPO = "tester/tiny"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A Hub that this process and its children see, with no pauses in this one."""
+    with HubServer() as server:
+        point_at(monkeypatch, server, tmp_path / "home")
+        no_waiting(monkeypatch)
+        monkeypatch.setattr(pushing, "FIRST_PAUSE_SECONDS", 0.0)
+        yield server
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_export.py` shows what the comparison does; here it costs seconds."""
+    same = {"difference": 0.0, "transformers": "5"}
+    monkeypatch.setattr("accel_gpt.hub.export.compare", lambda *_: same)
+
+
+@pytest.fixture
+def run(small_run: Arguments, tmp_path: Path) -> Path:
+    """A run with checkpoints of steps 4 and 8."""
+    assert run_main(train.main, small_run("--train.max_steps", "8")) == 0
+    return tmp_path / "run"
+
+
+def push(run: Path, *options: str) -> int:
+    return run_main(cli.dispatch, ["push", str(run), "--repo", REPO, *options])
+
+
+@pytest.mark.usefixtures("compared")
+def test_a_push_holds_everything_and_a_second_one_sends_what_changed(
+    run: Path, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert push(run, "--private", "--license", "mit", "--include_state") == 0
+    assert f"{hub.url}/{REPO}/tree/step-8" in capsys.readouterr().out
+    files = hub.files(REPO)
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "loss.png"} <= set(
+        files
+    )
+    assert {"metrics.jsonl", "metrics.csv", "checkpoint/manifest.json"} <= set(files)
+    assert any(name.startswith("tensorboard/") for name in files)
+    assert b"license: mit" in files["README.md"]
+    state = run / "checkpoints" / "step_00000008" / "model.safetensors"
+    assert files["checkpoint/model.safetensors"] == state.read_bytes()
+    assert hub.private == {REPO: True}
+    assert hub.tags(REPO).keys() == {"step-8"}
+    ours, again = load_pretrained(str(run))[0], load_pretrained(f"hf://{REPO}@step-8")[0]
+    tokens = torch.randint(257, (2, 32))
+    assert torch.equal(ours(tokens), again(tokens))
+
+    sent, commits = len(hub.lfs_uploads), hub.commits(REPO)
+    assert push(run, "--license", "mit", "--include_state") == 0
+    assert len(hub.lfs_uploads) == sent
+    assert hub.commits(REPO) == commits
+    assert push(run, "--license", "mit") == 0  # without its state, which is then removed
+    assert len(hub.lfs_uploads) == sent
+    assert not any(name.startswith("checkpoint/") for name in hub.files(REPO))
+    assert not list((run / "checkpoints").glob(".push_*"))
+
+
+@pytest.mark.usefixtures("compared")
+def test_steps_and_branches_are_named(run: Path, hub: HubServer) -> None:
+    assert push(run, "--checkpoint", "4") == 0
+    assert push(run) == 0
+    assert push(run, "--revision", "step-4") == 0  # a branch, with the step that it names
+    assert push(run, "--revision", "try", "--checkpoint", "last") == 0
+    assert hub.tags(REPO).keys() == {"step-4", "step-8"}
+    assert hub.branches(REPO).keys() == {"main", "step-4", "try"}
+    assert hub.commits(REPO) == ["step 8", "step 4", "initial commit"]
+    four, eight = (load_pretrained(str(run), step)[0].state_dict() for step in ("4", "8"))
+    for place, expected in ((f"{REPO}@step-4", four), (f"{REPO}@try", eight), (REPO, eight)):
+        found = load_pretrained(f"hf://{place}")[0].state_dict()
+        assert_same_weights(found, expected)
+
+
+@pytest.mark.usefixtures("compared")
+def test_a_broken_connection_and_a_busy_hub_are_tried_again(run: Path, hub: HubServer) -> None:
+    hub.drop_next_upload(after_bytes=1000, times=8)  # more than the client tries by itself
+    hub.fail_next(503, 2, "/commit/")
+    hub.fail_next(0, 1, "/repos/create")  # done, but the answer is lost
+    assert push(run) == 0
+    assert hub.commits(REPO) == ["step 8", "initial commit"]
+    assert "model.safetensors" in hub.files(REPO)
+
+
+@pytest.mark.usefixtures("compared")
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [(401, "log in with hf auth login, or set HF_TOKEN"), (403, "it needs the write role")],
+)
+def test_a_refusal_is_one_sentence(
+    status: int, message: str, run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.refuse(status)
+    assert push(run) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert hub.token not in error
+    assert len(error.splitlines()[-1]) < 250
+    hub.refuse(0)
+    assert push(run) == 0
+    hub.refuse(status)  # the repository exists: it is found out when the files are sent
+    (run / "metrics.jsonl").write_text("")
+    capsys.readouterr()
+    assert push(run) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--repo", "nouser"], "'nouser' is no name of a repository; expected user/name"),
+        (["--repo", "a/b", "--checkpoint", "7"], "has no checkpoint '7'"),
+        ([], "--repo is missing"),
+        (["--repo", "a/b", "--dtype", "int8"], "dtype is 'int8'; expected one of fp32, bf16, fp16"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    options: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(cli.dispatch, ["push", str(run), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_hub_out_of_reach_and_a_damaged_checkpoint(
+    run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.stop()
+    assert push(run) == 2
+    assert "cannot be written: the Hub cannot be reached" in capsys.readouterr().err
+    (run / "checkpoints" / "step_00000008" / "model.safetensors").write_bytes(b"half")
+    assert push(run) == 4
+    assert "model.safetensors has 4 bytes" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- while training
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch, hub: HubServer) -> list[int]:
+    """Uploads in this process: a new one takes seconds to start. The codes that they ended with."""
+    codes: list[int] = []
+
+    class Here:
+        def __init__(self, words: list[str], log: BinaryIO) -> None:
+            codes.append(run_main(cli.dispatch, words))
+
+        def wait(self) -> int:
+            return codes[-1]
+
+        def terminate(self) -> None:
+            """Nothing is under way."""
+
+    monkeypatch.setattr(uploads, "start_beside", Here)
+    return codes
+
+
+ALWAYS = ["--hub.repo_id", REPO, "--hub.push", "every_checkpoint", "--sample.every", "0"]
+
+
+@pytest.mark.usefixtures("compared", "no_process")
+def test_every_checkpoint_is_pushed_and_a_run_goes_on_from_one_elsewhere(
+    small_run: Arguments, hub: HubServer, tmp_path: Path
+) -> None:
+    asked = [*ALWAYS, "--hub.include_state"]
+    assert run_main(train.main, small_run(*asked)) == 0
+    assert hub.tags(REPO).keys() == {"step-4", "step-8", "step-12"}
+    assert hub.commits(REPO)[0] == "step 12"
+    assert b'"step": 12' in hub.files(REPO)["metrics.jsonl"]
+    elsewhere = ["--out_dir", str(tmp_path / "elsewhere"), "--sample.every", "0"]
+    resume = ["--checkpoint.resume", f"hf://{REPO}@step-8"]
+    assert run_main(train.main, small_run(*elsewhere, *resume)) == 0
+    assert records(tmp_path / "elsewhere") == records(tmp_path / "run")[8:]
+    assert_same_weights(weights(tmp_path / "elsewhere", 12), weights(tmp_path / "run", 12))
+    hub.stop()  # it has checkpoints of its own now
+    assert run_main(train.main, small_run(*elsewhere, *resume)) == 0
+
+
+@pytest.mark.usefixtures("compared", "no_process")
+def test_only_the_end_is_pushed_and_its_state_only_when_asked_for(
+    small_run: Arguments, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--hub.repo_id", REPO, "--hub.push", "end", "--sample.every", "0"]
+    assert run_main(train.main, small_run(*asked)) == 0
+    assert hub.tags(REPO).keys() == {"step-12"}
+    other = ["--out_dir", str(tmp_path / "other"), "--checkpoint.resume", f"hf://{REPO}@step-12"]
+    assert run_main(train.main, small_run(*other)) == 2
+    assert "holds no state to resume from; push it with hub.include_state" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.usefixtures("compared")
+def test_a_failed_upload_never_ends_a_run_and_is_tried_again(
+    small_run: Arguments,
+    hub: HubServer,
+    no_process: list[int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hub.refuse(403)
+    assert run_main(train.main, small_run(*ALWAYS)) == 0
+    shown = capsys.readouterr().err
+    assert "WARNING: the upload of step 4 failed, it waits: " in shown
+    assert "WARNING: not on the Hub: step 4, 8, 12" in shown
+    assert set(no_process) == {2}
+    assert records(tmp_path / "run")[-1]["step"] == 12
+    hub.refuse(0)
+    longer = ["--train.max_steps", "13", "--checkpoint.allow_change", "train.max_steps"]
+    assert run_main(train.main, small_run(*ALWAYS, *longer)) == 0
+    assert hub.tags(REPO).keys() == {"step-4", "step-8", "step-12", "step-13"}
+    assert not list((tmp_path / "run" / ".upload").glob("*"))
+
+
+def test_the_hub_section_is_checked(
+    small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(train.main, small_run("--hub.push", "end")) == 2
+    assert "hub.push is end but hub.repo_id is not set; set it to user/name" in (
+        capsys.readouterr().err
+    )
+    assert run_main(train.main, small_run("--hub.repo_id", "noslash")) == 2
+    assert "hub.repo_id is 'noslash'; expected user/name" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_uploads_run_beside_the_training_and_survive_its_signals(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    """Real processes: a slow line, a SIGTERM during an upload, the same launch again."""
+    import signal
+    import subprocess
+    import sys
+
+    root = Path(__file__).resolve().parents[1]
+    asked = small_run(*ALWAYS, "--train.max_steps", "30", "--checkpoint.every", "10")
+    command = [sys.executable, str(root / "accel_gpt" / "train.py"), *asked]
+    with HubServer() as hub:
+        hub.upload_delay = 60.0
+        seen = {**os.environ, **environment(hub, tmp_path / "home")}
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=seen, stderr=subprocess.PIPE, text=True
+        )
+        deadline = time.monotonic() + 120
+        while not any("/storage/" in path for _, path in hub.requests):
+            assert time.monotonic() < deadline
+            assert process.poll() is None  # it waits for its uploads
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        _, shown = process.communicate(timeout=60)
+        assert process.returncode == 0  # all steps were done
+        assert "WARNING: not on the Hub: step 10, 20, 30" in shown
+        hub.upload_delay = 0.0
+        done = subprocess.run(
+            [*command], cwd=tmp_path, env=seen, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert hub.tags(REPO).keys() == {"step-10", "step-20", "step-30"}
+        log = (tmp_path / "run" / "hub.log").read_text()
+        assert hub.token not in log + done.stderr
+        config = json.loads(hub.files(REPO, "step-30")["config.json"])
+        assert config["architectures"] == ["GPT2LMHeadModel"]

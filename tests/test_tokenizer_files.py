@@ -1,0 +1,477 @@
+"""Every tokenizer as files of transformers: same ids and text there, and the same one read back."""
+
+import copy
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_gpt.data import bpe, tokenizer_json
+from accel_gpt.data.tokenizer import (
+    BytesTokenizer,
+    CharsTokenizer,
+    HFTokenizer,
+    RankTokenizer,
+    Tokenizer,
+    load_gpt2,
+    load_tokenizer,
+    train_bpe,
+)
+from accel_gpt.errors import DataError, UserError
+from accel_gpt.hub.tokenizer_files import save_for_transformers
+
+BLOCK_SIZE = 100_000
+KINDS = ("bytes", "chars", "bpe", "gpt2", "hf")
+NASTY = {
+    "emoji": "a 👩‍👩‍👧‍👦 family, a flag 🇨🇭, a skin tone 👍🏽" * 3,
+    "scripts": "naïve ДОМ 東京タワー مرحبا שלום हिन्दी ไทย \u200bzero\u00a0width \ufeff",
+    "controls": "\x00\x00a\x00 b\x01\x7f\x85\u2028\u2029\x1c\u3000 ",
+    "code": "def f(x):\n\tif x_1 >= 10_000:\n        return self.__dict__[x]  # ok\n\n\n",
+    "contractions": "I'll they're don't I'd we've it's I'm ''S 'LL can\u2019t . , ! n't",
+    "line ends": "one\r\ntwo\r\n\r\n  three\r\rfour \n \n",
+    "white space": " " * 50 + "x" + "\t" * 99 + "\n" * 100 + " \n" * 50 + "y   ",
+    "combining": "\u0301\u0301e\u0301 \u0300",
+    "digits": "3.14159 12345678 1,000,000 ١٢٣٤ ²³ Ⅻ",
+    "byte spelling": "ĠtheĊ âĢĻ ##ing ▁the <0x0A> [UNK]",
+    "planes": "\ufffd\ufffe\U0010ffff\ue000\U0001f600\U00020000",
+    "empty": "",
+}
+ANY = st.text(max_size=40) | st.text("the rn\n\r\t_.12é дa👍\u0301\x00'sSl|\u3000", max_size=80)
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_network() -> Iterator[None]:
+    """Any attempt to reach another machine fails the test."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a tokenizer was looked for in the network")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", refuse)
+        patch.setattr(socket, "getaddrinfo", refuse)
+        yield
+
+
+def foreign(folder: Path, **config: object) -> Tokenizer:
+    """A tokenizer of kind hf, from a folder with this tokenizer_config.json, if any."""
+    content = json.loads(train_bpe(["the there then " * 9], 262).file_text)
+    content["pre_tokenizer"] = {**bpe.byte_level(), "use_regex": True}
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    made = {
+        "bytes": BytesTokenizer(),
+        "chars": CharsTokenizer("".join(sorted(set("".join(NASTY.values()))))),
+        "bpe": train_bpe([*NASTY.values(), *NASTY.values()], 300),
+        "hf": foreign(tmp_path_factory.mktemp("hf") / "source"),
+    }
+    if "TIKTOKEN_CACHE_DIR" in os.environ:
+        made["gpt2"] = load_gpt2()
+    return made
+
+
+@pytest.fixture(scope="module")
+def folders(
+    tokenizers: dict[str, Tokenizer], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    written = {}
+    for kind, tokenizer in tokenizers.items():
+        written[kind] = tmp_path_factory.mktemp(kind)
+        save_for_transformers(tokenizer, written[kind], BLOCK_SIZE)
+    return written
+
+
+@pytest.fixture(scope="module")
+def opened(folders: dict[str, Path]) -> dict[str, Any]:
+    """What AutoTokenizer makes of each folder, without a warning."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("transformers").addHandler(handler)
+    made = {k: transformers.AutoTokenizer.from_pretrained(path) for k, path in folders.items()}
+    logging.getLogger("transformers").removeHandler(handler)
+    assert not said
+    return made
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, tokenizers: dict[str, Tokenizer]) -> str:
+    if request.param not in tokenizers:
+        pytest.skip("tiktoken's gpt2 files are not in TIKTOKEN_CACHE_DIR")
+    return str(request.param)
+
+
+@pytest.fixture
+def gpt2(tokenizers: dict[str, Tokenizer]) -> Tokenizer:
+    if "gpt2" not in tokenizers:
+        pytest.skip("tiktoken's gpt2 files are not in TIKTOKEN_CACHE_DIR")
+    return tokenizers["gpt2"]
+
+
+@pytest.fixture(scope="module")
+def gpt2_content(folders: dict[str, Path]) -> Any:
+    if "gpt2" not in folders:
+        pytest.skip("tiktoken's gpt2 files are not in TIKTOKEN_CACHE_DIR")
+    return json.loads((folders["gpt2"] / "tokenizer.json").read_text())
+
+
+@pytest.fixture
+def no_tiktoken_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"tiktoken was asked for its {name}")
+
+    empty = tmp_path / "tiktoken"
+    empty.mkdir()
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(empty))
+    monkeypatch.setattr("tiktoken.get_encoding", refuse)
+
+
+def equal(a: Tokenizer, b: Tokenizer) -> bool:
+    return all(
+        (
+            (a.kind, a.fingerprint) == (b.kind, b.fingerprint),
+            (a.vocab_size, a.eot_id) == (b.vocab_size, b.eot_id),
+            a.encode(NASTY["code"]) == b.encode(NASTY["code"]),
+        )
+    )
+
+
+# --------------------------------------------------------------------------- transformers
+
+
+@pytest.mark.parametrize("text", NASTY.values(), ids=NASTY)
+def test_transformers_gives_the_same_ids_and_text(
+    kind: str, text: str, tokenizers: dict[str, Tokenizer], opened: dict[str, Any]
+) -> None:
+    tokenizer, theirs = tokenizers[kind], opened[kind]
+    if kind == "chars" and not text:
+        assert tokenizer.encode(text) == theirs.encode(text) == []
+        return
+    ids = tokenizer.encode(text)
+    assert theirs.encode(text, add_special_tokens=False) == ids
+    assert theirs.encode(text) == ids
+    assert theirs.decode(ids) == tokenizer.decode(ids) == text
+    assert theirs(text)["input_ids"] == ids
+
+
+@settings(deadline=None, max_examples=300)
+@given(text=ANY)
+def test_transformers_gives_the_same_ids_for_any_text(
+    tokenizers: dict[str, Tokenizer], opened: dict[str, Any], text: str
+) -> None:
+    for kind in tokenizers.keys() - {"chars"}:
+        ids = tokenizers[kind].encode(text)
+        assert opened[kind].encode(text, add_special_tokens=False) == ids
+        assert opened[kind].decode(ids) == tokenizers[kind].decode(ids)
+
+
+@settings(deadline=None, max_examples=200)
+@given(draw=st.data())
+def test_transformers_decodes_any_ids(
+    tokenizers: dict[str, Tokenizer], opened: dict[str, Any], draw: st.DataObject
+) -> None:
+    for kind, tokenizer in tokenizers.items():
+        every = st.integers(0, tokenizer.vocab_size - 1)
+        ids = draw.draw(st.lists(every, max_size=20))
+        assert opened[kind].decode(ids) == tokenizer.decode(ids)
+
+
+def test_transformers_knows_size_and_special_tokens(
+    kind: str, tokenizers: dict[str, Tokenizer], opened: dict[str, Any]
+) -> None:
+    tokenizer, theirs = tokenizers[kind], opened[kind]
+    assert len(theirs) == tokenizer.vocab_size
+    if kind in ("bytes", "chars", "gpt2"):
+        assert theirs.vocab_size == tokenizer.vocab_size
+    assert max(theirs.get_vocab().values()) == tokenizer.vocab_size - 1
+    assert theirs.eos_token_id == tokenizer.eot_id
+    assert theirs.bos_token_id == (None if kind in ("chars", "hf") else tokenizer.eot_id)
+    assert theirs.model_max_length == BLOCK_SIZE
+
+
+def test_a_special_token_spelled_in_a_text_is_plain_text_only_here(
+    tokenizers: dict[str, Tokenizer], folders: dict[str, Path], opened: dict[str, Any]
+) -> None:
+    for kind in tokenizers.keys() - {"chars"}:
+        tokenizer = tokenizers[kind]
+        plain = transformers.AutoTokenizer.from_pretrained(folders[kind], split_special_tokens=True)
+        for text in ("a <|endoftext|> b", "<|endoftext|>"):
+            assert tokenizer.eot_id not in tokenizer.encode(text)
+            assert tokenizer.eot_id in opened[kind].encode(text)
+            assert plain.encode(text) == tokenizer.encode(text)
+
+
+def test_an_unknown_character_is_an_error_there_too(
+    tokenizers: dict[str, Tokenizer], opened: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError, match="is not among"):
+        tokenizers["chars"].encode("thę")
+    with pytest.raises(Exception, match=r"Missing \[UNK\] token"):
+        opened["chars"].encode("thę")
+
+
+def test_a_model_config_beside_them_changes_nothing(
+    tokenizers: dict[str, Tokenizer], tmp_path: Path
+) -> None:
+    """transformers chooses the class also by `model_type`, and some classes know better."""
+    text = "".join(NASTY.values())
+    for model_type in ("gpt2", "llama", "mistral", "qwen3", "nanochat"):
+        for kind in ("chars", "bpe"):
+            folder = tmp_path / f"{model_type} {kind}"
+            folder.mkdir()
+            save_for_transformers(tokenizers[kind], folder, BLOCK_SIZE)
+            (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+            theirs = transformers.AutoTokenizer.from_pretrained(folder)
+            assert theirs.encode(text) == tokenizers[kind].encode(text), (model_type, kind)
+
+
+# --------------------------------------------------------------------------- read back
+
+
+def test_the_files_give_the_equal_tokenizer_back(
+    kind: str, tokenizers: dict[str, Tokenizer], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    loaded = load_tokenizer(folders[kind])
+    assert type(loaded) is type(tokenizers[kind])
+    assert equal(loaded, tokenizers[kind])
+    save_for_transformers(loaded, tmp_path, BLOCK_SIZE)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / name).read_text() == (folders[kind] / name).read_text()
+
+
+@pytest.mark.parametrize("kind", ["bytes", "chars", "gpt2"], indirect=True)
+def test_files_that_transformers_saved_again_give_it_too(
+    kind: str, tokenizers: dict[str, Tokenizer], opened: dict[str, Any], tmp_path: Path
+) -> None:
+    opened[kind].save_pretrained(tmp_path)
+    assert equal(load_tokenizer(tmp_path), tokenizers[kind])
+
+
+@pytest.mark.usefixtures("no_tiktoken_files")
+def test_gpt2_is_read_from_its_file_without_tiktokens(
+    gpt2: Tokenizer, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    loaded = load_tokenizer(folders["gpt2"])
+    assert isinstance(loaded, RankTokenizer)
+    assert equal(loaded, gpt2)
+    assert loaded.encode("".join(NASTY.values())) == gpt2.encode("".join(NASTY.values()))
+    loaded.save(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_text() == loaded.file_text
+    assert json.loads(loaded.file_text) == json.loads(
+        (folders["gpt2"] / "tokenizer.json").read_text()
+    )
+
+
+@pytest.mark.usefixtures("no_tiktoken_files")
+def test_gpt2_is_known_in_the_form_of_its_first_publication(
+    gpt2: Tokenizer, gpt2_content: Any, tmp_path: Path
+) -> None:
+    """openai-community/gpt2: no type, merges as strings, no use_regex, a normalized special."""
+    content = copy.deepcopy(gpt2_content)
+    content["model"] |= {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+    content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+    for name in ("type", "byte_fallback", "ignore_merges"):
+        del content["model"][name]
+    for name in ("pre_tokenizer", "decoder", "post_processor"):
+        content[name].pop("use_regex")
+    content["added_tokens"][0]["normalized"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
+    assert equal(load_tokenizer(tmp_path), gpt2)
+
+
+@pytest.mark.usefixtures("no_tiktoken_files")
+def test_gpt2_is_known_as_transformers_own_class_saves_it(
+    gpt2: Tokenizer, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    theirs = transformers.GPT2Tokenizer.from_pretrained(folders["gpt2"])
+    text = "".join(NASTY.values())
+    assert theirs.encode(text) == gpt2.encode(text)
+    theirs.save_pretrained(tmp_path)
+    assert equal(load_tokenizer(tmp_path), gpt2)
+
+
+@pytest.mark.usefixtures("no_tiktoken_files")
+def test_gpt2_is_read_from_vocab_json_and_merges_txt(
+    gpt2: Tokenizer, gpt2_content: Any, tmp_path: Path
+) -> None:
+    model = gpt2_content["model"]
+    merges = "".join(f"{a} {b}\n" for a, b in model["merges"])
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
+    loaded = load_tokenizer(tmp_path)
+    assert equal(loaded, gpt2)
+    assert json.loads(loaded.file_text) == gpt2_content
+
+
+@pytest.mark.parametrize("vocabulary", ['{"a": 0, "b": 1, "ab": 2}', "[]", "{", '{"a": null}'])
+def test_two_files_of_another_tokenizer_are_refused(vocabulary: str, tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text(vocabulary)
+    with pytest.raises(UserError, match="no tokenizer at"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    with pytest.raises(UserError, match=r"vocab\.json and merges\.txt are not GPT-2's"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match=r"no tokenizer at .*other\.json"):
+        load_tokenizer(tmp_path / "other.json")
+
+
+NEARLY_GPT2 = {
+    "another merge": ("model", "merges", [["a", "b"]]),
+    "a prefix space": ("pre_tokenizer", "add_prefix_space", True),
+    "no regex": ("pre_tokenizer", "use_regex", False),
+    "another split": ("pre_tokenizer", "type", "Metaspace"),
+    "dropout": ("model", "dropout", 0.1),
+    "a suffix": ("model", "end_of_word_suffix", "</w>"),
+    "another decoder": ("decoder", "type", "WordPiece"),
+    "another model": ("model", "type", "WordPiece"),
+}
+
+
+@pytest.mark.parametrize("change", NEARLY_GPT2.values(), ids=NEARLY_GPT2)
+def test_what_differs_from_gpt2_is_not_gpt2(
+    gpt2_content: Any, change: tuple[str, str, Any]
+) -> None:
+    part, name, value = change
+    assert tokenizer_json.gpt2_ranks(gpt2_content) is not None
+    changed = {**gpt2_content, part: {**gpt2_content[part], name: value}}
+    assert tokenizer_json.gpt2_ranks(changed) is None
+
+
+def test_gpt2_with_other_tokens_is_not_gpt2(gpt2_content: Any) -> None:
+    vocabulary, end = gpt2_content["model"]["vocab"], gpt2_content["added_tokens"][0]
+    for changes in (
+        {"added_tokens": [end, {**end, "id": 50257, "content": "<|pad|>"}]},
+        {"added_tokens": [{**end, "special": False}]},
+        {"added_tokens": []},
+        {"normalizer": {"type": "NFC"}},
+        {"model": {**gpt2_content["model"], "vocab": {**vocabulary, "!": 1, '"': 0}}},
+        {"model": {**gpt2_content["model"], "vocab": {**vocabulary, "!": 60000}}},
+        {"post_processor": {"type": "TemplateProcessing", "special_tokens": {"<s>": {}}}},
+    ):
+        assert tokenizer_json.gpt2_ranks({**gpt2_content, **changes}) is None, list(changes)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "chars"])
+def test_what_differs_from_bytes_and_chars_is_neither(kind: str, folders: dict[str, Path]) -> None:
+    content = json.loads((folders[kind] / "tokenizer.json").read_text())
+
+    def known(changed: Any) -> bool:
+        return tokenizer_json.is_bytes(changed) or tokenizer_json.characters(changed) is not None
+
+    assert known(content)
+    assert known({**content, "truncation": {"max_length": 5}})
+    vocabulary = content["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.get)
+    for changes in (
+        {"normalizer": {"type": "NFC"}},
+        {"pre_tokenizer": None},
+        {"decoder": None},
+        {"added_tokens": [{"content": "<s>"}]},
+        {"model": {**content["model"], "vocab": {**vocabulary, last: 9999}}},
+        {"model": {**content["model"], "vocab": {**vocabulary, "two": len(vocabulary)}}},
+        {"post_processor": {"type": "TemplateProcessing", "special_tokens": {"<s>": {}}}},
+        {"post_processor": {"type": "BertProcessing"}},
+    ):
+        assert not known({**content, **changes}), changes
+    for nothing in (None, [], {}, {"model": 1}, {"model": {"type": "WordLevel", "vocab": [1]}}):
+        assert not known(nothing)
+        assert tokenizer_json.gpt2_ranks(nothing) is None
+
+
+# --------------------------------------------------------------------------- what came along
+
+
+def test_the_settings_of_an_imported_tokenizer_are_taken_along(tmp_path: Path) -> None:
+    source = foreign(
+        tmp_path / "source",
+        auto_map={"AutoTokenizer": ["evil.Evil", None]},
+        name_or_path="/home/somebody/model",
+        tokenizer_class="EvilTokenizer",
+        bos_token="t",
+        eos_token="h",
+        pad_token={"content": "e", "special": True},
+        clean_up_tokenization_spaces=True,
+        model_max_length=5,
+    )
+    (tmp_path / "source" / "chat_template.jinja").write_text(TEMPLATE)
+    for name in ("data", "checkpoint", "export"):
+        (tmp_path / name).mkdir()
+    load_tokenizer(tmp_path / "source").save(tmp_path / "data")
+    load_tokenizer(tmp_path / "data").save(tmp_path / "checkpoint")
+    save_for_transformers(load_tokenizer(tmp_path / "checkpoint"), tmp_path / "export", 64)
+    assert equal(load_tokenizer(tmp_path / "export"), source)
+
+    for name in ("data", "checkpoint", "export"):
+        written = json.loads((tmp_path / name / "tokenizer_config.json").read_text())
+        assert not written.keys() & {"auto_map", "name_or_path"}
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert (theirs.bos_token, theirs.pad_token) == ("t", "e")
+    assert theirs.eos_token_id == source.eot_id  # what ends the documents of the training data
+    assert theirs.model_max_length == 64
+    messages = [{"role": "user", "content": "hi"}]
+    assert theirs.apply_chat_template(messages, tokenize=False) == "[user] hi"
+    assert theirs.clean_up_tokenization_spaces is False
+
+
+def test_an_end_of_text_that_only_the_settings_name_keeps_its_form(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    foreign(source)
+    text = (source / "tokenizer.json").read_text().replace("<|endoftext|>", "<stop>")
+    (source / "tokenizer.json").write_text(text)
+    end = {"__type": "AddedToken", "content": "<stop>", "special": True, "lstrip": False}
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    tokenizer = load_tokenizer(source)
+    save_for_transformers(tokenizer, tmp_path, 64)
+    assert equal(load_tokenizer(tmp_path), tokenizer)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == end
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.eos_token_id == tokenizer.eot_id == 261
+
+
+def test_truncation_and_padding_of_a_file_stop_nobody(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    foreign(source)
+    content = json.loads((source / "tokenizer.json").read_text())
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 5,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(source)
+    assert isinstance(tokenizer, HFTokenizer)
+    save_for_transformers(tokenizer, tmp_path, 64)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "the return of the self"
+    assert theirs.encode(text) == tokenizer.encode(text)
+    assert (tmp_path / "tokenizer.json").read_text() == tokenizer.file_text
+
+
+def test_settings_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    foreign(tmp_path / "source")
+    for content in ("{", "[]"):
+        (tmp_path / "source" / "tokenizer_config.json").write_text(content)
+        with pytest.raises(DataError, match=r"tokenizer_config\.json is not valid JSON"):
+            load_tokenizer(tmp_path / "source")
+    (tmp_path / "source" / "tokenizer_config.json").unlink()
+    (tmp_path / "source" / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"chat_template\.jinja is no UTF-8"):
+        load_tokenizer(tmp_path / "source")

@@ -89,6 +89,9 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     except UserError as error:
         sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {error}\n")
         return error.exit_code
+    except BrokenPipeError:  # whoever read our output has enough, as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130

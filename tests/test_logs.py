@@ -50,7 +50,7 @@ def everything(folder: Path) -> bytes:
 
 
 def curves(folder: Path) -> Any:
-    found = EventAccumulator(str(folder))
+    found = EventAccumulator(str(folder / "tensorboard"))
     found.Reload()
     return found
 
@@ -74,7 +74,7 @@ def test_nothing_private_is_copied(run: Path, tmp_path: Path) -> None:
     for word in (b"alice", b"build-node-17", b"/home", b"hf_", b"hparams", b"config", b"out_dir"):
         assert word in everything(run) or word == b"hparams"
         assert word not in content
-    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    names = sorted(path.name for path in (tmp_path / "out" / "tensorboard").iterdir())
     assert all(name.startswith("events.out.tfevents.") for name in names)
     assert all(name.endswith(".accel_gpt") for name in names)
 
@@ -107,4 +107,4 @@ def test_metrics_are_copied_as_they_are_but_for_places(tmp_path: Path) -> None:
 def test_a_run_without_logs_gives_none(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     copy_logs(tmp_path / "run", tmp_path / "out")
-    assert not any((tmp_path / "out").iterdir())
+    assert not any(path.is_file() for path in (tmp_path / "out").rglob("*"))

@@ -73,10 +73,17 @@ def write_text(
         generator=generator,
         eot_id=tokenizer.eot_id,
     )
+    given = ids[0].tolist()
     return [
-        prompt + tokenizer.decode(until(row, tokenizer.eot_id))
+        prompt + decode_after(given, until(row, tokenizer.eot_id), tokenizer)
         for row in out[:, ids.shape[1] :].tolist()
     ]
+
+
+def decode_after(given: list[int], ids: list[int], tokenizer: Tokenizer) -> str:
+    """Text of `ids` where they follow `given`: some decoders drop the first space of a text."""
+    before, whole = tokenizer.decode(given), tokenizer.decode(given + ids)
+    return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(ids)
 
 
 def until(ids: list[int], eot_id: int | None) -> list[int]:

@@ -17,16 +17,17 @@ SAMPLES = ("samples", "samples/text_summary")  # tags that `publish_samples` giv
 
 
 def copy_logs(run: Path, to: Path) -> None:
-    """Copy TensorBoard's events and the metrics of `run` into the folder `to`; what there is.
+    """Copy TensorBoard's events, into `to`/tensorboard, and the metrics of `run`; what there is.
 
     Of the events, scalars, samples and the marks of resumes stay: hyperparameters and the config
     hold paths, and file names the name of the machine. Sources of a mixture lose theirs as well.
     """
-    to.mkdir(parents=True, exist_ok=True)
+    events = to / "tensorboard"
+    events.mkdir(parents=True, exist_ok=True)
     copied = 0
     for path in sorted((run / "tensorboard").rglob("*tfevents*"), key=lambda path: path.name):
         if path.is_file() and (records := public_events(path)):
-            write_events(to / f"events.out.tfevents.{copied:010d}.accel_gpt", records)
+            write_events(events / f"events.out.tfevents.{copied:010d}.accel_gpt", records)
             copied += 1
     if (run / "metrics.csv").is_file():  # its columns are fixed, and its values numbers
         shutil.copyfile(run / "metrics.csv", to / "metrics.csv")

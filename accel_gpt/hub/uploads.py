@@ -1,10 +1,11 @@
 """Checkpoints of a run in training on their way to the Hub, by processes beside it.
 
-Each upload is an `accel-gpt push` of its own, at the lowest priority: in the training process
+Each upload is an `accel-gpt push` of its own, on cores that are idle: in the training process
 there is only a thread that waits for it. What is to be uploaded stands in `.upload/` of the run,
 as hard links: pruning does not take it away, and a later launch finds what is left.
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -138,16 +139,20 @@ class Uploads:
 
 
 def start_beside(words: list[str], log: BinaryIO) -> "subprocess.Popen[bytes]":
-    """Start `accel-gpt WORDS ...` at the lowest priority; what it says goes to `log`."""
+    """Start `accel-gpt WORDS ...` for cores that are idle; what it says goes to `log`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "accel_gpt.cli", *words],
         env=alone(),
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        start_new_session=True,  # Ctrl-C is for the training
+        process_group=0,  # Ctrl-C is for the training; in a session of its own it would count more
     )
-    os.setpriority(os.PRIO_PROCESS, process.pid, LOWEST_PRIORITY)
+    with contextlib.suppress(OSError):  # it may have ended already
+        if hasattr(os, "SCHED_IDLE"):
+            os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
+        else:
+            os.setpriority(os.PRIO_PROCESS, process.pid, LOWEST_PRIORITY)
     return process
 
 

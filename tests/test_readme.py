@@ -15,6 +15,7 @@ import pytest
 from accel_gpt.config import Config
 from accel_gpt.parse import leaves, load_config
 from accel_gpt.plan import make_plan
+from tests.hub_server import HubServer, environment
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -108,3 +109,22 @@ def test_own_data_as_the_readme_says(elsewhere: Path) -> None:
         json.loads((elsewhere / f"data/{n}/dataset.json").read_text()) for n in ("crawl", "piped")
     ]
     assert indexes[0]["splits"] == indexes[1]["splits"]
+
+
+@pytest.mark.slow
+def test_the_round_trip_as_the_readme_says(elsewhere: Path) -> None:
+    short = "--train.max_steps 20 --schedule.warmup_steps 2 --sample.every 0"
+    run(f"accel-gpt train configs/quickstart.yaml {short}", elsewhere)
+    with HubServer() as hub:
+        known = " ".join(f"{k}={v}" for k, v in environment(hub, elsewhere / "home").items())
+        shown = []
+        for command in commands("Both ways with transformers, and the Hub"):
+            mine = command.replace("user/", "tester/").replace("step-600", "step-20")
+            if mine.startswith("accel-gpt train"):
+                mine += f" {short} --train.max_steps 22 --checkpoint.allow_change train.max_steps"
+            shown.append(run(f"export {known}; {mine}", elsewhere))
+        assert len(shown) == 6
+        assert "its logits equal ours" in shown[0]
+        assert "generated_text" in shown[1]
+        assert "resuming runs/moved from step 20" in shown[5]
+        assert {"README.md", "loss.png", "config.json"} <= set(hub.files("tester/quickstart"))

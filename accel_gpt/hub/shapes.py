@@ -265,6 +265,7 @@ def gpt2_settings(config: ModelConfig) -> dict[str, Any]:
         "n_head": config.n_head,
         "n_embd": config.n_embd,
         "n_positions": config.block_size,
+        "n_ctx": config.block_size,  # of old; the converter of llama.cpp asks for it
         "n_inner": config.hidden_size,
         "activation_function": next(k for k, v in ACTIVATIONS.items() if v == config.mlp),
         "layer_norm_epsilon": config.norm_eps,

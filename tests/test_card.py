@@ -82,6 +82,9 @@ def make(tmp_path: Path, corpus: Path) -> Make:
         lines = [json.dumps(one) + "\n" for one in records]
         (run / "metrics.jsonl").write_text("".join(lines))
         (run / "samples").mkdir()
+        for step in (5, 10):
+            text = f"--- sample 1\nolder, of step {step}\n"
+            (run / "samples" / f"step_{step:08d}.txt").write_text(text)
         (run / "samples" / "step_00000020.txt").write_text(samples, encoding="utf-8")
         (run / "samples" / "step_00000040.txt").write_text("--- sample 1\nfrom the future\n")
         return checkpoint
@@ -394,3 +397,11 @@ def size(path: Path) -> tuple[int, int]:
     head = path.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
     return int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
+
+
+def test_three_samples_are_shown_also_where_each_step_wrote_one(make: Make, tmp_path: Path) -> None:
+    text = write(make(), tmp_path / "card")
+    shown = [text.index(word) for word in ("of a king", "of step 10", "of step 5")]
+    assert shown == sorted(shown)
+    assert text.count("not chosen:") == 3
+    assert "from the future" not in text

@@ -26,7 +26,7 @@ from accel_gpt.hub.privacy import without_tokens
 from accel_gpt.model.cost import parameter_counts
 from accel_gpt.report.plots import loss_curves, short
 
-MOST_SAMPLES, LONGEST_SAMPLE = 3, 3000  # of a file, characters of one
+LONGEST_SAMPLE = 3000  # characters
 MEASURES = (  # key of the metrics; name in the table; type in the model-index; form
     ("eval/val_loss", "Val loss, nats per token", "loss", "{:.4f}"),
     ("eval/val_perplexity", "Val perplexity per token", "perplexity", "{:.2f}"),
@@ -211,11 +211,14 @@ def samples(facts: CardFacts) -> str:
         for name in ("temperature", "top_k", "top_p")
         if facts.config.get(f"sample.{name}") is not None
     )
-    how = f"Written after step {facts.samples_step:,}" + (
-        f" ({mark(settings)})" if settings else ""
-    )
-    texts = [fenced(shown(text, LONGEST_SAMPLE), "text") for text in facts.samples[:MOST_SAMPLES]]
-    return "\n\n".join(["## Samples", f"{how}, not chosen:", *texts])
+    how = f" ({mark(settings)})" if settings else ""
+    parts, before = ["## Samples"], None
+    for step, text in facts.samples:
+        if step != before:
+            parts.append(f"Written after step {step:,}{how}, not chosen:")
+        parts.append(fenced(shown(text, LONGEST_SAMPLE), "text"))
+        before = step
+    return "\n\n".join(parts)
 
 
 def reproduction(facts: CardFacts) -> str:

@@ -24,6 +24,7 @@ from accel_gpt.run.environment import PACKAGES
 from accel_gpt.run.metrics import read_lines
 
 # of no use to others; prompts are text of the user's, which the samples show
+MOST_SAMPLES = 3
 LEFT_OUT = ("data.cache_dir", "sample.prompts", "checkpoint.allow_change")
 HUB_IDS = ("data.prepare.dataset", "data.train.dataset")
 RESULTS = (
@@ -57,8 +58,7 @@ class CardFacts:
     changed: Mapping[str, Any]  # the same, only what is not the default
     results: Mapping[str, tuple[int, float]]  # key -> step, value
     records: tuple[Mapping[str, float], ...] = ()
-    samples: tuple[str, ...] = ()
-    samples_step: int | None = None
+    samples: tuple[tuple[int, str], ...] = ()  # step and text, the newest first
     launch: Mapping[str, Any] = field(default_factory=dict)  # the last of those that led here
     devices: tuple[str, ...] = ()  # "8 x NVIDIA H100", of every launch
 
@@ -76,7 +76,6 @@ def gather(run: Path, checkpoint: Path) -> CardFacts:
         raise CheckpointError(f"{checkpoint / 'model.json'} is damaged: {error!r}") from None
     config, records = public_config(state.config), read_records(run, state.step)
     start = str(state.config.get("model.init_from") or "scratch")
-    samples_step, samples = read_samples(run, state.step)
     launches = read_launches(run, state.step)
     kind, alphabet = tokenizer_of(checkpoint)
     return CardFacts(
@@ -92,8 +91,7 @@ def gather(run: Path, checkpoint: Path) -> CardFacts:
         changed=changed(config),
         results=results_of(records, state),
         records=records,
-        samples=samples,
-        samples_step=samples_step,
+        samples=read_samples(run, state.step),
         launch=public_launch(launches[-1]) if launches else {},
         devices=tuple(dict.fromkeys(filter(None, map(device_of, launches)))),
     )
@@ -223,18 +221,24 @@ def results_of(
     return found
 
 
-def read_samples(run: Path, step: int) -> tuple[int | None, tuple[str, ...]]:
-    """The newest samples up to `step`, and their step."""
+def read_samples(run: Path, step: int) -> tuple[tuple[int, str], ...]:
+    """Steps and texts of the newest samples up to `step`, at most `MOST_SAMPLES`."""
     steps = {
         int(match[1]): path
         for path in (run / "samples").glob("step_*.txt")
         if (match := NAME.fullmatch(path.stem)) and int(match[1]) <= step
     }
-    if not steps:
-        return None, ()
-    newest = max(steps)
-    text = steps[newest].read_text(encoding="utf-8", errors="replace").removesuffix("\n")
-    texts, number = [], 1
+    found: list[tuple[int, str]] = []
+    for number, path in sorted(steps.items(), reverse=True):
+        found += [(number, text) for text in texts_in(path)][: MOST_SAMPLES - len(found)]
+    return tuple(found)
+
+
+def texts_in(path: Path) -> list[str]:
+    """The texts of one file of samples."""
+    text = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n")
+    texts: list[str] = []
+    number = 1
     for part in re.split(r"^(?=--- sample \d+$)", text, flags=re.MULTILINE):
         head, _, body = part.partition("\n")
         if head == f"--- sample {number}":
@@ -244,7 +248,7 @@ def read_samples(run: Path, step: int) -> tuple[int | None, tuple[str, ...]]:
             texts[-1] += part
     last = len(texts) - 1
     cut = [t if i == last else t.removesuffix("\n").removesuffix("\n") for i, t in enumerate(texts)]
-    return newest, tuple(map(without_tokens, cut))
+    return [without_tokens(t) for t in cut]
 
 
 def read_launches(run: Path, step: int) -> list[Mapping[str, Any]]:

@@ -34,6 +34,8 @@ SHAPES = {
     "rmsnorm with biases": tiny(norm="rmsnorm", mlp="swiglu", mlp_hidden=48),
     "llama": tiny("llama"),
     "llama grouped, tied": tiny("llama", n_kv_head=1, tie_embeddings=True),
+    "qwen3 grouped, wide heads": tiny("qwen3", n_kv_head=2, head_dim=12),
+    "fast": tiny("fast"),
 }
 shapes = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
 
@@ -44,9 +46,15 @@ def test_counts_equal_those_of_the_model(config: ModelConfig, vocab_size: int) -
     model, counts = GPT(config, vocab_size), parameter_counts(config, vocab_size)
     real = {part: 0 for part in counts}
     owners = {"wte": "embedding", "wpe": "position", "attn": "attention", "head": "head"}
-    owners |= {"mlp": "mlp", "norm_1": "norm", "norm_2": "norm", "norm_f": "norm"}
+    owners |= {
+        "mlp": "mlp",
+        "qk_norm": "norm",
+        "norm_1": "norm",
+        "norm_2": "norm",
+        "norm_f": "norm",
+    }
     for name, weight in model.named_parameters():
-        part = next(owners[word] for word in name.split(".") if word in owners)
+        part = next(owners[word] for word in reversed(name.split(".")) if word in owners)
         real[part] += weight.numel()
         real["total"] += weight.numel()
         padded = name.startswith(("wte", "head"))

@@ -41,8 +41,11 @@ PROMPT = torch.tensor([[1, 2, 3], [7, 8, 9]])
 
 @pytest.mark.parametrize(
     "config",
-    [tiny(), tiny(n_kv_head=1), tiny("llama"), tiny("llama", n_kv_head=2), tiny(block_size=7)],
-    ids=["gpt2", "gpt2 grouped", "llama", "llama grouped", "odd block"],
+    [
+        *(tiny(), tiny(n_kv_head=1), tiny("llama"), tiny("llama", n_kv_head=2)),
+        *(tiny("qwen3", n_kv_head=2), tiny("fast"), tiny(block_size=7)),
+    ],
+    ids=["gpt2", "gpt2 grouped", "llama", "llama grouped", "qwen3", "fast", "odd block"],
 )
 @pytest.mark.parametrize("prompt_length", [3, 40])
 def test_greedy_text_is_the_same_with_and_without_cache(

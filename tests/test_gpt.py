@@ -20,6 +20,8 @@ SHAPES = {
     "gpt2 grouped, no bias": tiny(n_kv_head=2, bias=False, tie_embeddings=False),
     "llama": tiny("llama"),
     "llama grouped, tied": tiny("llama", n_kv_head=2, tie_embeddings=True),
+    "qwen3 grouped, wide heads": tiny("qwen3", n_kv_head=2, head_dim=12),
+    "fast": tiny("fast"),
 }
 shapes = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
 

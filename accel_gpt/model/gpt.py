@@ -105,7 +105,8 @@ class QKNorm(nn.Module):
 
     def forward(self, qk: Tensor) -> Tensor:  # (B, T, H + K, D)
         q, k = qk.split_with_sizes(self.heads, dim=2)
-        return torch.cat((self.q(q), self.k(k)), dim=2)
+        # under autocast float32 weights make float32 of it, which values are not
+        return torch.cat((self.q(q), self.k(k)), dim=2).to(qk.dtype)
 
 
 class ResidualProjection(nn.Linear):

@@ -104,8 +104,7 @@ class QKNorm(nn.Module):
         self.k = nn.RMSNorm(D, eps=eps, elementwise_affine=weight)
 
     def forward(self, qk: Tensor) -> Tensor:  # (B, T, H + K, D)
-        q, k = qk.split_with_sizes(self.heads, dim=2)
-        # under autocast float32 weights make float32 of it, which values are not
+        q, k = qk.float().split_with_sizes(self.heads, dim=2)  # as its weights are
         return torch.cat((self.q(q), self.k(k)), dim=2).to(qk.dtype)
 
 

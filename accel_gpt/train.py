@@ -102,8 +102,8 @@ def train(config: Config, plan: Plan) -> int:
             after_step(run, loss, grad_norm, stopping)
         run.loader.close()
         accelerator.end_training()
-        if run.uploads:
-            run.uploads.finish(lambda: stopping or stop.received is not None)
+        if run.uploads:  # what a signal keeps from the Hub, the next launch uploads
+            stopping |= run.uploads.finish(lambda: stopping or stop.received is not None)
         signal_name = (stop.received or "signal to another process") if stopping else None
         display.say(last_words(config, run.state, signal_name))
     return PREEMPTED if stopping else 0

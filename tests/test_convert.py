@@ -228,6 +228,26 @@ def test_a_shape_that_no_class_computes_is_refused(changes: dict[str, Any], word
         preset_of(tiny(**changes))
 
 
+def test_tied_weights_may_be_stored_under_either_name_but_not_differ() -> None:
+    theirs = make_theirs("Llama", COMMON | {"tie_word_embeddings": True})
+    shape = read_shape(theirs.config.to_dict(), "x")
+    model = GPT(ModelConfig(**shape), VOCAB)
+    tensors = {k: (lambda v=v: v) for k, v in theirs.state_dict().items()}
+    embedding = tensors.pop("model.embed_tokens.weight")
+    fill(model, "llama", tensors, "x")
+    assert torch.equal(model.wte.weight[:VOCAB], embedding())
+    other = {"model.embed_tokens.weight": lambda: embedding() + 1}
+    with pytest.raises(UserError, match=r"tie_word_embeddings true .* a head of its own"):
+        fill(model, "llama", tensors | other, "x")
+
+
+def test_a_sliding_window_limits_the_context() -> None:
+    from transformers import MistralConfig
+
+    shape = read_shape(MistralConfig(**COMMON, sliding_window=24).to_dict(), "x")
+    assert shape["block_size"] == 24
+
+
 def test_missing_extra_and_misshapen_tensors_are_named() -> None:
     theirs = make_theirs("Llama", COMMON)
     shape = read_shape(theirs.config.to_dict(), "x")

@@ -118,14 +118,24 @@ def test_a_target_that_holds_something(
     assert run_main(cli.dispatch, command) == 2
     assert "already holds thesis.txt; give another folder" in capsys.readouterr().err
     assert run_main(cli.dispatch, [*command, "--overwrite"]) == 2
-    assert "no exported model, so it is not overwritten" in capsys.readouterr().err
+    assert "holds thesis.txt, which no export wrote" in capsys.readouterr().err
     assert (to / "thesis.txt").read_text() == "years of work"
     (to / "thesis.txt").unlink()
     assert run_main(cli.dispatch, command) == 0
     assert run_main(cli.dispatch, command) == 2
-    (to / "old").write_text("")
+    (to / "model-00001-of-00002.safetensors").write_text("old")
     assert run_main(cli.dispatch, [*command, "--overwrite"]) == 0
-    assert not (to / "old").exists()
+    assert not (to / "model-00001-of-00002.safetensors").exists()
+    (to / "notes.md").write_text("mine")
+    capsys.readouterr()
+    assert run_main(cli.dispatch, [*command, "--overwrite"]) == 2
+    assert "holds notes.md, which no export wrote" in capsys.readouterr().err
+    assert (to / "notes.md").exists()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real")
+    assert run_main(cli.dispatch, ["export", str(run), "--to", str(link)]) == 0
+    assert link.is_symlink()
+    assert (tmp_path / "real" / "config.json").exists()
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -237,7 +247,7 @@ def test_weights_that_fsdp_sharded_are_put_together(small_run: Arguments, tmp_pa
     alike = ["--train.max_steps", "3", "--eval.every", "0", "--sample.every", "0"]
     alike += ["--model.dropout", "0", "--train.micro_batch_size", "2"]
     finish(*launcher, str(script), *small_run(*alike, "--out_dir", "sharded"), cwd=tmp_path)
-    assert not list(tmp_path.glob("sharded/checkpoints/*/model.safetensors"))
+    assert list(tmp_path.glob("sharded/checkpoints/*/pytorch_model_fsdp_0/*.distcp"))
     finish("-m", "accel_gpt.cli", "train", *small_run(*alike, "--out_dir", "one"), cwd=tmp_path)
     finish("-m", "accel_gpt.cli", "export", "sharded", "--to", "out", cwd=tmp_path)
     sharded, one = (load_pretrained(str(tmp_path / name))[0] for name in ("out", "one"))

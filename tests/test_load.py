@@ -22,6 +22,7 @@ from accel_gpt.parse import load_config
 from accel_gpt.run.text_corpus import open_corpus
 from tests.hub_server import HubServer, point_at
 from tests.test_convert import make_theirs
+from tests.test_export import QUICK
 
 Arguments = Callable[..., list[str]]
 SHAPE = {"vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
@@ -114,6 +115,35 @@ def test_another_tokenizer_is_refused_and_a_missing_one_assumed(
     assert said == [f"{folder} holds no tokenizer: that of the data (bytes) is assumed"]
     with pytest.raises(UserError, match="holds no tokenizer"):
         load_pretrained(str(folder))
+
+
+def test_no_context_is_longer_than_that_of_the_weights(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with rotary positions: a sliding window would no longer be the whole context."""
+    assert run_main(train.main, small_run(*QUICK, "--model.preset", "llama")) == 0
+    longer = ["--model.init_from", str(tmp_path / "run"), "--model.block_size", "64"]
+    other = ["--model.preset", "llama", "--out_dir", str(tmp_path / "other")]
+    assert run_main(train.main, small_run(*longer, *other)) == 2
+    assert "model.block_size is 64, but" in capsys.readouterr().err
+    assert run_main(train.main, small_run(*QUICK, *longer[:2], *other, "--seed", "2")) == 0
+
+
+def test_the_same_tokenizer_at_another_place_is_no_other_preparation(
+    folder: Path, tmp_path: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    prepare = ["--data.prepare.source", "text", "--data.prepare.path", str(text)]
+    data = ["--data.train", str(tmp_path / "new"), *prepare]
+    first = small_run(*QUICK, *data, "--model.init_from", str(folder))
+    assert run_main(train.main, first) == 0
+    folder.rename(tmp_path / "moved")
+    second = ["--model.init_from", str(tmp_path / "moved"), "--out_dir", str(tmp_path / "second")]
+    assert run_main(train.main, small_run(*QUICK, *data, *second)) == 0
+    save_for_transformers(CharsTokenizer("ab"), tmp_path / "moved", 64)
+    third = [*second, "--out_dir", str(tmp_path / "third")]
+    assert run_main(train.main, small_run(*QUICK, *data, *third)) == 2
+    assert "prepared with other settings (tokenizer:" in capsys.readouterr().err
 
 
 def test_a_begun_run_goes_on_when_its_source_has_gone(folder: Path, small_run: Arguments) -> None:
@@ -210,6 +240,38 @@ def test_a_config_that_is_no_json_and_a_folder_without_one(folder: Path, tmp_pat
         load_pretrained(str(folder))
     with pytest.raises(UserError, match="neither a folder nor a repository"):
         load_pretrained(str(tmp_path / "nowhere"))
+
+
+def test_nothing_in_a_checkpoint_of_others_is_unpickled(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(train.main, small_run(*QUICK)) == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000002"
+    trap, parts = tmp_path / "executed", checkpoint / "pytorch_model_fsdp_0"
+    parts.mkdir()
+    for name in (".metadata", "__0_0.distcp"):
+        (parts / name).write_bytes(pickle.dumps(Payload(trap)))
+    (checkpoint / "random_states_0.pkl").write_bytes(pickle.dumps(Payload(trap)))
+    load_pretrained(str(checkpoint))
+    (checkpoint / "model.safetensors").unlink()
+    for file in checkpoint.glob("*.bin"):
+        file.write_bytes(pickle.dumps(Payload(trap)))
+    with pytest.raises(CheckpointError):
+        load_pretrained(str(checkpoint))
+    (checkpoint / "model.json").write_text('{"format": 1}')
+    assert run_main(cli.dispatch, ["sample", str(checkpoint)]) == 4
+    assert "model.json is damaged" in capsys.readouterr().err
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    "place", ["a--b", "user/name.git", "a/b/c", "x" * 97, "mod\u00e8le", "../x"]
+)
+def test_what_is_no_name_of_a_repository_is_one_sentence(
+    place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(cli.dispatch, ["sample", place]) == 2
+    assert "is neither a folder nor a repository" in capsys.readouterr().err
 
 
 def test_names_without_a_prefix_and_old_buffers(folder: Path, saved: tuple[Any, Path]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from accel_gpt.errors import run_main
 from accel_gpt.hub import push as pushing
 from accel_gpt.hub import uploads
 from accel_gpt.hub.load import load_pretrained
+from accel_gpt.run.checkpoint import verify
 from tests.hub_server import HubServer, environment, no_waiting, point_at
 from tests.test_train import assert_same_weights, records, weights
 
@@ -235,6 +237,67 @@ def test_a_failed_upload_never_ends_a_run_and_is_tried_again(
     assert not list((tmp_path / "run" / ".upload").glob("*"))
 
 
+@pytest.mark.usefixtures("compared", "no_process")
+def test_a_waiting_step_that_is_trained_again_is_replaced(
+    small_run: Arguments, hub: HubServer, tmp_path: Path
+) -> None:
+    hub.refuse(403)
+    assert run_main(train.main, small_run(*ALWAYS)) == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    hub.refuse(0)
+    assert run_main(train.main, small_run(*ALWAYS)) == 0
+    assert hub.tags(REPO).keys() == {"step-4", "step-8", "step-12"}
+
+
+@pytest.mark.usefixtures("compared", "no_process")
+def test_no_room_for_what_waits_never_ends_a_run(
+    small_run: Arguments,
+    hub: HubServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(uploads, "link_tree", full)
+    assert run_main(train.main, small_run(*ALWAYS)) == 0
+    assert "WARNING: step_00000004 cannot be kept for the Hub" in capsys.readouterr().err
+    monkeypatch.undo()
+
+
+@pytest.mark.usefixtures("compared")
+def test_an_upload_that_cannot_start_never_ends_a_run(
+    small_run: Arguments,
+    hub: HubServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def none(*_: Any) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(uploads, "start_beside", none)
+    assert run_main(train.main, small_run(*ALWAYS)) == 0
+    assert "not on the Hub: step 4, 8, 12" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("compared")
+def test_a_pushed_state_has_no_paths_and_is_still_whole(
+    run: Path, hub: HubServer, tmp_path: Path
+) -> None:
+    assert push(run, "--include_state") == 0
+    for name, content in hub.files(REPO).items():
+        assert str(tmp_path).encode() not in content, name
+    state = tmp_path / "fetched"
+    for name, content in hub.files(REPO).items():
+        if name.startswith("checkpoint/"):
+            (state / name).parent.mkdir(parents=True, exist_ok=True)
+            (state / name).write_bytes(content)
+    verify(state / "checkpoint")
+    own = run / "checkpoints" / "step_00000008"
+    verify(own)
+    assert str(tmp_path) in (own / "trainer_state.json").read_text()  # the links were cut
+
+
 def test_the_hub_section_is_checked(
     small_run: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,7 +334,7 @@ def test_uploads_run_beside_the_training_and_survive_its_signals(
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
         _, shown = process.communicate(timeout=60)
-        assert process.returncode == 0  # all steps were done
+        assert process.returncode == 75  # all steps were done, and something is left to do
         assert "WARNING: not on the Hub: step 10, 20, 30" in shown
         hub.upload_delay = 0.0
         done = subprocess.run(

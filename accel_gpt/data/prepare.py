@@ -228,6 +228,8 @@ def is_ready(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) ->
     default = {field.name: field.default for field in fields(PrepareConfig)}
     asked = {**record(config), "rank": rank, "world": world}
     made = {"rank": 0, "world": 1, **default, **prepared}
+    if made["tokenizer"] != config.tokenizer and is_tokenizer_of(config.tokenizer, out):
+        made["tokenizer"] = config.tokenizer  # by another name
     if differ := differences(made, asked, "prepared"):
         raise UserError(
             f"data folder {out} was prepared with other settings ({'; '.join(differ)}); delete the "
@@ -241,6 +243,19 @@ def is_ready(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) ->
     )
     tell_changes(config, out, prepared.get("source_fingerprint"))
     return True
+
+
+def is_tokenizer_of(spec: str, folder: Path) -> bool:
+    """Whether gpt2 or the tokenizer.json at `spec` gives the ids of a data folder's own."""
+    from accel_gpt.data.tokenizer import load_gpt2, load_tokenizer
+
+    if spec != "gpt2" and not Path(spec).exists():
+        return False
+    try:
+        asked = load_gpt2() if spec == "gpt2" else load_tokenizer(spec)
+        return bool(asked.fingerprint == load_tokenizer(folder).fingerprint)
+    except UserError:
+        return False
 
 
 def tell_changes(config: PrepareConfig, out: Path, made: str | None) -> None:

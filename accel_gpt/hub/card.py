@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from accel_gpt.errors import UserError
 from accel_gpt.hub.card_tables import architecture, data, training
+from accel_gpt.hub.client import check_repo
 from accel_gpt.hub.facts import CardFacts, gather
 from accel_gpt.hub.markdown import (
     fenced,
@@ -77,13 +77,8 @@ def write_card(
     Raises `UserError` for an impossible `repo_id`, `CheckpointError` for an unreadable checkpoint.
     """
     from huggingface_hub import ModelCard
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
 
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise UserError(f"{repo_id!r} is no id of the Hub, such as user/model: {error}") from None
+    check_repo(repo_id)
     facts = gather(run, checkpoint)
     name = repo_id.rpartition("/")[2]
     folder.mkdir(parents=True, exist_ok=True)

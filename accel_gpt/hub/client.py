@@ -3,7 +3,7 @@
 The token is the client's own affair (`hf auth login`, or HF_TOKEN): it is never seen here.
 """
 
-import re
+import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +11,9 @@ from pathlib import Path
 from accel_gpt.errors import UserError, require
 
 SCHEME = "hf://"
+OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 BUSY = (408, 429, 500, 502, 503, 504)  # statuses that pass
-REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+HERE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)  # no fault of the Hub
 
 
 class Unreachable(UserError):
@@ -22,9 +23,26 @@ class Unreachable(UserError):
 def check_repo(repo: str) -> None:
     """Raise `UserError` for what cannot be a repository of one's own."""
     require(
-        bool(REPOSITORY.fullmatch(repo)) and "/" in repo,
+        is_repository(repo) and "/" in repo,
         f"{repo!r} is no name of a repository; expected user/name",
     )
+
+
+def is_repository(name: str) -> bool:
+    """Whether the Hub would take a name, `name` or `user/name`, for a repository."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def hub_name(place: str) -> str:
+    """`place` with the owner of GPT-2's weights, which are known without one."""
+    return f"openai-community/{place}" if place.partition("@")[0] in OPENAI else place
 
 
 def parse_place(place: str) -> tuple[str, str | None]:
@@ -34,7 +52,7 @@ def parse_place(place: str) -> tuple[str, str | None]:
     """
     repo, _, revision = place.removeprefix(SCHEME).partition("@")
     require(
-        bool(REPOSITORY.fullmatch(repo)),
+        is_repository(repo),
         f"{place} is neither a folder nor a repository on the Hub (user/name, user/name@revision)",
     )
     return repo, revision or None
@@ -97,6 +115,8 @@ def explained(error: BaseException, repo: str, doing: str, revision: str | None)
         code = error.response.status_code
         kind = Unreachable if code in BUSY else UserError
         return kind(f"{repo} on the Hub cannot be {doing}: {reason(code)}")
+    if isinstance(error, OSError) and error.errno in HERE:
+        return UserError(f"{repo} cannot be {doing}: {error.strerror}: {error.filename}")
     said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     if doing == "read":
         return Unreachable(

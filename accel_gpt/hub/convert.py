@@ -140,7 +140,7 @@ def fill(model: GPT, preset: str, tensors: Tensors, where: str) -> None:
         if not BUFFERS.fullmatch(name)
     }
     if config.tie_embeddings:
-        named.pop("lm_head.weight", None)
+        settle_head(named, table[0].parts[0].name, where)
     expected = {part.name for piece in table for part in piece.parts}
     check_names(expected, set(named), preset, where)
     for piece in table:
@@ -161,6 +161,23 @@ def fill(model: GPT, preset: str, tensors: Tensors, where: str) -> None:
                 )
             target.copy_(mirror(tensor, config.head_size) if part.mirrored else tensor)
             start += part.rows
+
+
+def settle_head(named: dict[str, Callable[[], Tensor]], embedding: str, where: str) -> None:
+    """Leave one of the two names under which tied weights may be stored.
+
+    Raises `UserError` where the file has both and they differ, whatever its config.json says.
+    """
+    head = named.pop("lm_head.weight", None)
+    if head is None:
+        return
+    if embedding not in named:
+        named[embedding] = head
+    elif not torch.equal(named[embedding](), head()):
+        raise UserError(
+            f"{where} has tie_word_embeddings true in its config.json, but a head of its own among "
+            "its weights; set it to false there"
+        )
 
 
 def check_names(expected: set[str], found: set[str], preset: str, where: str) -> None:

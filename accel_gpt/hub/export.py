@@ -13,11 +13,13 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -32,11 +34,18 @@ from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.shapes import CLASSES, preset_of, write_shape
 from accel_gpt.hub.sources import Source, find_source
 from accel_gpt.hub.tokenizer_files import save_for_transformers
+from accel_gpt.hub.verify import PARTED
 from accel_gpt.model.gpt import GPT
 from accel_gpt.run.checkpoint import read_state
 
+WRITTEN = (
+    *("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors"),
+    *("model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"),
+    "chat_template.jinja",
+)
 SHARD_SIZE = "5GB"  # of model.safetensors, as transformers had it for long
-COMPARED_WINDOWS, COMPARED_TOKENS = 2, 256
+COMPARED_WINDOWS, COMPARED_TOKENS = 2, 1024
+COMPARED_LOGITS = 128  # of the last tokens: of all of them they could take gigabytes
 DTYPES = MappingProxyType(
     {
         "fp32": ("float32", torch.float32),
@@ -81,6 +90,7 @@ def export(
     Raises `UserError` where `to` holds something and not `overwrite`, or where no class of
     transformers computes the model, `CheckpointError` where transformers computes something else.
     """
+    to = to.resolve()
     check_target(to, overwrite)
     source = find_source(place, checkpoint)
     model, tokenizer = load_pretrained(place, checkpoint, allow_pickle)
@@ -91,8 +101,8 @@ def export(
         temporary.mkdir(parents=True)
         exported = write_model(model, tokenizer, source, temporary, dtype)
         replace_folder(temporary, to)
-    except OSError as error:
-        raise UserError(f"{to} cannot be written: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{to} cannot be written: {error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return exported
@@ -101,14 +111,18 @@ def export(
 def check_target(to: Path, overwrite: bool) -> None:
     """Raise `UserError` for a target that holds something which may not be replaced."""
     require(not to.exists() or to.is_dir(), f"{to} is a file; give a folder to make")
-    taken = to.is_dir() and any(to.iterdir())
+    there = sorted(path.name for path in to.iterdir()) if to.is_dir() else []
     require(
-        overwrite or not taken,
-        f"{to} already holds {next(to.iterdir()).name if taken else ''}; give another folder, or "
-        "replace it with --overwrite",
+        overwrite or not there,
+        f"{to} already holds {there[0] if there else ''}; give another folder, or replace an "
+        "exported model with --overwrite",
     )
-    ours = taken and not (to / "config.json").is_file()
-    require(not ours, f"{to} holds no exported model, so it is not overwritten; remove it yourself")
+    others = [name for name in there if not any(fnmatch(name, kind) for kind in WRITTEN)]
+    require(
+        not others,
+        f"{to} holds {others[0] if others else ''}, which no export wrote, so it is not replaced; "
+        "give another folder",
+    )
 
 
 def replace_folder(new: Path, to: Path) -> None:
@@ -124,7 +138,10 @@ def replace_folder(new: Path, to: Path) -> None:
 def write_model(
     model: GPT, tokenizer: Tokenizer, source: Source, folder: Path, dtype: str
 ) -> Exported:
-    """Write all files of a model into `folder`, and compare what transformers makes of them."""
+    """Write all files of a model into `folder`, and compare what transformers makes of them.
+
+    The model is used up: its weights are given back to the system on the way.
+    """
     from huggingface_hub import save_torch_state_dict
 
     name, kind = DTYPES[dtype]
@@ -134,7 +151,10 @@ def write_model(
     settings = ends | {"pad_token_id": tokenizer.eot_id}
     write_file(folder / "config.json", [as_json(shape)])
     write_file(folder / "generation_config.json", [as_json(settings)])
+    tokens, compared_on = compared_tokens(model, tokenizer, source)
+    reference = computed(model.to(kind).float().cpu().eval(), tokens)
     tensors = export_tensors(model, preset, kind)
+    model.to("meta")  # gives its memory back, before another process needs as much
     parameters = sum(tensor.numel() for tensor in tensors.values())
     size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
     save_torch_state_dict(tensors, folder, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
@@ -142,8 +162,7 @@ def write_model(
     for file in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", file)  # it was made for its owner alone
     save_for_transformers(tokenizer, folder, model.config.block_size)
-    tokens, compared_on = compared_tokens(model, tokenizer, source)
-    report = compare(model.to(kind).float(), tokenizer, folder, tokens)
+    report = compare(reference, tokenizer, folder)
     told = CLASSES[preset], parameters, size, dtype, report["difference"]
     return Exported(*told, compared_on, report["transformers"])
 
@@ -174,7 +193,10 @@ def compared_tokens(model: GPT, tokenizer: Tokenizer, source: Source) -> tuple[T
             why = str(error)
     drawn = torch.Generator().manual_seed(0)
     tokens = torch.randint(
-        tokenizer.vocab_size, (COMPARED_WINDOWS, length), generator=drawn, dtype=torch.int64
+        min(tokenizer.vocab_size, model.vocab_size),
+        (COMPARED_WINDOWS, length),
+        generator=drawn,
+        dtype=torch.int64,
     )
     return tokens, f"{COMPARED_WINDOWS} x {length} random tokens ({why})"
 
@@ -191,19 +213,34 @@ def val_place(source: Source) -> str | None:
 
 
 @torch.no_grad()
-def compare(model: GPT, tokenizer: Tokenizer, folder: Path, tokens: Tensor) -> dict[str, Any]:
-    """Let a fresh process open `folder` with transformers and compare it with `model`.
-
-    Raises `CheckpointError` saying where the two part.
+def computed(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
+    """`tokens` (B, T), `logits` of the last of them (B, L, V), and the hidden states (B, T, C)
+    before each block and after the last norm: 0000, 0001, ...
     """
-    content = hidden_states(model.float().cpu().eval(), tokens) | {"tokens": tokens}
-    text = tokenizer.decode(tokens[0].tolist())
-    content["ids"] = torch.tensor(tokenizer.encode(text))
+    seen: list[Tensor] = []
+    hooks = [
+        block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].clone()))
+        for block in model.blocks
+    ]
+    hooks.append(model.norm_f.register_forward_hook(lambda _, _inputs, out: seen.append(out)))
+    logits = model(tokens)[:, -COMPARED_LOGITS:].contiguous()
+    for hook in hooks:
+        hook.remove()
+    states = {f"{i:04d}": state for i, state in enumerate(seen)}
+    return {"tokens": tokens, "logits": logits, **states}
+
+
+def compare(reference: dict[str, Tensor], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    """Let a fresh process open `folder` with transformers and compare it with what we `computed`.
+
+    Raises `CheckpointError` saying where the two part, `UserError` where it came to no end.
+    """
+    text = tokenizer.decode(reference["tokens"][0].tolist())
+    content = {**reference, "ids": torch.tensor(tokenizer.encode(text))}
     with tempfile.TemporaryDirectory(dir=folder.parent) as room:
-        reference = Path(room) / "reference.safetensors"
-        save_file(content, reference, metadata={"text": text})
-        content.clear()
-        command = [sys.executable, "-m", "accel_gpt.hub.verify", str(folder), str(reference)]
+        file = Path(room) / "reference.safetensors"
+        save_file(content, file, metadata={"text": text})
+        command = [sys.executable, "-m", "accel_gpt.hub.verify", str(folder), str(file)]
         done = subprocess.run(
             command,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
@@ -211,22 +248,13 @@ def compare(model: GPT, tokenizer: Tokenizer, folder: Path, tokens: Tensor) -> d
             text=True,
             check=False,
         )
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+    if done.returncode == PARTED:
         raise CheckpointError(f"the exported model is not ours, nothing was kept: {said}")
-    report: dict[str, Any] = json.loads(done.stdout)
+    require(
+        done.returncode == 0,
+        f"transformers could not be asked about {folder}, nothing was kept: exit code "
+        f"{done.returncode} ({said})",
+    )
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
-
-
-def hidden_states(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
-    """`logits` (B, T, V), and what comes before each block and after the last norm: 0000, ..."""
-    seen: list[Tensor] = []
-    hooks = [
-        block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].clone()))
-        for block in model.blocks
-    ]
-    hooks.append(model.norm_f.register_forward_hook(lambda _, _inputs, out: seen.append(out)))
-    logits = model(tokens).contiguous()
-    for hook in hooks:
-        hook.remove()
-    return {"logits": logits} | {f"{i:04d}": state for i, state in enumerate(seen)}

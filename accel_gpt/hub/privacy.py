@@ -5,6 +5,9 @@ import re
 import urllib.parse
 from pathlib import Path
 
+from accel_gpt.errors import UserError
+from accel_gpt.hub.client import hub_name, parse_place
+
 HOMES = ("home", "users")  # folders whose children are named for people
 SECRET = re.compile(
     r"\b(?:hf|ghp|gho|github_pat|glpat|sk|xox[a-z])[_-][\w-]{8,}"  # tokens by their makers' prefix
@@ -63,15 +66,14 @@ def hub_model(source: str) -> str | None:
     A folder `runs/gpt` looks like an id, so what is not in the cache is not taken for one.
     """
     from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
 
-    name, _, revision = source.partition("@")
+    try:
+        name, revision = parse_place(hub_name(source))
+    except UserError:
+        return None
     if Path(source).exists() or is_secret(name):
         return None
-    try:
-        found = try_to_load_from_cache(name, "config.json", revision=revision or None)
-    except HFValidationError:
-        return None
+    found = try_to_load_from_cache(name, "config.json", revision=revision)
     return name if isinstance(found, str) else None
 
 

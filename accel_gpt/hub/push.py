@@ -9,7 +9,10 @@ on main with a tag step-N, or one on the branch that was asked for.
 
 import os
 import shutil
+import signal
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,27 +20,37 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TypeVar
 
+from safetensors import SafetensorError
+
 from accel_gpt.config import Config
-from accel_gpt.errors import require
+from accel_gpt.errors import UserError, require
+from accel_gpt.files import sha256
 from accel_gpt.hub.card import write_card
 from accel_gpt.hub.client import SCHEME, Unreachable, check_repo, fetch, told
 from accel_gpt.hub.export import write_model
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.logs import copy_logs
+from accel_gpt.hub.privacy import source_name
 from accel_gpt.hub.sources import Source
 from accel_gpt.options import PushCommand
 from accel_gpt.run.checkpoint import (
     checkpoints,
     find_checkpoint,
     is_checkpoint,
+    read_json,
     read_state,
     verify,
+    write_json,
 )
+from accel_gpt.run.resume import FREE
 
 T = TypeVar("T")
 
 STATE = "checkpoint"  # folder of the repository
-OURS = ("model*.safetensors", "*.index.json", "tensorboard/*", f"{STATE}/*")
+OURS = (
+    *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
+    *("tensorboard/events.out.tfevents.*.accel_gpt", f"{STATE}/*"),
+)
 ATTEMPTS, FIRST_PAUSE_SECONDS = 4, 2.0  # the pause doubles; assumption
 
 
@@ -50,14 +63,19 @@ def push(asked: PushCommand) -> str:
     check_repo(asked.repo)
     checkpoint = find_checkpoint(Path(asked.run), asked.checkpoint or named_step(asked.revision))
     verify(checkpoint)
+    if threading.current_thread() is threading.main_thread():  # leave nothing half done behind
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     step = read_state(checkpoint).step
     again(lambda: make_repository(asked), asked.repo)  # a refusal is told before the work
     run = checkpoint.resolve().parents[1]
-    with tempfile.TemporaryDirectory(prefix=".push_", dir=checkpoint.parent) as room:
-        folder = Path(room) / "upload"
-        folder.mkdir()
-        fill_folder(asked, run, checkpoint, folder)
-        url = again(lambda: upload(asked, folder, step), asked.repo)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".push_", dir=checkpoint.parent) as room:
+            folder = Path(room) / "upload"
+            folder.mkdir()
+            fill_folder(asked, run, checkpoint, folder)
+            url = again(lambda: upload(asked, folder, step), asked.repo)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{asked.run} cannot be made ready to be pushed: {error}") from None
     return f"step {step:,} is at {url}\n"
 
 
@@ -81,7 +99,29 @@ def fill_folder(asked: PushCommand, run: Path, checkpoint: Path, folder: Path) -
     )
     copy_logs(run, folder)
     if asked.include_state:
-        link_tree(checkpoint, folder / STATE)
+        copy_state(checkpoint, folder / STATE)
+
+
+def copy_state(checkpoint: Path, to: Path) -> None:
+    """A checkpoint as others may have it: without what a run may change freely, such as its paths.
+
+    A resume takes these from the config that it is given.
+    """
+    link_tree(checkpoint, to)
+    manifest = read_json(to / "manifest.json")
+    for name in ("trainer_state.json", "model.json"):
+        content = read_json(to / name)
+        config = content["config"]
+        private = {key for key in config if key.startswith((*FREE, "init_from"))}
+        content["config"] = {key: v for key, v in config.items() if key not in private}
+        for source in content.get("data_sources", ()):
+            source["name"] = source_name(source["name"])
+        (to / name).unlink()  # it may be the checkpoint's own file
+        write_json(to / name, content)
+        size, digest = (to / name).stat().st_size, sha256(to / name)
+        manifest["files"][name] = {"size": size, "sha256": digest}
+    (to / "manifest.json").unlink()
+    write_json(to / "manifest.json", manifest)
 
 
 def link_tree(folder: Path, to: Path) -> None:
@@ -106,6 +146,12 @@ def fetch_resume(config: Config) -> Config:
     if not place.startswith(SCHEME) or checkpoints(Path(config.out_dir) / "checkpoints"):
         return config
     folder = fetch(place, [f"{STATE}/*"]) / STATE
+    parted = next(folder.glob("*/.metadata"), None)
+    require(
+        parted is None,
+        f"{place} was saved by FSDP, whose list of parts is a pickle, and those of others are not "
+        "read; where you trust it, get it with hf download and give its folder",
+    )
     require(
         is_checkpoint(folder),
         f"{place} holds no state to resume from; push it with hub.include_state, or start from its "

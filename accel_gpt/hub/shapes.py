@@ -128,7 +128,7 @@ def gpt2_fields(theirs: Any, where: str) -> dict[str, Any]:
         "mlp": ACTIVATIONS[theirs.activation_function],
         "mlp_hidden": theirs.n_inner,
         "tie_embeddings": theirs.tie_word_embeddings,
-        "init_std": theirs.initializer_range,
+        "init_std": theirs.initializer_range or 0.02,
     }
 
 
@@ -161,7 +161,7 @@ def rope_fields(theirs: Any, where: str) -> dict[str, Any]:
         "mlp_hidden": theirs.intermediate_size,
         "tie_embeddings": theirs.tie_word_embeddings,
         "logit_softcap": theirs.final_logit_softcapping if fast else None,
-        "init_std": theirs.initializer_range,
+        "init_std": theirs.initializer_range or 0.02,
         **rotary_fields(theirs.rope_parameters or {}, where),
     }
 
@@ -251,7 +251,8 @@ def write_shape(
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"{CLASSES[preset]} refuses this shape: {said[-1].strip()}") from None
     content: dict[str, Any] = theirs.to_diff_dict()
-    if rope := content.get("rope_parameters"):  # the names that transformers 4 and others read
+    content["torch_dtype"] = dtype  # this name, and those of rope, are what transformers 4 reads
+    if rope := content.get("rope_parameters"):
         content["rope_theta"] = rope["rope_theta"]
         if rope["rope_type"] != "default":
             content["rope_scaling"] = rope

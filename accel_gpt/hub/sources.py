@@ -5,20 +5,20 @@ Reads shapes and tokenizers, no weights: what the config needs before anything i
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from accel_gpt.config import Config
 from accel_gpt.errors import CheckpointError, require
-from accel_gpt.hub.client import SCHEME, fetch
+from accel_gpt.hub.client import SCHEME, fetch, hub_name
 from accel_gpt.hub.shapes import read_shape
-from accel_gpt.model_config import ModelConfig
 
-OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 SMALL_FILES = ("config.json", "tokenizer*.json", "chat_template.jinja", "vocab.json", "merges.txt")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 # what may be set over a source; everything else is its shape
-FREE = ("dropout", "init_std", "norm_eps", "rope_")
+CHANGEABLE = ("init_std", "norm_eps", "rope_")
+NOT_SHAPE = ("init_from", "allow_pickle", "dropout")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def find_source(place: str, checkpoint: str = "last") -> Source:
     """
     folder = Path(place).expanduser()
     if place.startswith(SCHEME) or not folder.exists():
-        remote = f"openai-community/{place}" if place.partition("@")[0] in OPENAI else place
+        remote = hub_name(place)
         folder = fetch(remote, SMALL_FILES)
         require(
             (folder / "config.json").is_file(),
@@ -64,13 +64,11 @@ def find_source(place: str, checkpoint: str = "last") -> Source:
 def shape_of(source: Source) -> dict[str, Any]:
     """The fields of `ModelConfig` that a source brings, `vocab_size` among them."""
     if source.ours:
-        from accel_gpt.run.checkpoint import check_format, read_json
+        from accel_gpt.run.checkpoint import read_shape as read_own
 
-        content = read_json(source.folder / "model.json")
-        check_format(source.folder, content)
-        known = {f.name for f in fields(ModelConfig)} - {"init_from", "allow_pickle", "dropout"}
-        shape = {key: value for key, value in content["config"].items() if key in known}
-        return shape | {"vocab_size": content["vocab_size"]}
+        config, vocab_size = read_own(source.folder)
+        own = {key: v for key, v in asdict(config).items() if key not in NOT_SHAPE}
+        return own | {"vocab_size": vocab_size}
     path = source.folder / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -95,13 +93,12 @@ def inherit(given: Mapping[str, Any]) -> dict[str, Any]:
         if key not in given:
             brought[key] = value
         elif name == "block_size":
-            rotary = brought.get("model.position", given.get("model.position")) == "rope"
             require(
-                rotary or given[key] <= value,
+                given[key] <= value,
                 f"model.block_size is {given[key]}, but {place} has {value} positions; set it to "
                 "at most as many, or leave it unset",
             )
-        elif not name.startswith(FREE):
+        elif not name.startswith(CHANGEABLE):
             require(
                 given[key] == value,
                 f"{key} is {given[key]}, but that of model.init_from {place} is {value}; "
@@ -125,8 +122,8 @@ def shape_of_begun(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     import yaml
 
-    saved = Path(given.get("out_dir", "")) / "config.yaml"
-    if "out_dir" not in given or not any(saved.parent.glob("checkpoints/step_*")):
+    saved = Path(given.get("out_dir", Config.out_dir)) / "config.yaml"
+    if not any(saved.parent.glob("checkpoints/step_*")):
         return {}
     try:
         content = yaml.safe_load(saved.read_text(encoding="utf-8"))

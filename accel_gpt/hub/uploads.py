@@ -5,6 +5,7 @@ there is only a thread that waits for it. What is to be uploaded stands in `.upl
 as hard links: pruning does not take it away, and a later launch finds what is left.
 """
 
+import atexit
 import contextlib
 import os
 import shutil
@@ -46,6 +47,7 @@ class Uploads:
             self.wake.set()
         self.thread = threading.Thread(target=self.work, name="uploads", daemon=True)
         self.thread.start()
+        atexit.register(self.abandon)  # also when the run ends with an error
 
     def note(self, checkpoint: Path, last: bool) -> None:
         """Tell of a new checkpoint; the last of the run is uploaded when all its figures are."""
@@ -56,14 +58,21 @@ class Uploads:
 
     def add(self, checkpoint: Path) -> None:
         """Upload a checkpoint, without waiting for it."""
-        self.room.mkdir(exist_ok=True)
-        linking = self.room / f".{checkpoint.name}"
-        link_tree(checkpoint, linking)
-        linking.rename(self.room / checkpoint.name)
+        linking, kept = (self.room / f"{dot}{checkpoint.name}" for dot in (".", ""))
+        try:
+            self.room.mkdir(exist_ok=True)
+            link_tree(checkpoint, linking)
+            shutil.rmtree(kept, ignore_errors=True)  # of a step that was trained once more
+            linking.rename(kept)
+        except OSError as error:  # shutil.Error is one
+            shutil.rmtree(linking, ignore_errors=True)
+            self.say(f"WARNING: {checkpoint.name} cannot be kept for the Hub: {error}")
         self.wake.set()
 
-    def finish(self, interrupted: Callable[[], bool]) -> None:
-        """Wait until everything was tried once more, or until `interrupted`."""
+    def finish(self, interrupted: Callable[[], bool]) -> bool:
+        """Wait until everything was tried once more, or until `interrupted`; whether that left
+        something, which the next launch uploads.
+        """
         if self.last:
             self.add(self.last)
         if checkpoints(self.room):
@@ -72,20 +81,23 @@ class Uploads:
         self.wake.set()
         while self.thread.is_alive() and not interrupted():
             self.thread.join(0.2)
+        cut_short = self.thread.is_alive()
         self.abandon()
+        atexit.unregister(self.abandon)
         if left := checkpoints(self.room):
             steps = ", ".join(f"{step:,}" for step in left)
             self.say(
                 f"WARNING: not on the Hub: step {steps}; the same command launched again uploads "
                 f"it, or: accel-gpt push {self.out_dir} --repo {self.config.repo_id}"
             )
+        return cut_short and bool(left)
 
     def abandon(self) -> None:
         """End the upload that is under way; the next launch begins it anew."""
         self.killed = self.ending = True
         self.wake.set()
-        if self.process:
-            self.process.terminate()
+        if process := self.process:
+            process.terminate()
         self.thread.join(CLOSING_SECONDS)
 
     def work(self) -> None:
@@ -128,13 +140,18 @@ class Uploads:
         }
         words = [f"--{key}={value}" for key, value in options.items() if value is not None]
         place = str(self.room / step_name(step))
-        with (self.out_dir / LOG).open("a+b") as log:
-            start = log.seek(0, os.SEEK_END)
-            self.process = start_beside(["push", place, *words], log)
-            code = self.process.wait()
-            self.process = None
-            log.seek(start)
-            lines = log.read().decode("utf-8", "replace").strip().splitlines()
+        try:
+            with (self.out_dir / LOG).open("a+b") as log:
+                start = log.seek(0, os.SEEK_END)
+                self.process = start_beside(["push", place, *words], log)
+                if self.killed:  # meanwhile
+                    self.process.terminate()
+                code = self.process.wait()
+                self.process = None
+                log.seek(start)
+                lines = log.read().decode("utf-8", "replace").strip().splitlines()
+        except OSError as error:
+            return str(error)
         return None if code == 0 else (lines or [f"exit code {code}"])[-1]
 
 

@@ -77,7 +77,7 @@ def stream(
         B, T = prompt_ids.shape
         tokens = torch.cat((prompt_ids, prompt_ids.new_zeros(B, max_new_tokens)), dim=1)
         ended = torch.zeros(B, dtype=torch.bool, device=tokens.device)
-        cache = KVCache(model.config) if use_cache else None
+        cache = KVCache(model.config, tokens.shape[1]) if use_cache else None
         modules = list(model.modules())
         for length in range(T, T + max_new_tokens):
             with _evaluating(modules):

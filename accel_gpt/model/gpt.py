@@ -19,15 +19,15 @@ from accel_gpt.model_config import ModelConfig
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, with room for `block_size` of them.
+    """Keys and values of the tokens seen so far, with room for `tokens`, at most `block_size`.
 
     `position` counts the tokens held; `GPT.forward` advances it, and 0 empties the cache. The room
     is made when a layer first appends, in the type that the layer computes in.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tokens: int | None = None) -> None:
         self.position = 0
-        self._block_size = config.block_size
+        self._room = min(tokens or config.block_size, config.block_size)
         self._layers: list[tuple[Tensor, Tensor] | None] = [None] * config.n_layer
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ class KVCache:
         room = self._layers[layer]
         if room is None:
             B, K, _, D = k.shape
-            shape = (B, K, self._block_size, D)
+            shape = (B, K, self._room, D)
             room = self._layers[layer] = (k.new_empty(shape), v.new_empty(shape))
         end = self.position + k.shape[2]
         keys, values = room

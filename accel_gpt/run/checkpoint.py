@@ -3,14 +3,14 @@
 A checkpoint is a folder `step_00001000`: what `accelerator.save_state` writes, `trainer_state.json`
 (all of our own state), `model.json`, `tokenizer.json` and, written last, `manifest.json` with the
 size and SHA-256 of every file. Without a valid manifest the folder is not a checkpoint. Nothing in
-it is unpickled but what Accelerate loads with `weights_only=True`.
+it is unpickled but what Accelerate loads with `weights_only=True`, and, to resume under FSDP, the
+list of parts that torch keeps as a pickle: see `hub/push.py` for those of others.
 """
 
 import json
 import math
 import re
 import shutil
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from safetensors import SafetensorError
 from safetensors.torch import load_model as load_weights
-from torch.distributed.checkpoint.api import CheckpointException
+from safetensors.torch import save_file
 
 from accel_gpt.config import CheckpointConfig
 from accel_gpt.data.order import derive_seed
@@ -31,7 +33,6 @@ from accel_gpt.model_config import ModelConfig
 from accel_gpt.parse import build
 
 FORMAT = 1
-SHARDED = "pytorch_model_fsdp_0"  # Accelerate's name for FSDP's SHARDED_STATE_DICT
 NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -95,6 +96,8 @@ def save_checkpoint(
 
     def fill() -> None:
         accelerator.save_state(str(temporary))
+        if accelerator.distributed_type == DistributedType.FSDP:
+            save_whole(accelerator, model, temporary)
         if accelerator.is_main_process:
             write_json(temporary / "trainer_state.json", {"format": FORMAT, **asdict(state)})
             shape = {"config": asdict(model.config), "vocab_size": model.vocab_size}
@@ -114,6 +117,19 @@ def save_checkpoint(
                 "intact: make room and launch again"
             )
     return final
+
+
+def save_whole(accelerator: Accelerator, model: GPT, folder: Path) -> None:
+    """The weights as one model.safetensors, beside the parts that FSDP wrote; a collective.
+
+    What samples, exports and starts from a checkpoint needs neither FSDP nor the pickle in which
+    it keeps the names of its parts.
+    """
+    weights = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        if model.config.tie_embeddings:
+            del weights["head.weight"]
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def failed_anywhere(accelerator: Accelerator, phase: Callable[[], None]) -> str | None:
@@ -301,29 +317,22 @@ def restore(accelerator: Accelerator, path: Path, now: TrainState) -> TrainState
     return state
 
 
-def load_sharded(model: GPT, folder: Path) -> None:
-    """Weights that FSDP wrote in parts, put together in this process."""
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    state = {"model": model.state_dict()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of processes that are not there
-        load(state, checkpoint_id=folder, no_dist=True)
-    model.load_state_dict(state["model"])
+def read_shape(path: Path) -> tuple[ModelConfig, int]:
+    """Shape and vocabulary of the model of a checkpoint."""
+    content = read_json(path / "model.json")
+    check_format(path, content)
+    try:
+        return build(ModelConfig, content["config"]), int(content["vocab_size"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path / 'model.json'} is damaged: {error!r}") from None
 
 
 def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
     """Model (in evaluation mode) and tokenizer of one checkpoint folder of ours."""
-    content = read_json(path / "model.json")
-    check_format(path, content)
-    config = build(ModelConfig, content["config"])
-    model = GPT.unfilled(config, content["vocab_size"])
-    sharded = path / SHARDED
+    config, vocab_size = read_shape(path)
+    model = GPT.unfilled(config, vocab_size)
     try:
-        if sharded.is_dir():
-            load_sharded(model, sharded)
-        else:
-            load_weights(model, str(path / "model.safetensors"))
-    except (OSError, RuntimeError, CheckpointException) as error:
-        raise CheckpointError(f"the weights in {path} do not fit: {error}") from None
+        load_weights(model, str(path / "model.safetensors"))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{path / 'model.safetensors'} does not fit: {error}") from None
     return model.to(device).eval(), load_tokenizer(path)

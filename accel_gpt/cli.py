@@ -2,7 +2,9 @@
 
 import difflib
 import json
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -118,6 +120,7 @@ def sample_command(argv: Sequence[str]) -> int:
 def export_command(argv: Sequence[str]) -> int:
     """Write a folder for transformers; exit code 4 where it computes something else."""
     asked = parse_command(ExportCommand, argv, "accel-gpt export")
+    exit_on_sigterm()
     from accel_gpt.hub.export import export
 
     to = Path(asked.to)
@@ -128,9 +131,16 @@ def export_command(argv: Sequence[str]) -> int:
     return 0
 
 
+def exit_on_sigterm() -> None:
+    """Let SIGTERM end this process as an error does, which leaves nothing half done behind."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 def push_command(argv: Sequence[str]) -> int:
     """Export a run and upload it to the Hub."""
     asked = parse_command(PushCommand, argv, "accel-gpt push")
+    exit_on_sigterm()
     from accel_gpt.hub.push import push
 
     sys.stdout.write(push(asked))

@@ -139,6 +139,35 @@ def test_a_target_that_holds_something(
 
 
 @pytest.mark.usefixtures("in_this_process")
+def test_a_damaged_checkpoint_is_not_exported(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run / "checkpoints" / "step_00000004" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-7] ^= 64
+    file.write_bytes(content)
+    assert run_main(cli.dispatch, ["export", str(run), "--to", str(tmp_path / "out")]) == 4
+    assert "model.safetensors is damaged: its SHA-256" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_an_empty_folder_is_filled_and_not_replaced(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    before = here.stat().st_ino
+    monkeypatch.chdir(here)
+    assert run_main(cli.dispatch, ["export", str(run), "--to", "."]) == 0
+    assert here.stat().st_ino == before
+    assert sorted(path.name for path in here.iterdir()) == [
+        *("config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json"),
+    ]
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_checkpoints_are_chosen_and_data_that_is_away_is_told(
     run: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

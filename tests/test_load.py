@@ -117,6 +117,44 @@ def test_another_tokenizer_is_refused_and_a_missing_one_assumed(
         load_pretrained(str(folder))
 
 
+@pytest.mark.parametrize("key", ["n_layer", "n_embd", "n_inner", "vocab_size"])
+@pytest.mark.parametrize("size", [10**9, 10**30])
+def test_absurd_sizes_are_refused_before_memory_is_asked_for(
+    key: str, size: int, folder: Path
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: size}))
+    with pytest.raises(CheckpointError, match=r"asks for [\d,]+ parameters, more than the"):
+        load_pretrained(str(folder))
+
+
+def test_weights_that_are_no_floats_are_refused(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    name = "transformer.h.1.mlp.c_fc.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int64)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=rf"holds {name} as torch.int64; expected floats"):
+        load_pretrained(str(folder))
+
+
+def test_ids_without_a_spelling_are_never_written(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A vocabulary that is larger than the tokenizer's, as those padded to a multiple of 64."""
+    save_for_transformers(CharsTokenizer("abc"), folder, 64)
+    options = ["--max_new_tokens", "60", "--top_k", "null", "--temperature", "2"]
+    assert run_main(cli.dispatch, ["sample", str(folder), "--prompt", "ab", *options]) == 0
+    assert set(capsys.readouterr().out) <= set("abc\n")
+
+
+def test_a_prompt_that_the_model_has_no_rows_for_is_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = CharsTokenizer("".join(map(chr, range(1000, 1300))))
+    save_for_transformers(many, folder, 64)
+    assert run_main(cli.dispatch, ["sample", str(folder), "--prompt", chr(1290)]) == 2
+    assert "token 290" in capsys.readouterr().err
+
+
 def test_no_context_is_longer_than_that_of_the_weights(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,7 +298,7 @@ def test_nothing_in_a_checkpoint_of_others_is_unpickled(
         load_pretrained(str(checkpoint))
     (checkpoint / "model.json").write_text('{"format": 1}')
     assert run_main(cli.dispatch, ["sample", str(checkpoint)]) == 4
-    assert "model.json is damaged" in capsys.readouterr().err
+    assert "model.json has 13 bytes" in capsys.readouterr().err
     assert not trap.exists()
 
 

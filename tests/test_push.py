@@ -1,8 +1,10 @@
 """Pushes by the real client to a Hub on the loopback address, and runs that go on from there."""
 
+import fcntl
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -167,7 +169,8 @@ def no_process(monkeypatch: pytest.MonkeyPatch, hub: HubServer) -> list[int]:
     codes: list[int] = []
 
     class Here:
-        def __init__(self, words: list[str], log: BinaryIO) -> None:
+        def __init__(self, words: list[str], log: BinaryIO, inherited: int) -> None:
+            assert inherited > 0
             codes.append(run_main(cli.dispatch, words))
 
         def wait(self) -> int:
@@ -234,7 +237,7 @@ def test_a_failed_upload_never_ends_a_run_and_is_tried_again(
     longer = ["--train.max_steps", "13", "--checkpoint.allow_change", "train.max_steps"]
     assert run_main(train.main, small_run(*ALWAYS, *longer)) == 0
     assert hub.tags(REPO).keys() == {"step-4", "step-8", "step-12", "step-13"}
-    assert not list((tmp_path / "run" / ".upload").glob("*"))
+    assert not list((tmp_path / "run" / ".upload").glob("step_*"))
 
 
 @pytest.mark.usefixtures("compared", "no_process")
@@ -278,6 +281,91 @@ def test_an_upload_that_cannot_start_never_ends_a_run(
     monkeypatch.setattr(uploads, "start_beside", none)
     assert run_main(train.main, small_run(*ALWAYS)) == 0
     assert "not on the Hub: step 4, 8, 12" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("compared")
+def test_files_that_vanish_during_a_push_delete_nothing_on_the_hub(
+    run: Path,
+    hub: HubServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert push(run, "--checkpoint", "4") == 0
+    before, real = hub.files(REPO), pushing.upload
+
+    def late(*arguments: Any) -> Any:
+        for room in (run / "checkpoints").glob(".push_*"):
+            shutil.rmtree(room)
+        return real(*arguments)
+
+    monkeypatch.setattr(pushing, "upload", late)
+    assert push(run) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert hub.files(REPO) == before
+    assert hub.tags(REPO).keys() == {"step-4"}
+
+
+@pytest.mark.usefixtures("compared", "no_process")
+def test_an_upload_that_outlived_its_run_is_waited_for(
+    small_run: Arguments, hub: HubServer, tmp_path: Path
+) -> None:
+    room = tmp_path / "run" / ".upload"
+    working = room / ".push_orphan"
+    working.mkdir(parents=True)
+    lock = (room / ".lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    seen = []
+
+    def end() -> None:
+        seen.append((working.exists(), hub.repos.keys()))
+        lock.close()
+
+    timer = threading.Timer(2.0, end)
+    timer.start()
+    assert run_main(train.main, small_run(*ALWAYS)) == 0
+    timer.join()
+    assert seen[0][0]
+    assert not working.exists()
+    assert hub.tags(REPO).keys() == {"step-4", "step-8", "step-12"}
+
+
+@pytest.mark.usefixtures("compared")
+def test_what_waits_is_bounded_while_an_upload_is_slow(
+    small_run: Arguments,
+    hub: HubServer,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The first upload lasts until the run waits for it."""
+    over = threading.Event()
+
+    class Slow:
+        def __init__(self, *_: Any) -> None:
+            """Begins."""
+
+        def wait(self) -> int:
+            over.wait()
+            return 0
+
+        def terminate(self) -> None:
+            over.set()
+
+    monkeypatch.setattr(uploads, "start_beside", Slow)
+    most = []
+    real = uploads.Uploads.drop_oldest
+
+    def counted(self: uploads.Uploads) -> None:
+        real(self)
+        most.append(len(list(self.room.glob("step_*"))))
+
+    monkeypatch.setattr(uploads.Uploads, "drop_oldest", counted)
+    monkeypatch.setattr(
+        uploads.Uploads, "finish", lambda self, _: over.set() or self.abandon() or False
+    )
+    assert run_main(train.main, small_run(*ALWAYS, "--checkpoint.every", "1")) == 0
+    assert max(most) == uploads.MOST_WAITING + 1  # and the one under way
+    assert "is given up: more than 3 wait" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("compared")

@@ -16,7 +16,7 @@ import torch
 from accel_gpt.config import SampleConfig
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError
-from accel_gpt.evals.samples import SEPARATOR, prompt_ids
+from accel_gpt.evals.samples import SEPARATOR, known_ids
 from accel_gpt.model.generate import stream
 from accel_gpt.model.gpt import GPT
 
@@ -65,7 +65,7 @@ def continuation(
 
     Raises `UserError` at once for a character that the tokenizer does not know.
     """
-    ids = prompt_ids(prompt, tokenizer)
+    ids = known_ids(prompt, tokenizer, model)
     tokens = stream(
         model,
         torch.tensor([ids], device=next(model.parameters()).device),
@@ -75,6 +75,7 @@ def continuation(
         top_p=config.top_p,
         generator=generator,
         eot_id=tokenizer.eot_id,
+        choices=tokenizer.vocab_size,
     )
     return spell(tokenizer, map(int, tokens), context=ids if prompt else ())
 

@@ -7,7 +7,7 @@ from accelerate.utils import gather_object
 from accel_gpt.config import SampleConfig
 from accel_gpt.data.order import derive_seed
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import UserError
+from accel_gpt.errors import UserError, require
 from accel_gpt.model.generate import generate
 from accel_gpt.model.gpt import GPT
 
@@ -46,6 +46,17 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
         return [0]
 
 
+def known_ids(prompt: str, tokenizer: Tokenizer, model: GPT) -> list[int]:
+    """`prompt_ids`; `UserError` for one that the model has no embedding for."""
+    ids = prompt_ids(prompt, tokenizer)
+    require(
+        max(ids, default=0) < model.vocab_size,
+        f"the prompt {prompt!r} has token {max(ids, default=0)}, but the model knows "
+        f"{model.vocab_size:,} tokens; its tokenizer has more than it was trained with",
+    )
+    return ids
+
+
 def check_prompts(config: SampleConfig, tokenizer: Tokenizer) -> None:
     """Raise `UserError` now for a prompt that could not be sampled later."""
     if config.every:
@@ -62,7 +73,8 @@ def write_text(
 ) -> list[str]:
     """`config.num` continuations of `prompt`, each with the prompt before it, up to end-of-text."""
     device = next(model.parameters()).device
-    ids = torch.tensor([prompt_ids(prompt, tokenizer)] * config.num, device=device)  # (num, T0)
+    given = known_ids(prompt, tokenizer, model)
+    ids = torch.tensor([given] * config.num, device=device)  # (num, T0)
     out = generate(
         model,
         ids,
@@ -72,8 +84,8 @@ def write_text(
         top_p=config.top_p,
         generator=generator,
         eot_id=tokenizer.eot_id,
+        choices=tokenizer.vocab_size,
     )
-    given = ids[0].tolist()
     return [
         prompt + decode_after(given, until(row, tokenizer.eot_id), tokenizer)
         for row in out[:, ids.shape[1] :].tolist()

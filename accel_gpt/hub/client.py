@@ -117,6 +117,8 @@ def explained(error: BaseException, repo: str, doing: str, revision: str | None)
         return kind(f"{repo} on the Hub cannot be {doing}: {reason(code)}")
     if isinstance(error, OSError) and error.errno in HERE:
         return UserError(f"{repo} cannot be {doing}: {error.strerror}: {error.filename}")
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"{repo} cannot be {doing}: {error.filename} has gone meanwhile")
     said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     if doing == "read":
         return Unreachable(

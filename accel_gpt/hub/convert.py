@@ -20,6 +20,7 @@ Tensors = Mapping[str, Callable[[], Tensor]]
 """Name -> what reads the tensor: one at a time, for files larger than the memory."""
 
 # masks and tables that old versions stored with the weights
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BUFFERS = re.compile(r".*\.attn\.(bias|masked_bias)|.*rotary_emb\.inv_freq")
 
 
@@ -154,6 +155,8 @@ def fill(model: GPT, preset: str, tensors: Tensors, where: str) -> None:
             target = ours[start : start + part.rows]
             if piece.ours == "wpe.weight":
                 tensor = tensor[: part.rows]
+            if tensor.dtype not in FLOATS:
+                raise UserError(f"{where} holds {part.name} as {tensor.dtype}; expected floats")
             if tensor.shape != target.shape:
                 raise UserError(
                     f"{where} does not fit its config.json: {part.name} has shape "

@@ -43,6 +43,7 @@ WRITTEN = (
     *("model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"),
     "chat_template.jinja",
 )
+TEMPORARY = ".tmp_export"
 SHARD_SIZE = "5GB"  # of model.safetensors, as transformers had it for long
 COMPARED_WINDOWS, COMPARED_TOKENS = 2, 1024
 COMPARED_LOGITS = 128  # of the last tokens: of all of them they could take gigabytes
@@ -95,7 +96,8 @@ def export(
     source = find_source(place, checkpoint)
     model, tokenizer = load_pretrained(place, checkpoint, allow_pickle)
     preset_of(model.config)  # refused before anything is written
-    temporary = to.with_name(f".tmp_{to.name}")
+    # a folder that exists may be a mount point, or where somebody stands: it is filled, not moved
+    temporary = to / TEMPORARY if to.is_dir() else to.with_name(f".tmp_{to.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
@@ -112,6 +114,7 @@ def check_target(to: Path, overwrite: bool) -> None:
     """Raise `UserError` for a target that holds something which may not be replaced."""
     require(not to.exists() or to.is_dir(), f"{to} is a file; give a folder to make")
     there = sorted(path.name for path in to.iterdir()) if to.is_dir() else []
+    there = [name for name in there if name != TEMPORARY]
     require(
         overwrite or not there,
         f"{to} already holds {there[0] if there else ''}; give another folder, or replace an "
@@ -126,13 +129,19 @@ def check_target(to: Path, overwrite: bool) -> None:
 
 
 def replace_folder(new: Path, to: Path) -> None:
-    """Put a finished folder in the place of what was there before, if anything."""
-    old = to.with_name(f".old_{to.name}")
-    shutil.rmtree(old, ignore_errors=True)
-    if to.exists():
-        to.rename(old)
-    new.rename(to)
-    shutil.rmtree(old, ignore_errors=True)
+    """Give a finished folder its name, or its files to the folder of that name.
+
+    There config.json goes first and comes last: without it the folder is no model, not half one.
+    """
+    if not to.is_dir():
+        new.rename(to)
+        return
+    (to / "config.json").unlink(missing_ok=True)
+    for name in {path.name for path in to.iterdir()} - {path.name for path in new.iterdir()}:
+        if name != TEMPORARY:
+            (to / name).unlink()
+    for path in sorted(new.iterdir(), key=lambda path: path.name == "config.json"):
+        path.rename(to / path.name)
 
 
 def write_model(
@@ -153,6 +162,10 @@ def write_model(
     write_file(folder / "generation_config.json", [as_json(settings)])
     tokens, compared_on = compared_tokens(model, tokenizer, source)
     reference = computed(model.to(kind).float().cpu().eval(), tokens)
+    require(
+        bool(reference["logits"].isfinite().all()),
+        f"the weights in {dtype} give logits that are no finite numbers; nothing was kept",
+    )
     tensors = export_tensors(model, preset, kind)
     model.to("meta")  # gives its memory back, before another process needs as much
     parameters = sum(tensor.numel() for tensor in tensors.values())
@@ -190,7 +203,7 @@ def compared_tokens(model: GPT, tokenizer: Tokenizer, source: Source) -> tuple[T
             read = batches(split, chosen, COMPARED_WINDOWS, length, model.vocab_size)
             return next(read)[0], f"{COMPARED_WINDOWS} windows of {length} val tokens of {place}"
         except UserError as error:
-            why = str(error)
+            why = str(error).partition(";")[0]
     drawn = torch.Generator().manual_seed(0)
     tokens = torch.randint(
         min(tokenizer.vocab_size, model.vocab_size),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.hub.client import fetch, remote_files
 from accel_gpt.hub.convert import Tensors, fill
 from accel_gpt.hub.sources import Source, find_source, shape_of
+from accel_gpt.model.cost import parameter_counts
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model_config import ModelConfig
 from accel_gpt.run.checkpoint import load_model
@@ -45,11 +47,26 @@ def load_pretrained(
     )
     if source.ours:
         return load_model(source.folder, device)
-    shape = shape_of(source)
-    vocab_size = shape["vocab_size"]
-    model = GPT.unfilled(ModelConfig(**shape), vocab_size)
-    fill(model, shape["preset"], open_tensors(source, allow_pickle), place)
+    config = ModelConfig(**shape_of(source))
+    assert config.vocab_size is not None
+    model = load_foreign(source, config, config.vocab_size, allow_pickle)
     return model.to(device).eval(), load_tokenizer(source.folder)
+
+
+def load_foreign(source: Source, config: ModelConfig, vocab_size: int, allow_pickle: bool) -> GPT:
+    """A model of transformers in our shape `config`, which may have a shorter context."""
+    files, open_one = weight_files(source, allow_pickle)
+    tensors = open_all(files, open_one)
+    smallest = parameter_counts(replace(config, block_size=1), vocab_size)["total_unpadded"]
+    room = sum(file.stat().st_size for file in files)
+    if room < smallest:  # asked before memory is: a number holds a byte at least
+        raise CheckpointError(
+            f"config.json of {source.place} asks for {smallest:,} parameters, more than the "
+            f"{room:,} bytes of its weights hold"
+        )
+    model = GPT.unfilled(config, vocab_size)
+    fill(model, shape_of(source)["preset"], tensors, source.place)
+    return model
 
 
 def start_model(config: Config, corpus: Corpus, resuming: bool, say: Callable[[str], None]) -> GPT:
@@ -65,15 +82,13 @@ def start_model(config: Config, corpus: Corpus, resuming: bool, say: Callable[[s
         check_tokenizer(load_tokenizer(source.folder), corpus.tokenizer, place)
     else:
         say(f"{place} holds no tokenizer: that of the data ({corpus.tokenizer.kind}) is assumed")
+    if not source.ours:
+        return load_foreign(source, config.model, corpus.vocab_size, config.model.allow_pickle)
     model = GPT.unfilled(config.model, corpus.vocab_size)
-    if source.ours:
-        weights = load_model(source.folder)[0].state_dict()
-        if model.wpe is not None:
-            weights["wpe.weight"] = weights["wpe.weight"][: config.model.block_size]
-        model.load_state_dict(weights)
-    else:
-        tensors = open_tensors(source, config.model.allow_pickle)
-        fill(model, shape_of(source)["preset"], tensors, place)
+    weights = load_model(source.folder)[0].state_dict()
+    if model.wpe is not None:
+        weights["wpe.weight"] = weights["wpe.weight"][: config.model.block_size]
+    model.load_state_dict(weights)
     return model
 
 
@@ -90,14 +105,17 @@ def check_tokenizer(theirs: Tokenizer, data: Tokenizer, place: str) -> None:
 # --------------------------------------------------------------------------- files of weights
 
 
-def open_tensors(source: Source, allow_pickle: bool) -> Tensors:
-    """What reads each tensor of a model of transformers; fetched first, where it is on the Hub.
+def weight_files(
+    source: Source, allow_pickle: bool
+) -> tuple[list[Path], Callable[[Path], Tensors]]:
+    """The files with the weights of a model of transformers, fetched first where they are on the
+    Hub, and what opens one.
 
     Raises `UserError` where there are no weights, or pickled ones and not `allow_pickle`.
     """
     folder = fetch(source.remote, PATTERNS) if source.remote else source.folder
-    if files := weight_files(folder, SAFETENSORS):
-        return open_all(files, safe_tensors)
+    if files := listed_files(folder, SAFETENSORS):
+        return files, safe_tensors
     listed = remote_files(source.remote) if source.remote else [p.name for p in folder.iterdir()]
     require(
         any(name in listed for name in PICKLES),
@@ -111,10 +129,10 @@ def open_tensors(source: Source, allow_pickle: bool) -> Tensors:
     )
     if source.remote:
         folder = fetch(source.remote, ("pytorch_model*.bin", "pytorch_model.bin.index.json"))
-    return open_all(weight_files(folder, PICKLES), pickled_tensors)
+    return listed_files(folder, PICKLES), pickled_tensors
 
 
-def weight_files(folder: Path, names: tuple[str, str]) -> list[Path]:
+def listed_files(folder: Path, names: tuple[str, str]) -> list[Path]:
     """The files that hold the weights, by the index (the first of `names`) or the single file."""
     index, single = (folder / name for name in names)
     if single.is_file():

@@ -7,14 +7,12 @@ tensorboard/, and with `include_state` the whole checkpoint in checkpoint/. Each
 on main with a tag step-N, or one on the branch that was asked for.
 """
 
+import contextlib
 import os
 import shutil
-import signal
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -51,6 +49,7 @@ OURS = (
     *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
     *("tensorboard/events.out.tfevents.*.accel_gpt", f"{STATE}/*"),
 )
+SWEPT_SECONDS = 86_400  # no push takes a day; assumption
 ATTEMPTS, FIRST_PAUSE_SECONDS = 4, 2.0  # the pause doubles; assumption
 
 
@@ -63,20 +62,29 @@ def push(asked: PushCommand) -> str:
     check_repo(asked.repo)
     checkpoint = find_checkpoint(Path(asked.run), asked.checkpoint or named_step(asked.revision))
     verify(checkpoint)
-    if threading.current_thread() is threading.main_thread():  # leave nothing half done behind
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     step = read_state(checkpoint).step
     again(lambda: make_repository(asked), asked.repo)  # a refusal is told before the work
     run = checkpoint.resolve().parents[1]
+    sweep(checkpoint.parent)
     try:
         with tempfile.TemporaryDirectory(prefix=".push_", dir=checkpoint.parent) as room:
             folder = Path(room) / "upload"
             folder.mkdir()
             fill_folder(asked, run, checkpoint, folder)
-            url = again(lambda: upload(asked, folder, step), asked.repo)
+            files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+            assert "config.json" in files
+            url = again(lambda: upload(asked, files, step), asked.repo)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{asked.run} cannot be made ready to be pushed: {error}") from None
     return f"step {step:,} is at {url}\n"
+
+
+def sweep(folder: Path) -> None:
+    """Remove what pushes that were killed left, once it is certain that they are not at work."""
+    for debris in folder.glob(".push_*"):
+        with contextlib.suppress(OSError):
+            if time.time() - debris.stat().st_mtime > SWEPT_SECONDS:
+                shutil.rmtree(debris, ignore_errors=True)
 
 
 def named_step(revision: str | None) -> str:
@@ -185,15 +193,16 @@ def make_repository(asked: PushCommand) -> None:
         api.create_branch(asked.repo, branch=asked.revision, exist_ok=True)
 
 
-def upload(asked: PushCommand, folder: Path, step: int) -> str:
-    """One commit with the content of `folder`; its address. What has not changed is not sent.
+def upload(asked: PushCommand, files: Mapping[str, Path], step: int) -> str:
+    """One commit with `files`, by their names there; its address. What has not changed is not sent.
 
     What an earlier push left and this one has not, such as shards of the weights, is removed.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api = HfApi()
-    files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+    for path in files.values():
+        path.stat()  # FileNotFoundError, where the client would have an error of its own
     there = api.list_repo_files(asked.repo, revision=asked.revision)
     stale = {n for n in there if any(fnmatch(n, kind) for kind in OURS)} - files.keys()
     commit = api.create_commit(

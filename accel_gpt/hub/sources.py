@@ -72,7 +72,7 @@ def shape_of(source: Source) -> dict[str, Any]:
     path = source.folder / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"config.json of {source.place} cannot be read: {error}") from None
     require(isinstance(content, Mapping), f"config.json of {source.place} holds no object")
     return read_shape(content, source.place)

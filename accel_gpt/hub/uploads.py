@@ -1,20 +1,22 @@
 """Checkpoints of a run in training on their way to the Hub, by processes beside it.
 
-Each upload is an `accel-gpt push` of its own, on cores that are idle: in the training process
+Each upload is an `accel-gpt push` of its own, at the lowest priority: in the training process
 there is only a thread that waits for it. What is to be uploaded stands in `.upload/` of the run,
 as hard links: pruning does not take it away, and a later launch finds what is left.
 """
 
 import atexit
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from accel_gpt.config import Config, HubConfig
 from accel_gpt.hub.push import link_tree
@@ -24,7 +26,7 @@ LOG = "hub.log"
 MOST_WAITING = 3  # checkpoints; assumption: when the Hub is away for long, the disk must not fill
 LOWEST_PRIORITY = 19
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ACCEL")
-CLOSING_SECONDS = 10.0
+CLOSING_SECONDS, LOOK_SECONDS = 10.0, 0.5
 
 
 def start_uploads(config: Config, say: Callable[[str], None]) -> "Uploads | None":
@@ -40,9 +42,9 @@ class Uploads:
         self.room = out_dir / ".upload"
         self.process: subprocess.Popen[bytes] | None = None
         self.last: Path | None = None
+        self.current: int | None = None  # the step that is under way
+        self.inherited = -1  # file descriptor of the lock, which an upload keeps while it lives
         self.wake, self.ending, self.killed = threading.Event(), False, False
-        for debris in self.room.glob(".*"):
-            shutil.rmtree(debris, ignore_errors=True)
         if checkpoints(self.room):  # of an earlier launch
             self.wake.set()
         self.thread = threading.Thread(target=self.work, name="uploads", daemon=True)
@@ -67,7 +69,15 @@ class Uploads:
         except OSError as error:  # shutil.Error is one
             shutil.rmtree(linking, ignore_errors=True)
             self.say(f"WARNING: {checkpoint.name} cannot be kept for the Hub: {error}")
+        self.drop_oldest()
         self.wake.set()
+
+    def drop_oldest(self) -> None:
+        """Give up the oldest checkpoints that wait, where there are more than `MOST_WAITING`."""
+        waiting = [step for step in checkpoints(self.room) if step != self.current]
+        for step in waiting[:-MOST_WAITING]:
+            self.say(f"WARNING: step {step:,} is given up: more than {MOST_WAITING} wait")
+            shutil.rmtree(self.room / step_name(step), ignore_errors=True)
 
     def finish(self, interrupted: Callable[[], bool]) -> bool:
         """Wait until everything was tried once more, or until `interrupted`; whether that left
@@ -102,6 +112,19 @@ class Uploads:
 
     def work(self) -> None:
         """The thread: upload all that waits, whenever something was added."""
+        self.room.mkdir(exist_ok=True)
+        with (self.room / ".lock").open("w") as lock:
+            while not taken(lock):  # an upload of a launch that was killed is still at work
+                if self.killed:
+                    return
+                time.sleep(LOOK_SECONDS)
+            self.inherited = lock.fileno()
+            for debris in self.room.glob(".[!l]*"):
+                shutil.rmtree(debris, ignore_errors=True)
+            self.work_alone()
+
+    def work_alone(self) -> None:
+        """The same, once no other process uploads from the room."""
         while not self.ending:
             self.wake.wait()
             self.wake.clear()
@@ -113,14 +136,12 @@ class Uploads:
 
     def upload_all(self) -> None:
         """Try every waiting checkpoint once, the oldest first."""
-        waiting = checkpoints(self.room)
-        for step in waiting[:-MOST_WAITING]:
-            self.say(f"WARNING: step {step:,} is given up: {len(waiting)} wait for the Hub")
-            shutil.rmtree(self.room / step_name(step), ignore_errors=True)
-        for step in waiting[-MOST_WAITING:]:
+        for step in checkpoints(self.room):
             if self.killed:
                 return
-            problem = self.upload(step)
+            self.current = step
+            problem = self.upload(step) if (self.room / step_name(step)).is_dir() else "given up"
+            self.current = None
             if problem is None:
                 shutil.rmtree(self.room / step_name(step), ignore_errors=True)
                 self.say(f"step {step:,} is on the Hub: {self.config.repo_id}@step-{step}")
@@ -143,7 +164,7 @@ class Uploads:
         try:
             with (self.out_dir / LOG).open("a+b") as log:
                 start = log.seek(0, os.SEEK_END)
-                self.process = start_beside(["push", place, *words], log)
+                self.process = start_beside(["push", place, *words], log, self.inherited)
                 if self.killed:  # meanwhile
                     self.process.terminate()
                 code = self.process.wait()
@@ -155,8 +176,17 @@ class Uploads:
         return None if code == 0 else (lines or [f"exit code {code}"])[-1]
 
 
-def start_beside(words: list[str], log: BinaryIO) -> "subprocess.Popen[bytes]":
-    """Start `accel-gpt WORDS ...` for cores that are idle; what it says goes to `log`."""
+def taken(lock: TextIO) -> bool:
+    """Whether the lock is now ours."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def start_beside(words: list[str], log: BinaryIO, inherited: int) -> "subprocess.Popen[bytes]":
+    """Start `accel-gpt WORDS ...` at the lowest priority; what it says goes to `log`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "accel_gpt.cli", *words],
         env=alone(),
@@ -164,12 +194,10 @@ def start_beside(words: list[str], log: BinaryIO) -> "subprocess.Popen[bytes]":
         stdout=log,
         stderr=log,
         process_group=0,  # Ctrl-C is for the training; in a session of its own it would count more
+        pass_fds=(inherited,),
     )
     with contextlib.suppress(OSError):  # it may have ended already
-        if hasattr(os, "SCHED_IDLE"):
-            os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
-        else:
-            os.setpriority(os.PRIO_PROCESS, process.pid, LOWEST_PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, process.pid, LOWEST_PRIORITY)
     return process
 
 

@@ -24,13 +24,14 @@ def generate(
     generator: torch.Generator,
     eot_id: int | None = None,
     use_cache: bool = True,
+    choices: int | None = None,
 ) -> Tensor:
     """Continue `prompt_ids` (B, T), T > 0, by `max_new_tokens`: (B, T + max_new_tokens).
 
-    Random numbers come from `generator` alone, on the device of the prompt; temperature 0 is
-    greedy and draws none. A row that has produced `eot_id` is filled up with it; when all have, no
-    more is computed. The mode of the model is restored. Raises `ValueError` for settings out of
-    range.
+    `choices`: only ids below it are chosen; None: all of the model. Random numbers come from
+    `generator` alone, on the device of the prompt; temperature 0 is greedy and draws none. A row
+    that has produced `eot_id` is filled up with it; when all have, no more is computed. The mode of
+    the model is restored. Raises `ValueError` for settings out of range.
     """
     steps = stream(
         model,
@@ -42,6 +43,7 @@ def generate(
         generator=generator,
         eot_id=eot_id,
         use_cache=use_cache,
+        choices=choices,
     )
     B, T = prompt_ids.shape
     tokens = prompt_ids.new_full((B, T + max_new_tokens), 0 if eot_id is None else eot_id)
@@ -63,6 +65,7 @@ def stream(
     generator: torch.Generator,
     eot_id: int | None = None,
     use_cache: bool = True,
+    choices: int | None = None,
 ) -> Generator[Tensor, None, None]:
     """The tokens of `generate` one step at a time: (B,) each, until all rows have ended.
 
@@ -81,7 +84,7 @@ def stream(
         modules = list(model.modules())
         for length in range(T, T + max_new_tokens):
             with _evaluating(modules):
-                logits = _next_logits(model, tokens[:, :length], cache)
+                logits = _next_logits(model, tokens[:, :length], cache)[:, :choices]
                 chosen = sample_token(logits, temperature, top_k, top_p, generator)
                 if eot_id is not None:
                     chosen = chosen.masked_fill(ended, eot_id)

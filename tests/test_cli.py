@@ -42,7 +42,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["smple"], "unknown command 'smple'; did you mean sample?"),
         (["sample"], "RUN missing; see --help"),
         (["sample", "x", "--temprature", "1"], "did you mean temperature?"),
-        (["sample", "nowhere"], "nowhere does not exist"),
+        (["sample", "./nowhere"], "./nowhere is neither a folder nor a repository on the Hub"),
         (
             ["sample", "x", "--temperature", "-1"],
             "sample.temperature is -1.0; it must be 0 or more",

@@ -165,6 +165,7 @@ def test_killed_again_and_again_it_makes_the_same_bytes(
     assert sorted(os.listdir(out.parent)) == ["made", "made.lock"]
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_write_does_no_harm(
     config: PrepareConfig, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,6 +163,7 @@ def test_ours_to_theirs_and_back_gives_equal_logits(config: ModelConfig) -> None
     assert type(theirs).__name__ == CLASSES[config.preset]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_whole_of_gpt2_goes_both_ways() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel

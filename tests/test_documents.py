@@ -252,6 +252,7 @@ def test_flex_attention_equals_the_dense_mask(length: int, heads: tuple[int, int
             torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @traced_mask
 @pytest.mark.usefixtures("flex_gradients_on_cpu")
 @configs

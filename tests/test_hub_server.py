@@ -17,6 +17,9 @@ import pytest
 from tests.hub_repo import is_lfs
 from tests.hub_server import HubServer, environment, no_waiting, point_at
 
+pytestmark = pytest.mark.slow  # a tool of other tests
+
+
 REPO = "tester/model"
 BACKOFF = [1, 2, 4, 8, 8]  # seconds between the six tries of http_backoff
 WEIGHTS = random.Random(0).randbytes(3_000_000)

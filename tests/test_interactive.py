@@ -312,6 +312,7 @@ interact(model, CharsTokenizer("abc"), config, torch.Generator(), sys.stdin, sys
 """
 
 
+@pytest.mark.slow
 def test_a_session_on_a_real_terminal() -> None:
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()

@@ -240,6 +240,7 @@ def test_a_failed_upload_never_ends_a_run_and_is_tried_again(
     assert not list((tmp_path / "run" / ".upload").glob("step_*"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compared", "no_process")
 def test_a_waiting_step_that_is_trained_again_is_replaced(
     small_run: Arguments, hub: HubServer, tmp_path: Path
@@ -305,6 +306,7 @@ def test_files_that_vanish_during_a_push_delete_nothing_on_the_hub(
     assert hub.tags(REPO).keys() == {"step-4"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compared", "no_process")
 def test_an_upload_that_outlived_its_run_is_waited_for(
     small_run: Arguments, hub: HubServer, tmp_path: Path
@@ -329,6 +331,7 @@ def test_an_upload_that_outlived_its_run_is_waited_for(
     assert hub.tags(REPO).keys() == {"step-4", "step-8", "step-12"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compared")
 def test_what_waits_is_bounded_while_an_upload_is_slow(
     small_run: Arguments,

@@ -45,6 +45,8 @@ class Uploads:
         self.current: int | None = None  # the step that is under way
         self.inherited = -1  # file descriptor of the lock, which an upload keeps while it lives
         self.wake, self.ending, self.killed = threading.Event(), False, False
+        for debris in self.room.glob(".step_*"):
+            shutil.rmtree(debris, ignore_errors=True)
         if checkpoints(self.room):  # of an earlier launch
             self.wake.set()
         self.thread = threading.Thread(target=self.work, name="uploads", daemon=True)
@@ -119,7 +121,7 @@ class Uploads:
                     return
                 time.sleep(LOOK_SECONDS)
             self.inherited = lock.fileno()
-            for debris in self.room.glob(".[!l]*"):
+            for debris in self.room.glob(".push_*"):
                 shutil.rmtree(debris, ignore_errors=True)
             self.work_alone()
 

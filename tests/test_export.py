@@ -68,17 +68,21 @@ def test_every_preset_is_exported_and_read_back(
 
 
 @pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("preset", ["gpt2", "qwen3"])
 def test_bf16_halves_the_file_and_large_files_are_parted(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    preset: str, small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert run_main(train.main, small_run(*QUICK, "--model.preset", preset)) == 0
     monkeypatch.setattr(exporting, "SHARD_SIZE", "30KB")
-    to = tmp_path / "out"
+    run, to = tmp_path / "run", tmp_path / "out"
     exported = export(str(run), to, dtype="bf16")
+    assert exported.difference < 1e-5
     assert exported.bytes == 2 * exported.parameters
     assert len(list(to.glob("model-*.safetensors"))) > 1
     assert json.loads((to / "config.json").read_text())["dtype"] == "bfloat16"
     model, _ = load_pretrained(str(to))
-    ours = load_pretrained(str(run))[0].bfloat16().float()
+    ours = load_pretrained(str(run))[0]
+    exporting.round_weights(ours, torch.bfloat16)
     tokens = torch.randint(257, (2, 32))
     torch.testing.assert_close(model(tokens), ours(tokens), atol=1e-5, rtol=1e-5)
 

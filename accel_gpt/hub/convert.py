@@ -19,8 +19,8 @@ from accel_gpt.model_config import ModelConfig
 Tensors = Mapping[str, Callable[[], Tensor]]
 """Name -> what reads the tensor: one at a time, for files larger than the memory."""
 
-# masks and tables that old versions stored with the weights
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# masks and tables that old versions stored with the weights
 BUFFERS = re.compile(r".*\.attn\.(bias|masked_bias)|.*rotary_emb\.inv_freq")
 
 

@@ -161,7 +161,8 @@ def write_model(
     write_file(folder / "config.json", [as_json(shape)])
     write_file(folder / "generation_config.json", [as_json(settings)])
     tokens, compared_on = compared_tokens(model, tokenizer, source)
-    reference = computed(model.to(kind).float().cpu().eval(), tokens)
+    round_weights(model, kind)
+    reference = computed(model.cpu().eval(), tokens)
     require(
         bool(reference["logits"].isfinite().all()),
         f"the weights in {dtype} give logits that are no finite numbers; nothing was kept",
@@ -178,6 +179,13 @@ def write_model(
     report = compare(reference, tokenizer, folder)
     told = CLASSES[preset], parameters, size, dtype, report["difference"]
     return Exported(*told, compared_on, report["transformers"])
+
+
+@torch.no_grad()
+def round_weights(model: GPT, kind: torch.dtype) -> None:
+    """Give the weights the values that they will have in the file; not the rotary table."""
+    for weight in model.parameters():
+        weight.copy_(weight.to(kind))
 
 
 def as_json(content: object) -> bytes:

@@ -75,6 +75,7 @@ def test_mistake_is_one_sentence_and_exit_code_2(
     assert not list(tmp_path.glob("o*"))
 
 
+@pytest.mark.slow
 def test_prepare_train_and_sample_from_another_folder(
     tmp_path: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:

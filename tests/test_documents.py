@@ -192,6 +192,7 @@ def test_nothing_asks_the_device_for_a_value(name: str) -> None:
     assert block_mask(numbers).kv_indices.is_meta
 
 
+@pytest.mark.slow
 @configs
 def test_the_masked_model_compiles_into_one_graph(config: ModelConfig) -> None:
     model, (tokens, targets) = make(config).train(), draw()

@@ -264,6 +264,7 @@ def test_too_many_tokens_are_refused_with_both_numbers() -> None:
         model(draw(length=7), cache=cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama grouped, tied"])
 def test_the_model_compiles_into_one_graph(name: str) -> None:
     model, tokens, targets = make(SHAPES[name]).train(), draw(), draw(seed=3)

@@ -31,6 +31,7 @@ def test_first_signal_is_remembered(number: signal.Signals) -> None:
     assert stop.received == number.name
 
 
+@pytest.mark.slow
 def test_second_signal_later_ends_at_once() -> None:
     code = (
         "import os, signal, accel_gpt.run.guards as g\n"
@@ -46,6 +47,7 @@ def test_second_signal_later_ends_at_once() -> None:
     assert b"still here" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_folder_has_one_run(tmp_path: Path) -> None:
     with locked(tmp_path / "run"):
         code = (

@@ -352,5 +352,6 @@ def test_a_session_on_a_real_terminal() -> None:
         os.close(ours)
     first, text, again, _ = seen.split("> ")
     assert first == USE.replace("\n", "\r\n")
-    assert set(text.removeprefix("cab\r\n").replace("^C", "").rstrip()) == set("abc")
+    # a quick Ctrl-C may come before all three letters have
+    assert set(text.removeprefix("cab\r\n").replace("^C", "").rstrip()) <= set("abc")
     assert again.startswith("x\r\ncharacter 'x' is not among the 3")

@@ -297,7 +297,8 @@ def test_an_interrupt_stops_the_texts_of_a_prompt_on_a_terminal_and_the_whole_in
 
 
 SESSION = """
-import fcntl, sys, termios
+import fcntl, signal, sys, termios
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where tests run in the background
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C is an interrupt
 import torch
 from accel_gpt.config import SampleConfig

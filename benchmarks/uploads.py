@@ -3,7 +3,8 @@
     python benchmarks/uploads.py TEXT [--steps 1500] [--every 300]
 
 One run of configs/shakespeare_char_cpu.yaml with `hub.push: every_checkpoint` to a Hub on the
-loopback address; the median step while an upload was under way against the median of the others.
+loopback address. Uploads are halted and let go on in turn, every `TURN_SECONDS`, so that the speed
+of the machine, which drifts, is that of both: the median step beside an upload against the others.
 """
 
 import argparse
@@ -66,18 +67,25 @@ def main() -> None:
     )
 
 
+TURN_SECONDS = 3.0
+
+
 def watch(process: "subprocess.Popen[bytes]", metrics: Path) -> tuple[list[list[float]], float]:
     """When an upload ran, as (start, end) of the wall clock; and when the run's own clock began."""
     spans: list[list[float]] = []
-    origin, parent = 0.0, psutil.Process(process.pid)
+    origin, parent, before = 0.0, psutil.Process(process.pid), [0.0, 0.0]
     while process.poll() is None:
         now = time.time()
         if not origin and metrics.is_file() and (text := metrics.read_text()).endswith("\n"):
             origin = now - json.loads(text.splitlines()[-1])["time"]
         try:
-            busy = any("push" in child.cmdline() for child in parent.children())
+            pushes = [child for child in parent.children() if "push" in child.cmdline()]
+            halted = int(now / TURN_SECONDS) % 2 == 0 and process_trains(metrics, before)
+            for push in pushes:
+                push.suspend() if halted else push.resume()
         except psutil.Error:
             break
+        busy = bool(pushes) and not halted
         if busy and spans and now - spans[-1][1] < 0.3:
             spans[-1][1] = now
         elif busy:
@@ -85,6 +93,14 @@ def watch(process: "subprocess.Popen[bytes]", metrics: Path) -> tuple[list[list[
         time.sleep(0.05)
     process.wait()
     return spans, origin
+
+
+def process_trains(metrics: Path, before: list[float]) -> bool:
+    """Whether steps still come: at the end the uploads may have the machine."""
+    size = metrics.stat().st_size if metrics.is_file() else 0
+    if size != before[0]:
+        before[:] = [size, time.time()]
+    return time.time() - before[1] < 2
 
 
 if __name__ == "__main__":

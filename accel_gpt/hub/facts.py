@@ -13,18 +13,18 @@ from typing import Any
 
 from accel_gpt.config import Config
 from accel_gpt.data_config import TextStream
-from accel_gpt.errors import CheckpointError, UserError
+from accel_gpt.errors import UserError
 from accel_gpt.hub.privacy import hub_dataset, hub_model, place_name, source_name, without_tokens
 from accel_gpt.hub.trained_on import Source, sources_of
 from accel_gpt.model_config import PRESETS, ModelConfig
 from accel_gpt.parse import build, leaves, to_flat, to_plain
 from accel_gpt.plan import Plan, make_plan
-from accel_gpt.run.checkpoint import NAME, TrainState, check_format, read_json, read_state
+from accel_gpt.run.checkpoint import NAME, TrainState, read_shape, read_state
 from accel_gpt.run.environment import PACKAGES
 from accel_gpt.run.metrics import read_lines
 
-# of no use to others; prompts are text of the user's, which the samples show
 MOST_SAMPLES = 3
+# of no use to others; prompts are text of the user's, which the samples show
 LEFT_OUT = ("data.cache_dir", "sample.prompts", "checkpoint.allow_change")
 HUB_IDS = ("data.prepare.dataset", "data.train.dataset")
 RESULTS = (
@@ -68,12 +68,7 @@ def gather(run: Path, checkpoint: Path) -> CardFacts:
 
     Raises `CheckpointError` where the checkpoint cannot be read.
     """
-    state, content = read_state(checkpoint), read_json(checkpoint / "model.json")
-    check_format(checkpoint, content)
-    try:
-        model, vocab_size = build(ModelConfig, content["config"]), int(content["vocab_size"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint / 'model.json'} is damaged: {error!r}") from None
+    state, (model, vocab_size) = read_state(checkpoint), read_shape(checkpoint)
     config, records = public_config(state.config), read_records(run, state.step)
     start = str(state.config.get("model.init_from") or "scratch")
     launches = read_launches(run, state.step)

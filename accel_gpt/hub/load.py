@@ -65,7 +65,7 @@ def load_foreign(source: Source, config: ModelConfig, vocab_size: int, allow_pic
             f"{room:,} bytes of its weights hold"
         )
     model = GPT.unfilled(config, vocab_size)
-    fill(model, shape_of(source)["preset"], tensors, source.place)
+    fill(model, config.preset, tensors, source.place)
     return model
 
 

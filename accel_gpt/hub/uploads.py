@@ -141,8 +141,10 @@ class Uploads:
         for step in checkpoints(self.room):
             if self.killed:
                 return
+            if not (self.room / step_name(step)).is_dir():  # given up meanwhile
+                continue
             self.current = step
-            problem = self.upload(step) if (self.room / step_name(step)).is_dir() else "given up"
+            problem = self.upload(step)
             self.current = None
             if problem is None:
                 shutil.rmtree(self.room / step_name(step), ignore_errors=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from accel_gpt.data_config import DataConfig
-from accel_gpt.errors import below_one, not_negative, positive, require
+from accel_gpt.errors import below_one, duration, not_negative, positive, require
 from accel_gpt.model_config import ModelConfig
 
 
@@ -32,8 +32,24 @@ class TrainConfig:
     """torch.compile the model in place."""
     cpu_threads: int | None = None
     """Threads per process on a CPU; null: all cores, shared by the processes of the machine."""
+    max_skipped: int = 20
+    """Updates in a row that may be skipped, loss or gradient not finite, before the run goes back
+    to its last checkpoint and leaves those batches out; the second time there it ends."""
+    spike_sigma: float = 6.0
+    """A loss so many standard deviations above the mean of the last 128 is a spike; 0: not told."""
+    skip_spikes: bool = False
+    """Skip the update of a spike, as one that is not finite."""
+    time_limit: str | None = None
+    """Save and stop before a launch has taken so long, as 3h50m: the wall clock of a job."""
+    step_timeout: str | None = "30m"
+    """End a process that completes nothing for so long, with the stacks of its threads; limit of
+    each collective, too."""
 
     def __post_init__(self) -> None:
+        positive("train", self, "max_skipped")
+        not_negative("train", self, "spike_sigma")
+        for name in ("time_limit", "step_timeout"):
+            duration(f"train.{name}", getattr(self, name))
         positive("train", self, "tokens_per_step", "micro_batch_size")
         positive("train", self, "max_steps", "max_tokens", "cpu_threads")
         require(
@@ -148,7 +164,9 @@ class CheckpointConfig:
     every_tokens: int | None = None
     """Tokens between checkpoints, besides every."""
     keep_last: int = 2
-    """Newest checkpoints to keep."""
+    """Newest checkpoints to keep; of one alone nothing is left when it is damaged."""
+    async_save: bool = False
+    """Training goes on while files are written, too, from a copy in memory (pinned on CUDA)."""
     keep_best: bool = True
     """Also save and keep the checkpoint with the lowest val loss."""
     resume: str = "auto"

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -36,6 +37,12 @@ class DivergedError(UserError):
     exit_code = 5
 
 
+class PeerError(UserError):
+    """Another process of this run failed, or could not be reached."""
+
+    exit_code = 70
+
+
 class BusyError(UserError):
     """Another process is already working in the output folder."""
 
@@ -68,6 +75,17 @@ def below_one(section: str, config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         require(0 <= value < 1, f"{section}.{name} is {value}; it must lie in [0, 1)")
+
+
+def duration(name: str, text: str | None) -> float | None:
+    """Seconds of a time such as `3h50m`, `90s` or plain `90`; None for none."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
+    parts = [float(part or 0) for part in match.groups()] if match else []
+    seconds = sum(n * unit for n, unit in zip(parts, (86400, 3600, 60, 1), strict=False))
+    require(seconds > 0, f"{name} is {text!r}; write a time above 0 as 3h50m, 30m or 90s")
+    return seconds
 
 
 def divides(whole_name: str, whole: int, part_name: str, part: int) -> None:

@@ -10,19 +10,20 @@ newest checkpoint; writes the run's folder: config, metrics, samples, checkpoint
 import contextlib
 import gc
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor, nn
+from torch import nn
 
 from accel_gpt.config import Config
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.order import derive_seed
-from accel_gpt.errors import run_main
+from accel_gpt.errors import duration, run_main
 from accel_gpt.evals.samples import check_prompts, is_sample_step, sample
 from accel_gpt.evals.validation import evaluate_splits
 from accel_gpt.hub.load import start_model
@@ -34,23 +35,20 @@ from accel_gpt.optim.groups import configure, make_optimizer, set_lr
 from accel_gpt.optim.schedule import lr_fraction
 from accel_gpt.parse import load_config
 from accel_gpt.plan import Plan, make_plan
-from accel_gpt.run.batches import micro_batches
-from accel_gpt.run.checkpoint import TrainState, is_due, prune, restore, save_checkpoint
+from accel_gpt.run.batches import micro_batches, pass_over
+from accel_gpt.run.checkpoint import TrainState, is_due
 from accel_gpt.run.corpus import Corpus
 from accel_gpt.run.environment import ensure_data, is_main, start_accelerator, world_size
-from accel_gpt.run.guards import PREEMPTED, StopSignal, check_finite, count_skipped, locked
-from accel_gpt.run.metrics import (
-    Display,
-    MetricsLog,
-    Record,
-    Stopwatch,
-    last_words,
-    start_trackers,
-    write_samples,
-)
-from accel_gpt.run.resume import take_up
-from accel_gpt.run.setup import Speed, record_run
+from accel_gpt.run.guards import locked, peers
+from accel_gpt.run.metrics import Display, Record, last_words
+from accel_gpt.run.numerics import Ledger, TooManySkippedError, check_weights
+from accel_gpt.run.reporter import Reporter
+from accel_gpt.run.restore import restore
+from accel_gpt.run.resume import step_back, take_up
+from accel_gpt.run.signals import PREEMPTED, StopSignal
 from accel_gpt.run.text_corpus import open_corpus
+from accel_gpt.run.watchdog import Watchdog
+from accel_gpt.run.writer import Writer
 
 
 @dataclass
@@ -64,13 +62,12 @@ class Run:
     gpt: GPT  # what is evaluated, sampled and saved
     model: nn.Module  # the same, as Accelerate wrapped it for training
     optimizer: AcceleratedOptimizer
-    loader: Loader
     state: TrainState
-    watch: Stopwatch
-    speed: Speed
-    display: Display
-    metrics: MetricsLog | None  # of the main process
+    reporter: Reporter
+    writer: Writer
     uploads: Uploads | None  # of the main process, where hub.push asks for them
+    loader: Loader = field(init=False)
+    ledger: Ledger = field(init=False)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,32 +77,32 @@ def main(argv: Sequence[str]) -> int:
 
 def launch(config: Config) -> int:
     """Train as `config` says, alone in its folder; returns the exit code."""
-    plan = make_plan(config, world_size())
+    started, plan = time.monotonic(), make_plan(config, world_size())
     with locked(Path(config.out_dir)) if is_main() else contextlib.nullcontext():
         ensure_data(config.data)
-        return train(fetch_resume(config), plan)
+        with peers(plan.world_size):
+            return train(fetch_resume(config), plan, started)
 
 
-def train(config: Config, plan: Plan) -> int:
+def train(config: Config, plan: Plan, started: float) -> int:
     """Run from wherever the run stands to its end, or to a signal; returns the exit code."""
     accelerator = start_accelerator(config, plan)
-    stop, stopping, skipped = StopSignal(accelerator.num_processes), False, 0
+    limit = duration("train.time_limit", config.train.time_limit)
+    stop = StopSignal(accelerator.num_processes, limit, started)
     with Display(accelerator.is_main_process, plan.max_steps) as display:
         run = start(config, plan, accelerator, display)
-        while run.state.step < plan.max_steps and not stopping:
-            loss, grad_norm = update(run)
-            if accelerator.optimizer_step_was_skipped:  # fp16: the scale was too large
-                skipped = count_skipped(skipped, run.state.step)
-                continue
-            skipped = 0
-            stopping = stop.agreed() and run.state.step < plan.max_steps
-            after_step(run, loss, grad_norm, stopping)
-        run.loader.close()
+        with Watchdog(config.train.step_timeout) as watchdog, contextlib.closing(run.writer):
+            stopping = False
+            while run.state.step < plan.max_steps and not stopping:
+                stopping = step(run, stop)
+                watchdog.beat()
+            run.loader.close()
+            run.writer.wait()
         accelerator.end_training()
         if run.uploads:  # what a signal keeps from the Hub, the next launch uploads
             stopping |= run.uploads.finish(lambda: stopping or stop.received is not None)
-        signal_name = (stop.received or "signal to another process") if stopping else None
-        display.say(last_words(config, run.state, signal_name))
+        reason = (stop.received or "signal to another process") if stopping else None
+        display.say(last_words(config, run.state, reason))
     return PREEMPTED if stopping else 0
 
 
@@ -113,42 +110,59 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     """Build everything, and take up the checkpoint that the run has."""
     corpus = open_corpus(config)
     check_prompts(config.sample, corpus.tokenizer)
-    state = corpus.new_state(config, accelerator.num_processes)
-    path = take_up(config, state, accelerator, display.say)
+    state, say = corpus.new_state(config, accelerator.num_processes), display.say
+    path = take_up(config, state, accelerator, say)
     torch.manual_seed(config.seed)
-    gpt = start_model(config, corpus, path is not None, display.say)
+    gpt = start_model(config, corpus, path is not None, say)
     torch.manual_seed(derive_seed(config.seed, "dropout", accelerator.process_index))
     if config.train.compile:
         gpt.compile()  # in place: no wrapper, the names of the weights stay
-    optimizer = make_optimizer(gpt, config.optim, fused=accelerator.mixed_precision != "fp16")
-    model, optimizer = accelerator.prepare(gpt, optimizer)
+    model, optimizer = accelerator.prepare(gpt, make_optimizer(gpt, config.optim))
     if path:
-        state = restore(accelerator, path, state)
-        corpus = corpus.continued(state)
-        configure(optimizer, config.optim)
-        display.say(f"resuming {config.out_dir} from step {state.step:,} ({path})")
-    speed, metrics, uploads = Speed(gpt, plan, accelerator), None, None
-    if accelerator.is_main_process:
-        display.say(record_run(config, plan, accelerator, corpus, speed, state.step))
-        metrics = MetricsLog(Path(config.out_dir), state.step, state.tokens, plan.max_steps)
-        uploads = start_uploads(config, display.say)
-    start_trackers(accelerator, config, state.step)
+        state = restore(accelerator, path, state, gpt, optimizer, say)
+        say(f"resuming {config.out_dir} from step {state.step:,} ({path})")
+    reporter = Reporter(config, plan, accelerator, gpt, display)
+    main = accelerator.is_main_process
+    uploads = start_uploads(config, plan.max_steps, say) if main else None
+    note = uploads.note if uploads else lambda _: None
+    writer = Writer(accelerator, config, corpus.tokenizer, say, reporter.sync, note)
+    parts = (config, plan, accelerator, corpus, gpt, model, optimizer, state, reporter)
+    run = Run(*parts, writer, uploads)
+    take_place(run)
+    reporter.launch(run.corpus, state)
     model.train()  # evaluation and sampling give it back as they found it
-    loader = corpus.loader(plan, accelerator.process_index, accelerator.device, state.sequences)
-    settle = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
-    watch = Stopwatch(state.seconds, state.step, settle)
     gc.collect()
     gc.freeze()  # what lives until the end need not be searched for garbage
-    return Run(
-        *(config, plan, accelerator, corpus, gpt, model, optimizer),
-        *(loader, state, watch, speed, display, metrics, uploads),
-    )
+    return run
 
 
-def update(run: Run) -> tuple[Tensor, Tensor]:
-    """One optimizer update; its loss (of this process) and gradient norm, still on the device."""
+def take_place(run: Run) -> None:
+    """Data, ledger and settings where `run.state` stands."""
+    run.corpus = run.corpus.continued(run.state)
+    rank, device = run.accelerator.process_index, run.accelerator.device
+    run.loader = run.corpus.loader(run.plan, rank, device, run.state.sequences)
+    run.ledger = Ledger(run.config.train, run.accelerator, run.state)
+    configure(run.optimizer, run.config.optim)  # a checkpoint brings the settings of the past
+
+
+def step(run: Run, stop: StopSignal) -> bool:
+    """One step and what is due after it; whether the run shall stop there."""
+    try:
+        update(run)
+        stopping, retrying = stop.agreed(run.writer.retry_is_due(), run.writer.seconds)
+        stopping &= run.state.step < run.plan.max_steps
+        after_step(run, stopping, retrying)
+        return stopping
+    except TooManySkippedError:
+        go_back(run)
+        return False
+
+
+def update(run: Run) -> None:
+    """One optimizer update, or none where loss or gradient are not finite; nothing waits for it."""
     accelerator, plan, state = run.accelerator, run.plan, run.state
     schedule, optim = run.config.schedule, run.config.optim
+    pass_over(run.loader, plan, state)
     set_lr(run.optimizer, lr_fraction(state.step, schedule.name, plan, schedule.min_lr / optim.lr))
     total = torch.zeros((), device=accelerator.device)
     batches = micro_batches(run.loader, accelerator, plan, run.corpus.document_end)
@@ -159,91 +173,71 @@ def update(run: Run) -> tuple[Tensor, Tensor]:
             total += loss.detach()
     # the last micro-step has reduced the gradients
     grad_norm = accelerator.clip_grad_norm_(run.model.parameters(), optim.grad_clip or float("inf"))
+    loss = total / plan.accumulation_steps
+    run.optimizer.optimizer.skip = run.ledger.judge(state, loss, grad_norm)
     run.optimizer.step()
     run.optimizer.zero_grad()
+    state.step += 1
     state.sequences += plan.sequences_per_step
-    if not accelerator.optimizer_step_was_skipped:
-        state.step += 1
-        state.tokens += plan.tokens_per_step
-    return total / plan.accumulation_steps, grad_norm
+    state.tokens += plan.tokens_per_step
 
 
-def after_step(run: Run, loss: Tensor, grad_norm: Tensor, stopping: bool) -> None:
+def after_step(run: Run, stopping: bool, retrying: bool) -> None:
     """What is due at the completed step: figures, evaluation, a checkpoint, samples.
 
     Nothing waits for the device unless something is due.
     """
-    config, state, watch = run.config, run.state, run.watch
+    config, state, reporter = run.config, run.state, run.reporter
     last = state.step == run.plan.max_steps
     logging = last or state.step % config.log.every == 0
     evaluating = last or bool(config.eval.every and state.step % config.eval.every == 0)
-    saving = last or stopping or is_due(config.checkpoint, state, run.plan.tokens_per_step)
+    saving = last or stopping or retrying
+    saving |= is_due(config.checkpoint, state, run.plan.tokens_per_step)
     sampling = bool(config.sample.every) and (
         last or is_sample_step(state.step, config.sample.every, config.sample.growth)
     )
     record: Record = {}
     if logging or evaluating or saving:
-        figures = step_figures(run, loss, grad_norm)
+        lr = run.optimizer.param_groups[0]["lr"]
+        figures = run.ledger.read(state, reporter.say) | {"train/lr": lr}
         epochs = run.corpus.epoch_figures(state.sequences)
-        record = figures | run.speed.figures(watch.lap(state.step)) | epochs if logging else {}
-    with watch.pause() if evaluating or saving or sampling else contextlib.nullcontext():
+        record = figures | reporter.pace(state.step) | epochs if logging else {}
+    with reporter.pause() if evaluating or saving or sampling else contextlib.nullcontext():
         if evaluating:
             tokens = config.eval.tokens
             record |= evaluate_splits(run.gpt, run.corpus, run.accelerator, run.plan, tokens)
             state.val_loss = record["eval/val_loss"]
-            saving = (state.note_best() and config.checkpoint.keep_best) or saving
+            saving |= state.note_best() and config.checkpoint.keep_best
         if record:
-            publish(run, record)
+            reporter.publish(state, record)
         if saving:
-            save(run)
+            save(run, last or stopping)
         if sampling:
-            publish_samples(run)
+            gpt, tokenizer = run.gpt, run.corpus.tokenizer
+            text = sample(run.accelerator, gpt, tokenizer, config.sample, config.seed, state.step)
+            reporter.samples(state.step, text)
 
 
-def step_figures(run: Run, loss: Tensor, grad_norm: Tensor) -> Record:
-    """Figures of the completed step over all processes; the one place that waits for the device."""
-    figures = {
-        "train/loss": run.accelerator.reduce(loss, "mean").item(),
-        "train/lr": run.optimizer.param_groups[0]["lr"],
-        "train/grad_norm": grad_norm.item(),
-    }
-    check_finite(figures["train/loss"], figures["train/grad_norm"], run.state.step)
-    return figures
-
-
-def publish(run: Run, record: Record) -> None:
-    """Give the figures of a step to the files, the trackers and the terminal."""
+def save(run: Run, last: bool) -> None:
+    """Save a checkpoint of the completed step; the last one of a launch must get to the disk."""
     state = run.state
-    state.seconds = run.watch.elapsed()
-    run.accelerator.log(record, step=state.step)
-    if run.metrics:
-        whole = {"step": state.step, "tokens": state.tokens, "time": state.seconds} | record
-        run.metrics.write(whole)
-        run.display.show(whole, run.watch.left(state.step, run.plan.max_steps))
+    check_weights(run.gpt, run.accelerator, state.step)
+    state.seconds = run.reporter.watch.elapsed()
+    run.corpus.note_place(state, run.loader)
+    save_now = run.writer.save_last if last else run.writer.save
+    save_now(state, run.gpt, run.optimizer)
 
 
-def publish_samples(run: Run) -> None:
-    """Write samples to `samples/` and the trackers, and show them at the end of the run."""
-    state, config = run.state, run.config
-    gpt, tokenizer = run.gpt, run.corpus.tokenizer
-    text = sample(run.accelerator, gpt, tokenizer, config.sample, config.seed, state.step)
-    write_samples(run.accelerator, Path(config.out_dir), state.step, text)
-    if state.step == run.plan.max_steps:
-        run.display.say(text)
-
-
-def save(run: Run) -> None:
-    """Save a checkpoint of the completed step, name the best, then remove what is not kept."""
-    run.state.seconds = run.watch.elapsed()
-    run.corpus.note_place(run.state, run.loader)
-    out = Path(run.config.out_dir)
-    if run.metrics:
-        run.metrics.sync()
-    path = save_checkpoint(run.accelerator, out, run.state, run.gpt, run.corpus.tokenizer)
-    if run.uploads:
-        run.uploads.note(path, last=run.state.step == run.plan.max_steps)
-    if run.metrics:
-        prune(out, run.config.checkpoint, run.state.best_step)
+def go_back(run: Run) -> None:
+    """Return to the last checkpoint, once, and leave out the batches that led away from it."""
+    run.writer.wait()
+    path, excluded = step_back(run.config, run.plan, run.state, run.accelerator, run.reporter.say)
+    run.loader.close()
+    parts = (run.gpt, run.optimizer, run.reporter.say)
+    run.state = restore(run.accelerator, path, run.state, *parts)
+    run.state.excluded = excluded
+    take_place(run)
+    run.reporter.go_back(run.state)
 
 
 if __name__ == "__main__":

@@ -10,21 +10,18 @@ import torch
 
 from accel_gpt.config import CheckpointConfig
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, run_main
-from accel_gpt.files import write_file
-from accel_gpt.run import checkpoint
 from accel_gpt.run.checkpoint import (
     TrainState,
     checkpoints,
-    clean,
     find_checkpoint,
     is_due,
     load_model,
-    prune,
     read_state,
     step_name,
     verify,
 )
 from accel_gpt.run.resume import find_resume
+from accel_gpt.run.writer import clean, prune
 from accel_gpt.train import main
 
 Arguments = Callable[..., list[str]]
@@ -171,23 +168,3 @@ def test_only_a_lower_number_is_better() -> None:
         state.step, state.val_loss = step, loss
         assert not state.note_best()
     assert (state.best_step, state.best_val_loss) == (1, 2.0)
-
-
-def test_failed_write_leaves_the_one_before_and_no_debris(
-    run: Path,
-    small_run: Arguments,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def full(path: Path, parts: object) -> str:
-        if path.name == "manifest.json":
-            raise OSError(28, "No space left on device")
-        return write_file(path, parts)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(checkpoint, "write_file", full)
-    longer = ["--train.max_steps", "16", "--checkpoint.allow_change", "train.max_steps"]
-    assert run_main(main, small_run(*longer)) == 2
-    assert "No space left on device" in capsys.readouterr().err
-    assert checkpoints(run / "checkpoints") == [8, 12]
-    assert not list((run / "checkpoints").glob(".tmp*"))
-    verify(run / "checkpoints" / "step_00000012")

@@ -1,50 +1,15 @@
-"""Signals, the lock of a run's folder, and the finite loss."""
+"""The lock of a run's folder, and the error of a process whose peers have gone."""
 
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from accel_gpt.errors import BusyError, DivergedError, UserError
-from accel_gpt.run.guards import StopSignal, check_finite, count_skipped, locked
-
-
-@pytest.fixture(autouse=True)
-def restore_handlers() -> Iterator[None]:
-    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_first_signal_is_remembered(number: signal.Signals) -> None:
-    stop = StopSignal(1)
-    assert stop.received is None
-    os.kill(os.getpid(), number)
-    assert stop.received == number.name
-    os.kill(os.getpid(), number)  # the same press, delivered twice
-    assert stop.received == number.name
-
-
-@pytest.mark.slow
-def test_second_signal_later_ends_at_once() -> None:
-    code = (
-        "import os, signal, accel_gpt.run.guards as g\n"
-        "g.SAME_PRESS_SECONDS = 0.0\n"
-        "stop = g.StopSignal(1)\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "assert stop.received\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "print('still here')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert done.returncode == 128 + signal.SIGTERM
-    assert b"still here" not in done.stdout
+from accel_gpt.errors import BusyError, PeerError, UserError
+from accel_gpt.run.guards import locked, peers
 
 
 @pytest.mark.slow
@@ -70,18 +35,13 @@ def test_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_loss_that_is_no_number_ends_the_run(loss: float) -> None:
-    check_finite(11.0, 2.0, 3)
-    with pytest.raises(DivergedError, match="at step 3 the loss is"):
-        check_finite(loss, 2.0, 3)
-    with pytest.raises(DivergedError, match="the gradient norm"):
-        check_finite(11.0, loss, 3)
-
-
-def test_fp16_that_never_finds_its_scale_ends_the_run() -> None:
-    skipped = 0
-    for _ in range(50):
-        skipped = count_skipped(skipped, 7)
-    with pytest.raises(DivergedError, match="overflowed 50 times in a row"):
-        count_skipped(skipped, 7)
+def test_lost_peers_are_told_and_other_errors_are_left_alone() -> None:
+    with pytest.raises(PeerError, match=r"has gone or does not answer .*closed by peer"), peers(2):
+        raise RuntimeError("[gloo/pair.cc:5] Connection closed by peer [127.0.0.1]")
+    with pytest.raises(PeerError), peers(2):
+        raise dist.DistNetworkError("the store is gone")
+    with pytest.raises(RuntimeError, match="shapes"), peers(2):
+        raise RuntimeError("shapes do not match")
+    with pytest.raises(RuntimeError, match="gloo"), peers(1):
+        raise RuntimeError("gloo")
+    assert PeerError.exit_code == 70

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_gpt.cli import dispatch
+from accel_gpt.config import Config, OptimConfig
 from accel_gpt.data.inspection import scan as scanning
 from accel_gpt.data.inspection.describe import Reading, Unchecked, open_ours
 from accel_gpt.data.inspection.report import escape
@@ -25,7 +26,9 @@ from accel_gpt.data.shards import Shard, Split, open_split
 from accel_gpt.data.tokenizer import BytesTokenizer, load_gpt2
 from accel_gpt.errors import run_main
 from accel_gpt.model.gpt import GPT
-from accel_gpt.run.checkpoint import TrainState, save_checkpoint
+from accel_gpt.optim.groups import make_optimizer
+from accel_gpt.run.checkpoint import TrainState
+from accel_gpt.run.writer import Writer
 
 EOT = 256
 Printed = pytest.CaptureFixture[str]
@@ -407,8 +410,10 @@ def run(tmp_path: Path) -> Path:
     """A run with checkpoints at 1 and 2, of which 1 is the best."""
     accelerator = Accelerator(cpu=True)
     model = GPT(tiny(), 257)
-    accelerator.prepare(model)
+    _, optimizer = accelerator.prepare(model, make_optimizer(model, OptimConfig()))
     folder = tmp_path / "run"
+    config = Config(out_dir=str(folder))
+    writer = Writer(accelerator, config, BytesTokenizer(), lambda _: None)
     for step in (1, 2):
         state = TrainState(
             step=step,
@@ -420,7 +425,7 @@ def run(tmp_path: Path) -> Path:
             tokenizer_fingerprint=BytesTokenizer().fingerprint,
             config={"data.train": "data/x"},
         )
-        save_checkpoint(accelerator, folder, state, model, BytesTokenizer())
+        writer.save_last(state, model, optimizer)
     (folder / "best").write_text("1\n")
     return folder
 

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import os
 import signal
 from collections.abc import Callable
@@ -201,7 +200,7 @@ def test_folder_of_another_config_is_refused_with_what_differs(
     assert launch(small_run()) == 0
     before = weights(tmp_path / "run")
     capsys.readouterr()
-    assert launch(small_run("--model.n_layer", "3", "--optim.lr", "0.5")) == 2
+    assert launch(small_run("--model.n_layer", "3", "--optim.lr", "0.5")) == 4
     message = capsys.readouterr().err
     assert "model.n_layer was 2, is 3, optim.lr was 0.01, is 0.5" in message
     assert "--checkpoint.allow_change optim.lr" in message
@@ -242,21 +241,6 @@ def test_starting_from_the_weights_of_a_run(
     assert "model.n_embd is 64, but that of model.init_from" in capsys.readouterr().err
 
 
-def test_diverged_weights_are_never_saved(
-    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A finite loss with an infinite gradient, at a step that saves and does not log."""
-
-    def poisoned(run: train.Run) -> Any:
-        loss, grad_norm = update(run)
-        return loss, grad_norm * (math.inf if run.state.step == 8 else 1)
-
-    update = train.update
-    monkeypatch.setattr(train, "update", poisoned)
-    assert launch(small_run("--log.every", "5", "--eval.every", "0")) == 5
-    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
-
-
 def test_best_checkpoint_outlives_newer_ones(small_run: Arguments, tmp_path: Path) -> None:
     """A rate that is far too high in the end: the best is early, and stays."""
     options = ["--checkpoint.keep_best", "true", "--checkpoint.keep_last", "1", "--eval.every", "2"]
@@ -277,7 +261,7 @@ def test_resume_path_of_another_model_is_refused(
     assert launch(small_run()) == 0
     path = tmp_path / "run" / "checkpoints" / "step_00000012"
     other = ["--out_dir", str(tmp_path / "b"), "--checkpoint.resume", str(path)]
-    assert launch(small_run(*other, "--model.n_embd", "64")) == 2
+    assert launch(small_run(*other, "--model.n_embd", "64")) == 4
     assert "was made with another config: model.n_embd was 32, is 64" in capsys.readouterr().err
     assert launch(small_run(*other, "--checkpoint.every", "1")) == 0  # nothing left to do
 

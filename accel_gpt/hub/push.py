@@ -154,12 +154,6 @@ def fetch_resume(config: Config) -> Config:
     if not place.startswith(SCHEME) or checkpoints(Path(config.out_dir) / "checkpoints"):
         return config
     folder = fetch(place, [f"{STATE}/*"]) / STATE
-    parted = next(folder.glob("*/.metadata"), None)
-    require(
-        parted is None,
-        f"{place} was saved by FSDP, whose list of parts is a pickle, and those of others are not "
-        "read; where you trust it, get it with hf download and give its folder",
-    )
     require(
         is_checkpoint(folder),
         f"{place} holds no state to resume from; push it with hub.include_state, or start from its "

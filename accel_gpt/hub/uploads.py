@@ -29,16 +29,20 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH
 CLOSING_SECONDS, LOOK_SECONDS = 10.0, 0.5
 
 
-def start_uploads(config: Config, say: Callable[[str], None]) -> "Uploads | None":
-    """The uploads of a run, where `hub.push` asks for them."""
-    return Uploads(config.hub, Path(config.out_dir), say) if config.hub.push != "never" else None
+def start_uploads(config: Config, max_steps: int, say: Callable[[str], None]) -> "Uploads | None":
+    """The uploads of a run of `max_steps`, where `hub.push` asks for them."""
+    if config.hub.push == "never":
+        return None
+    return Uploads(config.hub, Path(config.out_dir), max_steps, say)
 
 
 class Uploads:
     """Uploads checkpoints one after the other; what failed is tried again with the next one."""
 
-    def __init__(self, config: HubConfig, out_dir: Path, say: Callable[[str], None]) -> None:
-        self.config, self.out_dir, self.say = config, out_dir, say
+    def __init__(
+        self, config: HubConfig, out_dir: Path, max_steps: int, say: Callable[[str], None]
+    ) -> None:
+        self.config, self.out_dir, self.max_steps, self.say = config, out_dir, max_steps, say
         self.room = out_dir / ".upload"
         self.process: subprocess.Popen[bytes] | None = None
         self.last: Path | None = None
@@ -53,9 +57,9 @@ class Uploads:
         self.thread.start()
         atexit.register(self.abandon)  # also when the run ends with an error
 
-    def note(self, checkpoint: Path, last: bool) -> None:
+    def note(self, checkpoint: Path) -> None:
         """Tell of a new checkpoint; the last of the run is uploaded when all its figures are."""
-        if last:
+        if checkpoint.name == step_name(self.max_steps):
             self.last = checkpoint
         elif self.config.push == "every_checkpoint":
             self.add(checkpoint)

@@ -1,7 +1,9 @@
 """The optimizer and its parameter groups; every group carries its own peak learning rate."""
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accel_gpt.config import OptimConfig
 
@@ -9,18 +11,40 @@ PEAK = "peak_lr"
 DECAYED = "decayed"
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig, fused: bool = True) -> torch.optim.AdamW:
+class GuardedAdamW(torch.optim.AdamW):
+    """AdamW (fused) that does nothing where `skip` is 1: the device decides, nobody waits for it.
+
+    The fused kernels know this as `found_inf`, with which `torch.amp.GradScaler` tells them of an
+    overflow in fp16; either is enough.
+    """
+
+    skip: Tensor | None = None  # (), float32
+
+    def step(self, closure: Any = None) -> Any:
+        """One update, or none."""
+        if self.skip is None:
+            return super().step(closure)
+        found: Tensor | None = getattr(self, "found_inf", None)
+        self.found_inf = self.skip if found is None else torch.maximum(found, self.skip)
+        try:
+            return super().step(closure)
+        finally:
+            del self.found_inf
+            if found is not None:
+                self.found_inf = found
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> GuardedAdamW:
     """AdamW with weight decay on matrices and embeddings and none on vectors.
 
-    Loshchilov & Hutter 2019; the groups are those of minGPT and its descendants. Under fp16 `fused`
-    must be false: the fused kernel skips overflowing steps by itself, and nobody learns of it.
+    Loshchilov & Hutter 2019; the groups are those of minGPT and its descendants.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in parameters if p.dim() >= 2]
     undecayed = [p for p in parameters if p.dim() < 2]
     groups = [{"params": decayed, DECAYED: True}, {"params": undecayed, DECAYED: False}]
     filled = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(filled, lr=config.lr, fused=fused)
+    optimizer = GuardedAdamW(filled, lr=config.lr, fused=True)
     configure(optimizer, config)
     return optimizer
 

@@ -10,8 +10,20 @@ from accel_gpt.data.loader import Loader
 from accel_gpt.model.documents import separate
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.plan import Plan
+from accel_gpt.run.checkpoint import TrainState
 
 Batch = tuple[Tensor, Tensor, Tensor | None, Tensor | float]
+
+
+def pass_over(loader: Loader, plan: Plan, state: TrainState) -> None:
+    """Read past the batches that the run leaves out: see `TrainState.excluded`."""
+    length = plan.sequences_per_step
+    while any(
+        first < state.sequences + length and state.sequences < end for first, end in state.excluded
+    ):
+        for _ in range(plan.accumulation_steps):
+            next(loader)
+        state.sequences += length
 
 
 def micro_batches(

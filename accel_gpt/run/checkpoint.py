@@ -1,39 +1,35 @@
-"""Checkpoints that exist completely or not at all, and the way back into a run.
+"""Checkpoints on disk: what is in one, whether it is intact, what it says; `writer.py` makes them.
 
 A checkpoint is a folder `step_00001000`: what `accelerator.save_state` writes, `trainer_state.json`
 (all of our own state), `model.json`, `tokenizer.json` and, written last, `manifest.json` with the
 size and SHA-256 of every file. Without a valid manifest the folder is not a checkpoint. Nothing in
-it is unpickled but what Accelerate loads with `weights_only=True`, and, to resume under FSDP, the
-list of parts that torch keeps as a pickle: see `hub/push.py` for those of others.
+it is unpickled but what Accelerate loads with `weights_only=True`.
 """
 
 import json
 import math
 import re
-import shutil
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from safetensors import SafetensorError
 from safetensors.torch import load_model as load_weights
-from safetensors.torch import save_file
 
 from accel_gpt.config import CheckpointConfig
-from accel_gpt.data.order import derive_seed
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
-from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, require
-from accel_gpt.files import sha256, sync, write_file
+from accel_gpt.errors import CheckpointError, NewerFormatError, require
+from accel_gpt.files import sha256, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model_config import ModelConfig
 from accel_gpt.parse import build
 
 FORMAT = 1
 NAME = re.compile(r"step_(\d{8,})")
+NEEDED = ("model.json", "model.safetensors", "tokenizer.json", "trainer_state.json")
+READABLE = (".bin", ".pkl", ".pt", ".pth", ".safetensors", ".distcp", ".metadata")
 
 
 @dataclass
@@ -53,6 +49,11 @@ class TrainState:
     data_given: dict[str, int] = field(default_factory=dict)  # windows before it, by fingerprint
     data_sources: list[dict[str, Any]] = field(default_factory=list)  # name, weight, fingerprint
     text_places: list[Any] = field(default_factory=list)  # of each process: see TextCorpus
+    skipped: int = 0  # updates left out, because they were not finite or a spike
+    skipped_in_row: list[int] = field(default_factory=list)  # first sequences of the last of them
+    spikes: int = 0
+    losses: list[float] = field(default_factory=list)  # the window in which a spike stands out
+    excluded: list[list[int]] = field(default_factory=list)  # sequences left out: [first, end)
     tokenizer_fingerprint: str = ""
     config: dict[str, Any] = field(default_factory=dict)  # dotted keys
 
@@ -66,7 +67,7 @@ class TrainState:
         return True
 
 
-# --------------------------------------------------------------------------- save
+# --------------------------------------------------------------------------- names
 
 
 def is_due(config: CheckpointConfig, state: TrainState, tokens_per_step: int) -> bool:
@@ -76,110 +77,6 @@ def is_due(config: CheckpointConfig, state: TrainState, tokens_per_step: int) ->
         (config.every and state.step % config.every == 0)
         or (every and state.tokens // every > before // every)
     )
-
-
-def save_checkpoint(
-    accelerator: Accelerator, out_dir: Path, state: TrainState, model: GPT, tokenizer: Tokenizer
-) -> Path:
-    """Write the checkpoint of the completed `state.step`; a collective.
-
-    Order: a temporary folder, every file on disk, the manifest, the rename. Raises `UserError` on
-    all processes where one of them could not write; what was there before is untouched.
-    """
-    root = out_dir / "checkpoints"
-    final, temporary = root / step_name(state.step), root / f".tmp_{step_name(state.step)}"
-
-    def clear() -> None:
-        if accelerator.is_main_process:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-
-    def fill() -> None:
-        accelerator.save_state(str(temporary))
-        if accelerator.distributed_type == DistributedType.FSDP:
-            save_whole(accelerator, model, temporary)
-        if accelerator.is_main_process:
-            write_json(temporary / "trainer_state.json", {"format": FORMAT, **asdict(state)})
-            shape = {"config": asdict(model.config), "vocab_size": model.vocab_size}
-            write_json(temporary / "model.json", {"format": FORMAT, **shape})
-            tokenizer.save(temporary)
-
-    def finish() -> None:
-        if accelerator.is_main_process:
-            publish(temporary, final)
-
-    for phase in (clear, fill, finish):
-        if error := failed_anywhere(accelerator, phase):
-            if accelerator.is_main_process:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise UserError(
-                f"the checkpoint {final} could not be written ({error}); those before it are "
-                "intact: make room and launch again"
-            )
-    return final
-
-
-def save_whole(accelerator: Accelerator, model: GPT, folder: Path) -> None:
-    """The weights as one model.safetensors, beside the parts that FSDP wrote; a collective.
-
-    What samples, exports and starts from a checkpoint needs neither FSDP nor the pickle in which
-    it keeps the names of its parts.
-    """
-    weights = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:
-        if model.config.tie_embeddings:
-            del weights["head.weight"]
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def failed_anywhere(accelerator: Accelerator, phase: Callable[[], None]) -> str | None:
-    """Do one phase on every process; what went wrong on any of them. A collective."""
-    error = None
-    try:
-        phase()
-    except Exception as caught:  # a full disk has many: OSError, RuntimeError, SafetensorError
-        error = str(caught) or type(caught).__name__
-    failed = torch.tensor(int(error is not None), device=accelerator.device)
-    if not accelerator.reduce(failed, "sum").item():
-        return None
-    return error or "on another process"
-
-
-def publish(temporary: Path, final: Path) -> None:
-    """Sync every file, write the manifest and rename."""
-    files = {}
-    for path in sorted(temporary.rglob("*")):  # FSDP writes folders
-        sync(path)
-        if path.is_file():
-            name = path.relative_to(temporary).as_posix()
-            files[name] = {"size": path.stat().st_size, "sha256": sha256(path)}
-    write_json(temporary / "manifest.json", {"format": FORMAT, "files": files})
-    sync(temporary)
-    if final.exists():  # a damaged folder of that name: kept aside, never reused
-        quarantine(final)
-    temporary.rename(final)
-    sync(final.parent)
-
-
-def prune(out_dir: Path, config: CheckpointConfig, best_step: int | None) -> None:
-    """Name the best checkpoint in `best`; remove ours but the newest and the best."""
-    root = out_dir / "checkpoints"
-    keep = set(checkpoints(root)[-config.keep_last :])
-    if config.keep_best and best_step is not None:
-        keep.add(best_step)
-        write_file(out_dir / "best", [f"{best_step}\n".encode()])
-    for step in checkpoints(root):
-        if step not in keep:
-            trash = root / f".trash_{step_name(step)}"
-            (root / step_name(step)).rename(trash)
-            shutil.rmtree(trash, ignore_errors=True)
-
-
-def clean(root: Path) -> None:
-    """Remove what a killed process of ours left half-written or half-deleted."""
-    for pattern in (".tmp_step_*", ".trash_step_*"):
-        for debris in root.glob(pattern):
-            shutil.rmtree(debris, ignore_errors=True)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -215,25 +112,33 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def verify(path: Path, only: Collection[str] | None = None) -> None:
-    """Raise `CheckpointError` unless every file, or those named, are as the manifest has them."""
+    """Raise `CheckpointError` unless every file, or those named, are as the manifest has them.
+
+    A file that Accelerate or torch might read but no manifest names is not ours, either.
+    """
     manifest = read_json(path / "manifest.json")
     check_format(path, manifest)
     try:
-        entries = [(str(n), int(e["size"]), str(e["sha256"])) for n, e in manifest["files"].items()]
+        entries = {str(n): (int(e["size"]), str(e["sha256"])) for n, e in manifest["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError):
         raise CheckpointError(f"{path / 'manifest.json'} is damaged") from None
-    for name, expected, digest in entries:
+    if missing := [name for name in only or NEEDED if name not in entries]:
+        raise CheckpointError(f"{path / 'manifest.json'} does not name {missing[0]}")
+    for name, (expected, digest) in entries.items():
         if only is not None and name not in only:
             continue
         file = path / name
         outside = PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts
-        if outside or not file.is_file():
+        if outside or "\0" in name or not file.is_file():
             raise CheckpointError(f"checkpoint {path} lacks its file {name}")
         size = file.stat().st_size
         if size != expected:
             raise CheckpointError(f"{file} has {size:,} bytes, not {expected:,}: truncated")
         if sha256(file) != digest:
             raise CheckpointError(f"{file} is damaged: its SHA-256 is not that of the manifest")
+    for file in () if only is not None else path.rglob("*"):
+        if file.name.endswith(READABLE) and file.relative_to(path).as_posix() not in entries:
+            raise CheckpointError(f"{file} is not named by the manifest beside it: not ours")
 
 
 def check_format(path: Path, content: dict[str, Any]) -> None:
@@ -295,30 +200,6 @@ def read_state(path: Path) -> TrainState:
         raise CheckpointError(f"{path / 'trainer_state.json'} is not ours: {error}") from None
 
 
-def restore(accelerator: Accelerator, path: Path, now: TrainState) -> TrainState:
-    """Weights, optimizer, scaler and random states of a verified checkpoint, on every process.
-
-    Returns its state, carried over to the config and processes of `now`. On another number of
-    processes their random states are derived from (seed, step, rank).
-    """
-    saved = read_state(path)
-    same_world = saved.world_size == now.world_size
-    own = path / f"random_states_{accelerator.process_index}.pkl"
-    if same_world and not own.is_file():  # load_state would only whisper
-        raise CheckpointError(f"checkpoint {path} lacks its file {own.name}")
-    try:
-        accelerator.load_state(str(path))
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"checkpoint {path} does not fit this model: {error}") from None
-    accelerator.step = 0  # a checkpoint is taken between steps: no micro-step is pending
-    if not same_world:
-        torch.manual_seed(derive_seed(now.config["seed"], saved.step, accelerator.process_index))
-    state = replace(saved, config=now.config, world_size=now.world_size)
-    if path.parent.parent.resolve() != Path(now.config["out_dir"]).resolve():
-        state.best_step = state.best_val_loss = None  # the best so far is not in this folder
-    return state
-
-
 def read_shape(path: Path) -> tuple[ModelConfig, int]:
     """Shape and vocabulary of the model of a checkpoint."""
     content = read_json(path / "model.json")
@@ -331,7 +212,7 @@ def read_shape(path: Path) -> tuple[ModelConfig, int]:
 
 def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
     """Model (in evaluation mode) and tokenizer of one checkpoint folder of ours, once verified."""
-    verify(path, ("model.json", "model.safetensors", "tokenizer.json", "trainer_state.json"))
+    verify(path, NEEDED)
     config, vocab_size = read_shape(path)
     model = GPT.unfilled(config, vocab_size)
     try:

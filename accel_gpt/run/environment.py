@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
+    DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     LoggerType,
@@ -29,10 +30,10 @@ from accel_gpt.config import Config
 from accel_gpt.data.prepare import prepare
 from accel_gpt.data.remote.folder import is_url
 from accel_gpt.data_config import DataConfig
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import UserError, duration, require
 from accel_gpt.plan import Plan
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # where train.step_timeout is null
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # glibc, malloc.h
 PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "tiktoken", "numpy")
 
@@ -108,6 +109,8 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
     # at every save it would tell that tied weights are stored once
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     torch.set_float32_matmul_precision(config.train.matmul_precision)
+    seconds = duration("train.step_timeout", config.train.step_timeout)
+    timeout = timedelta(seconds=seconds) if seconds else COLLECTIVE_TIMEOUT
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),
         mixed_precision=config.train.mixed_precision,
@@ -120,7 +123,7 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
         ),
         kwargs_handlers=[
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
+            InitProcessGroupKwargs(timeout=timeout),
         ],
     )
     require(
@@ -128,6 +131,9 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
         f"the launcher started {plan.world_size} processes but Accelerate sees "
         f"{accelerator.num_processes}; start with accelerate launch or with torchrun",
     )
+    if accelerator.distributed_type == DistributedType.FSDP:
+        # parts (SHARDED_STATE_DICT) come with a list that torch unpickles, and runs what it holds
+        accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     if accelerator.device.type == "cpu":
         torch.set_num_threads(config.train.cpu_threads or shared_cores())
         torch.set_flush_denormal(True)  # Adam moments of unseen tokens decay into denormals

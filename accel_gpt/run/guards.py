@@ -1,50 +1,17 @@
-"""What keeps a run from being lost or spoilt: signals, the lock on its folder, a finite loss."""
+"""One run in a folder, and one error where one of its processes has gone."""
 
 import fcntl
-import math
 import os
-import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
-from types import FrameType
 
-import torch
 import torch.distributed as dist
 
-from accel_gpt.errors import BusyError, DivergedError, UserError
+from accel_gpt.errors import BusyError, PeerError, UserError
 
-SAME_PRESS_SECONDS = 2.0  # a terminal and the launcher both deliver one Ctrl-C; assumption
-MAX_SKIPPED = 50  # the scale has fallen from 65,536 to below 1e-10 by then
-PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
-
-
-class StopSignal:
-    """Remembers that SIGTERM or SIGINT arrived, for the end of the step; a second one kills."""
-
-    def __init__(self, processes: int) -> None:
-        self.received: str | None = None
-        self.at = 0.0
-        self.group = dist.new_group(backend="gloo") if processes > 1 else None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.handle)
-
-    def handle(self, number: int, _frame: FrameType | None) -> None:
-        """Note the first signal; end at once on a later one."""
-        now = time.monotonic()
-        if self.received and now - self.at > SAME_PRESS_SECONDS:
-            os._exit(128 + number)
-        if not self.received:
-            self.received, self.at = signal.Signals(number).name, now
-
-    def agreed(self) -> bool:
-        """Whether any process got a signal; a collective of the hosts, not of the devices."""
-        if self.group is None:
-            return self.received is not None
-        flag = torch.tensor(int(self.received is not None))
-        dist.all_reduce(flag, group=self.group)
-        return bool(flag.item())
+BACKENDS = ("gloo", "NCCL", "Connection closed by peer")  # in texts of errors without a class
 
 
 @contextmanager
@@ -69,29 +36,24 @@ def locked(folder: Path) -> Iterator[None]:
         except OSError as error:
             raise UserError(f"out_dir {folder} cannot be locked: {error.strerror}") from None
         lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+        now = datetime.now().astimezone().isoformat(" ", "seconds")
+        lock.write(f"process {os.getpid()} on {os.uname().nodename} since {now}")
         lock.flush()
         yield
 
 
-def check_finite(loss: float, grad_norm: float, step: int) -> None:
-    """Raise `DivergedError` where the loss or the gradient is not a number or infinite.
-
-    Asked before anything is logged or saved: a poisoned step is never kept.
-    """
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise DivergedError(
-            f"at step {step:,} the loss is {loss} and the gradient norm {grad_norm}; lower "
-            "optim.lr, lengthen schedule.warmup_steps or use "
-            "train.mixed_precision bf16; a new launch goes on from the last checkpoint"
-        )
-
-
-def count_skipped(before: int, step: int) -> int:
-    """One more update in a row that fp16 skipped; `DivergedError` when it never ends."""
-    if before >= MAX_SKIPPED:
-        raise DivergedError(
-            f"after step {step:,} the gradient overflowed {before} times in a row in fp16; lower "
-            "optim.lr or use train.mixed_precision bf16"
-        )
-    return before + 1
+@contextmanager
+def peers(processes: int) -> Iterator[None]:
+    """Turn what torch raises when another process has gone into a `PeerError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        lost = isinstance(error, dist.DistError) or any(name in text for name in BACKENDS)
+        if processes == 1 or not lost:
+            raise
+        reason = text.strip().partition("\n")[0]
+        raise PeerError(
+            f"another process of the run has gone or does not answer ({reason}); its own message "
+            "tells why, and a new launch goes on from the last checkpoint"
+        ) from None

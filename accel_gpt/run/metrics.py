@@ -36,6 +36,8 @@ COLUMNS = (
     "train/perplexity",
     "train/lr",
     "train/grad_norm",
+    "train/skipped",
+    "train/spikes",
     "data/epochs",
     "perf/tokens_per_second",
     "perf/step_ms",

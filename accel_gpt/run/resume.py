@@ -1,5 +1,10 @@
-"""Whether and how a run continues: which checkpoint, and what may differ from its config."""
+"""Whether a run continues: from which checkpoint, and what may differ from its config.
 
+Keys of the config are of three classes: those in `IDENTITY` make it another run, those in `FREE`
+may change, all others need `--checkpoint.allow_change`.
+"""
+
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +14,13 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from accel_gpt.config import Config
-from accel_gpt.errors import CheckpointError, UserError
+from accel_gpt.errors import CheckpointError, DivergedError, UserError
+from accel_gpt.files import write_file
 from accel_gpt.parse import to_flat, to_plain
+from accel_gpt.plan import Plan
 from accel_gpt.run.checkpoint import (
     TrainState,
     checkpoints,
-    clean,
     is_checkpoint,
     quarantine,
     read_state,
@@ -22,8 +28,9 @@ from accel_gpt.run.checkpoint import (
     verify,
 )
 from accel_gpt.run.corpus import source_changes
+from accel_gpt.run.numerics import ranges, spoken
+from accel_gpt.run.writer import clean
 
-# What a run may change freely when it continues: nothing that decides weights, data or schedule.
 FREE = (
     "out_dir",
     "data.train",  # the fingerprint of its content decides
@@ -38,13 +45,23 @@ FREE = (
     "train.matmul_precision",
     "train.compile",
     "train.cpu_threads",
+    "train.time_limit",
+    "train.step_timeout",
     "eval.every",
     "sample.",
     "checkpoint.",
     "log.",
     "hub.",
 )
-FIXED = ("model.", "optim.name", "tokenizer")  # tensors would not fit
+IDENTITY = (
+    "model.",  # tensors would not fit
+    "optim.name",
+    "tokenizer",
+    "seed",
+    "data.shuffle",
+    "train.tokens_per_step",  # it maps steps to data
+    "train.reproducible",
+)
 
 
 def find_resume(out_dir: Path, resume: str, say: Callable[[str], None]) -> Path | None:
@@ -91,44 +108,119 @@ def take_up(
     config: Config, now: TrainState, accelerator: Accelerator, say: Callable[[str], None]
 ) -> Path | None:
     """The checkpoint to continue from, chosen and verified by the main process for all of them."""
-    choice: list[str | None] = [None]
+    path = main_decides(accelerator, lambda: choose(config, now, say))
+    return Path(path) if path else None
+
+
+def main_decides(accelerator: Accelerator, decide: Callable[[], Any]) -> Any:
+    """What `decide` gives on the main process, on all of them; where it refuses, the others leave
+    with its exit code.
+    """
+    decision: list[Any] = [None, 0]
+    refusal = None
     if accelerator.is_main_process:
-        path = find_resume(Path(config.out_dir), config.checkpoint.resume, say)
-        if path:
-            saved = read_state(path)
-            allowed = config.checkpoint.allow_change
-            if config.data.allow_change:
-                allowed += ("data.train",)
-            check_same_run(path, saved, now, allowed)
-            for key, (was, new) in source_changes(saved, now).items():
-                say(f"from step {saved.step:,} on {key} is {new}; it was {was}")
-            choice = [str(path)]
-        else:
-            check_same_folder(config)
-        clean(Path(config.out_dir) / "checkpoints")
-    broadcast_object_list(choice)
-    return Path(choice[0]) if choice[0] else None
+        try:
+            decision = [decide(), 0]
+        except UserError as error:
+            decision, refusal = [None, error.exit_code], error
+    broadcast_object_list(decision)
+    if refusal:
+        raise refusal
+    if decision[1]:
+        sys.exit(decision[1])
+    return decision[0]
+
+
+def choose(config: Config, now: TrainState, say: Callable[[str], None]) -> str | None:
+    """The checkpoint to continue from, if any; debris of a killed launch is removed."""
+    out_dir = Path(config.out_dir)
+    path = find_resume(out_dir, config.checkpoint.resume, say)
+    if path:
+        saved = read_state(path)
+        allowed = config.checkpoint.allow_change
+        if config.data.allow_change:
+            allowed += ("data.train",)
+        check_same_run(path, saved, now, allowed)
+        for key, (was, new) in source_changes(saved, now).items():
+            say(f"from step {saved.step:,} on {key} is {new}; it was {was}")
+        name_best(out_dir, saved)
+    else:
+        check_same_folder(config)
+    clean(out_dir / "checkpoints")
+    return str(path) if path else None
+
+
+def step_back(
+    config: Config,
+    plan: Plan,
+    state: TrainState,
+    accelerator: Accelerator,
+    say: Callable[[str], None],
+) -> tuple[Path, list[list[int]]]:
+    """The checkpoint to return to after too many skipped updates, and the sequences to leave out.
+
+    Raises `DivergedError` where there is none, or where the run returned to it before: then the
+    fault is not in the batches.
+    """
+
+    def decide() -> tuple[str, list[list[int]]]:
+        spans = ranges(state.skipped_in_row, plan.sequences_per_step)
+        what = (
+            f"the updates of {len(state.skipped_in_row)} steps in a row were skipped, of sequences "
+            f"{spoken(spans)}"
+        )
+        advice = "lower optim.lr, lengthen schedule.warmup_steps or use train.mixed_precision bf16"
+        path = find_resume(Path(config.out_dir), "auto", say)
+        if path is None:
+            raise DivergedError(f"{what}, and there is no checkpoint to return to; {advice}")
+        saved = read_state(path)
+        if saved.excluded != state.excluded:
+            raise DivergedError(
+                f"{what}, after the run had returned to {path} without the sequences "
+                f"{spoken(state.excluded)}; look at them, or {advice}"
+            )
+        say(f"WARNING: {what}; returning to {path} and going on without them")
+        return str(path), saved.excluded + spans
+
+    path, excluded = main_decides(accelerator, decide)
+    return Path(path), excluded
+
+
+def name_best(out_dir: Path, saved: TrainState) -> None:
+    """Let `best` name the best step that `saved` knows, if it names a later one."""
+    best = out_dir / "best"
+    if not best.is_file() or best.read_text(encoding="utf-8").strip() == str(saved.best_step):
+        return
+    if saved.best_step in checkpoints(out_dir / "checkpoints"):
+        write_file(best, [f"{saved.best_step}\n".encode()])
+    else:
+        best.unlink()
 
 
 def check_same_run(
     path: Path, state: TrainState, now: TrainState, allowed: tuple[str, ...]
 ) -> None:
-    """Raise `UserError` listing what differs between a checkpoint and the run that continues it."""
+    """Raise an error that lists what differs between a checkpoint and the run that continues it.
+
+    `CheckpointError` where it is another run, `UserError` where the changes could be allowed.
+    """
     changes = differences(state.config, now.config)
     changes |= source_changes(state, now)
     refused = {
         key: change
         for key, change in changes.items()
-        if key.partition("[")[0] not in allowed or key.startswith(FIXED)
+        if key.partition("[")[0] not in allowed or key.startswith(IDENTITY)
     }
     if state.tokenizer_fingerprint != now.tokenizer_fingerprint:
         refused["tokenizer"] = (state.tokenizer_fingerprint[:12], now.tokenizer_fingerprint[:12])
-    if refused:
-        raise UserError(
-            f"{path} was made with another config: {listed(refused)}; restore "
-            f"{'it' if len(refused) == 1 else 'them'}, set another out_dir"
-            + allow_hint([key.partition("[")[0] for key in refused if not key.startswith(FIXED)])
-        )
+    if not refused:
+        return
+    kind = CheckpointError if any(key.startswith(IDENTITY) for key in refused) else UserError
+    raise kind(
+        f"{path} was made with another config: {listed(refused)}; restore "
+        f"{'it' if len(refused) == 1 else 'them'}, set another out_dir"
+        + allow_hint([key.partition("[")[0] for key in refused if not key.startswith(IDENTITY)])
+    )
 
 
 def check_same_folder(config: Config) -> None:
@@ -142,7 +234,7 @@ def check_same_folder(config: Config) -> None:
     if refused:
         raise UserError(
             f"out_dir {config.out_dir} holds a run of another config: {listed(refused)}; "
-            "set another out_dir" + allow_hint([k for k in refused if not k.startswith(FIXED)])
+            "set another out_dir" + allow_hint([k for k in refused if not k.startswith(IDENTITY)])
         )
 
 

@@ -1,0 +1,91 @@
+"""What a run tells of itself: files, trackers and terminal, all from the same records."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import TensorBoardTracker
+from torch.utils.tensorboard import SummaryWriter
+
+from accel_gpt.config import Config
+from accel_gpt.model.gpt import GPT
+from accel_gpt.plan import Plan
+from accel_gpt.run.checkpoint import TrainState
+from accel_gpt.run.corpus import Corpus
+from accel_gpt.run.metrics import (
+    Display,
+    MetricsLog,
+    Record,
+    Stopwatch,
+    start_trackers,
+    write_samples,
+)
+from accel_gpt.run.setup import Speed, record_run
+
+
+class Reporter:
+    """Gives each record to metrics.jsonl, metrics.csv, the trackers and the terminal."""
+
+    def __init__(
+        self, config: Config, plan: Plan, accelerator: Accelerator, gpt: GPT, display: Display
+    ) -> None:
+        self.config, self.plan, self.accelerator = config, plan, accelerator
+        self.speed, self.display, self.say = Speed(gpt, plan, accelerator), display, display.say
+        self.out_dir = Path(config.out_dir)
+        self.metrics: MetricsLog | None = None  # of the main process
+        self.settle = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
+        self.watch = Stopwatch(0.0, 0)
+
+    def launch(self, corpus: Corpus, state: TrainState) -> None:
+        """Record this launch, which takes the run up at `state`."""
+        if self.accelerator.is_main_process:
+            parts = (self.config, self.plan, self.accelerator, corpus, self.speed)
+            self.say(record_run(*parts, state.step))
+        start_trackers(self.accelerator, self.config, state.step)
+        self.begin(state)
+
+    def go_back(self, state: TrainState) -> None:
+        """Forget what was told of the steps after `state`."""
+        for tracker in self.accelerator.trackers:
+            if isinstance(tracker, TensorBoardTracker):
+                tracker.writer.close()
+                tracker.writer = SummaryWriter(tracker.logging_dir, purge_step=state.step + 1)
+        self.begin(state)
+
+    def begin(self, state: TrainState) -> None:
+        """Cut the files back to `state`; the clock goes on from there."""
+        if self.accelerator.is_main_process:
+            self.metrics = MetricsLog(self.out_dir, state.step, state.tokens, self.plan.max_steps)
+        self.watch = Stopwatch(state.seconds, state.step, self.settle)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What happens inside is not training: evaluation, samples, checkpoints."""
+        with self.watch.pause():
+            yield
+
+    def pace(self, step: int) -> Record:
+        """Speed since the last time it was asked for."""
+        return self.speed.figures(self.watch.lap(step))
+
+    def publish(self, state: TrainState, record: Record) -> None:
+        """Give the figures of a step to the files, the trackers and the terminal."""
+        state.seconds = self.watch.elapsed()
+        self.accelerator.log(record, step=state.step)
+        if self.metrics:
+            whole = {"step": state.step, "tokens": state.tokens, "time": state.seconds} | record
+            self.metrics.write(whole)
+            self.display.show(whole, self.watch.left(state.step, self.plan.max_steps))
+
+    def samples(self, step: int, text: str) -> None:
+        """Keep samples, and show them at the end of the run."""
+        write_samples(self.accelerator, self.out_dir, step, text)
+        if step == self.plan.max_steps:
+            self.say(text)
+
+    def sync(self) -> None:
+        """Force the files to disk: before a checkpoint, which must not know more than they do."""
+        if self.metrics:
+            self.metrics.sync()

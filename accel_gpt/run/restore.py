@@ -1,0 +1,94 @@
+"""The way back into a run: everything that a checkpoint holds, on every process, or an error."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils.constants import SCALER_NAME
+from accelerate.utils.other import load
+
+from accel_gpt.data.order import derive_seed
+from accel_gpt.errors import CheckpointError
+from accel_gpt.model.gpt import GPT
+from accel_gpt.run.checkpoint import TrainState, read_state
+
+
+def restore(
+    accelerator: Accelerator,
+    path: Path,
+    now: TrainState,
+    gpt: GPT,
+    optimizer: AcceleratedOptimizer,
+    say: Callable[[str], None],
+) -> TrainState:
+    """Weights, optimizer, scaler and random states of a verified checkpoint, on every process.
+
+    Returns its state, carried over to the config and processes of `now`. On another number of
+    processes their random states are derived from (seed, step, rank). Raises `CheckpointError`
+    naming what is missing or does not fit: `load_state` alone would pass over some of it.
+    """
+    saved = read_state(path)
+    same_world = saved.world_size == now.world_size
+    own = path / f"random_states_{accelerator.process_index}.pkl"
+    if same_world and not own.is_file():
+        raise CheckpointError(f"checkpoint {path} lacks its file {own.name}")
+    scaler = accelerator.scaler
+    if scaler is not None and not (path / SCALER_NAME).is_file():
+        say(f"{path} was not trained in fp16: the scale of the loss starts anew")
+        accelerator.scaler = None
+    try:
+        accelerator.load_state(str(path))
+    except Exception as error:  # what torch, safetensors and Accelerate raise has no common class
+        raise CheckpointError(f"checkpoint {path} does not fit this run: {error}") from None
+    finally:
+        accelerator.scaler = scaler
+    accelerator.step = 0  # a checkpoint is taken between steps: no micro-step is pending
+    check_optimizer(path, gpt, optimizer)
+    if same_world:
+        check_random(own, accelerator.device)
+    else:
+        say(
+            f"{path} was trained by {saved.world_size} processes, this is {now.world_size}: "
+            "the random states of dropout are derived anew from seed, step and process"
+        )
+        torch.manual_seed(derive_seed(now.config["seed"], saved.step, accelerator.process_index))
+    state = replace(saved, config=now.config, world_size=now.world_size)
+    if path.parent.parent.resolve() != Path(now.config["out_dir"]).resolve():
+        state.best_step = state.best_val_loss = None  # the best so far is not in this folder
+    return state
+
+
+def check_optimizer(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
+    """Raise `CheckpointError` unless every parameter has its moments, of its shape."""
+    names = {id(parameter): name for name, parameter in gpt.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    wanted = {key for p in parameters for key in optimizer.state.get(p, {})}
+    for p in parameters:
+        name, found = names.get(id(p), "a parameter"), optimizer.state.get(p, {})
+        lacking = sorted(wanted - found.keys()) or ([] if found else ["state"])
+        if lacking:
+            raise CheckpointError(f"{path / 'optimizer.bin'} lacks {', '.join(lacking)} of {name}")
+        for key, value in found.items():
+            if torch.is_tensor(value) and value.dim() and value.shape != p.shape:
+                raise CheckpointError(
+                    f"{path / 'optimizer.bin'} has {key} of {name} in the shape "
+                    f"{tuple(value.shape)}; the parameter has {tuple(p.shape)}"
+                )
+
+
+def check_random(path: Path, device: torch.device) -> None:
+    """Raise `CheckpointError` unless the random states of this process are those of the file."""
+    try:
+        states = load(path)
+        restored = torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
+        if device.type == "cuda":
+            seeds = states["torch_cuda_manual_seed"]
+            torch.cuda.set_rng_state(seeds[min(device.index or 0, len(seeds) - 1)], device)
+    except Exception as error:  # as above
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path} could not be restored: {reason}") from None
+    if not restored:
+        raise CheckpointError(f"{path} could not be restored")

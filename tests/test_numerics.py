@@ -1,0 +1,251 @@
+"""Steps that are not finite: left out on the device, told, and never kept; spikes; the way back."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_gpt import train
+from accel_gpt.config import TrainConfig
+from accel_gpt.errors import run_main
+from accel_gpt.run.checkpoint import TrainState, read_state
+from accel_gpt.run.numerics import SPIKE_WINDOW, Ledger, TooManySkippedError, ranges, spoken
+from tests.test_train import assert_same_weights, records, signal_after, weights
+
+Arguments = Callable[..., list[str]]
+QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
+
+
+def launch(arguments: Sequence[str]) -> int:
+    return run_main(train.main, arguments)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, bad: Callable[[TrainState], bool]) -> None:
+    """Let the loss of one micro-batch be no number in the steps that `bad` chooses."""
+    current: list[TrainState] = []
+
+    def update(run: train.Run) -> None:
+        current[:] = [run.state]
+        plain_update(run)
+
+    def batches(*given: Any) -> Iterator[Any]:
+        poisoned = bad(current[0])
+        for tokens, targets, documents, weight in plain_batches(*given):
+            yield tokens, targets, documents, math.nan if poisoned else weight
+            poisoned = False
+
+    plain_update, plain_batches = train.update, train.micro_batches
+    monkeypatch.setattr(train, "update", update)
+    monkeypatch.setattr(train, "micro_batches", batches)
+
+
+def optimizer_of(run: Path, step: int) -> dict[str, Any]:
+    path = run / "checkpoints" / f"step_{step:08d}" / "optimizer.bin"
+    state: dict[str, Any] = torch.load(path, weights_only=True)["state"]
+    return state
+
+
+def test_a_poisoned_step_changes_nothing_and_is_told(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    poison(monkeypatch, lambda state: state.step == 4)
+    every = ["--checkpoint.every", "1", "--checkpoint.keep_last", "20"]
+    assert launch(small_run(*QUIET, *every)) == 0
+    run = tmp_path / "run"
+    assert_same_weights(weights(run, 4), weights(run, 5))
+    before, after = optimizer_of(run, 4), optimizer_of(run, 5)
+    assert all(torch.equal(before[p][key], after[p][key]) for p in before for key in before[p])
+    later = weights(run, 6)
+    assert not all(torch.equal(later[name], w) for name, w in weights(run, 5).items())
+    lines = records(run)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["train/skipped"] for line in lines] == [0] * 4 + [1] * 8
+    assert lines[4]["train/loss"] is None  # JSON has no NaN
+    assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
+    said = capsys.readouterr().err
+    assert "WARNING: step 5: loss nan, gradient norm nan: not finite; its update was skip" in said
+    assert "(sequences from 32)" in said
+
+
+def test_too_many_in_a_row_return_and_leave_the_batches_out(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The fault is in sequences 40 to 63: steps 6 to 8, of which two are too many."""
+    poison(monkeypatch, lambda state: 40 <= state.sequences < 64)
+    assert launch(small_run(*QUIET, "--train.max_skipped", "2")) == 0
+    run = tmp_path / "run"
+    said = capsys.readouterr().err
+    assert "the updates of 2 steps in a row were skipped, of sequences 40 to 55" in said
+    assert "step_00000004 and going on without them" in said
+    lines = records(run)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["train/skipped"] for line in lines] == [0] * 5 + [1] * 7  # 56 to 63: one alone
+    state = read_state(run / "checkpoints" / "step_00000012")
+    assert state.excluded == [[40, 56]]
+    assert (state.step, state.sequences) == (12, 12 * 8 + 16)
+    assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
+
+
+def test_a_fault_that_is_not_in_the_batches_ends_the_run_and_names_them(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    poison(monkeypatch, lambda state: state.step >= 5)
+    options = small_run(*QUIET, "--train.max_skipped", "3")
+    assert launch(options) == 5
+    said = capsys.readouterr().err
+    assert "of sequences 64 to 87, after the run had returned to" in said
+    assert "without the sequences 40 to 63; look at them, or lower optim.lr" in said
+    kept = [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert kept == ["step_00000004"]
+
+
+def test_without_a_checkpoint_there_is_no_way_back(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    poison(monkeypatch, lambda state: state.step >= 1)
+    assert launch(small_run(*QUIET, "--train.max_skipped", "2")) == 5
+    assert "of sequences 8 to 23, and there is no checkpoint to return" in capsys.readouterr().err
+
+
+def test_stopped_between_skipped_steps_equals_never_stopped(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, lambda state: 40 <= state.sequences < 64)
+    options = [*QUIET, "--train.max_skipped", "3"]
+    assert launch(small_run(*options, "--out_dir", str(tmp_path / "whole"))) == 0
+    with monkeypatch.context() as patch:
+        signal_after(patch, 7, 15)
+        assert launch(small_run(*options)) == 75
+    state = read_state(tmp_path / "run" / "checkpoints" / "step_00000007")
+    assert state.skipped_in_row == [40, 48]
+    assert launch(small_run(*options)) == 0
+    runs = tmp_path / "run", tmp_path / "whole"
+    # with the checkpoint of step 7 to return to, fewer steps are done again
+    final = [read_state(run / "checkpoints" / "step_00000012") for run in runs]
+    assert final[0].excluded == final[1].excluded == [[40, 64]]
+
+
+def test_weights_that_overflowed_are_never_saved(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def update(run: train.Run) -> None:
+        plain_update(run)
+        if run.state.step == 8:
+            next(run.gpt.parameters()).data[0, 0] = math.inf
+
+    plain_update = train.update
+    monkeypatch.setattr(train, "update", update)
+    assert launch(small_run(*QUIET, "--log.every", "5")) == 5
+    assert "after step 8 weights are not finite, and were not saved" in capsys.readouterr().err
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
+
+
+class Waits(TorchDispatchMode):
+    """Counts the calls that make the host wait for the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_waits_for_nothing(small_run: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+
+    def update(run: train.Run) -> None:
+        with Waits() as waits:
+            plain_update(run)
+        counts.append(waits.count)
+
+    plain_update = train.update
+    monkeypatch.setattr(train, "update", update)
+    assert launch(small_run(*QUIET, "--train.skip_spikes", "true", "--model.dropout", "0")) == 0
+    assert counts == [0] * 12
+
+
+# --------------------------------------------------------------------------- the ledger alone
+
+
+def ledger(state: TrainState, **changes: Any) -> Ledger:
+    return Ledger(TrainConfig(**changes), Accelerator(cpu=True), state)
+
+
+def judged(book: Ledger, state: TrainState, loss: float, norm: float = 1.0) -> bool:
+    skip = book.judge(state, torch.tensor(loss), torch.tensor(norm))
+    state.step += 1
+    state.sequences += 8
+    return bool(skip)
+
+
+def wavy(count: int) -> list[float]:
+    """Losses whose standard deviation is about 0.07."""
+    return [3 + 0.1 * math.sin(i) for i in range(count)]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_spike_stands_out_of_a_full_window_alone(skip: bool) -> None:
+    state, said = TrainState(), list[str]()
+    book = ledger(state, skip_spikes=skip)
+    for loss in wavy(SPIKE_WINDOW - 1):
+        assert not judged(book, state, loss)
+    assert not judged(book, state, 50.0)  # the window is not full yet
+    for loss in wavy(SPIKE_WINDOW):
+        assert not judged(book, state, loss)
+    assert not judged(book, state, 3.2)
+    assert judged(book, state, 3.9) == skip
+    assert book.read(state, said.append)["train/spikes"] == 1
+    assert state.skipped == int(skip)
+    assert "a spike" in said[0]
+    assert ("its update was skipped" in said[0]) == skip
+
+
+def test_the_window_goes_on_after_a_stop() -> None:
+    whole, stopped = TrainState(), TrainState()
+    books = [ledger(whole), ledger(stopped)]
+    for i, loss in enumerate([*wavy(200), math.nan, *wavy(50)]):
+        for book, state in zip(books, (whole, stopped), strict=True):
+            judged(book, state, loss)
+            book.read(state, lambda _: None)
+        if i in (60, 140, 203):
+            books[1] = ledger(stopped)
+    assert whole.losses == stopped.losses
+    assert len(whole.losses) == SPIKE_WINDOW
+    assert torch.equal(books[0].window, books[1].window)
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (3.0, math.inf), (-math.inf, 1.0)])
+def test_what_is_not_finite_is_skipped_and_counted(loss: float, norm: float) -> None:
+    state = TrainState()
+    book = ledger(state, max_skipped=3)
+    for bad in (False, True, True, False, True, True):
+        assert judged(book, state, loss if bad else 3.0, norm if bad else 1.0) == bad
+    book.read(state, lambda _: None)
+    assert (state.skipped, state.skipped_in_row) == (4, [32, 40])
+    judged(book, state, loss, norm)
+    with pytest.raises(TooManySkippedError):
+        book.read(state, lambda _: None)
+    assert state.skipped_in_row == [32, 40, 48]
+
+
+def test_batches_are_named_by_their_sequences() -> None:
+    spans = ranges([0, 8, 32, 1040], 8)
+    assert spans == [[0, 16], [32, 40], [1040, 1048]]
+    assert spoken(spans) == "0 to 15, 32 to 39, 1,040 to 1,047"

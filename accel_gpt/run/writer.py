@@ -156,6 +156,7 @@ class Writer:
             if not self.main:
                 return
             if self.snapshot:
+                reach("save.copied")
                 self.snapshot.write(folder)
             write_json(folder / "trainer_state.json", content)
             shape = {"config": asdict(gpt.config), "vocab_size": gpt.vocab_size}

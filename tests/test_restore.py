@@ -1,0 +1,180 @@
+"""Resuming restores everything, or says by name what is missing; what may change and what not."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_gpt import train
+from accel_gpt.config import Config
+from accel_gpt.errors import CheckpointError, UserError, run_main
+from accel_gpt.files import sha256
+from accel_gpt.parse import leaves, to_flat, to_plain
+from accel_gpt.run.checkpoint import TrainState, checkpoints, verify
+from accel_gpt.run.resume import check_same_run, differences
+from tests.test_train import records
+
+Arguments = Callable[..., list[str]]
+QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
+LONGER = ("--train.max_steps", "16", "--checkpoint.allow_change", "train.max_steps")
+
+
+def launch(arguments: Sequence[str]) -> int:
+    return run_main(train.main, arguments)
+
+
+@pytest.fixture
+def newest(small_run: Arguments, tmp_path: Path) -> Path:
+    """The newest checkpoint of a finished run, the only one."""
+    assert launch(small_run(*QUIET, "--checkpoint.keep_last", "1")) == 0
+    return tmp_path / "run" / "checkpoints" / "step_00000012"
+
+
+def reseal(path: Path) -> None:
+    """Rewrite the manifest so that it fits the files there are."""
+    files = {
+        p.name: {"size": p.stat().st_size, "sha256": sha256(p)}
+        for p in path.iterdir()
+        if p.name != "manifest.json"
+    }
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+    verify(path)
+
+
+def edit(path: Path, change: Callable[[Any], None]) -> None:
+    """Change what torch saved in a file of a checkpoint, and reseal it."""
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+    reseal(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s["state"].pop(3), "optimizer.bin lacks exp_avg, exp_avg_sq, step of blocks.0"),
+        (lambda s: s["state"][2].pop("exp_avg"), "optimizer.bin lacks exp_avg of blocks.0"),
+        (lambda s: s["state"].clear(), "optimizer.bin lacks state of "),
+        (
+            lambda s: s["state"][2].update(exp_avg=torch.zeros(3, 3)),
+            "in the shape (3, 3); the parameter has (96, 32)",
+        ),
+        (lambda s: s["param_groups"].pop(), "does not fit this run: loaded state dict has a diff"),
+    ],
+)
+def test_an_optimizer_with_gaps_is_refused(
+    newest: Path,
+    small_run: Arguments,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Any], None],
+    message: str,
+) -> None:
+    edit(newest / "optimizer.bin", change)
+    assert launch(small_run(*QUIET, *LONGER)) == 4
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not torch's", {"step": 0}])
+def test_random_states_that_are_missing_or_unreadable_are_refused(
+    newest: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str], content: Any
+) -> None:
+    """`load_state` alone passes over all of these."""
+    file = newest / "random_states_0.pkl"
+    file.unlink()
+    if isinstance(content, dict):
+        torch.save(content, file)
+    elif content is not None:
+        file.write_bytes(content)
+    reseal(newest)
+    assert launch(small_run(*QUIET, *LONGER)) == 4
+    said = capsys.readouterr().err
+    assert "random_states_0.pkl" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.bin", "random_states_1.pkl", "custom_checkpoint_0.pkl"]
+)
+def test_a_file_that_the_manifest_does_not_name_is_refused(
+    newest: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest["files"].pop(name, None)
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    (newest / name).touch()
+    assert launch(small_run(*QUIET, *LONGER)) == 4
+    assert f"{name} is not named by the manifest" in capsys.readouterr().err
+
+
+def test_another_number_of_processes_is_stated(
+    newest: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = json.loads((newest / "trainer_state.json").read_text())
+    (newest / "trainer_state.json").write_text(json.dumps(state | {"world_size": 2}))
+    (newest / "random_states_0.pkl").unlink()
+    reseal(newest)
+    assert launch(small_run(*QUIET, *LONGER)) == 0
+    said = capsys.readouterr().err
+    assert "was trained by 2 processes, this is 1: the random states of dropout are derived" in said
+
+
+def test_metrics_are_cut_back_to_the_step_that_is_resumed(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    """The newest checkpoint is damaged: lines after the one before, a torn one too, must go."""
+    assert launch(small_run()) == 0
+    run = tmp_path / "run"
+    whole = records(run)
+    (run / "checkpoints" / "step_00000012" / "model.json").write_text("{}")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "tok')
+    (run / "best").write_text("12\n")
+    assert launch(small_run()) == 0
+    assert records(run) == whole
+    rows = (run / "metrics.csv").read_text().splitlines()
+    assert [row.partition(",")[0] for row in rows] == ["step", *map(str, range(1, 13))]
+    assert checkpoints(run / "checkpoints") == [8, 12]
+    assert (run / "best").read_text() == "8\n"
+
+
+# --------------------------------------------------------------------------- what may change
+
+IDENTITY = {
+    *(key for key in leaves(Config) if key.startswith("model.")),
+    *("optim.name", "seed", "data.shuffle", "train.tokens_per_step"),
+} - {"model.init_from", "model.allow_pickle"}
+FREE = {
+    *("out_dir", "data.train", "data.tokenizer", "data.cache_dir", "data.cache_gb"),
+    *("data.allow_change", "model.init_from", "model.allow_pickle", "train.micro_batch_size"),
+    *("train.mixed_precision", "train.matmul_precision", "train.compile", "train.cpu_threads"),
+    *("train.time_limit", "train.step_timeout", "eval.every"),
+    *(key for key in leaves(Config) if key.startswith(("sample.", "checkpoint.", "log.", "hub."))),
+    *(key for key in leaves(Config) if key.startswith("data.prepare.")),
+}
+
+
+@pytest.mark.parametrize("key", sorted(leaves(Config)))
+def test_every_key_is_of_one_class(key: str) -> None:
+    """Identity is refused with exit code 4, free is free, all others can be allowed."""
+    now = TrainState(config=to_flat(to_plain(Config())))
+    before = TrainState(config={**now.config, key: "other"})
+    path = Path("step")
+    if key in FREE:
+        check_same_run(path, before, now, ())
+    elif key in IDENTITY:
+        with pytest.raises(CheckpointError, match=f"{key} was other, is "):
+            check_same_run(path, before, now, (key,))
+    else:
+        with pytest.raises(UserError, match=f"{key} was other, is .*allow_change {key}") as caught:
+            check_same_run(path, before, now, ())
+        assert caught.value.exit_code == 2
+        check_same_run(path, before, now, (key,))
+
+
+def test_all_that_differs_is_listed_at_once() -> None:
+    now = to_flat(to_plain(Config()))
+    before = {**now, "optim.lr": 1.0, "seed": 3, "log.every": 7}
+    assert differences(before, now) == {"optim.lr": (1.0, 6e-4), "seed": (3, 1337)}

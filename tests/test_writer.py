@@ -1,0 +1,212 @@
+"""Checkpoints on their way to the disk: beside training, in order, and what a failure leaves."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_gpt import train
+from accel_gpt.errors import run_main
+from accel_gpt.run import writer
+from accel_gpt.run.checkpoint import checkpoints, read_state, verify
+from accel_gpt.run.faults import reached
+from tests.test_train import assert_same_weights, records, signal_after, weights
+
+Arguments = Callable[..., list[str]]
+QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
+
+
+def launch(arguments: Sequence[str]) -> int:
+    return run_main(train.main, arguments)
+
+
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Ask for a fault at a named point."""
+
+    def ask(spec: str) -> None:
+        reached.cache_clear()
+        monkeypatch.setenv("ACCEL_GPT_FAULT", spec)
+
+    return ask
+
+
+def test_a_copy_in_memory_gives_the_files_of_save_state(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"plain": [], "copied": ["--checkpoint.async_save", "true"]}
+    for name, more in options.items():
+        out = ["--out_dir", str(tmp_path / name)]
+        with monkeypatch.context() as patch:
+            signal_after(patch, 7, 15)
+            assert launch(small_run(*QUIET, *out, *more)) == 75
+        assert launch(small_run(*QUIET, *out, *more)) == 0
+    plain, copied = (tmp_path / name for name in options)
+    assert records(plain) == records(copied)
+    for step in (8, 12):
+        assert_same_weights(weights(plain, step), weights(copied, step))
+        folders = [run / "checkpoints" / f"step_{step:08d}" for run in (plain, copied)]
+        assert {p.name for p in folders[0].iterdir()} == {p.name for p in folders[1].iterdir()}
+        states = [torch.load(f / "optimizer.bin", weights_only=True) for f in folders]
+        assert states[0]["param_groups"] == states[1]["param_groups"]
+        for p, moments in states[0]["state"].items():
+            assert all(torch.equal(moments[key], states[1]["state"][p][key]) for key in moments)
+
+
+def test_the_copy_is_not_changed_by_what_follows(
+    small_run: Arguments, tmp_path: Path, fault: Callable[[str], None]
+) -> None:
+    """Training goes on for two seconds before the copy is written."""
+    assert launch(small_run(*QUIET, "--out_dir", str(tmp_path / "whole"))) == 0
+    fault("save.copied=sleep")
+    assert launch(small_run(*QUIET, "--checkpoint.async_save", "true")) == 0
+    assert_same_weights(weights(tmp_path / "run", 8), weights(tmp_path / "whole", 8))
+
+
+def test_training_does_not_wait_for_the_disk(
+    small_run: Arguments, tmp_path: Path, fault: Callable[[str], None], monkeypatch: Any
+) -> None:
+    """The first checkpoint hangs for two seconds: the steps up to the next are done meanwhile."""
+    times: dict[int, float] = {}
+
+    def update(run: train.Run) -> None:
+        plain_update(run)
+        times[run.state.step] = time.monotonic()
+
+    plain_update = train.update
+    monkeypatch.setattr(train, "update", update)
+    fault("manifest.due=sleep")
+    assert launch(small_run(*QUIET)) == 0
+    assert times[8] - times[4] < 1.5
+    assert times[9] - times[8] > 0.5  # the next save waits for the one before
+    assert checkpoints(tmp_path / "run" / "checkpoints") == [8, 12]
+
+
+def test_points_are_passed_in_the_order_that_keeps_a_checkpoint_whole(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "points.txt"
+    monkeypatch.setenv("ACCEL_GPT_FAULT_LOG", str(log))
+    for name in ("sync", "sha256"):
+        traced(monkeypatch, name, log)
+    assert launch(small_run(*QUIET, "--checkpoint.keep_last", "1")) == 0
+    passed = log.read_text().split()
+    one = passed[: passed.index("save.begun", 1)]
+    assert one[:2] == ["save.begun", "save.filled"]
+    files = 6 * ["file.written", "sync", "file.synced", "sha256"]
+    end = ["manifest.due", "manifest.written", "sync", "renamed", "sync", "published"]
+    assert [p for p in one[2:] if not p.startswith("state.")] == [*files, *end]
+    last = passed[len(passed) - passed[::-1].index("save.begun") :]
+    assert last[-2:] == ["trash.renamed", "trash.gone"]
+    assert last.index("published") < last.index("trash.renamed")
+
+
+def traced(monkeypatch: pytest.MonkeyPatch, name: str, log: Path) -> None:
+    """Also log the calls of a function of the writer."""
+    plain = getattr(writer, name)
+
+    def call(path: Path) -> Any:
+        with log.open("a") as file:
+            file.write(f"{name}\n")
+        return plain(path)
+
+    monkeypatch.setattr(writer, name, call)
+
+
+@pytest.mark.parametrize("point", ["save.begun", "file.written", "manifest.due", "renamed"])
+@pytest.mark.parametrize("error", ["enospc", "eio"])
+def test_a_save_that_fails_is_told_and_training_goes_on(
+    small_run: Arguments,
+    tmp_path: Path,
+    fault: Callable[[str], None],
+    capsys: pytest.CaptureFixture[str],
+    point: str,
+    error: str,
+) -> None:
+    """The second of three saves fails."""
+    number = 8 if point == "file.written" else 2
+    fault(f"{point}:{number}={error}")
+    assert launch(small_run(*QUIET, "--checkpoint.keep_last", "3")) == 0
+    said = capsys.readouterr().err
+    assert "WARNING: the checkpoint of step 8 could not be written in" in said
+    assert ("No space left" if error == "enospc" else "Input/output error") in said
+    assert "MB are free now); training goes on and tries again" in said
+    root = tmp_path / "run" / "checkpoints"
+    kept = [4, 8, 12] if point == "renamed" else [4, 12]  # it is valid once it has its name
+    assert checkpoints(root) == kept
+    for step in kept:
+        verify(root / f"step_{step:08d}")
+    assert not [p.name for p in root.iterdir() if p.name.startswith(".")]
+
+
+def test_a_failed_save_is_tried_again_before_the_next_is_due(
+    small_run: Arguments,
+    tmp_path: Path,
+    fault: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writer, "RETRY_SECONDS", 0.0)
+    waits: list[int] = []
+
+    def update(run: train.Run) -> None:
+        run.writer.thread and run.writer.thread.join()  # so that the failure is known
+        waits.append(run.state.step)
+        plain_update(run)
+
+    plain_update = train.update
+    monkeypatch.setattr(train, "update", update)
+    fault("manifest.due=enospc")
+    assert launch(small_run(*QUIET, "--checkpoint.every", "8", "--checkpoint.keep_last", "9")) == 0
+    assert checkpoints(tmp_path / "run" / "checkpoints") == [9, 12]
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
+    small_run: Arguments,
+    tmp_path: Path,
+    fault: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(writer, "LAST_PAUSE_SECONDS", 0.0)
+    fault("manifest.due:3+=enospc")
+    assert launch(small_run(*QUIET)) == 4
+    said = capsys.readouterr().err
+    assert said.count("WARNING: the checkpoint of step 12 could not be written") == 3
+    assert "error: the checkpoint of step 12 could not be written: [Errno 28]" in said
+    assert "make room and launch again" in said
+    assert checkpoints(tmp_path / "run" / "checkpoints") == [4, 8]
+
+
+def test_an_error_of_training_leaves_the_checkpoint_that_was_under_way(
+    small_run: Arguments, tmp_path: Path, fault: Callable[[str], None], monkeypatch: Any
+) -> None:
+    def update(run: train.Run) -> None:
+        if run.state.step == 5:
+            raise MemoryError
+        plain_update(run)
+
+    plain_update = train.update
+    monkeypatch.setattr(train, "update", update)
+    fault("manifest.due=sleep")
+    with pytest.raises(MemoryError):
+        launch(small_run(*QUIET))
+    verify(tmp_path / "run" / "checkpoints" / "step_00000004")
+
+
+def test_a_folder_of_that_name_is_kept_aside_and_never_reused(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    (root / "step_00000008").mkdir(parents=True)
+    (root / "step_00000008" / "notes.txt").write_text("mine")
+    before = root / "step_00000008" / "manifest.json"
+    before.write_text(json.dumps({"format": 1, "files": {}}))
+    assert launch(small_run(*QUIET)) == 4  # all checkpoints are damaged: nothing starts over
+    before.unlink()
+    (root / "step_00000008").rename(tmp_path / "aside")
+    assert launch(small_run(*QUIET, "--train.max_steps", "12")) == 0
+    assert read_state(root / "step_00000008").step == 8

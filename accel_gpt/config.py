@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from accel_gpt.data_config import DataConfig
+from accel_gpt.data_config import DataConfig, TextStream
 from accel_gpt.errors import below_one, duration, not_negative, positive, require
 from accel_gpt.model_config import ModelConfig
 
@@ -31,7 +31,12 @@ class TrainConfig:
     compile: bool = False
     """torch.compile the model in place."""
     cpu_threads: int | None = None
-    """Threads per process on a CPU; null: all cores, shared by the processes of the machine."""
+    """Threads per process on a CPU; null: all cores, shared by the processes of the machine, or 1
+    with reproducible, as kernels split their sums by threads."""
+    reproducible: bool = False
+    """Weights and losses the same to the last bit at any number of processes, on CPUs of one kind:
+    sums in float64. Costs 8 bytes of memory per parameter and twice the all-reduce; without
+    fp16, FSDP and train.compile."""
     max_skipped: int = 20
     """Updates in a row that may be skipped, loss or gradient not finite, before the run goes back
     to its last checkpoint and leaves those batches out; the second time there it ends."""
@@ -56,6 +61,11 @@ class TrainConfig:
             self.max_steps is None or self.max_tokens is None,
             f"train.max_steps is {self.max_steps} and train.max_tokens is {self.max_tokens}; "
             "set one of the two",
+        )
+        require(
+            not (self.reproducible and self.compile),
+            "train.reproducible and train.compile are both true, but each number of processes "
+            "compiles other kernels; set one of the two",
         )
 
 
@@ -246,4 +256,9 @@ class Config:
         require(
             self.schedule.min_lr <= self.optim.lr,
             f"schedule.min_lr is {self.schedule.min_lr}, above the peak optim.lr {self.optim.lr}",
+        )
+        require(
+            not (self.train.reproducible and isinstance(self.data.train, TextStream)),
+            "train.reproducible is true but data.train streams text, which each number of "
+            "processes divides in another way; prepare the text once with accel-gpt prepare",
         )

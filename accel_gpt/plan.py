@@ -31,6 +31,12 @@ class Plan:
         """Tokens of one optimizer update, over all processes."""
         return self.sequences_per_step * self.block_size
 
+    def firsts(self, rank: int, position: int) -> range:
+        """Number of the first sequence of each micro-step of process `rank`, from `position` on."""
+        start = position + rank * self.micro_batch_size
+        end = position + self.sequences_per_step
+        return range(start, end, self.micro_batch_size * self.world_size)
+
     def describe(self) -> str:
         """The arithmetic of the run, for its first lines."""
         batch = plural(self.micro_batch_size, "sequence")

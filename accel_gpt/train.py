@@ -39,6 +39,7 @@ from accel_gpt.run.batches import micro_batches, pass_over
 from accel_gpt.run.checkpoint import TrainState, is_due
 from accel_gpt.run.corpus import Corpus
 from accel_gpt.run.environment import ensure_data, is_main, start_accelerator, world_size
+from accel_gpt.run.gradients import Gradients, make_gradients
 from accel_gpt.run.guards import locked, peers
 from accel_gpt.run.metrics import Display, Record, last_words
 from accel_gpt.run.numerics import Ledger, TooManySkippedError, check_weights
@@ -62,6 +63,7 @@ class Run:
     gpt: GPT  # what is evaluated, sampled and saved
     model: nn.Module  # the same, as Accelerate wrapped it for training
     optimizer: AcceleratedOptimizer
+    gradients: Gradients
     state: TrainState
     reporter: Reporter
     writer: Writer
@@ -118,6 +120,7 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     if config.train.compile:
         gpt.compile()  # in place: no wrapper, the names of the weights stay
     model, optimizer = accelerator.prepare(gpt, make_optimizer(gpt, config.optim))
+    gradients = make_gradients(config, accelerator, model)
     if path:
         state = restore(accelerator, path, state, gpt, optimizer, say)
         say(f"resuming {config.out_dir} from step {state.step:,} ({path})")
@@ -126,8 +129,8 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     uploads = start_uploads(config, plan.max_steps, say) if main else None
     note = uploads.note if uploads else lambda _: None
     writer = Writer(accelerator, config, corpus.tokenizer, say, reporter.sync, note)
-    parts = (config, plan, accelerator, corpus, gpt, model, optimizer, state, reporter)
-    run = Run(*parts, writer, uploads)
+    parts = (config, plan, accelerator, corpus, gpt, model, optimizer, gradients, state)
+    run = Run(*parts, reporter, writer, uploads)
     take_place(run)
     reporter.launch(run.corpus, state)
     model.train()  # evaluation and sampling give it back as they found it
@@ -141,7 +144,7 @@ def take_place(run: Run) -> None:
     run.corpus = run.corpus.continued(run.state)
     rank, device = run.accelerator.process_index, run.accelerator.device
     run.loader = run.corpus.loader(run.plan, rank, device, run.state.sequences)
-    run.ledger = Ledger(run.config.train, run.accelerator, run.state)
+    run.ledger = Ledger(run.config.train, device, run.state)
     configure(run.optimizer, run.config.optim)  # a checkpoint brings the settings of the past
 
 
@@ -164,16 +167,13 @@ def update(run: Run) -> None:
     schedule, optim = run.config.schedule, run.config.optim
     pass_over(run.loader, plan, state)
     set_lr(run.optimizer, lr_fraction(state.step, schedule.name, plan, schedule.min_lr / optim.lr))
-    total = torch.zeros((), device=accelerator.device)
     batches = micro_batches(run.loader, accelerator, plan, run.corpus.document_end)
-    for tokens, targets, documents, weight in batches:
-        with accelerator.accumulate(run.model):
-            loss = run.model(tokens, targets, documents=documents) * weight
-            accelerator.backward(loss)
-            total += loss.detach()
-    # the last micro-step has reduced the gradients
+    firsts = plan.firsts(accelerator.process_index, state.sequences)
+    for first, (tokens, targets, documents, weight) in zip(firsts, batches, strict=True):
+        with run.gradients.micro_step(first):
+            run.gradients.backward(run.model(tokens, targets, documents=documents) * weight)
+    loss = run.gradients.finish()  # over all processes, as the gradient is
     grad_norm = accelerator.clip_grad_norm_(run.model.parameters(), optim.grad_clip or float("inf"))
-    loss = total / plan.accumulation_steps
     run.optimizer.optimizer.skip = run.ledger.judge(state, loss, grad_norm)
     run.optimizer.step()
     run.optimizer.zero_grad()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_gpt import train
@@ -185,7 +184,7 @@ def test_a_step_waits_for_nothing(small_run: Arguments, monkeypatch: pytest.Monk
 
 
 def ledger(state: TrainState, **changes: Any) -> Ledger:
-    return Ledger(TrainConfig(**changes), Accelerator(cpu=True), state)
+    return Ledger(TrainConfig(**changes), torch.device("cpu"), state)
 
 
 def judged(book: Ledger, state: TrainState, loss: float, norm: float = 1.0) -> bool:

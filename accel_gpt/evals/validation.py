@@ -149,7 +149,8 @@ def evaluate(
     training = model.training
     model.eval()
     rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    mine = windows(split, block_size, tokens)[rank::world]
+    places = windows(split, block_size, tokens)
+    mine = places[np.arange(len(places)) // batch_size % world == rank]  # whole batches: one sum
     losses, counts, size = [], [], 0
     for inputs, targets in batches(split, mine, batch_size, block_size, len(token_bytes)):
         documents = None

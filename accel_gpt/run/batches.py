@@ -44,8 +44,8 @@ def micro_batches(
     for _ in range(plan.accumulation_steps):
         tokens, targets = next(loader)
         targets, documents = separate(tokens, targets, document_end)
-        step.append((tokens, targets, documents, (targets != IGNORE).sum().float()))
-    total = torch.stack([count for *_, count in step]).sum()
-    mean = accelerator.reduce(total, "mean") / plan.accumulation_steps
+        step.append((tokens, targets, documents, (targets != IGNORE).sum()))
+    total = accelerator.reduce(torch.stack([count for *_, count in step]).sum(), "sum")
+    mean = total / (plan.accumulation_steps * plan.world_size)  # of whole numbers: at any layout
     for tokens, targets, documents, count in step:
         yield tokens, targets, documents, count / (mean + (mean == 0))

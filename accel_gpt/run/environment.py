@@ -111,6 +111,9 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
     torch.set_float32_matmul_precision(config.train.matmul_precision)
     seconds = duration("train.step_timeout", config.train.step_timeout)
     timeout = timedelta(seconds=seconds) if seconds else COLLECTIVE_TIMEOUT
+    if config.train.reproducible:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),
         mixed_precision=config.train.mixed_precision,
@@ -134,8 +137,11 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
     if accelerator.distributed_type == DistributedType.FSDP:
         # parts (SHARDED_STATE_DICT) come with a list that torch unpickles, and runs what it holds
         accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    if config.train.reproducible:
+        check_reproducible(accelerator)
     if accelerator.device.type == "cpu":
-        torch.set_num_threads(config.train.cpu_threads or shared_cores())
+        threads = 1 if config.train.reproducible else shared_cores()
+        torch.set_num_threads(config.train.cpu_threads or threads)
         torch.set_flush_denormal(True)  # Adam moments of unseen tokens decay into denormals
         keep_freed_memory()
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
@@ -144,6 +150,25 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
             "set train.mixed_precision to bf16 or no"
         )
     return accelerator
+
+
+def check_reproducible(accelerator: Accelerator) -> None:
+    """Raise `UserError` where `train.reproducible` could not hold what it promises."""
+    kind, precision = accelerator.distributed_type, accelerator.mixed_precision
+    require(
+        kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM),
+        f"train.reproducible is true but the accelerate config asks for {kind.value}, which sums "
+        "gradients in float32; use plain processes or leave train.reproducible out",
+    )
+    require(
+        precision != "fp16",
+        "train.reproducible is true but the precision is fp16, whose scaled gradients it cannot "
+        "sum; set train.mixed_precision to bf16 or no",
+    )
+    require(
+        accelerator.device.type != "mps",
+        "train.reproducible is true but the device is mps, which has no float64; use a CPU",
+    )
 
 
 def keep_freed_memory() -> None:

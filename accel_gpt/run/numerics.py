@@ -38,21 +38,19 @@ class Entry:
 class Ledger:
     """The loss and gradient norm of each step since the last reading, and the window of losses."""
 
-    def __init__(self, config: TrainConfig, accelerator: Accelerator, state: TrainState) -> None:
-        self.config, self.accelerator = config, accelerator
+    def __init__(self, config: TrainConfig, device: torch.device, state: TrainState) -> None:
+        self.config = config
         missing = [float("nan")] * (SPIKE_WINDOW - len(state.losses))
-        self.window = torch.tensor(missing + state.losses, device=accelerator.device)
+        self.window = torch.tensor(missing + state.losses, device=device)
         self.rows: list[tuple[int, int, Tensor]] = []  # step, first sequence, (4,) figures
 
     def judge(self, state: TrainState, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """1 where the update that follows `state` must not happen, else 0; on the device.
 
-        `loss` of this process, `grad_norm` of the whole gradient. A spike lies `spike_sigma`
-        standard deviations above the mean of the window; there is none before the window is full:
-        its mean is not a number then.
+        `loss` and `grad_norm` over all processes, (). A spike lies `spike_sigma` standard
+        deviations above the mean of the window; there is none before the window is full: its mean
+        is not a number then.
         """
-        if self.accelerator.num_processes > 1:
-            loss = self.accelerator.reduce(loss, "mean")
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
         if self.config.spike_sigma:
             deviation, mean = torch.std_mean(self.window)

@@ -62,6 +62,13 @@ IDENTITY = (
     "train.tokens_per_step",  # it maps steps to data
     "train.reproducible",
 )
+# What of it decides the bits that train.reproducible promises.
+BITS = (
+    "train.micro_batch_size",
+    "train.mixed_precision",
+    "train.matmul_precision",
+    "train.cpu_threads",
+)
 
 
 def find_resume(out_dir: Path, resume: str, say: Callable[[str], None]) -> Path | None:
@@ -243,10 +250,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     earlier version wrote it, had its default.
     """
     before = to_flat(to_plain(Config())) | dict(before)
+    held = BITS if now.get("train.reproducible") else ()
     return {
         key: (before.get(key), now.get(key))
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not key.startswith(FREE)
+        if before.get(key) != now.get(key) and (key in held or not key.startswith(FREE))
     }
 
 

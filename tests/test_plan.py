@@ -38,6 +38,21 @@ def test_global_batch_is_what_was_asked(micro: int, accumulation: int, world: in
     assert plan.accumulation_steps == accumulation
 
 
+@given(micro=st.integers(1, 8), accumulation=st.integers(1, 8), world=st.integers(1, 8))
+def test_micro_steps_of_all_processes_number_the_sequences_of_a_step(
+    micro: int, accumulation: int, world: int
+) -> None:
+    asked = micro * accumulation * world * 32
+    plan = make_plan(
+        config(block_size=32, tokens_per_step=asked, micro_batch_size=micro), world_size=world
+    )
+    position = 7 * plan.sequences_per_step
+    numbered = [list(plan.firsts(rank, position)) for rank in range(world)]
+    assert {len(firsts) for firsts in numbered} == {accumulation}
+    in_order = [first for step in zip(*numbered, strict=True) for first in step]
+    assert in_order == list(range(position, position + plan.sequences_per_step, micro))
+
+
 def test_indivisible_batch_names_the_nearest_that_fit() -> None:
     with pytest.raises(UserError) as error:
         make_plan(config(tokens_per_step=524_288, micro_batch_size=12), world_size=1)

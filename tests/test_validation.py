@@ -76,6 +76,16 @@ def test_processes_and_batches_do_not_change_the_sums(
     assert sum(p.loss_sum for p in parts) == pytest.approx(alone.loss_sum, rel=1e-6)
 
 
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_another_number_of_processes_gives_the_same_bits(
+    corpus: Path, model: GPT, world: int
+) -> None:
+    split = open_split(corpus, "val")
+    alone = score(model, split, Part(0, 1))
+    parts = [score(model, split, Part(rank, world)) for rank in range(world)]
+    assert sum(p.loss_sum for p in parts) == alone.loss_sum
+
+
 def test_budget_takes_windows_spread_over_the_split(corpus: Path) -> None:
     split = open_split(corpus, "train")
     some = windows(split, 32, 320)

@@ -1,0 +1,380 @@
+"""The gradient of a step: the mean over the whole batch, and the same bits at any layout."""
+
+import random
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from accel_gpt.config import Config, TrainConfig
+from accel_gpt.errors import UserError
+from accel_gpt.model.documents import separate
+from accel_gpt.model.gpt import GPT
+from accel_gpt.model.loss import IGNORE
+from accel_gpt.plan import Plan
+from accel_gpt.run.batches import micro_batches
+from accel_gpt.run.environment import check_reproducible
+from accel_gpt.run.gradients import ExactGradients, Gradients, make_gradients
+from tests.conftest import tiny
+from tests.test_launch import TORCHRUN, TRAIN, finish
+from tests.test_train import assert_same_weights, launch, records, weights
+
+Arguments = Callable[..., list[str]]
+EOT = 64
+
+
+def accelerator(steps: int) -> Accelerator:
+    plugin = GradientAccumulationPlugin(num_steps=steps, sync_with_dataloader=False)
+    return Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+
+
+def plan(micro: int, steps: int, world: int = 1) -> Plan:
+    return Plan(world, micro, 16, steps, max_steps=1, warmup_steps=0, decay_steps=1)
+
+
+def windows(count: int = 12) -> Tensor:
+    """Tokens (count, 17), every fifth or so the end of a document."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(EOT, (count, 17), generator=generator)
+    ends = torch.rand(count, 17, generator=generator) < 0.2
+    return tokens.masked_fill(ends, EOT)
+
+
+def loader(rows: Tensor, micro: int) -> Any:
+    return iter([(part[:, :-1], part[:, 1:]) for part in rows.split(micro)])
+
+
+def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
+    """The model's own loss, in float64."""
+    logits = model(tokens, documents=documents)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+
+
+@pytest.fixture
+def float64() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+# --------------------------------------------------------------------------- the mean
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("kind", [Gradients, ExactGradients])
+@pytest.mark.parametrize("document_end", [None, EOT], ids=["whole", "documents"])
+@pytest.mark.parametrize("micro", [1, 2, 3, 4, 12])
+def test_accumulated_gradient_is_that_of_one_big_batch(
+    micro: int, document_end: int | None, kind: type[Gradients]
+) -> None:
+    torch.manual_seed(0)
+    model, rows = GPT(tiny("llama"), EOT + 1), windows()
+    tokens, targets, documents = rows[:, :-1], rows[:, 1:], None
+    if document_end is not None:
+        targets, documents = separate(tokens, targets, document_end)
+    whole = loss_of(model, tokens, targets, documents)
+    expected = torch.autograd.grad(whole, list(model.parameters()))
+
+    steps = len(rows) // micro
+    one = accelerator(steps)
+    exact = (1, 0.0) if kind is ExactGradients else ()
+    gradients = kind(one, model, *exact)
+    batches = micro_batches(loader(rows, micro), one, plan(micro, steps), document_end)
+    for first, (tokens, targets, documents, weight) in enumerate(batches):
+        with gradients.micro_step(first):
+            gradients.backward(loss_of(model, tokens, targets, documents) * weight)
+    assert gradients.mean_loss(gradients.finish()) == pytest.approx(whole.item(), rel=1e-6)
+    for parameter, right in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        units = 2**-51 * right.numel() ** 0.5 if kind is ExactGradients else 0
+        assert (parameter.grad - right).norm() <= 1e-12 * right.norm() + units
+
+
+def test_weights_of_documents_do_not_depend_on_the_layout() -> None:
+    """Nine micro-batches on 1, 3 and 9 processes: a ninth is not a third of a third in floats."""
+    for seed in range(20):
+        rows = windows()[torch.randperm(12, generator=torch.Generator().manual_seed(seed))[:9]]
+        assert document_weights(rows, 1) == document_weights(rows, 3) == document_weights(rows, 9)
+
+
+def document_weights(rows: Tensor, world: int) -> list[float]:
+    """Weights of one row each, shared by `world` processes."""
+    counts = (separate(rows[:, :-1], rows[:, 1:], EOT)[0] != IGNORE).sum(-1)
+    weights = [0.0] * len(rows)
+
+    def reduce(own: Tensor, how: str) -> Tensor:
+        total = counts.sum().to(own.dtype)
+        return total if how == "sum" else total / world
+
+    for rank in range(world):
+        process: Any = SimpleNamespace(reduce=reduce)
+        steps = plan(1, len(rows) // world, world)
+        batches = micro_batches(loader(rows[rank::world], 1), process, steps, EOT)
+        for number, (*_, weight) in zip(range(rank, len(rows), world), batches, strict=True):
+            weights[number] = float(weight)
+    return weights
+
+
+# --------------------------------------------------------------------------- order
+
+
+class Fed(nn.Module):
+    """A model whose gradient is what it is fed."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.weight * gradient).sum()
+
+
+def drawn(count: int = 24, size: int = 500) -> list[Tensor]:
+    """Gradients whose elements span twelve powers of ten, some up to 0.3."""
+    generator = torch.Generator().manual_seed(3)
+    scale = 10.0 ** (-12 * torch.rand(count, size, generator=generator))
+    return list(0.3 * scale * torch.rand(count, size, generator=generator).sub(0.5).mul(2))
+
+
+def summed(groups: list[list[Tensor]], monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    """Gradient and loss after a step of as many processes as there are groups, one in a process."""
+    size, steps = len(groups[0][0]), len(groups[0])
+    processes = []
+    for group in groups:
+        gradients = ExactGradients(accelerator(steps), Fed(size), 1, 0.0)
+        for number, gradient in enumerate(group):
+            with gradients.micro_step(number):
+                loss = gradients.model(gradient) + gradient[0].abs() + 3
+                gradients.backward(loss)
+        processes.append(gradients)
+    first = processes[0]
+
+    def all_reduce(sums: Tensor) -> None:
+        for other in processes[1:]:
+            sums += other.sums
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    one = first.accelerator
+    first.accelerator = SimpleNamespace(  # type: ignore[assignment]
+        num_processes=len(groups), gradient_accumulation_steps=one.gradient_accumulation_steps
+    )
+    loss = first.finish()
+    grad = first.parameters[0].grad
+    assert grad is not None
+    return grad, loss
+
+
+@settings(max_examples=20, deadline=None)
+@given(draw=st.randoms(use_true_random=False), world=st.sampled_from([1, 2, 3, 4, 6]))
+def test_any_order_and_any_number_of_processes_give_the_same_bits(
+    draw: random.Random, world: int
+) -> None:
+    gradients = drawn()
+    with pytest.MonkeyPatch.context() as patch:
+        expected, loss = summed([gradients], patch)
+        draw.shuffle(gradients)
+        found, other = summed([gradients[rank::world] for rank in range(world)], patch)
+    assert torch.equal(found, expected)
+    assert torch.equal(other, loss)
+
+
+def test_sums_in_float32_do_depend_on_the_order() -> None:
+    gradients = drawn()
+    forth, back = sum(gradients), sum(reversed(gradients))
+    assert not torch.equal(torch.as_tensor(forth), torch.as_tensor(back))
+
+
+def test_rounding_to_units_is_below_that_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = drawn()
+    found, _ = summed([gradients], monkeypatch)
+    for element in range(0, len(found), 25):
+        exact = sum(Fraction(g[element].item()) for g in gradients) / len(gradients)
+        ulp = abs(np.spacing(np.float32(exact)))
+        assert abs(float(Fraction(found[element].item()) - exact)) <= 0.5 * ulp + 2**-51
+
+
+def test_what_is_not_finite_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = drawn(2)
+    gradients[0][:2] = torch.tensor([torch.inf, torch.nan])
+    found, _ = summed([gradients], monkeypatch)
+    assert found[0].isinf()
+    assert found[1].isnan()
+    assert found[2:].isfinite().all()
+
+
+def test_a_step_starts_from_nothing_and_leaves_no_gradient_behind() -> None:
+    gradients = ExactGradients(accelerator(1), Fed(3), 1, 0.0)
+    for value in (1.0, 2.0):
+        with gradients.micro_step(0):
+            gradients.backward(gradients.model(torch.full((3,), value)) + value)
+        assert gradients.parameters[0].grad is None
+        assert gradients.finish().item() == value
+        assert gradients.parameters[0].grad is not None
+        assert gradients.parameters[0].grad.tolist() == [value] * 3
+        gradients.parameters[0].grad = None
+
+
+# --------------------------------------------------------------------------- dropout
+
+
+def test_dropout_depends_on_the_sequence_alone() -> None:
+    gradients = ExactGradients(accelerator(1), Fed(1), 1, 0.1)
+
+    def draw(sequence: int) -> list[float]:
+        with gradients.micro_step(sequence):
+            return torch.rand(4).tolist()
+
+    first = draw(8)
+    assert draw(16) != first
+    assert draw(8) == first
+    other = ExactGradients(accelerator(1), Fed(1), 2, 0.1)
+    with other.micro_step(8):
+        assert torch.rand(4).tolist() != first
+
+
+def test_without_dropout_nothing_is_drawn() -> None:
+    gradients = ExactGradients(accelerator(1), Fed(1), 1, 0.0)
+    before = torch.random.get_rng_state()
+    with gradients.micro_step(8):
+        assert torch.equal(torch.random.get_rng_state(), before)
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+def test_the_config_decides() -> None:
+    one, model = accelerator(1), Fed(1)
+    assert type(make_gradients(Config(), one, model)) is Gradients
+    exact = Config(train=TrainConfig(reproducible=True))
+    assert type(make_gradients(exact, one, model)) is ExactGradients
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"distributed_type": DistributedType.FSDP}, "asks for FSDP"),
+        ({"mixed_precision": "fp16"}, "the precision is fp16"),
+        ({"device": torch.device("mps")}, "mps, which has no float64"),
+    ],
+)
+def test_what_cannot_be_summed_exactly_is_refused(change: dict[str, Any], message: str) -> None:
+    fine: dict[str, Any] = {
+        "distributed_type": DistributedType.MULTI_CPU,
+        "mixed_precision": "bf16",
+        "device": torch.device("cpu"),
+    }
+    check_reproducible(SimpleNamespace(**fine))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=message):
+        check_reproducible(SimpleNamespace(**(fine | change)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--train.compile"], "train.reproducible and train.compile are both true"),
+        (["--data.train", "{streaming: true, path: text.txt}"], "data.train streams text"),
+    ],
+)
+def test_a_config_that_promises_too_much_is_refused(
+    options: list[str], message: str, small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run("--train.reproducible", *options)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_micro_batch_is_held_where_it_decides_the_bits(
+    small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exact = ["--train.reproducible", "--eval.every", "0", "--sample.every", "0"]
+    longer = ["--train.max_steps", "13", "--train.micro_batch_size", "2"]
+    assert launch(small_run(*exact)) == 0
+    allow = ["--checkpoint.allow_change", "train.max_steps"]
+    assert launch(small_run(*exact, *longer, *allow)) == 2
+    assert "train.micro_batch_size was 4, is 2" in capsys.readouterr().err
+    assert launch(small_run(*exact[1:], *longer, *allow)) == 2
+    assert "train.reproducible was True, is False" in capsys.readouterr().err
+    allow[1] += ",train.micro_batch_size"
+    assert launch(small_run(*exact, *longer, *allow)) == 0
+
+
+# --------------------------------------------------------------------------- real processes
+
+FOUR = ["--train.micro_batch_size", "2", "--sample.every", "0"]  # micro-batches a step
+EXACT = [*FOUR, "--train.reproducible", "--train.cpu_threads", "null"]
+
+
+@pytest.fixture
+def masked(tmp_path: Path) -> list[str]:
+    """Options for documents that end within the windows."""
+    draw = np.random.default_rng(0)
+    for split, size in (("train", 8000), ("val", 1000)):
+        tokens = draw.integers(0, 30, size).astype(np.uint16)
+        tokens[draw.random(size) < 0.1] = 256
+        np.save(tmp_path / f"x_{split}_000000.npy", tokens)
+    options = ["--data.train", str(tmp_path), "--data.tokenizer", "bytes"]
+    return [*options, "--data.document_mask"]
+
+
+def torchrun(processes: int, folder: Path, arguments: list[str]) -> None:
+    launcher = [*TORCHRUN, "--nproc_per_node", str(processes)]
+    finish([*launcher, TRAIN, *arguments], folder, timeout=300)
+
+
+def optimizer_state(run: Path, step: int = 12) -> dict[str, Tensor]:
+    path = run / "checkpoints" / f"step_{step:08d}" / "optimizer.bin"
+    state = torch.load(path, weights_only=True)["state"]
+    return {f"{i}.{name}": value for i, entry in state.items() for name, value in entry.items()}
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert records(a) == records(b)  # train and validation losses, to the last bit
+    assert_same_weights(weights(a), weights(b))
+    assert_same_weights(optimizer_state(a), optimizer_state(b))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
+def test_one_two_and_four_processes_give_the_same_bits(
+    documents: bool, small_run: Arguments, masked: list[str], tmp_path: Path
+) -> None:
+    options = EXACT + (masked if documents else [])
+    for world in (1, 2, 4):
+        torchrun(world, tmp_path, small_run(*options, "--out_dir", str(tmp_path / str(world))))
+    assert_same_run(tmp_path / "1", tmp_path / "2")
+    assert_same_run(tmp_path / "1", tmp_path / "4")
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_at_every_restart_equals_never_stopping(
+    small_run: Arguments, masked: list[str], tmp_path: Path
+) -> None:
+    alike = [*EXACT, *masked, "--eval.every", "3", "--checkpoint.every", "3"]
+    alike += ["--schedule.decay_steps", "10", "--checkpoint.allow_change", "train.max_steps"]
+    assert launch(small_run(*alike, "--out_dir", str(tmp_path / "whole"))) == 0
+    moved = small_run(*alike, "--out_dir", str(tmp_path / "moved"))
+    for world, last in ((1, 3), (4, 6), (2, 9), (1, 12)):
+        torchrun(world, tmp_path, [*moved, "--train.max_steps", str(last)])
+    assert_same_run(tmp_path / "whole", tmp_path / "moved")
+
+
+@pytest.mark.slow
+def test_without_the_mode_four_processes_give_other_bits(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    """So the tests above can fail; dropout off, as its masks alone would tell."""
+    alike = [*FOUR, "--model.dropout", "0"]
+    assert launch(small_run(*alike, "--out_dir", str(tmp_path / "1"))) == 0
+    torchrun(4, tmp_path, small_run(*alike, "--out_dir", str(tmp_path / "4")))
+    one, four = weights(tmp_path / "1"), weights(tmp_path / "4")
+    assert any(not torch.equal(one[name], four[name]) for name in one)

@@ -55,6 +55,10 @@ def loader(rows: Tensor, micro: int) -> Any:
     return iter([(part[:, :-1], part[:, 1:]) for part in rows.split(micro)])
 
 
+def make(kind: type[Gradients], one: Accelerator, model: nn.Module) -> Gradients:
+    return ExactGradients(one, model, 1, 0.0) if kind is ExactGradients else Gradients(one, model)
+
+
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
     """The model's own loss, in float64."""
     logits = model(tokens, documents=documents)
@@ -88,8 +92,7 @@ def test_accumulated_gradient_is_that_of_one_big_batch(
 
     steps = len(rows) // micro
     one = accelerator(steps)
-    exact = (1, 0.0) if kind is ExactGradients else ()
-    gradients = kind(one, model, *exact)
+    gradients = make(kind, one, model)
     batches = micro_batches(loader(rows, micro), one, plan(micro, steps), document_end)
     for first, (tokens, targets, documents, weight) in enumerate(batches):
         with gradients.micro_step(first):
@@ -132,9 +135,9 @@ def document_weights(rows: Tensor, world: int) -> list[float]:
 class Fed(nn.Module):
     """A model whose gradient is what it is fed."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
+        self.weight = nn.Parameter(torch.zeros(size, dtype=dtype))
 
     def forward(self, gradient: Tensor) -> Tensor:
         return (self.weight * gradient).sum()
@@ -147,12 +150,14 @@ def drawn(count: int = 24, size: int = 500) -> list[Tensor]:
     return list(0.3 * scale * torch.rand(count, size, generator=generator).sub(0.5).mul(2))
 
 
-def summed(groups: list[list[Tensor]], monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+def summed(
+    groups: list[list[Tensor]], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Gradient and loss after a step of as many processes as there are groups, one in a process."""
     size, steps = len(groups[0][0]), len(groups[0])
     processes = []
     for group in groups:
-        gradients = ExactGradients(accelerator(steps), Fed(size), 1, 0.0)
+        gradients = ExactGradients(accelerator(steps), Fed(size, dtype), 1, 0.0)
         for number, gradient in enumerate(group):
             with gradients.micro_step(number):
                 loss = gradients.model(gradient) + gradient[0].abs() + 3
@@ -180,11 +185,13 @@ def summed(groups: list[list[Tensor]], monkeypatch: pytest.MonkeyPatch) -> tuple
 def test_any_order_and_any_number_of_processes_give_the_same_bits(
     draw: random.Random, world: int
 ) -> None:
+    """All 53 bits are compared: the 24 of float32 would hide most differences."""
     gradients = drawn()
     with pytest.MonkeyPatch.context() as patch:
-        expected, loss = summed([gradients], patch)
+        expected, loss = summed([gradients], patch, torch.float64)
         draw.shuffle(gradients)
-        found, other = summed([gradients[rank::world] for rank in range(world)], patch)
+        groups = [gradients[rank::world] for rank in range(world)]
+        found, other = summed(groups, patch, torch.float64)
     assert torch.equal(found, expected)
     assert torch.equal(other, loss)
 
@@ -213,16 +220,17 @@ def test_what_is_not_finite_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[2:].isfinite().all()
 
 
-def test_a_step_starts_from_nothing_and_leaves_no_gradient_behind() -> None:
-    gradients = ExactGradients(accelerator(1), Fed(3), 1, 0.0)
+@pytest.mark.parametrize("kind", [Gradients, ExactGradients])
+def test_a_step_starts_from_nothing(kind: type[Gradients]) -> None:
+    model = Fed(3)
+    gradients = make(kind, accelerator(1), model)
     for value in (1.0, 2.0):
         with gradients.micro_step(0):
-            gradients.backward(gradients.model(torch.full((3,), value)) + value)
-        assert gradients.parameters[0].grad is None
+            gradients.backward(model(torch.full((3,), value)) + value)
         assert gradients.finish().item() == value
-        assert gradients.parameters[0].grad is not None
-        assert gradients.parameters[0].grad.tolist() == [value] * 3
-        gradients.parameters[0].grad = None
+        assert model.weight.grad is not None
+        assert model.weight.grad.tolist() == [value] * 3
+        model.weight.grad = None
 
 
 # --------------------------------------------------------------------------- dropout
@@ -349,7 +357,8 @@ def test_one_two_and_four_processes_give_the_same_bits(
     documents: bool, small_run: Arguments, masked: list[str], tmp_path: Path
 ) -> None:
     options = EXACT + (masked if documents else [])
-    for world in (1, 2, 4):
+    assert launch(small_run(*options, "--out_dir", str(tmp_path / "1"))) == 0
+    for world in (2, 4):
         torchrun(world, tmp_path, small_run(*options, "--out_dir", str(tmp_path / str(world))))
     assert_same_run(tmp_path / "1", tmp_path / "2")
     assert_same_run(tmp_path / "1", tmp_path / "4")
@@ -369,12 +378,15 @@ def test_another_number_of_processes_at_every_restart_equals_never_stopping(
 
 
 @pytest.mark.slow
-def test_without_the_mode_four_processes_give_other_bits(
+def test_without_the_mode_four_processes_give_other_bits_but_close_losses(
     small_run: Arguments, tmp_path: Path
 ) -> None:
-    """So the tests above can fail; dropout off, as its masks alone would tell."""
-    alike = [*FOUR, "--model.dropout", "0"]
+    """So the tests above can fail; measured over 200 steps: losses apart by 2e-7 of themselves."""
+    alike = [*FOUR, "--model.dropout", "0", "--optim.lr", "1e-3", "--train.max_steps", "200"]
+    alike += ["--eval.every", "0", "--checkpoint.every", "0"]
     assert launch(small_run(*alike, "--out_dir", str(tmp_path / "1"))) == 0
     torchrun(4, tmp_path, small_run(*alike, "--out_dir", str(tmp_path / "4")))
-    one, four = weights(tmp_path / "1"), weights(tmp_path / "4")
+    one, four = weights(tmp_path / "1", 200), weights(tmp_path / "4", 200)
     assert any(not torch.equal(one[name], four[name]) for name in one)
+    for alone, shared in zip(records(tmp_path / "1"), records(tmp_path / "4"), strict=True):
+        assert shared["train/loss"] == pytest.approx(alone["train/loss"], rel=1e-5)

@@ -60,7 +60,6 @@ IDENTITY = (
     "seed",
     "data.shuffle",
     "train.tokens_per_step",  # it maps steps to data
-    "train.reproducible",
 )
 # What of it decides the bits that train.reproducible promises.
 BITS = (

@@ -27,10 +27,12 @@ from accel_gpt.options import (
     PrepareCommand,
     PushCommand,
     SampleCommand,
+    VerifyResumeCommand,
 )
 from accel_gpt.parse import (
     build,
     flatten,
+    leaves,
     load_config,
     parse_command,
     read_options,
@@ -174,6 +176,38 @@ def inspect_command(argv: Sequence[str]) -> int:
     return code if report["problems"] else 0
 
 
+def verify_resume_command(argv: Sequence[str]) -> int:
+    """Kill and launch again what a config asks for; 1 where that differs from never stopping."""
+    from accel_gpt.hub.sources import inherit
+
+    own, rest = parted(VerifyResumeCommand, argv)
+    asked = parse_command(VerifyResumeCommand, own, "accel-gpt verify-resume")
+    config = load_config([asked.config, *rest], "accel-gpt verify-resume", inherit)
+    exit_on_sigterm()
+    from accel_gpt.run.verify_resume import verify_resume
+
+    return verify_resume(asked, config)
+
+
+def parted(cls: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words that the dataclass `cls` of a command takes, and those of the options it lacks."""
+    own: list[str] = []
+    rest: list[str] = []
+    taking = own
+    for word in argv:
+        if word.startswith("--"):
+            key, equals, _ = word[2:].partition("=")
+            known = key.replace("-", "_") in (*leaves(cls), "help")
+            taking = own if known else rest
+            taking.append(word)
+            if equals:
+                taking = own
+        else:
+            taking.append(word)
+            taking = own
+    return own, rest
+
+
 def is_run(place: str) -> bool:
     """Whether a folder is a run's or a checkpoint's."""
     marks = ("checkpoints", "manifest.json", "trainer_state.json")
@@ -189,6 +223,10 @@ COMMANDS: Mapping[str, tuple[Command, str]] = MappingProxyType(
         "export": (export_command, "a folder that transformers opens, proven equal"),
         "push": (push_command, "the same to the Hub, with a model card"),
         "inspect": (inspect_command, "verify data or a checkpoint; compare tokenizers"),
+        "verify-resume": (
+            verify_resume_command,
+            "kill and continue runs: equal to never stopping?",
+        ),
     }
 )
 
@@ -210,7 +248,7 @@ def dispatch(argv: Sequence[str]) -> int:
 
 def overview() -> str:
     """The help of `accel-gpt` itself."""
-    lines = [f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<13} {text}" for name, (_, text) in COMMANDS.items()]
     return (
         "usage: accel-gpt COMMAND [...]\n\nPretrain GPT language models.\n\n"
         + "\n".join(lines)

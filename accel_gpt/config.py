@@ -198,6 +198,9 @@ class LogConfig:
     """Steps between lines of metrics."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Accelerate's names, separated by commas: tensorboard, wandb, trackio, ..."""
+    batch_hash: bool = False
+    """Also log data/batch_hash: a fingerprint of the tokens of each step, the same at any number of
+    processes."""
 
     def __post_init__(self) -> None:
         positive("log", self, "every")

@@ -112,6 +112,38 @@ class PushCommand:
 
 
 @dataclass(frozen=True)
+class VerifyResumeCommand:
+    """Prove that a config's runs, killed and launched again, equal one that was never stopped.
+
+    Any --section.key of the config may be set as well, but the length of the run and where it
+    writes. Exit code 1 when something differs.
+    """
+
+    config: Annotated[str, tyro.conf.Positional]
+    """YAML file, as for train."""
+    steps: int = 20
+    """Steps of each run."""
+    kills: int = 5
+    """Launches that end with SIGKILL to all their processes, at a random moment; 0: a second run that
+    is never stopped tells whether the machine repeats itself."""
+    processes: tuple[int, ...] = (1,)
+    """Numbers of processes, separated by commas, of which each launch has one at random; the run
+    that is never stopped has the first."""
+    seed: int = 0
+    """Of the moments and of the numbers of processes; that of the run stays the config's."""
+    keep: bool = False
+    """Keep the temporary folder of the runs also when all is equal."""
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 2, f"steps is {self.steps}; it must be 2 or more, to stop between")
+        not_negative("verify-resume", self, "kills")
+        require(
+            bool(self.processes) and min(self.processes) > 0,
+            f"processes is {','.join(map(str, self.processes))}; expected numbers above 0",
+        )
+
+
+@dataclass(frozen=True)
 class InspectCommand:
     """Tell what data, a run or a checkpoint holds and verify it, or compare tokenizers on a text.
 

@@ -35,7 +35,7 @@ from accel_gpt.optim.groups import configure, make_optimizer, set_lr
 from accel_gpt.optim.schedule import lr_fraction
 from accel_gpt.parse import load_config
 from accel_gpt.plan import Plan, make_plan
-from accel_gpt.run.batches import micro_batches, pass_over
+from accel_gpt.run.batches import batch_figures, micro_batches, pass_over
 from accel_gpt.run.checkpoint import TrainState, is_due
 from accel_gpt.run.corpus import Corpus
 from accel_gpt.run.environment import ensure_data, is_main, start_accelerator, world_size
@@ -144,6 +144,7 @@ def take_place(run: Run) -> None:
     run.corpus = run.corpus.continued(run.state)
     rank, device = run.accelerator.process_index, run.accelerator.device
     run.loader = run.corpus.loader(run.plan, rank, device, run.state.sequences)
+    run.loader.keep_rows = run.config.log.batch_hash
     run.ledger = Ledger(run.config.train, device, run.state)
     configure(run.optimizer, run.config.optim)  # a checkpoint brings the settings of the past
 
@@ -200,8 +201,10 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
     if logging or evaluating or saving:
         lr = run.optimizer.param_groups[0]["lr"]
         figures = run.ledger.read(state, reporter.say) | {"train/lr": lr}
-        epochs = run.corpus.epoch_figures(state.sequences)
-        record = figures | reporter.pace(state.step) | epochs if logging else {}
+        figures |= run.corpus.epoch_figures(state.sequences)
+        if logging:
+            hashes = batch_figures(run.loader, run.accelerator)
+            record = figures | reporter.pace(state.step) | hashes
     with reporter.pause() if evaluating or saving or sampling else contextlib.nullcontext():
         if evaluating:
             tokens = config.eval.tokens

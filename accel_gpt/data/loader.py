@@ -6,10 +6,11 @@ every process computes its own rows from the position, so the position is the wh
 Legend: B micro-batch, T block_size.
 """
 
+import hashlib
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ Rows = npt.NDArray[np.unsignedinteger[Any]]
 AHEAD = 4  # portions read before they are asked for
 PORTION = 1 << 18  # bytes handed over at once, or one micro-batch: it costs a switch of threads
 CLOSE_SECONDS = 2.0  # a stopping run has 30 s in all; assumption
+HASH_BITS = 48  # also exact as a float64, and in the JSON of any language
 LOCATE = 8192  # windows whose place is computed at once, 2 us each; one at a time takes 1000 us
 
 
@@ -34,8 +36,9 @@ class Loader:
     """Endless `(tokens, targets)` pairs, each (B, T) int64 on `device`.
 
     `rows`: portions (n B, T + 1) of whole micro-batches, each with the place that follows it;
-    `place` is that of the portion which was begun last. Errors of the reading thread (`DataError`,
-    an unreadable disk) are raised by `next`.
+    `place` is that of the portion which was begun last. With `keep_rows` the rows handed out are
+    kept on the host, in `kept`, until whoever asked for them empties it. Errors of the reading
+    thread (`DataError`, an unreadable disk) are raised by `next`.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class Loader:
     ) -> None:
         self.rows, self.batch_size, self.device = rows, batch_size, device
         self.place: Any = None
+        self.keep_rows = False
+        self.kept: list[Tensor] = []
         self.batches: Iterator[Tensor] = iter(())
         self.ready: queue.Queue[tuple[Tensor, Any] | Exception] = queue.Queue(AHEAD)
         self.stop = threading.Event()
@@ -61,6 +66,8 @@ class Loader:
             portion, self.place = ready
             self.batches = iter(torch.split(portion, self.batch_size))
             rows = next(self.batches)
+        if self.keep_rows:
+            self.kept.append(rows)
         rows = rows.to(self.device, non_blocking=True).long()  # (B, T + 1), widened on the device
         return rows[:, :-1], rows[:, 1:]
 
@@ -117,6 +124,20 @@ def read_windows(
             check_tokens(rows, vocab_size, ", ".join(mixture.names))
             yield rows, None
         first += many * world * size
+
+
+def rows_hash(batches: Iterable[Tensor]) -> int:
+    """A fingerprint below 2^48 of rows of tokens, (B, T + 1) each; the order of rows has no part.
+
+    The sum, modulo 2^48, of the BLAKE2b of each row as little-endian uint32: so fingerprints of
+    parts, as of the processes of a step, add up to that of the whole.
+    """
+    total = 0
+    for batch in batches:
+        for row in batch.numpy().astype("<u4"):
+            digest = hashlib.blake2b(row.tobytes(), digest_size=HASH_BITS // 8).digest()
+            total += int.from_bytes(digest, "little")
+    return total % (1 << HASH_BITS)
 
 
 def check_tokens(rows: Rows, vocab_size: int, where: str | Path) -> None:

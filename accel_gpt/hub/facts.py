@@ -16,12 +16,13 @@ from accel_gpt.data_config import TextStream
 from accel_gpt.errors import UserError
 from accel_gpt.hub.privacy import hub_dataset, hub_model, place_name, source_name, without_tokens
 from accel_gpt.hub.trained_on import Source, sources_of
-from accel_gpt.model_config import PRESETS, ModelConfig
-from accel_gpt.parse import build, leaves, to_flat, to_plain
+from accel_gpt.model_config import ModelConfig
+from accel_gpt.parse import build, leaves
 from accel_gpt.plan import Plan, make_plan
 from accel_gpt.run.checkpoint import NAME, TrainState, read_shape, read_state
 from accel_gpt.run.environment import PACKAGES
 from accel_gpt.run.metrics import read_lines
+from accel_gpt.run.resume import changed
 
 MOST_SAMPLES = 3
 # of no use to others; prompts are text of the user's, which the samples show
@@ -135,14 +136,6 @@ def public_value(key: str, value: Any) -> Any:
 def start_name(source: str) -> str | None:
     """Name of the run, folder or Hub id that the weights came from, without a revision."""
     return place_name(re.sub(r"(?<=/)([\w.-]+)@[\w.-]+$", r"\1", source))
-
-
-def changed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What is set in `config` and not the default of its preset."""
-    default = to_flat(to_plain(Config()))
-    preset = PRESETS.get(str(config.get("model.preset")), {})
-    default |= {f"model.{key}": value for key, value in preset.items()}
-    return {key: value for key, value in config.items() if default.get(key) != value}
 
 
 def plan_of(state: TrainState) -> Plan | None:

@@ -26,6 +26,7 @@ from accel_gpt.files import sha256
 from accel_gpt.hub.card import write_card
 from accel_gpt.hub.client import SCHEME, Unreachable, check_repo, fetch, told
 from accel_gpt.hub.export import write_model
+from accel_gpt.hub.facts import public_launch
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.logs import copy_logs
 from accel_gpt.hub.privacy import source_name
@@ -122,6 +123,8 @@ def copy_state(checkpoint: Path, to: Path) -> None:
         config = content["config"]
         private = {key for key in config if key.startswith((*FREE, "init_from"))}
         content["config"] = {key: v for key, v in config.items() if key not in private}
+        if "versions" in content:
+            content["versions"] = public_versions(content["versions"])
         for source in content.get("data_sources", ()):
             source["name"] = source_name(source["name"])
         (to / name).unlink()  # it may be the checkpoint's own file
@@ -130,6 +133,13 @@ def copy_state(checkpoint: Path, to: Path) -> None:
         manifest["files"][name] = {"size": size, "sha256": digest}
     (to / "manifest.json").unlink()
     write_json(to / "manifest.json", manifest)
+
+
+def public_versions(versions: Mapping[str, str]) -> dict[str, str]:
+    """Versions and commit as the card tells them, each only in the form that it must have."""
+    launch = public_launch({"versions": versions, "commit": versions.get("commit")})
+    found: dict[str, str] = launch["versions"]
+    return found | ({"commit": launch["commit"]} if launch["commit"] else {})
 
 
 def link_tree(folder: Path, to: Path) -> None:

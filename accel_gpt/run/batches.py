@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from accel_gpt.data.loader import Loader
+from accel_gpt.data.loader import HASH_BITS, Loader, rows_hash
 from accel_gpt.model.documents import separate
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.plan import Plan
@@ -36,6 +36,7 @@ def micro_batches(
     document boundaries are left out, and the weights make it so again: targets here over the mean
     number of targets in a micro-batch. That takes one reduction a step; nothing waits for it.
     """
+    loader.kept.clear()
     if document_end is None:
         for _ in range(plan.accumulation_steps):
             yield *next(loader), None, 1.0
@@ -49,3 +50,11 @@ def micro_batches(
     mean = total / (plan.accumulation_steps * plan.world_size)  # of whole numbers: at any layout
     for tokens, targets, documents, count in step:
         yield tokens, targets, documents, count / (mean + (mean == 0))
+
+
+def batch_figures(loader: Loader, accelerator: Accelerator) -> dict[str, float]:
+    """data/batch_hash of the step just made, where the loader keeps its rows; a collective."""
+    if not loader.keep_rows:
+        return {}
+    own = torch.tensor(rows_hash(loader.kept), device=accelerator.device)
+    return {"data/batch_hash": int(accelerator.reduce(own, "sum").item()) % (1 << HASH_BITS)}

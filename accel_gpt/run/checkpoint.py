@@ -56,6 +56,8 @@ class TrainState:
     excluded: list[list[int]] = field(default_factory=list)  # sequences left out: [first, end)
     tokenizer_fingerprint: str = ""
     config: dict[str, Any] = field(default_factory=dict)  # dotted keys
+    train_loss: float | None = None  # of this step
+    versions: dict[str, str] = field(default_factory=dict)  # of the code that made this step
 
     def note_best(self) -> bool:
         """Keep the lowest val loss and its step; whether it is the one just measured."""

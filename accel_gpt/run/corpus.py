@@ -22,6 +22,7 @@ from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.parse import to_flat, to_plain
 from accel_gpt.plan import Plan
 from accel_gpt.run.checkpoint import TrainState
+from accel_gpt.run.environment import code_versions
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Corpus(ABC):
             world_size=world_size,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             config=to_flat(to_plain(config)),
+            versions=code_versions(),
         )
         self.describe(state)
         return state

@@ -240,6 +240,12 @@ def describe_machine(accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
+def code_versions() -> dict[str, str]:
+    """Versions of Python and the packages that decide a run, and where it is known the commit."""
+    found = {"python": platform.python_version(), **package_versions()}
+    return found | ({"commit": known} if (known := commit()) else {})
+
+
 def package_versions() -> dict[str, str]:
     """Installed versions of the packages that decide a run."""
     found = {}

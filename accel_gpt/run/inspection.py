@@ -4,12 +4,15 @@
 
     kind "run" or "checkpoint", place, problems [one sentence each]
     best                       name of the run's best checkpoint
-    checkpoints [{name, intact (null: not verified, with --quick), step, tokens, seconds, val_loss,
-        best_val_loss, best_step, world_size, parameters {part: count, total, total_unpadded},
-        model {the fields of ModelConfig}, vocab_size, data {train, fingerprint},
-        tokenizer {kind, fingerprint}}], by step; of one whose files cannot be read: name, intact
+    checkpoints [{name, intact (null: not verified, with --quick), step, tokens, seconds,
+        train_loss, val_loss, best_val_loss, best_step, world_size, parameters {part: count, total,
+        total_unpadded}, model {the fields of ModelConfig}, vocab_size, data {train, fingerprint},
+        tokenizer {kind, fingerprint}, changed {key of the config: value, where it is not the
+        default}, versions {python, package: version, commit}}], by step; of one whose files cannot
+        be read: name, intact
 """
 
+import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +35,7 @@ from accel_gpt.run.checkpoint import (
     step_name,
     verify,
 )
+from accel_gpt.run.resume import changed
 
 
 def inspect_run(place: str, quick: bool) -> dict[str, Any]:
@@ -99,6 +103,7 @@ def facts(path: Path) -> dict[str, Any]:
         "step": state.step,
         "tokens": state.tokens,
         "seconds": state.seconds,
+        "train_loss": state.train_loss,
         "val_loss": state.val_loss,
         "best_val_loss": state.best_val_loss,
         "best_step": state.best_step,
@@ -108,6 +113,8 @@ def facts(path: Path) -> dict[str, Any]:
         "vocab_size": vocab_size,
         "data": {"train": trained_on(state), "fingerprint": state.data_fingerprint},
         "tokenizer": {"kind": kind, "fingerprint": state.tokenizer_fingerprint},
+        "changed": changed(state.config),
+        "versions": state.versions,
     }
 
 
@@ -121,7 +128,8 @@ def run_text(report: dict[str, Any]) -> str:
         if entry in readable:
             line += (
                 f"  step {entry['step']:,}, {entry['tokens']:,} tokens, {entry['seconds']:,.0f} s, "
-                f"val loss {loss(entry['val_loss'])}, best {loss(entry['best_val_loss'])} at step "
+                f"train loss {loss(entry['train_loss'])}, val loss {loss(entry['val_loss'])}, best "
+                f"{loss(entry['best_val_loss'])} at step "
                 f"{entry['best_step']}{'  <- best' if entry['name'] == report['best'] else ''}"
             )
         lines.append(line)
@@ -131,14 +139,18 @@ def run_text(report: dict[str, Any]) -> str:
 
 
 def last_lines(entry: dict[str, Any]) -> list[str]:
-    """Model, data and tokenizer of a checkpoint."""
+    """Model, data, tokenizer, config and versions of a checkpoint."""
     model, data, tokenizer = entry["model"], entry["data"], entry["tokenizer"]
+    changes = [f"{key} {json.dumps(value)}" for key, value in sorted(entry["changed"].items())]
+    versions = ", ".join(f"{name} {version}" for name, version in entry["versions"].items())
     return [
         f"model      {model['preset']}, {entry['parameters']['total']:,} parameters: "
         f"{model['n_layer']} layers, {model['n_head']} heads, {model['n_embd']} channels, "
         f"{model['block_size']} positions, vocabulary {entry['vocab_size']:,}",
         f"data       {data['train']}, fingerprint {data['fingerprint'][:12]}",
         f"tokenizer  {tokenizer['kind'] or 'unknown'}, fingerprint {tokenizer['fingerprint'][:12]}",
+        *(f"{'' if i else 'config':<11}{line}" for i, line in enumerate(changes)),
+        f"versions   {versions or 'unknown'}",
     ]
 
 

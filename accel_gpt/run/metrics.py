@@ -25,7 +25,7 @@ from accel_gpt.parse import to_flat, to_plain, to_yaml
 from accel_gpt.run.checkpoint import TrainState
 
 # metrics.csv, and with it the keys of metrics.jsonl; progress in percent of the run. Mixtures have
-# data/epochs/NAME and eval/val_loss/NAME in metrics.jsonl besides.
+# data/epochs/NAME and eval/val_loss/NAME in metrics.jsonl besides; log.batch_hash, data/batch_hash.
 COLUMNS = (
     "step",
     "progress",

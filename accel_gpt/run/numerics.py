@@ -4,6 +4,7 @@ All processes see the same loss (their mean) and the same gradient norm, so they
 steps. Nothing waits for the device until a line is logged.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -87,6 +88,7 @@ class Ledger:
             if len(state.skipped_in_row) >= self.config.max_skipped:
                 raise TooManySkippedError
         last = entries[-1]
+        state.train_loss = last.loss if math.isfinite(last.loss) else None
         return {
             "train/loss": last.loss,
             "train/grad_norm": last.grad_norm,

@@ -55,7 +55,7 @@ def restore(
             "the random states of dropout are derived anew from seed, step and process"
         )
         torch.manual_seed(derive_seed(now.config["seed"], saved.step, accelerator.process_index))
-    state = replace(saved, config=now.config, world_size=now.world_size)
+    state = replace(saved, config=now.config, world_size=now.world_size, versions=now.versions)
     if path.parent.parent.resolve() != Path(now.config["out_dir"]).resolve():
         state.best_step = state.best_val_loss = None  # the best so far is not in this folder
     return state

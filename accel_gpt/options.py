@@ -124,8 +124,8 @@ class VerifyResumeCommand:
     steps: int = 20
     """Steps of each run."""
     kills: int = 5
-    """Launches that end with SIGKILL to all their processes, at a random moment; 0: a second run that
-    is never stopped tells whether the machine repeats itself."""
+    """Launches that end with SIGKILL to all their processes at a random moment; 0: one run more,
+    not stopped, tells whether the machine repeats itself."""
     processes: tuple[int, ...] = (1,)
     """Numbers of processes, separated by commas, of which each launch has one at random; the run
     that is never stopped has the first."""

@@ -55,6 +55,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             ["prepare", "--source", "stdlib", "--path", "x.txt"],
             "source is stdlib but x.txt is given",
         ),
+        (["verify-resume", "--steps", "1", "x.yaml"], "steps is 1; it must be 2 or more"),
+        (["verify-resume", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
         (["train"], "no config file given"),
         (["train", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
     ],

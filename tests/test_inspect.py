@@ -423,7 +423,9 @@ def run(tmp_path: Path) -> Path:
             best_step=1,
             data_fingerprint="d" * 64,
             tokenizer_fingerprint=BytesTokenizer().fingerprint,
-            config={"data.train": "data/x"},
+            config={"data.train": "data/x", "seed": 1337, "optim.lr": 0.5, "model.mlp": "swiglu"},
+            train_loss=1.5 + step,
+            versions={"python": "3.99", "torch": "9.9", "commit": "abcdef0"},
         )
         writer.save_last(state, model, optimizer)
     (folder / "best").write_text("1\n")
@@ -438,15 +440,34 @@ def test_report_on_a_run_and_a_checkpoint(run: Path, capsys: Printed) -> None:
     assert (second["tokens"], second["val_loss"], second["best_step"]) == (200, 4.0, 1)
     assert second["data"] == {"train": "data/x", "fingerprint": "d" * 64}
     assert second["tokenizer"]["kind"] == "bytes"
+    assert second["train_loss"] == 3.5
+    assert second["changed"] == {"data.train": "data/x", "optim.lr": 0.5, "model.mlp": "swiglu"}
+    assert second["versions"] == {"python": "3.99", "torch": "9.9", "commit": "abcdef0"}
     held = sum(p.numel() for p in GPT(tiny(), 257).parameters())
     assert second["parameters"]["total"] == held
     assert call("inspect", run) == 0
     shown = capsys.readouterr().out
     for fact in (f"{held:,} parameters", "2 layers", "val loss 4.0000", "<- best", "dddddddddddd"):
         assert fact in shown
+    for fact in ("train loss 3.5000", "optim.lr 0.5", "python 3.99, torch 9.9, commit abcdef0"):
+        assert fact in shown
+    assert "seed" not in shown
     one = reported(capsys, run / "checkpoints" / "step_00000002")
     assert one["kind"] == "checkpoint"
     assert one["checkpoints"] == [second]
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read(run: Path, capsys: Printed) -> None:
+    path = run / "checkpoints" / "step_00000002" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    del state["train_loss"], state["versions"]
+    path.write_text(json.dumps(state))
+    entry = reported(capsys, path.parent, "--quick")["checkpoints"][0]
+    assert (entry["step"], entry["train_loss"], entry["versions"]) == (2, None, {})
+    assert call("inspect", path.parent, "--quick") == 0
+    shown = capsys.readouterr().out
+    assert "train loss unknown" in shown
+    assert "versions   unknown" in shown
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.json", "manifest.json"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel_gpt.data.loader import Loader, read_windows
+from accel_gpt.data.loader import HASH_BITS, Loader, read_windows, rows_hash
 from accel_gpt.data.mixture import Mixture, Pattern
 from accel_gpt.data.order import Order
 from accel_gpt.data.shards import open_split
@@ -66,6 +66,32 @@ def test_global_batch_is_the_same_at_any_layout(start: Start, world: int, micro:
         for row in range(micro)
     ]
     assert torch.equal(torch.stack(woven), alone)
+
+
+@pytest.mark.parametrize(("world", "micro"), [(1, 4), (2, 6), (4, 3)])
+def test_batch_hash_is_the_same_at_any_layout(start: Start, world: int, micro: int) -> None:
+    """The parts add up, whatever the order of the rows; one token more or less is another hash."""
+
+    def hashed(rank: int, world: int, micro: int, position: int = 0) -> int:
+        loader = start(rank, world, micro, position)
+        loader.keep_rows = True
+        take(loader, 24 // (world * micro))
+        return rows_hash(loader.kept)
+
+    alone = hashed(0, 1, 12)
+    parts = [hashed(rank, world, micro) for rank in range(world)]
+    assert sum(parts) % 2**HASH_BITS == alone < 2**HASH_BITS
+    assert hashed(0, 1, 12, position=24) != alone
+    rows = start().__next__()[0]
+    changed = rows.clone()
+    changed[3, -1] += 1
+    assert rows_hash([rows.flip(0)]) == rows_hash([rows]) != rows_hash([changed])
+
+
+def test_rows_are_kept_only_when_asked_for(start: Start) -> None:
+    loader = start()
+    take(loader, 2)
+    assert not loader.kept
 
 
 @pytest.mark.parametrize("position", [12, 552, 2400])  # also across epochs: 549 windows each

@@ -389,6 +389,25 @@ def test_a_pushed_state_has_no_paths_and_is_still_whole(
     assert str(tmp_path) in (own / "trainer_state.json").read_text()  # the links were cut
 
 
+def test_versions_in_a_pushed_state_are_versions_and_nothing_else(
+    run: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(run / "checkpoints" / "step_00000008", own)
+    saved = json.loads((own / "trainer_state.json").read_text())
+    assert saved["train_loss"] == records(run)[-1]["train/loss"]
+    assert saved["versions"]["torch"] == torch.__version__
+    private = {"commit": "for-secret-host-3-gabcdef0", "numpy": "/home/secret/n", "secret": "1"}
+    saved["versions"] |= private
+    (own / "trainer_state.json").write_text(json.dumps(saved))
+    pushing.copy_state(own, tmp_path / "copy")
+    verify(tmp_path / "copy")
+    pushed = json.loads((tmp_path / "copy" / "trainer_state.json").read_text())["versions"]
+    assert pushed == {k: v for k, v in saved["versions"].items() if k not in private}
+    saved["versions"]["commit"] = "abcdef012345-dirty"
+    assert pushing.public_versions(saved["versions"])["commit"] == "abcdef012345-dirty"
+
+
 def test_the_hub_section_is_checked(
     small_run: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:

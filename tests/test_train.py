@@ -102,6 +102,27 @@ def test_tensorboard_has_curves_samples_and_config(small_run: Arguments, tmp_pat
     assert any("config" in tag for tag in tags["tensors"])
 
 
+def test_batch_hash_tells_the_tokens_of_each_step(small_run: Arguments, tmp_path: Path) -> None:
+    """The same with another micro-batch and interval of logging; another with another seed."""
+
+    def hashes(name: str, *options: str) -> dict[float, float]:
+        asked = ["--log.batch_hash", "--out_dir", str(tmp_path / name), *options]
+        assert launch(small_run(*asked)) == 0
+        return {line["step"]: line["data/batch_hash"] for line in records(tmp_path / name)}
+
+    first = hashes("first", "--eval.every", "0")
+    assert len(set(first.values())) == 12
+    assert hashes("micro", "--eval.every", "0", "--train.micro_batch_size", "2") == first
+    assert hashes("masked", "--eval.every", "0", "--data.document_mask") == first
+    some = hashes("some", "--eval.every", "0", "--log.every", "5")
+    assert some == {step: first[step] for step in (5, 10, 12)}
+    assert set(hashes("seed", "--seed", "7", "--eval.every", "0").values()).isdisjoint(
+        first.values()
+    )
+    assert launch(small_run()) == 0
+    assert "data/batch_hash" not in records(tmp_path / "run")[0]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("step", [4, 7])
 def test_stopped_and_launched_again_equals_never_stopped(

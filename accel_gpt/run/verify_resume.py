@@ -290,7 +290,8 @@ def report(trial: Trial, runs: Sequence[Sequence[Finding]], exact: bool) -> str:
     lines = [
         f"{plural(len(runs), 'run')} of {trial.asked.steps} steps with "
         f"{plural(trial.kills, 'kill')}, compared with one never stopped; "
-        f"{len(trial.worlds)} launches on {worlds} processes, {trial.seconds:.0f} s"
+        f"{len(trial.worlds)} launches on {worlds} "
+        f"{'process' if worlds == '1' else 'processes'}, {trial.seconds:.0f} s"
     ]
     told = [
         f"first difference in {finding.what}: {finding.first}"

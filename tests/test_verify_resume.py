@@ -1,0 +1,389 @@
+"""`accel-gpt verify-resume`: a run that differs is found, named and kept; nothing else is left."""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from accel_gpt.cli import dispatch, parted
+from accel_gpt.errors import run_main
+from accel_gpt.options import VerifyResumeCommand
+from accel_gpt.parse import load_config, to_flat, to_plain
+from accel_gpt.plan import make_plan
+from accel_gpt.run import verify_resume
+from accel_gpt.run.comparison import Finding, compare_runs
+
+Arguments = Callable[..., list[str]]
+Printed = pytest.CaptureFixture[str]
+STEPS = 4
+
+
+def call(*words: str) -> int:
+    return run_main(dispatch, ["verify-resume", *words])
+
+
+@pytest.fixture
+def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary folders are made."""
+    folder = tmp_path / "rooms"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+# --------------------------------------------------------------------------- what it is told
+
+
+def test_own_options_are_parted_from_those_of_the_config() -> None:
+    words = "c.yaml --steps 9 --optim.lr 1e-3 --keep --kills=2 --train.compile --model.dropout=0"
+    own, rest = parted(VerifyResumeCommand, words.split())
+    assert own == ["c.yaml", "--steps", "9", "--keep", "--kills=2"]
+    assert rest == ["--optim.lr", "1e-3", "--train.compile", "--model.dropout=0"]
+    assert parted(VerifyResumeCommand, ["--steps", "9", "c.yaml"])[0] == ["--steps", "9", "c.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "1"], "steps is 1; it must be 2 or more"),
+        (["--kills", "-1"], "verify-resume.kills is -1; it must be 0 or more"),
+        (["--processes", "1,0"], "processes is 1,0; expected numbers above 0"),
+        (["--processes", "one"], "processes is ['one']; expected a list"),
+        (["--processes", "3"], "3 processes = 384; nearest: 384"),
+        (["--processes", "1,2"], "model.dropout 0.1, whose draws depend on the number"),
+        (["--optim.lrr", "1"], "unknown key optim.lrr on the command line; did you mean optim.lr?"),
+        (["--train.max_steps", "x"], "train.max_steps is 'x'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(
+    words: list[str], message: str, small_run: Arguments, rooms: Path, capsys: Printed
+) -> None:
+    assert call(*small_run(*words)) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(rooms.iterdir())
+
+
+def test_no_config(capsys: Printed) -> None:
+    assert call("--steps", "3") == 2
+    assert "CONFIG missing" in capsys.readouterr().err
+
+
+def test_streamed_text_goes_on_on_one_number_only(small_run: Arguments, capsys: Printed) -> None:
+    stream = ["--data.train", "{path: text.txt, streaming: true}", "--data.tokenizer", "bytes"]
+    assert call(*small_run(*stream, "--processes", "1,2", "--model.dropout", "0")) == 2
+    assert "streamed text goes on on the same number only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        ["--schedule.warmup_steps", "700"],
+        ["--schedule.warmup_tokens", "100000"],
+        ["--schedule.name", "wsd", "--schedule.decay_steps", "50", "--schedule.warmup_steps", "6"],
+    ],
+)
+def test_a_long_run_is_shortened_to_one_that_fits(
+    schedule: list[str], small_run: Arguments
+) -> None:
+    null = ["--schedule.warmup_steps", "0", "--train.max_steps", "null"]
+    null += ["--train.max_tokens", "1e9", "--optim.lr", "3e-3"]
+    given = load_config(small_run(*null, *schedule), "test")
+    config = verify_resume.shortened(given, 8)
+    plan = make_plan(config, 1)
+    assert (plan.max_steps, config.checkpoint.every, config.log.every) == (8, 1, 1)
+    assert plan.warmup_steps == (6 if "wsd" in schedule else 7)
+    before, after = (to_flat(to_plain(c)) for c in (given, config))
+    changed = {key for key in before if before[key] != after[key]}
+    others = {"train.max_steps", "train.max_tokens", "sample.every", "checkpoint.every"}
+    others |= {"log.trackers", "log.batch_hash"}
+    assert changed - others == {k for k in changed if k.startswith("schedule.")} != set()
+
+
+def test_launched_as_from_a_new_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "ACCELERATE_USE_CPU"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("LOCAL_TOOLS", "8")
+    found = verify_resume.plain_environment()
+    assert "7" not in found.values()
+    assert found["LOCAL_TOOLS"] == "8"
+
+
+# --------------------------------------------------------------------------- the comparison
+
+
+def make_run(folder: Path, **doctored: Any) -> Path:
+    """A run of `STEPS` steps as it is left; `doctored`: a line of metrics, weights, optimizer."""
+    folder.mkdir(parents=True)
+    lines = [
+        {
+            **{"step": step, "tokens": 100 * step, "time": time.monotonic()},
+            **{"train/loss": 5.0 / step, "train/lr": 0.1, "train/grad_norm": 1.5 + step},
+            **{"data/batch_hash": 2**47 + step, "perf/step_ms": time.monotonic()},
+        }
+        for step in range(1, STEPS + 1)
+    ]
+    lines[-1]["eval/val_loss"] = 2.5
+    lines[1] |= doctored.get("line", {})
+    kept = [line for line in lines if line["step"] != doctored.get("without")]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    checkpoint = folder / "checkpoints" / f"step_{STEPS:08d}"
+    checkpoint.mkdir(parents=True)
+    weights = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(2)}
+    save_file(weights | doctored.get("weights", {}), checkpoint / "model.safetensors")
+    moments = {"step": torch.tensor(4.0), "exp_avg": torch.ones(3)} | doctored.get("moments", {})
+    groups = [{"lr": 0.1, "betas": (0.9, 0.95), "fused": None, "params": [0]}]
+    torch.save({"state": {0: moments}, "param_groups": groups}, checkpoint / "optimizer.bin")
+    return folder
+
+
+def compared(folder: Path, exact: bool = True, **doctored: Any) -> dict[str, Finding]:
+    """The findings on a doctored run, by what they are about."""
+    found = compare_runs(
+        make_run(folder / "whole"), make_run(folder / "other", **doctored), STEPS, exact
+    )
+    return {finding.what: finding for finding in found}
+
+
+def test_the_same_run_is_equal(tmp_path: Path) -> None:
+    found = compared(tmp_path)
+    assert all(f.equal and not f.different and f.first is None for f in found.values())
+    counts = {what: finding.compared for what, finding in found.items()}
+    assert counts["losses"] == counts["batch hashes"] == counts["steps"] == STEPS
+    assert counts["evaluations"] == 1
+    assert counts["weights"] == 8
+    assert counts["optimizer state"] == 8
+
+
+NEXT = 2.5000000000000004  # the float after 2.5
+MATRIX = torch.arange(6.0).reshape(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("doctored", "what", "different", "first"),
+    [
+        ({"line": {"train/loss": NEXT}}, "losses", 1, f"step 2, train/loss: 2.5 {{}} {NEXT} here"),
+        (
+            {"line": {"data/batch_hash": 5}},
+            "batch hashes",
+            1,
+            f"step 2, data/batch_hash: {2**47 + 2} {{}} 5 here",
+        ),
+        ({"line": {"train/lr": 0.2}}, "learning rates", 1, "step 2, train/lr: 0.1 {} 0.2 here"),
+        ({"line": {"eval/x": 1}}, "evaluations", 1, "step 2, eval/x: nothing {} 1 here"),
+        ({"without": 3}, "losses", 1, f"step 3, train/loss: {5 / 3} {{}} nothing here"),
+        ({"without": 3}, "steps", 2, "step 3, step: 3 {} 4 here"),
+        (
+            {"weights": {"a.weight": MATRIX + torch.tensor([[0, 0, 0], [0, 0.5, 2]])}},
+            "weights",
+            2,
+            "a.weight[1, 1]: 4.0 {} 4.5 here",
+        ),
+        (
+            {"weights": {"b.bias": torch.ones(3)}},
+            "weights",
+            3,
+            "b.bias: [2] torch.float32 {} [3] torch.float32 here",
+        ),
+        ({"weights": {"b.bias": torch.tensor([1.0, -0.0])}}, "weights", 1, "b.bias[1]: 1.0 {} -0"),
+        ({"moments": {"step": torch.tensor(5.0)}}, "optimizer state", 1, "state.0.step: 4.0 {} 5"),
+        ({"moments": {"more": 1.0}}, "optimizer state", 1, "state.0.more: nothing {} [] torch"),
+    ],
+)
+def test_a_difference_is_found_and_the_first_is_named(
+    doctored: dict[str, Any], what: str, different: int, first: str, tmp_path: Path
+) -> None:
+    finding = compared(tmp_path, **doctored)[what]
+    assert (finding.equal, finding.different) == (False, different)
+    assert finding.first is not None
+    assert finding.first.startswith(first.format("when never stopped,"))
+
+
+@pytest.mark.parametrize("zeros", [torch.zeros(2), torch.tensor([0.0, float("nan")])])
+def test_weights_are_compared_by_their_bits(zeros: torch.Tensor, tmp_path: Path) -> None:
+    whole = make_run(tmp_path / "whole", weights={"b.bias": zeros})
+    same = make_run(tmp_path / "same", weights={"b.bias": zeros.clone()})
+    other = make_run(tmp_path / "other", weights={"b.bias": -zeros})
+    assert all(f.equal for f in compare_runs(whole, same, STEPS, True))
+    assert not all(f.equal for f in compare_runs(whole, other, STEPS, True))
+
+
+def test_several_numbers_of_processes_are_compared_within_a_tolerance(tmp_path: Path) -> None:
+    near = {"train/loss": 2.5 * 1.0009, "train/grad_norm": 4.0}
+    close = {"line": near, "weights": {"b.bias": torch.tensor([1.0, 1.25])}}
+    found = compared(tmp_path / "near", exact=False, **close)
+    assert all(finding.equal for finding in found.values())
+    assert found["losses"].largest == pytest.approx(2.5 * 0.0009)
+    assert found["weights"].largest == 0.25
+    far = compared(tmp_path / "far", exact=False, line={"train/loss": 2.5 * 1.0011})
+    assert [f.what for f in far.values() if not f.equal] == ["losses"]
+    other = {"line": {"data/batch_hash": 1, "train/lr": 0.1000001}}
+    wrong = compared(tmp_path / "wrong", exact=False, **other)
+    assert [f.what for f in wrong.values() if not f.equal] == ["learning rates", "batch hashes"]
+    lost = compared(tmp_path / "lost", exact=False, without=2)
+    assert not lost["gradient norms"].equal
+    shape = compared(tmp_path / "shape", exact=False, weights={"b.bias": torch.ones(3)})
+    assert not shape["weights"].equal
+
+
+# --------------------------------------------------------------------------- launches
+
+# stands in for training: some time, then the folder of a finished run
+PRETENDED = """
+import shutil, sys, time
+time.sleep(0.3)
+shutil.copytree(sys.argv[1], sys.argv[2], dirs_exist_ok=True)
+"""
+
+
+@pytest.fixture
+def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Path], list[int]]:
+    """Let launches give these folders, undisturbed and else; the worlds asked for are listed."""
+
+    def give(whole: Path, disturbed: Path) -> list[int]:
+        worlds: list[int] = []
+
+        def command(_trial: Any, folder: Path, world: int) -> list[str]:
+            worlds.append(world)
+            source = whole if folder.name == "undisturbed" else disturbed
+            return [sys.executable, "-c", PRETENDED, str(source), str(folder)]
+
+        monkeypatch.setattr(verify_resume, "command", command)
+        return worlds
+
+    return give
+
+
+Pretended = Callable[[Path, Path], list[int]]
+
+
+def test_runs_are_killed_until_the_kills_are_used_up_and_nothing_is_left(
+    small_run: Arguments, rooms: Path, tmp_path: Path, pretended: Pretended, capsys: Printed
+) -> None:
+    whole = make_run(tmp_path / "whole")
+    worlds = pretended(whole, whole)
+    asked = ["--steps", "4", "--kills", "4", "--processes", "2,1,4"]
+    alike = ["--model.dropout", "0", "--train.micro_batch_size", "2"]
+    assert call(*small_run(*asked, *alike)) == 0
+    shown = capsys.readouterr()
+    assert worlds[0] == 2
+    assert len(set(worlds)) > 1
+    assert shown.err.count("killed after") == 4
+    assert "(4 so far)" in shown.err
+    assert "with 4 kills, compared with one never stopped" in shown.out
+    assert f"{len(worlds)} launches" in shown.out
+    assert "set train.reproducible true for bit-equality" in shown.out
+    assert not list(rooms.iterdir())
+
+
+def test_without_kills_it_is_one_run_more(
+    small_run: Arguments, rooms: Path, tmp_path: Path, pretended: Pretended, capsys: Printed
+) -> None:
+    whole = make_run(tmp_path / "whole")
+    assert pretended(whole, whole) == []
+    assert call(*small_run("--steps", "4", "--kills", "0", "--keep")) == 0
+    shown = capsys.readouterr()
+    assert "stop and resume equals never stopping, bit for bit" in shown.out
+    (room,) = rooms.iterdir()
+    assert f"kept: {room}" in shown.err
+    assert {p.name for p in room.iterdir()} >= {"config.yaml", "undisturbed", "disturbed_1"}
+
+
+def test_a_difference_ends_with_1_and_the_folder_is_kept_and_named(
+    small_run: Arguments, rooms: Path, tmp_path: Path, pretended: Pretended, capsys: Printed
+) -> None:
+    pretended(make_run(tmp_path / "a"), make_run(tmp_path / "b", line={"train/loss": NEXT}))
+    assert call(*small_run("--steps", "4", "--kills", "1")) == 1
+    shown = capsys.readouterr()
+    assert "first difference in losses: step 2, train/loss: 2.5 when" in shown.out
+    assert "stop and resume is NOT the same as never stopping" in shown.out
+    assert [line.split()[-1] for line in shown.out.splitlines() if line[:6] == "losses"] == [
+        "DIFFERENT"
+    ]
+    (room,) = rooms.iterdir()
+    assert f"kept: {room}" in shown.err
+
+
+def test_a_launch_that_fails_is_shown(
+    small_run: Arguments, rooms: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = [sys.executable, "-c", "import sys; print('disk on fire'); sys.exit(9)"]
+    monkeypatch.setattr(verify_resume, "command", lambda *_: fails)
+    assert call(*small_run("--steps", "4")) == 1
+    shown = capsys.readouterr().err
+    assert "launch 1, undisturbed on 1 process ended by itself with code 9:\ndisk on fire" in shown
+    (room,) = rooms.iterdir()
+    assert f"kept: {room}" in shown
+
+
+# a process with one below it in a session of its own, as torchrun's are; both would go on for long
+FAMILY = """
+import subprocess, sys, time
+words = [sys.executable, "-c", "import time; time.sleep(60)"]
+child = subprocess.Popen(words, start_new_session=True)
+with open(sys.argv[1], "w") as file:
+    file.write(f"{child.pid}\\n")
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_ends_all_processes_and_cleans_up(
+    small_run: Arguments, rooms: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "pid"
+    words = [sys.executable, "-c", FAMILY, str(told)]
+    monkeypatch.setattr(verify_resume, "command", lambda *_: words)
+
+    def interrupt() -> None:
+        while not (told.exists() and told.read_text().endswith("\n")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    assert call(*small_run("--steps", "4")) == 130
+    thread.join()
+    signal.signal(signal.SIGTERM, before)
+    below = int(told.read_text())
+    assert not psutil.pid_exists(below) or psutil.Process(below).status() == psutil.STATUS_ZOMBIE
+    assert not list(rooms.iterdir())
+
+
+@pytest.mark.slow
+def test_training_killed_twice_equals_never_stopped(
+    small_run: Arguments, rooms: Path, capsys: Printed
+) -> None:
+    words = small_run("--steps", "8", "--kills", "2", "--seed", "3", "--keep")
+    assert call(*words) == 0
+    shown = capsys.readouterr()
+    assert "with 2 kills" in shown.out
+    assert "DIFFERENT" not in shown.out
+    assert "none there" not in shown.out
+    assert "bit for bit" in shown.out
+    lines = (next(rooms.iterdir()) / "undisturbed" / "metrics.jsonl").read_text().splitlines()
+    assert len({json.loads(line)["data/batch_hash"] for line in lines}) == 8
+
+
+@pytest.mark.slow
+def test_training_killed_on_changing_numbers_of_processes(
+    small_run: Arguments, rooms: Path, capsys: Printed
+) -> None:
+    words = ["--steps", "6", "--kills", "2", "--processes", "1,2", "--model.dropout", "0"]
+    assert call(*small_run(*words, "--train.micro_batch_size", "2")) == 0
+    shown = capsys.readouterr()
+    assert "on 2 processes" in shown.err
+    assert "within 0.001; set train.reproducible true" in shown.out
+    assert not list(rooms.iterdir())

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from accel_gpt.cli import dispatch, parted
-from accel_gpt.errors import run_main
+from accel_gpt.errors import UserError, run_main
 from accel_gpt.options import VerifyResumeCommand
 from accel_gpt.parse import load_config, to_flat, to_plain
 from accel_gpt.plan import make_plan
@@ -141,6 +141,7 @@ def make_run(folder: Path, **doctored: Any) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     checkpoint = folder / "checkpoints" / f"step_{STEPS:08d}"
     checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
     weights = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(2)}
     save_file(weights | doctored.get("weights", {}), checkpoint / "model.safetensors")
     moments = {"step": torch.tensor(4.0), "exp_avg": torch.ones(3)} | doctored.get("moments", {})
@@ -165,6 +166,13 @@ def test_the_same_run_is_equal(tmp_path: Path) -> None:
     assert counts["evaluations"] == 1
     assert counts["weights"] == 8
     assert counts["optimizer state"] == 8
+
+
+def test_a_run_without_its_last_checkpoint_is_no_run(tmp_path: Path) -> None:
+    whole, other = make_run(tmp_path / "whole"), make_run(tmp_path / "other")
+    (other / "checkpoints" / f"step_{STEPS:08d}" / "manifest.json").unlink()
+    with pytest.raises(UserError, match="other holds no checkpoint"):
+        compare_runs(whole, other, STEPS, True)
 
 
 NEXT = 2.5000000000000004  # the float after 2.5

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from accel_gpt.run.checkpoint import step_name
+from accel_gpt.run.checkpoint import find_checkpoint
 from accel_gpt.run.metrics import read_lines
 
 TOLERANCE = 1e-3  # relative, of losses on several numbers of processes; assumption
@@ -58,6 +58,7 @@ def compare_runs(whole: Path, other: Path, steps: int, exact: bool) -> list[Find
 
     `exact`: equal bit for bit. Else losses within `TOLERANCE`, while gradient norms, weights and
     the optimizer's state are measured and not judged; all the rest must be equal still.
+    Raises `UserError` where a run lacks its last checkpoint.
     """
     runs = [read_records(folder) for folder in (whole, other)]
     numbered = [{(i + 1, "step"): r["step"] for i, r in enumerate(records)} for records in runs]
@@ -66,9 +67,9 @@ def compare_runs(whole: Path, other: Path, steps: int, exact: bool) -> list[Find
         named = [figures(records, start) for records in runs]
         judge = exact or what not in ROUNDED
         findings.append(compare_values(what, named[0], named[1], judge))
+    places = [find_checkpoint(folder, str(steps)) for folder in (whole, other)]
     for what, read in (("weights", read_weights), ("optimizer state", read_optimizer)):
-        tensors = [read(folder / "checkpoints" / step_name(steps)) for folder in (whole, other)]
-        findings.append(compare_tensors(what, tensors[0], tensors[1], exact))
+        findings.append(compare_tensors(what, read(places[0]), read(places[1]), exact))
     return findings
 
 

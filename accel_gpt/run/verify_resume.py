@@ -81,7 +81,7 @@ def verify_resume(asked: VerifyResumeCommand, config: Config) -> int:
         equal = all(finding.equal for findings in runs for finding in findings)
         keep = keep or not equal
         sys.stdout.write(report(trial, runs, exact))
-    except LaunchFailed:
+    except Exception:  # but not Ctrl-C
         keep = True
         raise
     finally:

@@ -116,6 +116,8 @@ def test_batch_hash_tells_the_tokens_of_each_step(small_run: Arguments, tmp_path
     assert hashes("masked", "--eval.every", "0", "--data.document_mask") == first
     some = hashes("some", "--eval.every", "0", "--log.every", "5")
     assert some == {step: first[step] for step in (5, 10, 12)}
+    hashes("moved", "--train.max_steps", "8")
+    assert hashes("moved", "--checkpoint.allow_change", "train.max_steps") == first
     assert set(hashes("seed", "--seed", "7", "--eval.every", "0").values()).isdisjoint(
         first.values()
     )

@@ -104,7 +104,8 @@ def quarantine(path: Path) -> None:
 
 def checkpoints(root: Path) -> list[int]:
     """Steps of the checkpoint folders in `root`, ascending; `verify` tells the intact ones."""
-    found = (NAME.fullmatch(path.name) for path in root.glob("step_*") if path.is_dir())
+    folders = (p for p in root.glob("step_*") if p.is_dir() and not p.is_symlink())
+    found = (NAME.fullmatch(path.name) for path in folders)
     return sorted(int(match[1]) for match in found if match)
 
 

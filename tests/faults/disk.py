@@ -1,0 +1,106 @@
+"""A small or read-only disk for one training process: a tmpfs in a namespace of its own.
+
+Needs no root, only a Linux that lets a process make a user namespace.
+"""
+
+import ctypes
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_gpt.errors import UserError
+
+CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000  # unshare(2)
+MS_RDONLY, MS_REMOUNT = 1, 32  # mount(2)
+WATCH_SECONDS = 0.001
+
+
+class NoDiskError(UserError):
+    """This machine lets no process have a disk of its own."""
+
+    exit_code = 99
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A tmpfs over `folder`, an empty folder, for the time of one launch."""
+
+    folder: str
+    size: int  # bytes
+    before: str | None = None  # a folder, copied onto the disk
+    after: str | None = None  # what is on the disk in the end is copied here
+    free: int | None = None  # bytes: the rest is taken by a file `filler`
+    until: str | None = None  # the filler is removed once the process has said this
+    read_only: bool = False
+
+    @contextmanager
+    def mounted(self, output: Path) -> Iterator[None]:
+        """Mount; the process says what it says in the file `output`."""
+        folder = Path(self.folder)
+        own_namespace()
+        mount(folder, f"size={self.size}")
+        if self.before:
+            copy(Path(self.before), folder)
+        if self.free is not None:
+            fill(folder / "filler", self.free)
+        if self.until:
+            make_room_when(output, self.until, folder / "filler")
+        if self.read_only:
+            mount(folder, "", MS_REMOUNT | MS_RDONLY)
+        try:
+            yield
+        finally:
+            if self.after:
+                copy(folder, Path(self.after))
+
+
+def own_namespace() -> None:
+    """From now on this process, which must have one thread, may mount; no other one sees it."""
+    user, group = os.getuid(), os.getgid()
+    called("unshare", ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNS))
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+
+
+def mount(folder: Path, options: str, flags: int = 0) -> None:
+    """Mount a tmpfs on `folder`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (b"tmpfs", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(flags), options.encode())
+    called("mount", libc.mount(*arguments))
+
+
+def called(name: str, result: int) -> None:
+    """Raise `NoDiskError` where a call of the system failed."""
+    if result:
+        raise NoDiskError(f"{name} failed: {os.strerror(ctypes.get_errno())}")
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy what is in one folder into another one."""
+    shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
+
+
+def fill(path: Path, free: int) -> None:
+    """Take all the room but `free` bytes."""
+    disk = os.statvfs(path.parent)
+    path.write_bytes(bytes(max(0, disk.f_bavail * disk.f_frsize - free)))
+
+
+def make_room_when(output: Path, phrase: str, filler: Path) -> None:
+    """Remove `filler` once `output` holds `phrase`: the work of another process."""
+    trainer = os.getpid()
+    if os.fork():
+        return
+    try:
+        while os.getppid() == trainer:
+            if phrase in output.read_text():
+                filler.unlink()
+                break
+            time.sleep(WATCH_SECONDS)
+    finally:
+        os._exit(0)

@@ -1,0 +1,219 @@
+"""Tiny runs that are killed, launched again and compared bit for bit with an undisturbed one.
+
+Training is a black box here: arguments go in, exit codes, words and files come out.
+"""
+
+import csv
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file
+
+from accel_gpt.data.prepare import prepare
+from accel_gpt.data_config import PrepareConfig
+from accel_gpt.run.checkpoint import verify
+from tests.conftest import text_of
+from tests.faults.server import Answer, Request
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, EVERY = 12, 2
+EPOCH_STEPS = 4  # 16 windows of 16 tokens, 4 a step
+KILLED = -signal.SIGKILL
+CLOCK = ("time", "tokens_this_launch")  # figures that a clock or a restart decides
+LAUNCH_STATE = ("seconds", "world_size", "config")
+
+
+class Server:
+    """A fork server of training processes (see `server.py`)."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+
+    def __enter__(self) -> Self:
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("ACCEL")}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.faults.server"],
+                cwd=ROOT, env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            )  # fmt: skip
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.process.communicate()  # an end of its input ends it
+
+    def launch(self, arguments: Sequence[str], processes: int = 1, **asked: Any) -> Answer:
+        """Train with `processes` processes; `asked` are further fields of a `Request`."""
+        asked.setdefault("environment", [{}] * processes)
+        request = Request(list(arguments), **asked)
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps(asdict(request)) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, self.log.read_text()
+        return Answer(**json.loads(line))
+
+
+class Tiny:
+    """Arguments of a tiny run: 36,000 weights, 12 steps, three epochs, a checkpoint every 2."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config = folder / "tiny.yaml"
+        text = folder / "text.txt"
+        text.write_text(text_of(100)[:302])  # 272 tokens to train on
+        prepare(
+            PrepareConfig(source="text", path=str(text), tokenizer="bytes", workers=1),
+            folder / "corpus",
+        )
+        self.config.write_text(
+            f"""
+data: {{train: {folder / "corpus"}}}
+model: {{n_layer: 2, n_head: 2, n_embd: 32, block_size: 16, dropout: 0.1}}
+train: {{tokens_per_step: 64, micro_batch_size: 2, max_steps: {STEPS}, cpu_threads: 1}}
+optim: {{lr: 1e-2}}
+schedule: {{warmup_steps: 2}}
+eval: {{every: 0, tokens: 16}}
+sample: {{every: 0}}
+checkpoint: {{every: {EVERY}, keep_best: false}}
+log: {{every: 1, trackers: []}}
+"""
+        )
+
+    def arguments(self, out: Path, *options: str) -> list[str]:
+        """Those of a run in the folder `out`."""
+        return [str(self.config), "--out_dir", str(out), *options]
+
+
+def finish(server: Server, arguments: Sequence[str], processes: int = 1, **asked: Any) -> Answer:
+    """A launch that must succeed."""
+    answer = server.launch(arguments, processes, **asked)
+    assert answer.codes == [0] * processes, "\n".join(answer.outputs)
+    return answer
+
+
+# --------------------------------------------------------------------------- what a run left
+
+
+def records(run: Path) -> list[dict[str, str]]:
+    """Lines of metrics.jsonl without what a clock decides; numbers by their bits."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: float(v).hex() for k, v in line.items() if not by_clock(k)} for line in lines]
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    """Rows of metrics.csv without what a clock or a restart decides."""
+    with (run / "metrics.csv").open(newline="") as file:
+        return [{k: v for k, v in row.items() if not by_clock(k)} for row in csv.DictReader(file)]
+
+
+def by_clock(name: str) -> bool:
+    """Whether two equal runs may differ in this figure."""
+    return name in CLOCK or name.startswith("perf/")
+
+
+def checkpoint_names(run: Path) -> list[str]:
+    """Folders of checkpoints, oldest first."""
+    return sorted(path.name for path in (run / "checkpoints").glob("step_????????"))
+
+
+def newest(run: Path) -> Path:
+    """The newest checkpoint."""
+    return run / "checkpoints" / checkpoint_names(run)[-1]
+
+
+def debris(run: Path) -> list[str]:
+    """What a completed run of ours must not leave."""
+    patterns = ("*.tmp", ".tmp*", ".trash*")
+    return [str(path) for pattern in patterns for path in run.rglob(pattern)]
+
+
+def assert_whole(run: Path, steps: int = STEPS) -> None:
+    """A completed run: each step once in both files, intact checkpoints, nothing left over."""
+    assert [float.fromhex(r["step"]) for r in records(run)] == list(range(1, steps + 1))
+    assert [int(row["step"]) for row in rows(run)] == list(range(1, steps + 1))
+    assert debris(run) == []
+    assert newest(run).name == f"step_{steps:08d}"
+    for name in checkpoint_names(run):
+        verify(run / "checkpoints" / name)
+
+
+def assert_same(run: Path, whole: Path, steps: int = STEPS, same_world: bool = True) -> None:
+    """Two completed runs with the same figures, weights and optimizer, bit for bit."""
+    assert_whole(run, steps)
+    assert records(run) == records(whole)
+    assert rows(run) == rows(whole)
+    a, b = newest(run), newest(whole)
+    names = {path.name for path in a.iterdir()}
+    if same_world:
+        assert names == {path.name for path in b.iterdir()}
+    for name in sorted(names - {"manifest.json"}):
+        if not name.startswith("random_states"):
+            assert identical(content(a / name), content(b / name)), f"{a / name} differs"
+        elif same_world:
+            key = "torch_manual_seed"
+            assert identical(content(a / name)[key], content(b / name)[key]), f"{name} differs"
+
+
+def content(path: Path) -> Any:
+    """What a file of a checkpoint holds."""
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    if path.suffix == ".json":
+        return {k: v for k, v in json.loads(path.read_text()).items() if k not in LAUNCH_STATE}
+    return torch.load(path, weights_only=not path.name.startswith("random_states"))
+
+
+def identical(a: Any, b: Any) -> bool:
+    """Equal in type, keys, order and every bit."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        bits = [t.detach().contiguous().flatten().view(torch.uint8) for t in (a, b)]
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return list(a) == list(b) and all(identical(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(identical, a, b))
+    return type(a) is type(b) and (a.hex() == b.hex() if isinstance(a, float) else bool(a == b))
+
+
+# --------------------------------------------------------------------------- disturbing a run
+
+
+def rewound(run: Path, copy: Path, step: int) -> Path:
+    """A copy of a run without its checkpoints after `step`: where a kill may have left it."""
+    shutil.copytree(run, copy, symlinks=True)
+    forget_after(copy, step)
+    return copy
+
+
+def forget_after(run: Path, step: int) -> None:
+    """Remove the checkpoints after `step`."""
+    for name in checkpoint_names(run):
+        if int(name.removeprefix("step_")) > step:
+            shutil.rmtree(run / "checkpoints" / name)
+
+
+def flip(path: Path, draw: random.Random) -> str:
+    """Flip one random bit of a file; which one."""
+    data = bytearray(path.read_bytes())
+    bit = draw.randrange(8 * len(data))
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+    return f"bit {bit} of {path}"

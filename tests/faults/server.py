@@ -1,0 +1,209 @@
+"""Trains in processes that cost no start: torch is imported once, then each launch is a fork.
+
+    python -m tests.faults.server
+
+Reads a `Request` from each line of stdin and answers with an `Answer`, a line of JSON, on stdout.
+It keeps to one thread, for a fork copies no other; what a training process imports late is found
+out by the first request and imported here, so that those after it need not.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import distributed_c10d
+
+from accel_gpt import train
+from accel_gpt.data import loader
+from accel_gpt.errors import run_main
+from accel_gpt.run import environment
+from tests.faults.disk import Disk
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
+PORTION, LOCATE = 4096, 64  # windows are read ahead in small portions: a launch reads few
+ABORT_SECONDS = 5.0
+FACTS = ("commit", "package_versions", "device_name")  # of the machine: asked once
+
+
+@dataclass(frozen=True)
+class Request:
+    """One launch: the same arguments for all its processes."""
+
+    arguments: list[str]
+    environment: list[dict[str, str]] = field(default_factory=lambda: [{}])  # of each process
+    kill_after: float | None = None  # seconds
+    kill: int | str = "all"  # the process to kill
+    timeout: float = 60.0  # seconds after which all are killed: the launch has hung
+    collective_timeout: float | None = None  # seconds that processes wait for each other
+    clock: float = 0.0  # seconds that `time.time` is wrong by
+    disk: dict[str, Any] | None = None  # fields of a `Disk`
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How the processes of a launch ended."""
+
+    codes: list[int]  # exit code, or the negative number of a signal
+    seconds: list[float]  # from the start to the end of each
+    outputs: list[str]  # what each said
+    hung: bool = False
+
+
+def main() -> None:
+    """Answer requests until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what else is printed is no answer
+    for name in FACTS:
+        setattr(environment, name, functools.cache(getattr(environment, name)))
+    loader.PORTION, loader.LOCATE = PORTION, LOCATE
+    environment.commit(), environment.package_versions()
+    warm = False
+    for line in sys.stdin:
+        assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the second thread"
+        with tempfile.TemporaryDirectory() as folder:
+            answer = serve(Request(**json.loads(line)), Path(folder), warm)
+            if not warm:
+                preload(Path(folder))
+                warm = True
+        answers.write(json.dumps(asdict(answer)) + "\n")
+        answers.flush()
+
+
+def serve(request: Request, folder: Path, warm: bool) -> Answer:
+    """Start the processes of a request, kill the one asked for, wait for the rest."""
+    places = group(len(request.environment))
+    files = [folder / f"output_{rank}" for rank in range(len(places))]
+    for file in files:
+        file.touch()
+    start, pids = time.monotonic(), []
+    for place, own, output in zip(places, request.environment, files, strict=True):
+        pids.append(fork(request, place | own, output, warm))
+    codes, seconds, hung = watch(request, pids, start)
+    return Answer(codes, seconds, [file.read_text() for file in files], hung)
+
+
+def group(size: int) -> list[dict[str, str]]:
+    """What a launcher tells each of its processes."""
+    common = {"ACCELERATE_USE_CPU": "true"}
+    if size == 1:
+        return [common]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+
+
+def fork(request: Request, variables: dict[str, str], output: Path, warm: bool) -> int:
+    """Start one training process; its number."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        file = os.open(output, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        faulthandler.enable()
+        os.environ.update(variables)
+        code = launch(request, output)
+        if not warm:
+            (output.parent / "modules").write_text("\n".join(sys.modules))
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def launch(request: Request, output: Path) -> int:
+    """Train, and end as an interpreter would: after the threads that it waits for."""
+    if request.collective_timeout:
+        environment.COLLECTIVE_TIMEOUT = timedelta(seconds=request.collective_timeout)
+        distributed_c10d.default_pg_timeout = environment.COLLECTIVE_TIMEOUT  # of further groups
+    if request.clock:
+        right = time.time
+        time.time = lambda: right() + request.clock
+    disk = Disk(**request.disk).mounted(output) if request.disk else contextlib.nullcontext()
+
+    def on_disk(arguments: Any) -> int:
+        with disk:
+            code = run_main(train.main, arguments)
+            for thread in set(threading.enumerate()) - {threading.current_thread()}:
+                if not thread.daemon:
+                    thread.join()
+            return code
+
+    return run_main(on_disk, request.arguments)
+
+
+def watch(request: Request, pids: list[int], start: float) -> tuple[list[int], list[float], bool]:
+    """Kill when asked, and wait: codes, seconds, and whether the time ran out."""
+    codes, seconds = [0] * len(pids), [0.0] * len(pids)
+    deadline, hung = start + request.timeout, False
+    kill_at = None if request.kill_after is None else start + request.kill_after
+    with selectors.DefaultSelector() as running:
+        for rank, pid in enumerate(pids):
+            running.register(os.pidfd_open(pid), selectors.EVENT_READ, rank)
+        while running.get_map():
+            until = deadline if kill_at is None else min(kill_at, deadline)
+            for key, _ in running.select(max(0.0, until - time.monotonic())):
+                running.unregister(key.fileobj)
+                os.close(key.fd)
+                codes[key.data] = os.waitstatus_to_exitcode(os.waitpid(pids[key.data], 0)[1])
+                seconds[key.data] = time.monotonic() - start
+            left = [key.data for key in running.get_map().values()]
+            now = time.monotonic()
+            if kill_at is not None and now >= kill_at:
+                kill([pids[rank] for rank in left if request.kill in ("all", rank)])
+                kill_at = None
+            if left and now >= deadline:  # the first time they say where they are
+                kill([pids[rank] for rank in left], signal.SIGKILL if hung else signal.SIGABRT)
+                hung, deadline = True, now + ABORT_SECONDS
+    return codes, seconds, hung
+
+
+def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
+    """Signal processes that were not waited for."""
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def preload(folder: Path) -> None:
+    """Import what the first training process imported late."""
+    listed = folder / "modules"
+    names = listed.read_text().split() if listed.exists() else []
+    for name in names:
+        if name not in sys.modules:
+            with warnings.catch_warnings(), contextlib.suppress(Exception):
+                warnings.simplefilter("ignore")
+                importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+if __name__ == "__main__":
+    main()

@@ -47,7 +47,7 @@ def reached() -> Counter[str]:
 
 def act(action: str, name: str, path: Path | None) -> None:
     """Fail as asked."""
-    if action == "half" and path is not None:
+    if action == "half" and path is not None and path.is_file():
         os.truncate(path, path.stat().st_size // 2)
     if action in ("kill", "half"):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -5,6 +5,7 @@ their meaning. Only the main process writes.
 """
 
 import csv
+import errno
 import io
 import json
 import math
@@ -20,7 +21,7 @@ from typing import Any, Self
 from accelerate import Accelerator
 
 from accel_gpt.config import Config
-from accel_gpt.files import sync, write_file
+from accel_gpt.files import sync, write_all, write_file
 from accel_gpt.parse import to_flat, to_plain, to_yaml
 from accel_gpt.run.checkpoint import TrainState
 
@@ -58,15 +59,19 @@ class MetricsLog:
     def __init__(self, out_dir: Path, step: int, tokens: int, max_steps: int) -> None:
         self.jsonl, self.csv = out_dir / "metrics.jsonl", out_dir / "metrics.csv"
         self.tokens_before, self.max_steps = tokens, max_steps
+        self.waiting: dict[Path, str] = {self.jsonl: "", self.csv: ""}  # what the disk refused
         kept = "".join(kept_lines(self.jsonl, step))
         write_file(self.jsonl, [kept.encode()])
         kept = csv_line(COLUMNS) + "".join(kept_rows(self.csv, step))
         write_file(self.csv, [kept.encode()])
 
     def write(self, record: Record) -> None:
-        """Append one record to both files."""
+        """Append one record to both files; one that finds no room goes there with a later one.
+
+        Raises `OSError` where it waits.
+        """
         finite = {k: v if math.isfinite(v) else None for k, v in record.items()}  # JSON has no inf
-        append(self.jsonl, json.dumps(finite) + "\n")
+        self.waiting[self.jsonl] += json.dumps(finite) + "\n"
         loss = record.get("train/loss")
         row: dict[str, float] = {
             **record,
@@ -75,10 +80,19 @@ class MetricsLog:
         }
         if loss is not None:
             row["train/perplexity"] = math.exp(min(loss, 700))
-        append(self.csv, csv_line([row.get(column, "") for column in COLUMNS]))
+        self.waiting[self.csv] += csv_line([row.get(column, "") for column in COLUMNS])
+        self.append()
+
+    def append(self) -> None:
+        """Write what waits; `OSError` where there is no room."""
+        for path, text in self.waiting.items():
+            append(path, text)
+            self.waiting[path] = ""
 
     def sync(self) -> None:
         """Force both files to disk: before a checkpoint, which must not know more than they do."""
+        if any(self.waiting.values()):
+            raise OSError(errno.ENOSPC, "figures wait for room", str(self.jsonl))
         sync(self.jsonl)
         sync(self.csv)
 
@@ -163,9 +177,14 @@ def csv_line(values: Any) -> str:
 
 
 def append(path: Path, text: str) -> None:
-    """Add to a file, closed again at once so that a reader sees whole lines."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+    """Add to a file, all or nothing; closed again at once so that a reader sees whole lines."""
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            write_all(file, memoryview(text.encode()))
+        except OSError:
+            file.truncate(before)
+            raise
 
 
 def start_trackers(accelerator: Accelerator, config: Config, step: int) -> None:

@@ -1,5 +1,6 @@
 """What a run tells of itself: files, trackers and terminal, all from the same records."""
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,11 +49,16 @@ class Reporter:
 
     def go_back(self, state: TrainState) -> None:
         """Forget what was told of the steps after `state`."""
+        self.reopen_tensorboard(state.step + 1)
+        self.begin(state)
+
+    def reopen_tensorboard(self, purge_step: int) -> None:
+        """A new file of curves, which forgets the steps from `purge_step` on."""
         for tracker in self.accelerator.trackers:
             if isinstance(tracker, TensorBoardTracker):
-                tracker.writer.close()
-                tracker.writer = SummaryWriter(tracker.logging_dir, purge_step=state.step + 1)
-        self.begin(state)
+                with contextlib.suppress(OSError):  # of a full disk: once more
+                    tracker.writer.close()
+                tracker.writer = SummaryWriter(tracker.logging_dir, purge_step=purge_step)
 
     def begin(self, state: TrainState) -> None:
         """Cut the files back to `state`; the clock goes on from there."""
@@ -73,15 +79,31 @@ class Reporter:
     def publish(self, state: TrainState, record: Record) -> None:
         """Give the figures of a step to the files, the trackers and the terminal."""
         state.seconds = self.watch.elapsed()
-        self.accelerator.log(record, step=state.step)
+        with self.room(state.step):
+            self.accelerator.log(record, step=state.step)
         if self.metrics:
             whole = {"step": state.step, "tokens": state.tokens, "time": state.seconds} | record
-            self.metrics.write(whole)
+            with self.room():
+                self.metrics.write(whole)
             self.display.show(whole, self.watch.left(state.step, self.plan.max_steps))
+
+    @contextmanager
+    def room(self, step: int | None = None) -> Iterator[None]:
+        """Where the disk may be full, which does not end a run; of a `step` in the trackers."""
+        try:
+            yield
+        except OSError as error:
+            self.say(
+                f"WARNING: {error}; training goes on, and files are written when there is room"
+            )
+            if step is not None:  # what writes for TensorBoard stops at its first error
+                with contextlib.suppress(OSError):
+                    self.reopen_tensorboard(step + 1)
 
     def samples(self, step: int, text: str) -> None:
         """Keep samples, and show them at the end of the run."""
-        write_samples(self.accelerator, self.out_dir, step, text)
+        with self.room(step):
+            write_samples(self.accelerator, self.out_dir, step, text)
         if step == self.plan.max_steps:
             self.say(text)
 

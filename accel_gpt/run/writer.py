@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.checkpointing import save_accelerator_state
@@ -73,6 +74,7 @@ class Writer:
         self.thread: threading.Thread | None = None
         self.problem: str | None = None  # of the last save; the same on all processes
         self.failed_at = 0.0
+        self.needed = 0  # bytes
         self.seconds = 0.0  # that the longest save took, its work beside training included
 
     def save(self, state: TrainState, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
@@ -84,6 +86,7 @@ class Writer:
         began = time.monotonic()
         temporary = self.out_dir / "checkpoints" / f".tmp_{step_name(state.step)}"
         content = {"format": FORMAT, **asdict(state)}
+        self.needed = size_of(gpt, optimizer)
         error = attempt(lambda: self.fill(temporary, gpt, optimizer))
 
         def finish() -> None:
@@ -190,13 +193,12 @@ class Writer:
                 self.published(final)
                 prune(self.out_dir, self.config, content["best_step"])
             return
-        size = sum(path.stat().st_size for path in folder.rglob("*")) if folder.exists() else 0
         shutil.rmtree(folder, ignore_errors=True)
         free = shutil.disk_usage(self.out_dir).free
         self.say(
             f"WARNING: the checkpoint of step {content['step']:,} could not be written in "
-            f"{folder.parent}: {problem} ({size / 1e6:,.1f} MB were written, {free / 1e6:,.1f} MB "
-            "are free now); training goes on and tries again, the checkpoints before it are intact"
+            f"{folder.parent}: {problem} (it needs {self.needed:,} bytes, {free:,} are free); "
+            "training goes on and tries again, the checkpoints before it are intact"
         )
 
     def own(self, folder: Path) -> list[Path]:
@@ -227,6 +229,12 @@ def attempt(phase: Callable[[], object]) -> str | None:
     except Exception as caught:
         return str(caught) or type(caught).__name__
     return None
+
+
+def size_of(gpt: GPT, optimizer: AcceleratedOptimizer) -> int:
+    """Bytes of the tensors of a checkpoint."""
+    states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    return sum(t.numel() * t.element_size() for t in [*gpt.parameters(), *states])
 
 
 def save_whole(accelerator: Accelerator, model: GPT, folder: Path) -> None:

@@ -25,8 +25,6 @@ STEPS = 40  # there is time to make room
 LONG = ("--train.max_steps", str(STEPS), "--checkpoint.every", "4")
 NEEDED = re.compile(r"[\d,]+ bytes[^\n]*[\d,]+[^\n]* free")
 
-AHEAD = pytest.mark.xfail(strict=True, reason="a save that fails still ends the run")
-
 
 def on_disk(server: Server, arguments: list[str], folder: Path, **asked: Any) -> Answer:
     """Launch with a disk of its own over `folder`; skips where there can be none."""
@@ -63,7 +61,6 @@ def test_full_disk_harms_no_checkpoint_and_leaves_no_debris(
     assert_same(left, whole)
 
 
-@AHEAD
 def test_run_goes_on_without_room_and_ends_with_its_code(
     server: Server, tiny: Tiny, whole: Path, tmp_path: Path
 ) -> None:
@@ -73,7 +70,6 @@ def test_run_goes_on_without_room_and_ends_with_its_code(
     assert "step 12/12 |" in answer.outputs[0]
 
 
-@AHEAD
 def test_run_saves_again_once_there_is_room(server: Server, tiny: Tiny, tmp_path: Path) -> None:
     finish(server, tiny.arguments(tmp_path / "whole", *LONG))
     disk, after = tmp_path / "disk", tmp_path / "after"

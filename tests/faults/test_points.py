@@ -8,8 +8,6 @@ import pytest
 
 from tests.faults.harness import KILLED, Server, Tiny, assert_same, finish
 
-pytestmark = pytest.mark.xfail(strict=True, reason="the writer of checkpoints names no points")
-
 STEPS = 6  # three checkpoints; two are kept, so that one is pruned
 TRIALS = 12  # of the fast test
 OPTIONS = ("--train.max_steps", str(STEPS))

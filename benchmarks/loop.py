@@ -6,7 +6,7 @@ Both loops run in this process, a step of one and a step of the other in turn. A
 steps of each as there are between two log lines, so that it holds one line; prints the medians over
 the rounds and their ratio. The bare loop: forward, backward, clip, AdamW on one batch that stays in
 memory, in float32. Ours: the same plus data, accumulate, schedule and metrics. Evaluation, samples
-and checkpoints are off.
+and checkpoints are off. Then what finite checks, signals and the watchdog take of a step.
 """
 
 import statistics
@@ -25,8 +25,11 @@ from accel_gpt.parse import load_config
 from accel_gpt.plan import make_plan
 from accel_gpt.run.environment import ensure_data, start_accelerator
 from accel_gpt.run.metrics import Display
+from accel_gpt.run.signals import StopSignal
+from accel_gpt.run.watchdog import Watchdog
 
 ROUNDS = 20
+GUARDS = 2000
 
 
 def main(argv: list[str]) -> int:
@@ -52,10 +55,14 @@ def main(argv: list[str]) -> int:
             for name, seconds in spent.items():
                 times[name].append(seconds / config.log.every)
         run.loader.close()
+        stop, watchdog = StopSignal(1), Watchdog(None)
+        guards = [timed(lambda: guard_step(run, stop, watchdog)) for _ in range(GUARDS)]
     median = {name: statistics.median(values) * 1e3 for name, values in times.items()}
     print(f"bare loop  {median['bare']:8.3f} ms a step")
     print(f"accel_gpt  {median['ours']:8.3f} ms a step")
     print(f"overhead   {100 * (median['ours'] / median['bare'] - 1):+.2f} %")
+    spent = statistics.median(guards) * 1e3
+    print(f"guards     {spent:8.3f} ms a step, {100 * spent / median['ours']:.2f} % of it")
     return 0
 
 
@@ -80,8 +87,16 @@ def bare_step(bare, optimizer, batch, config, plan) -> None:  # type: ignore[no-
 
 def our_step(run: train.Run) -> None:
     """A step of ours, with its metrics."""
-    loss, grad_norm = train.update(run)
-    train.after_step(run, loss, grad_norm, False)
+    train.update(run)
+    train.after_step(run, False, False)
+
+
+def guard_step(run: train.Run, stop: StopSignal, watchdog: Watchdog) -> None:
+    """What a step does lest the run be lost or spoilt."""
+    ones = torch.ones((), device=run.accelerator.device)
+    run.ledger.judge(run.state, ones, ones)
+    stop.agreed(run.writer.retry_is_due(), run.writer.seconds)
+    watchdog.beat()
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from accel_gpt.run.batches import batch_figures, micro_batches, pass_over
 from accel_gpt.run.checkpoint import TrainState, is_due
 from accel_gpt.run.corpus import Corpus
 from accel_gpt.run.environment import ensure_data, is_main, start_accelerator, world_size
+from accel_gpt.run.faults import reach
 from accel_gpt.run.gradients import Gradients, make_gradients
 from accel_gpt.run.guards import locked, peers
 from accel_gpt.run.metrics import Display, Record, last_words
@@ -46,7 +47,7 @@ from accel_gpt.run.numerics import Ledger, TooManySkippedError, check_weights
 from accel_gpt.run.reporter import Reporter
 from accel_gpt.run.restore import restore
 from accel_gpt.run.resume import step_back, take_up
-from accel_gpt.run.signals import PREEMPTED, StopSignal
+from accel_gpt.run.signals import PREEMPTED, StopSignal, die_with_launcher
 from accel_gpt.run.text_corpus import open_corpus
 from accel_gpt.run.watchdog import Watchdog
 from accel_gpt.run.writer import Writer
@@ -79,6 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 def launch(config: Config) -> int:
     """Train as `config` says, alone in its folder; returns the exit code."""
+    die_with_launcher()
     started, plan = time.monotonic(), make_plan(config, world_size())
     with locked(Path(config.out_dir)) if is_main() else contextlib.nullcontext():
         ensure_data(config.data)
@@ -103,8 +105,7 @@ def train(config: Config, plan: Plan, started: float) -> int:
         accelerator.end_training()
         if run.uploads:  # what a signal keeps from the Hub, the next launch uploads
             stopping |= run.uploads.finish(lambda: stopping or stop.received is not None)
-        reason = (stop.received or "signal to another process") if stopping else None
-        display.say(last_words(config, run.state, reason))
+        display.say(last_words(config, run.state, stop.received if stopping else None))
     return PREEMPTED if stopping else 0
 
 
@@ -151,6 +152,7 @@ def take_place(run: Run) -> None:
 
 def step(run: Run, stop: StopSignal) -> bool:
     """One step and what is due after it; whether the run shall stop there."""
+    reach("step")
     try:
         update(run)
         stopping, retrying = stop.agreed(run.writer.retry_is_due(), run.writer.seconds)

@@ -19,6 +19,7 @@ TRAIN = str(ROOT / "accel_gpt" / "train.py")
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 CONFIGURED = [*ACCELERATE, "--config_file", str(ROOT / "accelerate_config.yaml")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+MARK = "ACCEL_GPT_TEST_MARK"  # in the environment of all that a launcher starts
 PLAIN = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
 
 Arguments = Callable[..., list[str]]
@@ -86,7 +87,7 @@ def test_signal_to_the_launcher_saves_and_the_same_command_continues(
     finish([*CONFIGURED, TRAIN, *whole], tmp_path)
     command = [*CONFIGURED, TRAIN, *small_run(*long)]
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=PLAIN, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, cwd=tmp_path, env={**PLAIN, MARK: "signalled"}, stderr=subprocess.PIPE, text=True
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 60
@@ -97,18 +98,27 @@ def test_signal_to_the_launcher_saves_and_the_same_command_continues(
     process.send_signal(number)
     _, shown = process.communicate(timeout=60)
     assert f"{number.name}: saved at step" in shown
-    assert not alive_in(process.pid)
+    assert not marked("signalled")
     assert "resuming" in finish(command, tmp_path)
     assert records(tmp_path / "run") == records(tmp_path / "whole")
     assert_same_weights(weights(tmp_path / "run", 400), weights(tmp_path / "whole", 400))
 
 
-def alive_in(session: int) -> list[str]:
-    """Processes left in a session."""
-    listed = subprocess.run(
-        ["ps", "-o", "pid=", "--sid", str(session)], capture_output=True, text=True, check=False
-    )
-    return listed.stdout.split()
+def marked(mark: str) -> dict[int, dict[str, str]]:
+    """Processes with the mark that have not ended, and their environment; torch gives workers a
+    session of their own, so that a session does not tell.
+    """
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (folder / "environ").read_bytes().decode("utf-8", "replace")
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        environment = dict(part.partition("=")[::2] for part in text.split("\0") if part)
+        if environment.get(MARK) == mark and state != "Z":
+            found[int(folder.name)] = environment
+    return found
 
 
 @pytest.mark.slow

@@ -1,13 +1,17 @@
 """Signals, the death of a launcher, the wall clock."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from accel_gpt.errors import UserError, duration
+from accel_gpt.parse import load_config
 from accel_gpt.run.signals import SIGNALS, StopSignal
 
 
@@ -32,14 +36,68 @@ def test_first_signal_is_remembered(number: signal.Signals) -> None:
 @pytest.mark.slow
 def test_second_signal_later_ends_at_once() -> None:
     code = (
-        "import os, signal, accel_gpt.run.signals as g\n"
-        "g.SAME_PRESS_SECONDS = 0.0\n"
+        "import os, signal, time, accel_gpt.run.signals as g\n"
+        "g.SAME_PRESS_SECONDS = 0.2\n"
         "stop = g.StopSignal(1)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "assert stop.received\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(1)\n"
+        "print('the same press', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(10)\n"
         "print('still here')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 128 + signal.SIGTERM
-    assert b"still here" not in done.stdout
+    assert done.stdout == b"the same press\n"
+
+
+def test_time_limit_leaves_room_for_a_step_with_margin_and_a_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("accel_gpt.run.signals.time.monotonic", lambda: now)
+    stop = StopSignal(1, time_limit=1000.0, started=0.0)
+    now = 500.0  # a long start and a first step that compiles: no measure for the others
+    assert stop.agreed() == (False, False)
+    now = 510.0
+    assert stop.agreed(other=True) == (False, True)
+    now = 925.0
+    monkeypatch.setattr(stop, "asked", 920.0)
+    assert stop.agreed(save_seconds=10.0) == (False, False)  # 925 + 2 (10 + 10) + 20
+    now = 945.0
+    assert stop.agreed(save_seconds=10.0) == (True, False)
+    assert stop.received == "train.time_limit"
+
+
+def test_without_a_limit_time_is_no_reason() -> None:
+    stop = StopSignal(1, started=-1e9)
+    assert stop.agreed() == (False, False)
+    assert stop.received is None
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("3h50m", 13_800), ("90s", 90), ("90", 90), ("1d", 86_400), ("0.5s", 0.5), (None, None)],
+)
+def test_durations(text: str | None, seconds: float | None) -> None:
+    assert duration("train.time_limit", text) == seconds
+
+
+@pytest.mark.parametrize("text", ["soon", "0s", "-5m", "5 min", "m", ""])
+@pytest.mark.parametrize("name", ["time_limit", "step_timeout"])
+def test_what_is_no_duration_is_refused(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("{}\n")
+    message = f"train.{name} is {text!r}; write a time above 0 as 3h50m, 30m or 90s"
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_config([str(tmp_path / "empty.yaml"), f"--train.{name}={text}"], "train.py")
+
+
+@pytest.mark.parametrize("written", ["3h50m", "90s", "90"])
+def test_durations_in_a_file_and_on_the_command_line(written: str, tmp_path: Path) -> None:
+    path = tmp_path / "limit.yaml"
+    path.write_text(f"train: {{time_limit: {written}}}\n")
+    assert load_config([str(path)], "train.py").train.time_limit == written
+    config = load_config([str(path), "--train.time_limit", "1h"], "train.py")
+    assert config.train.time_limit == "1h"

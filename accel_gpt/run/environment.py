@@ -90,11 +90,13 @@ def ensure_data(data: DataConfig) -> None:
     settings = {"out": str(folder), **asdict(data.prepare)}
     options = [f"--{key}={value}" for key, value in settings.items() if value is not None]
     command = [sys.executable, "-m", "accel_gpt.cli", "prepare", *options]
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.signal(n, lambda number, _: sys.exit(128 + number)) for n in numbers]
     try:
         code = subprocess.run(command, check=False).returncode  # is killed if we are told to end
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
     if code:
         sys.exit(code)
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -52,8 +53,14 @@ def peers(processes: int) -> Iterator[None]:
         lost = isinstance(error, dist.DistError) or any(name in text for name in BACKENDS)
         if processes == 1 or not lost:
             raise
-        reason = text.strip().partition("\n")[0]
-        raise PeerError(
-            f"another process of the run has gone or does not answer ({reason}); its own message "
-            "tells why, and a new launch goes on from the last checkpoint"
-        ) from None
+        raise lost_peer(text) from None
+
+
+def lost_peer(text: str) -> PeerError:
+    """The error of a process whose peer has gone, of which torch said `text`."""
+    first = text.strip().partition("\n")[0]
+    reason = re.sub(r"^\[[^]]*\] *", "", first).partition(". ")[0]  # without the file in C++
+    return PeerError(
+        f"another process of the run has gone or does not answer ({reason}); its own message "
+        "tells why, and a new launch goes on from the last checkpoint"
+    )

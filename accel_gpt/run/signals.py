@@ -3,8 +3,11 @@
 import ctypes
 import os
 import signal
+import socket
 import sys
+import threading
 import time
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -14,41 +17,58 @@ SAME_PRESS_SECONDS = 2.0  # a terminal and the launcher both deliver one Ctrl-C;
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # what theirs set
+LAUNCHER_WORDS = (b"torch", b"accelerate")  # in the command of one
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIME_LIMIT = "train.time_limit"
-RESERVE_SHARE = 0.02  # of the limit, for the end of the processes; assumption
+REASONS = ("", TIME_LIMIT, *(number.name for number in SIGNALS))
+RESERVE_SHARE, RESERVE_SECONDS = 0.02, 1.0  # of the limit, at least; to end processes; assumption
 
 
 class StopSignal:
     """Remembers why to stop, for the end of the step; a second signal ends the process at once.
 
-    The death of the launcher counts as SIGTERM and never as a second signal: those that it sent
-    before it died have already been heard. `time_limit`: seconds from `started`, a reading of
-    `time.monotonic`.
+    A thread hears signals, as the training thread may be waiting in a collective. The death of the
+    launcher counts as SIGTERM and never as a second signal: those that it sent before it died have
+    already been heard. `time_limit`: seconds from `started`, a reading of `time.monotonic`.
     """
 
     def __init__(
         self, processes: int, time_limit: float | None = None, started: float | None = None
     ) -> None:
         self.received: str | None = None
-        self.at = 0.0
+        self.first: float | None = None  # when the first signal was heard
         self.group = dist.new_group(backend="gloo") if processes > 1 else None
         self.time_limit = time_limit
-        self.started = self.asked = time.monotonic() if started is None else started
+        self.started = time.monotonic() if started is None else started
+        self.asked: float | None = None
         self.longest = 0.0  # seconds between two questions: a step, with what followed it
-        self.parent = os.getppid()
+        self.launched, self.parent = by_launcher(), os.getppid()
+        self.ear, self.mouth = socket.socketpair()
+        self.mouth.setblocking(False)
+        threading.Thread(target=self.listen, name="signals", daemon=True).start()
+        signal.set_wakeup_fd(self.mouth.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, self.handle)
-        die_with_launcher()
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        """Note the first signal; end at once on a later one."""
-        now, orphaned = time.monotonic(), os.getppid() != self.parent
-        if self.received and now - self.at > SAME_PRESS_SECONDS and not orphaned:
-            os._exit(128 + number)
+        """Note the first signal."""
+        self.received = self.received or signal.Signals(number).name
+
+    def listen(self) -> None:
+        """Hear each signal when it arrives."""
+        while heard := self.ear.recv(64):
+            for number in heard:
+                if number in SIGNALS:
+                    self.hear(number)
+
+    def hear(self, number: int) -> None:
+        """End at once where this is a second signal."""
+        now, orphaned = time.monotonic(), self.launched and os.getppid() != self.parent
         self.parent = os.getppid()
-        if not self.received:
-            self.received, self.at = signal.Signals(number).name, now
+        if self.first is None:
+            self.first = now
+        elif now - self.first > SAME_PRESS_SECONDS and not orphaned:
+            os._exit(128 + number)
 
     def agreed(self, other: bool = False, save_seconds: float = 0.0) -> tuple[bool, bool]:
         """Whether any process has a reason to stop, and whether `other` holds on any.
@@ -56,23 +76,34 @@ class StopSignal:
         A collective of the hosts, not of the devices. `save_seconds`: what a save takes after the
         step, which must fit into the time that is left.
         """
-        if not self.received and self.out_of_time(save_seconds):
-            self.received, self.at = TIME_LIMIT, time.monotonic()
-        if self.group is None:
-            return self.received is not None, other
-        flags = torch.tensor([int(self.received is not None), int(other)])
-        dist.all_reduce(flags, group=self.group)
+        late = self.out_of_time(save_seconds)
+        reason = self.received or (TIME_LIMIT if late else "")
+        flags = torch.tensor([REASONS.index(reason), int(other)])
+        if self.group is not None:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         stop, others = flags.tolist()
+        self.received = self.received or REASONS[stop] or None  # of another process, perhaps
         return bool(stop), bool(others)
 
     def out_of_time(self, save_seconds: float) -> bool:
-        """Whether the next step, with as much margin again, and a save may not fit any more."""
+        """Whether the next step, with as much margin again, and a save may not fit any more.
+
+        The first step is no measure for the others: it compiles and allocates.
+        """
         now = time.monotonic()
-        self.longest, self.asked = max(self.longest, now - self.asked), now
+        if self.asked is not None:
+            self.longest = max(self.longest, now - self.asked)
+        self.asked = now
         if self.time_limit is None:
             return False
-        reserve = 2 * (self.longest + save_seconds) + RESERVE_SHARE * self.time_limit
+        reserve = 2 * (self.longest + save_seconds)
+        reserve += max(RESERVE_SHARE * self.time_limit, RESERVE_SECONDS)
         return now - self.started + reserve > self.time_limit
+
+
+def by_launcher() -> bool:
+    """Whether `accelerate launch` or `torchrun` started this process."""
+    return any(name in os.environ for name in LAUNCHERS)
 
 
 def die_with_launcher() -> None:
@@ -80,9 +111,9 @@ def die_with_launcher() -> None:
 
     A process that a shell started outlives it, as those under nohup must. Linux only: prctl(2).
     """
-    if sys.platform != "linux" or not any(name in os.environ for name in LAUNCHERS):
+    if sys.platform != "linux" or not by_launcher():
         return
-    parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died just before
-        os.kill(os.getpid(), signal.SIGTERM)
+    first = Path("/proc/1/cmdline")  # in a container, that may be the launcher
+    if os.getppid() == 1 and not any(word in first.read_bytes() for word in LAUNCHER_WORDS):
+        os.kill(os.getpid(), signal.SIGTERM)  # it died just before

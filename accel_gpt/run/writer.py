@@ -38,6 +38,7 @@ from accel_gpt.run.checkpoint import (
     write_json,
 )
 from accel_gpt.run.faults import reach
+from accel_gpt.run.guards import lost_peer
 from accel_gpt.run.snapshot import Snapshot
 
 RETRY_SECONDS = 60.0  # after a save that failed; assumption
@@ -75,6 +76,7 @@ class Writer:
         self.problem: str | None = None  # of the last save; the same on all processes
         self.failed_at = 0.0
         self.needed = 0  # bytes
+        self.lost: str | None = None  # what torch said of another process that has gone
         self.seconds = 0.0  # that the longest save took, its work beside training included
 
     def save(self, state: TrainState, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
@@ -101,13 +103,16 @@ class Writer:
     def save_last(self, state: TrainState, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
         """Save, wait until the checkpoint is on disk, try again if need be; a collective.
 
-        Raises `CheckpointError` on all processes where it cannot be written.
+        Raises `CheckpointError` on all processes where it cannot be written, `PeerError` where one
+        of them has gone.
         """
         for attempt_number in range(LAST_TRIES):
             self.save(state, gpt, optimizer)
             self.wait()
             if self.problem is None:
                 return
+            if self.lost:
+                raise lost_peer(self.lost)
             if attempt_number + 1 < LAST_TRIES:
                 time.sleep(LAST_PAUSE_SECONDS)
         raise CheckpointError(
@@ -179,7 +184,7 @@ class Writer:
             everyone = self.gather(hashed)
             problem = problem or self.first_of(attempt(publish_all))
         except RuntimeError as lost:  # of the group: another process has gone
-            problem = f"another process is lost: {lost}"
+            problem = self.lost = str(lost)
         if self.main:
             self.follow(folder, final, content, problem)
         return problem
@@ -194,6 +199,8 @@ class Writer:
                 prune(self.out_dir, self.config, content["best_step"])
             return
         shutil.rmtree(folder, ignore_errors=True)
+        if self.lost:
+            return  # the training thread tells
         free = shutil.disk_usage(self.out_dir).free
         self.say(
             f"WARNING: the checkpoint of step {content['step']:,} could not be written in "

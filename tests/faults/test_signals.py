@@ -1,0 +1,343 @@
+"""Signals, dead launchers, hangs and the wall clock, with real processes at random moments.
+
+ACCEL_GPT_SIGNALS=20 sends each signal so often to two processes, and to each launcher.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from accel_gpt.run.signals import SIGNALS
+from tests.faults.launches import (
+    TWO,
+    Direct,
+    Launched,
+    Server,
+    config,
+    steps_told,
+    until,
+)
+from tests.test_launch import ACCELERATE
+from tests.test_train import assert_same_weights, records, weights
+
+pytestmark = pytest.mark.slow
+STEPS, PATIENCE = 40, ["--train.step_timeout", "15s"]
+DIRECT, LAUNCHES = (int(os.environ.get("ACCEL_GPT_SIGNALS", often)) for often in ("5", "1"))
+Note = Callable[[str, object], None]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def whole(server: Server, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing disturbed; the file `seconds` says how long it took."""
+    folder = tmp_path_factory.mktemp("whole")
+    began = time.monotonic()
+    assert Direct(server, folder, [str(config(folder, prepared / "corpus"))]).wait(120) == [0, 0]
+    (folder / "run" / "seconds").write_text(str(time.monotonic() - began))
+    return folder / "run"
+
+
+@pytest.fixture
+def argv(tmp_path: Path, prepared: Path) -> list[str]:
+    return [str(config(tmp_path, prepared / "corpus"))]
+
+
+def finished(run: Path) -> bool:
+    return steps_told(run) == STEPS and (run / "checkpoints" / f"step_{STEPS:08d}").exists()
+
+
+def assert_same_run(run: Path, whole: Path) -> None:
+    lines = records(run)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert lines == records(whole)
+    assert_same_weights(weights(run, STEPS), weights(whole, STEPS))
+
+
+def until_steps_change(run: Path) -> None:
+    before = steps_told(run)
+    until(lambda: steps_told(run) != before, 120)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signals_at_random_moments(
+    number: int,
+    server: Server,
+    whole: Path,
+    argv: list[str],
+    tmp_path: Path,
+    record_property: Note,
+) -> None:
+    draw = random.Random(number)
+    span = 1.2 * float((whole / "seconds").read_text())
+    hits = []
+    run = tmp_path / "run0"
+    for sent in range(DIRECT):
+        if finished(run):
+            assert_same_run(run, whole)
+            run = tmp_path / f"run{sent}"
+        launch = Direct(server, tmp_path, [*argv, *PATIENCE, "--out_dir", str(run)])
+        end = launch.began + draw.uniform(0, span)
+        while time.monotonic() < end and not launch.poll():
+            time.sleep(0.002)
+        before = steps_told(run)
+        launch.send(number, *draw.choice([(0,), (1,), (0, 1)]))
+        codes = launch.wait()
+        hits.append((before, steps_told(run), codes))
+        # before its handler is there a signal ends a process, and then the other one notices
+        assert set(codes) <= {0, 75, 70, -number}, launch.shown(0) + launch.shown(1)
+        assert 70 not in codes or -number in codes
+        assert codes != [75, 75] or f"{signal.Signals(number).name}: saved" in launch.shown()
+    assert Direct(server, tmp_path, [*argv, "--out_dir", str(run)]).wait() == [0, 0]
+    assert_same_run(run, whole)
+    record_property("hits", hits)
+
+
+@pytest.mark.parametrize("point", ["save.begun", "manifest.due", "published"])
+def test_signal_in_the_middle_of_a_save(
+    point: str, server: Server, whole: Path, argv: list[str], tmp_path: Path
+) -> None:
+    log = tmp_path / "points.txt"
+    slow = {0: {"ACCEL_GPT_FAULT": f"{point}=sleep", "ACCEL_GPT_FAULT_LOG": str(log)}}
+    launch = Direct(server, tmp_path, argv, environment=slow)
+    until(lambda: log.exists() and point in log.read_text().splitlines())
+    launch.send(signal.SIGUSR2, 1)
+    assert launch.wait() == [75, 75]
+    assert "SIGUSR2: saved at step" in launch.shown()  # by the one that got none
+    assert Direct(server, tmp_path, argv).wait() == [0, 0]
+    assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("launcher", TWO)
+def test_launchers_get_signals_at_random_moments(
+    launcher: str,
+    number: int,
+    whole: Path,
+    argv: list[str],
+    tmp_path: Path,
+    record_property: Note,
+) -> None:
+    draw = random.Random(f"{launcher} {number}")
+    run, hits = tmp_path / "run", []
+    for _ in range(LAUNCHES):
+        if finished(run):
+            assert_same_run(run, whole)
+            run = run.with_name(run.name + "_")
+        launch = Launched(TWO[launcher], tmp_path, [*argv, *PATIENCE, "--out_dir", str(run)])
+        if draw.random() < 0.8:  # else while it starts
+            until_steps_change(run)
+        time.sleep(draw.uniform(0, 2))
+        to = draw.choice(["launcher", "launcher", "first", "second", "all"])
+        workers = launch.workers() if to != "launcher" else []
+        chosen = {"first": workers[:1], "second": workers[1:]}.get(to, workers)
+        for pid in [*chosen, *[launch.process.pid] * (to in ("launcher", "all"))]:
+            if launch.process.poll() is None:
+                os.kill(pid, number)
+        before = steps_told(run)
+        code = launch.wait()  # and nothing is left
+        shown = launch.shown()
+        hits.append((to, before, steps_told(run), code, "saved at step" in shown))
+        assert "[rank" not in shown  # no traceback of ours
+        if "saved at step" in shown and "exitcode" in shown:
+            assert "exitcode  : 75" in shown
+    assert Launched(TWO[launcher], tmp_path, [*argv, "--out_dir", str(run)]).wait() == 0
+    assert_same_run(run, whole)
+    record_property("hits", hits)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "code"),
+    [
+        (TWO["torchrun"], signal.SIGUSR1, -signal.SIGUSR1),  # has no handler for it
+        (TWO["torchrun"], signal.SIGKILL, -signal.SIGKILL),
+        ([*ACCELERATE, "--cpu", "--num_processes", "1"], signal.SIGTERM, -signal.SIGTERM),
+    ],
+)
+def test_dead_launcher_leaves_a_checkpoint_and_no_process(
+    launcher: list[str], number: int, code: int, argv: list[str], tmp_path: Path
+) -> None:
+    endless = [*argv, "--train.max_steps", "100000", "--checkpoint.every", "0"]
+    launch = Launched(launcher, tmp_path, endless)
+    until(lambda: steps_told(tmp_path / "run") > 3, 120)
+    launch.process.send_signal(number)
+    assert launch.wait() == code
+    assert "SIGTERM: saved at step" in launch.shown()
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert saved == [f"step_{steps_told(tmp_path / 'run'):08d}"]
+
+
+def test_launcher_that_dies_while_its_processes_start_leaves_none(
+    argv: list[str], tmp_path: Path
+) -> None:
+    launch = Launched(TWO["torchrun"], tmp_path, argv)
+    until(lambda: len(launch.workers()) == 2, 120)
+    launch.process.kill()  # they are importing torch
+    launch.wait()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_second_signal_ends_at_once_though_a_checkpoint_is_being_written(
+    number: int, server: Server, argv: list[str], tmp_path: Path
+) -> None:
+    log = tmp_path / "points.txt"
+    stuck = {0: {"ACCEL_GPT_FAULT": "manifest.due=hang", "ACCEL_GPT_FAULT_LOG": str(log)}}
+    launch = Direct(server, tmp_path, argv, environment=stuck)
+    until(lambda: log.exists() and "manifest.due" in log.read_text().splitlines())
+    launch.send(number, 0)
+    time.sleep(0.3)
+    launch.send(number, 0)  # the same press
+    time.sleep(2.5)
+    assert not launch.poll()
+    launch.send(number, 0)
+    until(lambda: launch.poll() or launch.codes[0] is not None, 8)
+    assert launch.wait() == [128 + number, 70]
+    assert "another process of the run has gone" in launch.shown(1)
+
+
+def test_second_signal_ends_a_process_that_waits_for_another(
+    server: Server, argv: list[str], tmp_path: Path
+) -> None:
+    """Python's own handler would run when the collective returns."""
+    stuck = {1: {"ACCEL_GPT_FAULT": "step:5=hang"}}
+    launch = Direct(server, tmp_path, argv, environment=stuck)
+    until(lambda: steps_told(tmp_path / "run") == 4)
+    time.sleep(0.5)
+    launch.send(signal.SIGTERM, 0)
+    time.sleep(2.5)
+    launch.send(signal.SIGTERM, 0)
+    until(lambda: launch.poll() or launch.codes[0] is not None, 8)
+    launch.send(signal.SIGKILL, 1)
+    assert launch.wait() == [128 + signal.SIGTERM, -signal.SIGKILL]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_hang_ends_all_and_names_the_place(
+    rank: int, server: Server, argv: list[str], tmp_path: Path
+) -> None:
+    stuck = {rank: {"ACCEL_GPT_FAULT": "step:5=hang"}}
+    launch = Direct(server, tmp_path, [*argv, "--train.step_timeout", "4s"], environment=stuck)
+    until(lambda: steps_told(tmp_path / "run") == 4)
+    began = time.monotonic()
+    assert launch.wait() == [70, 70]
+    assert time.monotonic() - began < 25
+    shown = launch.shown(rank)
+    assert f"process {rank} completed nothing for 4s (train.step_timeout)" in shown
+    assert 'accel_gpt/run/faults.py", line' in shown
+    assert "in act" in shown
+    assert 'data/loader.py", line' in shown  # another thread
+
+
+def test_a_hang_that_holds_the_interpreter_ends_too() -> None:
+    code = (
+        "import ctypes\n"
+        "from accel_gpt.run.watchdog import Watchdog\n"
+        "def holds_the_interpreter(): ctypes.PyDLL(None).sleep(60)\n"
+        "with Watchdog('1s'):\n"
+        "    __import__('time').sleep(0.3)\n"
+        "    holds_the_interpreter()\n"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 1
+    assert b"holds_the_interpreter" in done.stderr
+    assert time.monotonic() - began < 40
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), [("step:5=eio", 1), ("step:5=kill", -9), ("file.synced=kill", -9)]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_fails_takes_the_other_along(
+    fault: str, code: int, rank: int, server: Server, argv: list[str], tmp_path: Path
+) -> None:
+    """In a step, or on the thread that writes the checkpoint of the last one."""
+    last = ["--checkpoint.every", "0", "--train.max_steps", "9"]
+    launch = Direct(
+        server, tmp_path, [*argv, *last], environment={rank: {"ACCEL_GPT_FAULT": fault}}
+    )
+    until(lambda: launch.poll() or launch.codes[rank] is not None)
+    began = time.monotonic()
+    codes = launch.wait(30)
+    assert time.monotonic() - began < 30
+    assert (codes[rank], codes[1 - rank]) == (code, 70)
+    assert ("Input/output error" in launch.shown(rank)) == (code == 1)
+    survivor = launch.shown(1 - rank)
+    assert survivor.count("error: another process of the run has gone") == 1
+    assert "Traceback" not in survivor
+
+
+def test_data_error_on_one_process(
+    server: Server, argv: list[str], prepared: Path, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad"
+    shutil.copytree(prepared / "corpus", bad)
+    for shard in bad.glob("train_*.npy"):
+        np.save(shard, np.full_like(np.load(shard), 60_000))
+    launch = Direct(server, tmp_path, argv, own_argv={1: ["--data.train", str(bad)]})
+    assert launch.wait(30) == [70, 3]
+    assert "[process 1] error: " in launch.shown(1)
+    assert "holds token 60000" in launch.shown(1)
+    assert launch.shown(0).count("error: another process of the run has gone") == 1
+    assert "Traceback" not in launch.shown(0) + launch.shown(1)
+
+
+def test_nothing_is_renamed_before_every_process_has_its_files_on_disk(
+    server: Server, argv: list[str], tmp_path: Path
+) -> None:
+    """Process 1 sleeps two seconds before it forces its file to disk."""
+    log = tmp_path / "points.txt"
+    slow = {
+        0: {"ACCEL_GPT_FAULT_LOG": str(log)},
+        1: {"ACCEL_GPT_FAULT": "file.written=sleep", "ACCEL_GPT_FAULT_LOG": str(log)},
+    }
+    short = ["--train.max_steps", "4", "--checkpoint.every", "0"]
+    assert Direct(server, tmp_path, [*argv, *short], environment=slow).wait() == [0, 0]
+    points = log.read_text().splitlines()
+    saving = [name for name in points if name != "step"]
+    last_synced = max(i for i, name in enumerate(saving) if name == "file.synced")
+    assert saving.index("manifest.due") > last_synced
+    assert saving[last_synced - 1] == "file.synced" or saving[last_synced - 2] == "file.synced"
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000004"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert manifest["files"].keys() >= {"random_states_0.pkl", "random_states_1.pkl"}
+    assert saving.count("file.synced") == len(manifest["files"])
+
+
+def test_time_limit(server: Server, whole: Path, argv: list[str], tmp_path: Path) -> None:
+    """Each of some 50 ms: stopped in time, again and again, and the end is the same."""
+    slow = {rank: {"ACCEL_GPT_FAULT": "file.written:1=sleep"} for rank in (0, 1)}
+    began = time.monotonic()
+    endless = ["--train.max_steps", "100000", "--schedule.name", "constant"]
+    limited = [*argv, *endless, "--train.time_limit", "12s", "--out_dir", str(tmp_path / "long")]
+    launch = Direct(server, tmp_path, limited, environment=slow)
+    assert launch.wait() == [75, 75]
+    assert time.monotonic() - began < 12
+    assert "train.time_limit: saved at step" in launch.shown()
+    assert steps_told(tmp_path / "long") > 2
+    codes, launches = [75, 75], 0
+    while codes == [75, 75]:  # shorter than the start: a step each time
+        done = steps_told(tmp_path / "run")
+        options = ["--train.time_limit", "0.5s" if launches < 3 else "1h"]
+        codes = Direct(server, tmp_path, [*argv, *options]).wait()
+        assert steps_told(tmp_path / "run") > done
+        launches += 1
+    assert codes == [0, 0]
+    assert launches == 4
+    assert_same_run(tmp_path / "run", whole)

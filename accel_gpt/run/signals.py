@@ -18,6 +18,7 @@ PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # what theirs set
 LAUNCHER_WORDS = (b"torch", b"accelerate")  # in the command of one
+SHOW_CURSOR = b"\x1b[?25h\n"  # which a progress bar hides
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIME_LIMIT = "train.time_limit"
 REASONS = ("", TIME_LIMIT, *(number.name for number in SIGNALS))
@@ -68,6 +69,8 @@ class StopSignal:
         if self.first is None:
             self.first = now
         elif now - self.first > SAME_PRESS_SECONDS and not orphaned:
+            if sys.stderr.isatty():
+                os.write(sys.stderr.fileno(), SHOW_CURSOR)
             os._exit(128 + number)
 
     def agreed(self, other: bool = False, save_seconds: float = 0.0) -> tuple[bool, bool]:

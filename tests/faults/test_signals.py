@@ -10,8 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +28,12 @@ from tests.faults.launches import (
     steps_told,
     until,
 )
-from tests.test_launch import ACCELERATE
+from tests.test_launch import ACCELERATE, PLAIN
 from tests.test_train import assert_same_weights, records, weights
 
 pytestmark = pytest.mark.slow
 STEPS, PATIENCE = 40, ["--train.step_timeout", "15s"]
 DIRECT, LAUNCHES = (int(os.environ.get("ACCEL_GPT_SIGNALS", often)) for often in ("5", "1"))
-Note = Callable[[str, object], None]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,17 @@ def assert_same_run(run: Path, whole: Path) -> None:
     assert_same_weights(weights(run, STEPS), weights(whole, STEPS))
 
 
+def seconds_of_training(run: Path) -> float:
+    """From the first step to the last."""
+    first, *_, last = (run / "metrics.jsonl").read_text().splitlines()
+    return float(json.loads(last)["time"] - json.loads(first)["time"])
+
+
+def tell(*parts: object) -> None:
+    """Where a signal hit, for who runs this with -s."""
+    sys.stdout.write(" ".join(map(str, parts)) + "\n")
+
+
 def until_steps_change(run: Path) -> None:
     before = steps_told(run)
     until(lambda: steps_told(run) != before, 120)
@@ -81,31 +92,31 @@ def test_signals_at_random_moments(
     whole: Path,
     argv: list[str],
     tmp_path: Path,
-    record_property: Note,
 ) -> None:
     draw = random.Random(number)
-    span = 1.2 * float((whole / "seconds").read_text())
-    hits = []
+    seconds, training = float((whole / "seconds").read_text()), seconds_of_training(whole)
     run = tmp_path / "run0"
     for sent in range(DIRECT):
         if finished(run):
             assert_same_run(run, whole)
             run = tmp_path / f"run{sent}"
         launch = Direct(server, tmp_path, [*argv, *PATIENCE, "--out_dir", str(run)])
-        end = launch.began + draw.uniform(0, span)
-        while time.monotonic() < end and not launch.poll():
-            time.sleep(0.002)
+        if draw.random() < 0.7:  # else while it starts
+            until_steps_change(run)
+            time.sleep(draw.uniform(0, training))
+        else:
+            time.sleep(draw.uniform(0, seconds - training))
         before = steps_told(run)
-        launch.send(number, *draw.choice([(0,), (1,), (0, 1)]))
+        to = draw.choice([(0,), (1,), (0, 1)])
+        launch.send(number, *to)
         codes = launch.wait()
-        hits.append((before, steps_told(run), codes))
+        tell(number, to, f"step {before} to {steps_told(run)}", codes)
         # before its handler is there a signal ends a process, and then the other one notices
         assert set(codes) <= {0, 75, 70, -number}, launch.shown(0) + launch.shown(1)
         assert 70 not in codes or -number in codes
         assert codes != [75, 75] or f"{signal.Signals(number).name}: saved" in launch.shown()
     assert Direct(server, tmp_path, [*argv, "--out_dir", str(run)]).wait() == [0, 0]
     assert_same_run(run, whole)
-    record_property("hits", hits)
 
 
 @pytest.mark.parametrize("point", ["save.begun", "manifest.due", "published"])
@@ -131,10 +142,9 @@ def test_launchers_get_signals_at_random_moments(
     whole: Path,
     argv: list[str],
     tmp_path: Path,
-    record_property: Note,
 ) -> None:
     draw = random.Random(f"{launcher} {number}")
-    run, hits = tmp_path / "run", []
+    run = tmp_path / "run"
     for _ in range(LAUNCHES):
         if finished(run):
             assert_same_run(run, whole)
@@ -152,13 +162,13 @@ def test_launchers_get_signals_at_random_moments(
         before = steps_told(run)
         code = launch.wait()  # and nothing is left
         shown = launch.shown()
-        hits.append((to, before, steps_told(run), code, "saved at step" in shown))
+        saved = "saved at step" in shown
+        tell(launcher, number, to, f"step {before} to {steps_told(run)}", code, saved)
         assert "[rank" not in shown  # no traceback of ours
-        if "saved at step" in shown and "exitcode" in shown:
+        if saved and "exitcode" in shown:
             assert "exitcode  : 75" in shown
     assert Launched(TWO[launcher], tmp_path, [*argv, "--out_dir", str(run)]).wait() == 0
     assert_same_run(run, whole)
-    record_property("hits", hits)
 
 
 @pytest.mark.parametrize(
@@ -318,6 +328,44 @@ def test_nothing_is_renamed_before_every_process_has_its_files_on_disk(
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     assert manifest["files"].keys() >= {"random_states_0.pkl", "random_states_1.pkl"}
     assert saving.count("file.synced") == len(manifest["files"])
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_control_c_on_a_terminal(presses: int, argv: list[str], tmp_path: Path) -> None:
+    """Under the progress bar: once saves and stops, again ends at once; the cursor comes back."""
+    pty = pytest.importorskip("pty")
+    pid, terminal = pty.fork()
+    if not pid:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        last = ["--train.max_steps", "100000", "--checkpoint.every", "0"]
+        stuck = {"ACCEL_GPT_FAULT": "manifest.due=hang"} if presses == 2 else {}
+        os.chdir(tmp_path)
+        command = [sys.executable, "-m", "accel_gpt.cli", "train", *argv, *last]
+        os.execve(sys.executable, command, {**PLAIN, "TERM": "xterm", **stuck})
+    seen = bytearray()
+    reader = threading.Thread(target=read_all, args=(terminal, seen))
+    reader.start()
+    until(lambda: steps_told(tmp_path / "run") > 3, 120)
+    for press in range(presses):
+        time.sleep(2.5 * press)
+        os.write(terminal, b"\x03")
+    _, status = os.waitpid(pid, 0)
+    reader.join(10)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == (75 if presses == 1 else 130)
+    assert (b"SIGINT: saved at step" in seen) == (presses == 1)
+    assert b"\x1b[?25l" in seen
+    assert seen.rfind(b"\x1b[?25h") > seen.rfind(b"\x1b[?25l")
+    assert b"Traceback" not in seen
+
+
+def read_all(terminal: int, seen: bytearray) -> None:
+    """Read until the other side is closed."""
+    try:
+        while some := os.read(terminal, 10_000):
+            seen.extend(some)
+    except OSError:  # Linux says so at the end
+        return
 
 
 def test_time_limit(server: Server, whole: Path, argv: list[str], tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class Slurm:
 
 
 def test_job_is_queued_again_until_the_run_is_done(prepared: Path, tmp_path: Path) -> None:
-    slurm, path = Slurm(tmp_path), str(config(tmp_path, prepared / "corpus", steps=200))
+    slurm, path = Slurm(tmp_path), str(config(tmp_path, prepared / "corpus", steps=60))
     job = slurm.submit(path)
     until(lambda: steps_told(tmp_path / "run") > 5, 120)
     for rank in (0, 1):
@@ -85,7 +85,7 @@ def test_job_is_queued_again_until_the_run_is_done(prepared: Path, tmp_path: Pat
     assert "resuming" in shown
     assert job.returncode == 0, shown
     assert slurm.requeued() == 1
-    assert [line["step"] for line in records(tmp_path / "run")] == list(range(1, 201))
+    assert [line["step"] for line in records(tmp_path / "run")] == list(range(1, 61))
 
 
 def test_job_with_a_mistake_is_not_queued_again(prepared: Path, tmp_path: Path) -> None:

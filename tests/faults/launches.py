@@ -26,6 +26,7 @@ import json, os, sys, traceback
 from accel_gpt import train
 from accel_gpt.errors import run_main
 
+print("null", flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     if "poll" in asked:
@@ -81,13 +82,18 @@ class Server:
             [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             text=True, env={**PLAIN, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
+        self.answer()  # everything is imported
 
     def ask(self, question: Mapping[str, Any]) -> Any:
         """One line there, one back."""
         assert self.process.stdin
-        assert self.process.stdout
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> Any:
+        """The next line."""
+        assert self.process.stdout
         return json.loads(self.process.stdout.readline())
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,20 +54,16 @@ def test_second_signal_later_ends_at_once() -> None:
     assert done.stdout == b"the same press\n"
 
 
-def test_time_limit_leaves_room_for_a_step_with_margin_and_a_save(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 0.0
-    monkeypatch.setattr("accel_gpt.run.signals.time.monotonic", lambda: now)
-    stop = StopSignal(1, time_limit=1000.0, started=0.0)
-    now = 500.0  # a long start and a first step that compiles: no measure for the others
+def test_time_limit_leaves_room_for_a_step_with_margin_and_a_save() -> None:
+    now = time.monotonic
+    stop = StopSignal(1, time_limit=1000.0, started=now() - 500)
+    # a long start and a first step that compiles: no measure for the others
     assert stop.agreed() == (False, False)
-    now = 510.0
+    stop.asked = now() - 10
     assert stop.agreed(other=True) == (False, True)
-    now = 925.0
-    monkeypatch.setattr(stop, "asked", 920.0)
+    stop.started, stop.asked = now() - 925, now() - 5
     assert stop.agreed(save_seconds=10.0) == (False, False)  # 925 + 2 (10 + 10) + 20
-    now = 945.0
+    stop.started = now() - 945
     assert stop.agreed(save_seconds=10.0) == (True, False)
     assert stop.received == "train.time_limit"
 

@@ -105,7 +105,9 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     try:
         return main(argv)
     except UserError as error:
-        sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {error}\n")
+        # a name in a file of others could hold what steers a terminal
+        told = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(error))
+        sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {told}\n")
         return error.exit_code
     except BrokenPipeError:  # whoever read our output has enough, as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

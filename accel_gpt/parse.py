@@ -17,6 +17,7 @@ import yaml
 from accel_gpt.config import Config
 from accel_gpt.errors import UserError, require
 from accel_gpt.model_config import PRESETS
+from accel_gpt.untrusted import load_yaml
 
 T = TypeVar("T")
 
@@ -86,12 +87,9 @@ def read_yaml(path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config file {path} cannot be read: {error}") from None
     try:
-        return yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" (line {where.line + 1})" if where else ""
-        problem = getattr(error, "problem", None) or "not YAML"
-        raise UserError(f"{path} is not valid YAML{line}: {problem}") from None
+        return load_yaml(text) or {}
+    except ValueError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from None
 
 
 def neighbours(path: str) -> list[str]:
@@ -176,8 +174,7 @@ def read_options(cls: type, argv: Sequence[str]) -> Iterator[tuple[str, Any]]:
             else:
                 require(bool(words), f"--{key} needs a value: {describe(hint)}")
                 text = words.pop(0)
-        listed = get_origin(hint) is tuple
-        yield key, convert(key, split_words(text) if listed else text, hint)
+        yield key, convert(key, split_words(text) if get_origin(hint) is tuple else text, hint)
     required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
     missing = [key for key in positional if key in required]
     require(not missing, f"{' and '.join(missing).upper()} missing; see --help")
@@ -206,7 +203,7 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         return convert(key, value, options[0])
     try:
         return convert_plain(value, hint)
-    except (KeyError, TypeError, ValueError, OverflowError, yaml.YAMLError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise UserError(f"{key} is {value!r}; expected {describe(hint)}") from None
 
 
@@ -217,8 +214,8 @@ def convert_shaped(key: str, value: Any, options: Sequence[Any]) -> Any:
     """
     if isinstance(value, str) and value.startswith(("[", "{")):
         try:
-            value = yaml.safe_load(value)
-        except yaml.YAMLError:
+            value = load_yaml(value)
+        except ValueError:
             raise UserError(f"{key} is {value!r}, which is not valid YAML") from None
     for hint in options:
         if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
@@ -267,7 +264,10 @@ def as_list(value: Any) -> Sequence[Any]:
 def split_words(text: str) -> Sequence[Any]:
     """A list as written on the command line: `a,b` or `["a, b", "c"]`."""
     if text.startswith("["):
-        return as_list(yaml.safe_load(text))
+        try:
+            return as_list(load_yaml(text))
+        except (TypeError, ValueError):
+            raise UserError(f"{text!r} is not a list; write a,b or [a, b]") from None
     return [word.strip() for word in text.split(",")]
 
 

@@ -280,7 +280,10 @@ def test_weights_that_fsdp_sharded_are_put_together(small_run: Arguments, tmp_pa
     alike = ["--train.max_steps", "3", "--eval.every", "0", "--sample.every", "0"]
     alike += ["--model.dropout", "0", "--train.micro_batch_size", "2"]
     finish(*launcher, str(script), *small_run(*alike, "--out_dir", "sharded"), cwd=tmp_path)
-    assert list(tmp_path.glob("sharded/checkpoints/*/pytorch_model_fsdp_0/*.distcp"))
+    files = {path.name for path in tmp_path.glob("sharded/checkpoints/*/*")}
+    assert {"pytorch_model_fsdp.bin", "optimizer.bin", "model.safetensors"} <= files
+    assert not any(name.endswith((".metadata", ".distcp")) for name in files)  # would be unpickled
+    assert not list(tmp_path.glob("sharded/checkpoints/*/*/*"))
     finish("-m", "accel_gpt.cli", "train", *small_run(*alike, "--out_dir", "one"), cwd=tmp_path)
     finish("-m", "accel_gpt.cli", "export", "sharded", "--to", "out", cwd=tmp_path)
     sharded, one = (load_pretrained(str(tmp_path / name))[0] for name in ("out", "one"))

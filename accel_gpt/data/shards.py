@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from accel_gpt.data.mapping import NoMaps, Pages
 from accel_gpt.errors import DataError, UserError
+from accel_gpt.untrusted import load_json
 
 Tokens = NDArray[Any]
 Ints = NDArray[np.int64]
@@ -258,7 +259,7 @@ def read_index(folder: Path) -> dict[str, Any]:
             "in data.prepare (source, path, tokenizer)"
         )
     try:
-        index = json.loads(where.read_text(encoding="utf-8"))
+        index = load_json(where.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{folder} has no {INDEX}; it is not a prepared data folder") from None
     except (OSError, ValueError) as error:

@@ -14,6 +14,7 @@ from typing import Any
 from accel_gpt.data import bpe
 from accel_gpt.data.bpe import EOT
 from accel_gpt.errors import DataError, UserError
+from accel_gpt.untrusted import load_json
 
 FILE = "tokenizer.json"
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -49,7 +50,7 @@ def read_file(where: Path) -> tuple[str, Any]:
     """
     try:
         text = where.read_text(encoding="utf-8")
-        return text, json.loads(text)
+        return text, load_json(text)
     except FileNotFoundError:
         joined = join_two_files(where.parent) if where.name == FILE else None
         if joined is None:
@@ -68,7 +69,7 @@ def read_config(where: Path) -> dict[str, Any]:
     config: dict[str, Any] = {}
     if path.is_file():
         try:
-            said = json.loads(path.read_text(encoding="utf-8"))
+            said = load_json(path.read_text(encoding="utf-8"))
             config = {key: value for key, value in said.items() if key not in LEFT_OUT}
         except (ValueError, AttributeError):
             raise DataError(f"{path} is not valid JSON; repair or remove it") from None
@@ -106,7 +107,7 @@ def join_two_files(folder: Path) -> dict[str, Any] | None:
     if not (vocabulary.is_file() and merges.is_file()):
         return None
     try:
-        ids = json.loads(vocabulary.read_text(encoding="utf-8"))
+        ids = load_json(vocabulary.read_text(encoding="utf-8"))
         lines = merges.read_text(encoding="utf-8").splitlines()
         pairs = [line.split(" ") for line in lines if not line.startswith("#version")]
         content = gpt2_content([token for token in in_order(ids) if token != EOT], pairs)

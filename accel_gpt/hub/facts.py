@@ -4,7 +4,6 @@ Reads a checkpoint (`trainer_state.json`, `model.json`, `tokenizer.json`), and w
 `run.json`, `metrics.jsonl` and `samples/` of its run and `dataset.json` of its data.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from accel_gpt.run.checkpoint import NAME, TrainState, read_shape, read_state
 from accel_gpt.run.environment import PACKAGES
 from accel_gpt.run.metrics import read_lines
 from accel_gpt.run.resume import changed
+from accel_gpt.untrusted import load_json
 
 MOST_SAMPLES = 3
 # of no use to others; prompts are text of the user's, which the samples show
@@ -149,7 +149,7 @@ def plan_of(state: TrainState) -> Plan | None:
 def tokenizer_of(checkpoint: Path) -> tuple[str, str | None]:
     """Kind of the tokenizer beside the weights, and the characters of one of characters."""
     try:
-        content = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
+        content = load_json((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "unknown", None
     if not isinstance(content, dict):
@@ -170,7 +170,7 @@ def read_records(run: Path, step: int) -> tuple[Mapping[str, float], ...]:
     found = []
     for line in read_lines(run / "metrics.jsonl"):
         try:
-            record = json.loads(line)
+            record = load_json(line)
         except ValueError:
             continue
         if isinstance(record, dict) and is_number(record.get("step")) and record["step"] <= step:
@@ -242,7 +242,7 @@ def texts_in(path: Path) -> list[str]:
 def read_launches(run: Path, step: int) -> list[Mapping[str, Any]]:
     """The launches of run.json that led to `step`."""
     try:
-        content = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        content = load_json((run / "run.json").read_text(encoding="utf-8"))
         launches = [one for one in content["launches"] if isinstance(one, dict)]
     except (OSError, ValueError, KeyError, TypeError):
         return []

@@ -5,14 +5,17 @@ with `tfevents` in their names.
 """
 
 import json
-import shutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from accel_gpt.hub.privacy import public_key, without_tokens
-from accel_gpt.run.metrics import read_lines
+from accel_gpt.run.metrics import COLUMNS, csv_line, read_lines
+from accel_gpt.untrusted import load_json
 
+NUMBER = r"(?:-?[0-9][0-9.]*(?:e[+-]?[0-9]+)?|-?inf|nan)?"
+PUBLIC_ROW = re.compile(rf"[0-9]+(?:,{NUMBER})*\n")
 SAMPLES = ("samples", "samples/text_summary")  # tags that `publish_samples` gives
 
 
@@ -29,8 +32,9 @@ def copy_logs(run: Path, to: Path) -> None:
         if path.is_file() and (records := public_events(path)):
             write_events(events / f"events.out.tfevents.{copied:010d}.accel_gpt", records)
             copied += 1
-    if (run / "metrics.csv").is_file():  # its columns are fixed, and its values numbers
-        shutil.copyfile(run / "metrics.csv", to / "metrics.csv")
+    if (run / "metrics.csv").is_file():
+        rows = [line for line in read_lines(run / "metrics.csv") if PUBLIC_ROW.fullmatch(line)]
+        (to / "metrics.csv").write_text(csv_line(COLUMNS) + "".join(rows), encoding="utf-8")
     if (run / "metrics.jsonl").is_file():
         lines = map(public_line, read_lines(run / "metrics.jsonl"))
         (to / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -39,11 +43,16 @@ def copy_logs(run: Path, to: Path) -> None:
 def public_line(line: str) -> str:
     """A line of metrics.jsonl as it is, unless a key has a place in it; "" where it is none."""
     try:
-        record = json.loads(line)
-        public = {public_key(key): value for key, value in record.items()}
+        record = load_json(line)
+        public = {public_key(key): value for key, value in record.items() if is_figure(value)}
     except (ValueError, AttributeError):
         return ""
     return line if list(public) == list(record) else json.dumps(public) + "\n"
+
+
+def is_figure(value: object) -> bool:
+    """Whether a value may be shown: a number, or null for one that is not finite."""
+    return value is None or isinstance(value, int | float)
 
 
 def public_events(path: Path) -> list[bytes]:

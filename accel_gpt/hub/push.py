@@ -41,7 +41,7 @@ from accel_gpt.run.checkpoint import (
     verify,
     write_json,
 )
-from accel_gpt.run.resume import FREE
+from accel_gpt.run.resume import FREE, NOT_TOLD
 
 T = TypeVar("T")
 
@@ -116,13 +116,19 @@ def copy_state(checkpoint: Path, to: Path) -> None:
 
     A resume takes these from the config that it is given.
     """
-    link_tree(checkpoint, to)
-    manifest = read_json(to / "manifest.json")
+    manifest = read_json(checkpoint / "manifest.json")
+    to.mkdir()
+    for name in ("manifest.json", *manifest["files"]):  # and nothing else that lies there
+        link(str(checkpoint / name), str(to / name))
     for name in ("trainer_state.json", "model.json"):
         content = read_json(to / name)
         config = content["config"]
         private = {key for key in config if key.startswith((*FREE, "init_from"))}
-        content["config"] = {key: v for key, v in config.items() if key not in private}
+        content["config"] = {
+            key: NOT_TOLD if key == "data.val" and value else value
+            for key, value in config.items()
+            if key not in private
+        }
         if "versions" in content:
             content["versions"] = public_versions(content["versions"])
         for source in content.get("data_sources", ()):
@@ -144,14 +150,15 @@ def public_versions(versions: Mapping[str, str]) -> dict[str, str]:
 
 def link_tree(folder: Path, to: Path) -> None:
     """A copy of a folder that takes no room where the file system has hard links."""
-
-    def link(source: str, target: str) -> None:
-        try:
-            os.link(source, target)
-        except OSError:
-            shutil.copy2(source, target)
-
     shutil.copytree(folder, to, copy_function=link)
+
+
+def link(source: str, target: str) -> None:
+    """Copy a file, without its content where the file system has hard links."""
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def fetch_resume(config: Config) -> Config:

@@ -3,7 +3,6 @@
 Reads shapes and tokenizers, no weights: what the config needs before anything is built.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from accel_gpt.config import Config
 from accel_gpt.errors import CheckpointError, require
 from accel_gpt.hub.client import SCHEME, fetch, hub_name
 from accel_gpt.hub.shapes import read_shape
+from accel_gpt.untrusted import load_json, load_yaml
 
 SMALL_FILES = ("config.json", "tokenizer*.json", "chat_template.jinja", "vocab.json", "merges.txt")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
@@ -71,8 +71,8 @@ def shape_of(source: Source) -> dict[str, Any]:
         return own | {"vocab_size": vocab_size}
     path = source.folder / "config.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = load_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"config.json of {source.place} cannot be read: {error}") from None
     require(isinstance(content, Mapping), f"config.json of {source.place} holds no object")
     return read_shape(content, source.place)
@@ -120,17 +120,15 @@ def shape_of_begun(given: Mapping[str, Any]) -> dict[str, Any]:
 
     So a run goes on when what it was started from has gone, or is out of reach.
     """
-    import yaml
-
     saved = Path(given.get("out_dir", Config.out_dir)) / "config.yaml"
     if not any(saved.parent.glob("checkpoints/step_*")):
         return {}
     try:
-        content = yaml.safe_load(saved.read_text(encoding="utf-8"))
+        content = load_yaml(saved.read_text(encoding="utf-8"))
         model, data = dict(content["model"]), dict(content["data"])
         tokenizers = {"data.tokenizer": data["tokenizer"]}
         tokenizers["data.prepare.tokenizer"] = data["prepare"]["tokenizer"]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
     if model.pop("init_from") != given["model.init_from"]:
         return {}

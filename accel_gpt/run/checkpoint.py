@@ -10,9 +10,10 @@ import json
 import math
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError
@@ -22,14 +23,22 @@ from accel_gpt.config import CheckpointConfig
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, NewerFormatError, require
 from accel_gpt.files import sha256, write_file
+from accel_gpt.model.cost import parameter_counts
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model_config import ModelConfig
-from accel_gpt.parse import build
+from accel_gpt.parse import build, flatten, leaves
+from accel_gpt.untrusted import load_json
 
 FORMAT = 1
+LARGEST_JSON = 64 << 20  # bytes; ours have some thousand
 NAME = re.compile(r"step_(\d{8,})")
 NEEDED = ("model.json", "model.safetensors", "tokenizer.json", "trainer_state.json")
 READABLE = (".bin", ".pkl", ".pt", ".pth", ".safetensors", ".distcp", ".metadata")
+# of these, what we write; Accelerate and torch run what some others hold
+TENSORS = re.compile(
+    r"model\.safetensors|optimizer\.bin|pytorch_model_fsdp\.bin|scaler\.pt|random_states_\d+\.pkl"
+)
+PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # names: in the folder itself, seen by `ls`
 
 
 @dataclass
@@ -117,22 +126,27 @@ def is_checkpoint(path: Path) -> bool:
 def verify(path: Path, only: Collection[str] | None = None) -> None:
     """Raise `CheckpointError` unless every file, or those named, are as the manifest has them.
 
-    A file that Accelerate or torch might read but no manifest names is not ours, either.
+    A file that Accelerate or torch might read but no manifest names, or that we never write, is
+    not ours, either. Links are followed, as the cache of the Hub consists of them: what is read
+    is what was hashed.
     """
     manifest = read_json(path / "manifest.json")
     check_format(path, manifest)
     try:
         entries = {str(n): (int(e["size"]), str(e["sha256"])) for n, e in manifest["files"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise CheckpointError(f"{path / 'manifest.json'} is damaged") from None
     if missing := [name for name in only or NEEDED if name not in entries]:
         raise CheckpointError(f"{path / 'manifest.json'} does not name {missing[0]}")
     for name, (expected, digest) in entries.items():
         if only is not None and name not in only:
             continue
+        if not PLAIN.fullmatch(name):
+            raise CheckpointError(
+                f"{path / 'manifest.json'} names {name[:100]!r}, which is no plain file name"
+            )
         file = path / name
-        outside = PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts
-        if outside or "\0" in name or not file.is_file():
+        if not file.is_file():
             raise CheckpointError(f"checkpoint {path} lacks its file {name}")
         size = file.stat().st_size
         if size != expected:
@@ -140,8 +154,9 @@ def verify(path: Path, only: Collection[str] | None = None) -> None:
         if sha256(file) != digest:
             raise CheckpointError(f"{file} is damaged: its SHA-256 is not that of the manifest")
     for file in () if only is not None else path.rglob("*"):
-        if file.name.endswith(READABLE) and file.relative_to(path).as_posix() not in entries:
-            raise CheckpointError(f"{file} is not named by the manifest beside it: not ours")
+        name = file.relative_to(path).as_posix()
+        if name.endswith(READABLE) and not (name in entries and TENSORS.fullmatch(name)):
+            raise CheckpointError(f"{file} is none of the files that we write: it is not read")
 
 
 def check_format(path: Path, content: dict[str, Any]) -> None:
@@ -158,7 +173,9 @@ def check_format(path: Path, content: dict[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or `CheckpointError`."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        if path.stat().st_size > LARGEST_JSON:
+            raise ValueError(f"it has more than {LARGEST_JSON:,} bytes")
+        value = load_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
@@ -179,8 +196,10 @@ def find_checkpoint(path: Path, which: str = "last") -> Path:
     require(bool(steps), f"{path} holds no checkpoint; give the folder of a run that saved one")
     if which == "best":
         best = path / "best"
-        which = best.read_text(encoding="utf-8").strip() if best.is_file() else "last"
-    wanted = steps[-1] if which == "last" else int(which) if which.isdigit() else -1
+        text = best.read_text(encoding="utf-8", errors="replace") if best.is_file() else "last"
+        which = text.strip()[:100]
+    number = int(which) if re.fullmatch("[0-9]{1,18}", which) else -1
+    wanted = steps[-1] if which == "last" else number
     require(
         wanted in steps,
         f"{path} has no checkpoint {which!r}; choose last, best or one of "
@@ -197,10 +216,22 @@ def read_state(path: Path) -> TrainState:
     content = read_json(path / "trainer_state.json")
     check_format(path, content)
     content.pop("format")
-    try:
-        return TrainState(**content)
-    except TypeError as error:
-        raise CheckpointError(f"{path / 'trainer_state.json'} is not ours: {error}") from None
+    hints = get_type_hints(TrainState)
+    for name, value in content.items():
+        if name not in hints or not is_of(value, hints[name]):
+            raise CheckpointError(
+                f"{path / 'trainer_state.json'} is not ours: {name[:100]!r} is {repr(value)[:100]}"
+            )
+    return TrainState(**content)
+
+
+def is_of(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON is of a type that a field has; numbers are not negative."""
+    if isinstance(hint, UnionType):
+        return any(is_of(value, option) for option in get_args(hint))
+    if hint in (int, float) and type(value) in (int, float):
+        return type(value) in (int, hint) and (value != value or value >= 0)
+    return type(value) is (get_origin(hint) or hint)
 
 
 def read_shape(path: Path) -> tuple[ModelConfig, int]:
@@ -208,8 +239,10 @@ def read_shape(path: Path) -> tuple[ModelConfig, int]:
     content = read_json(path / "model.json")
     check_format(path, content)
     try:
-        return build(ModelConfig, content["config"]), int(content["vocab_size"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        known = {key: v for key, v in content["config"].items() if key in leaves(ModelConfig)}
+        config = build(ModelConfig, dict(flatten(ModelConfig, known, "it")))
+        return config, int(content["vocab_size"])
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path / 'model.json'} is damaged: {error!r}") from None
 
 
@@ -217,6 +250,11 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tok
     """Model (in evaluation mode) and tokenizer of one checkpoint folder of ours, once verified."""
     verify(path, NEEDED)
     config, vocab_size = read_shape(path)
+    least = parameter_counts(replace(config, block_size=1), vocab_size)["total_unpadded"]
+    if least > (path / "model.safetensors").stat().st_size:  # asked before memory is
+        raise CheckpointError(
+            f"{path / 'model.json'} asks for {least:,} parameters, more than the weights hold"
+        )
     model = GPT.unfilled(config, vocab_size)
     try:
         load_weights(model, str(path / "model.safetensors"))

@@ -1,6 +1,7 @@
 """The machine: processes, threads, precision; and what `run.json` records of it."""
 
 import ctypes
+import json
 import logging
 import os
 import platform
@@ -88,13 +89,17 @@ def ensure_data(data: DataConfig) -> None:
         prepare(data.prepare, folder)  # only compares
         return
     settings = {"out": str(folder), **asdict(data.prepare)}
-    options = [f"--{key}={value}" for key, value in settings.items() if value is not None]
-    command = [sys.executable, "-m", "accel_gpt.cli", "prepare", *options]
+    # through a pipe: everybody on the machine can see a command line, and a URL may hold a password
+    reading, writing = os.pipe()
+    os.write(writing, json.dumps(settings, ensure_ascii=False).encode("utf-8", "surrogateescape"))
+    os.close(writing)
+    command = [sys.executable, "-m", "accel_gpt.cli", "prepare", f"/dev/fd/{reading}"]
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     before = [signal.signal(n, lambda number, _: sys.exit(128 + number)) for n in numbers]
-    try:
-        code = subprocess.run(command, check=False).returncode  # is killed if we are told to end
+    try:  # the process is killed if we are told to end
+        code = subprocess.run(command, check=False, pass_fds=(reading,)).returncode
     finally:
+        os.close(reading)
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
     if code:
@@ -138,7 +143,9 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
     )
     if accelerator.distributed_type == DistributedType.FSDP:
         # parts (SHARDED_STATE_DICT) come with a list that torch unpickles, and runs what it holds
-        accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        plugin = accelerator.state.fsdp_plugin
+        plugin.state_dict_config = plugin.optim_state_dict_config = None  # else those of parts stay
+        plugin.set_state_dict_type("FULL_STATE_DICT")
     if config.train.reproducible:
         check_reproducible(accelerator)
     if accelerator.device.type == "cpu":

@@ -22,15 +22,12 @@ from accel_gpt.data.inspection.report import printable
 from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.model.cost import parameter_counts
-from accel_gpt.model_config import ModelConfig
-from accel_gpt.parse import build
 from accel_gpt.run.checkpoint import (
     TrainState,
-    check_format,
     checkpoints,
     find_checkpoint,
     is_checkpoint,
-    read_json,
+    read_shape,
     read_state,
     step_name,
     verify,
@@ -92,9 +89,7 @@ def trained_on(state: TrainState) -> Any:
 
 def facts(path: Path) -> dict[str, Any]:
     """What a checkpoint says of itself."""
-    state, model = read_state(path), read_json(path / "model.json")
-    check_format(path, model)
-    config, vocab_size = build(ModelConfig, model["config"]), int(model["vocab_size"])
+    state, (config, vocab_size) = read_state(path), read_shape(path)
     try:
         kind = load_tokenizer(path).kind
     except UserError:  # gpt2's file may not be at hand

@@ -9,6 +9,7 @@ import errno
 import io
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from accel_gpt.config import Config
 from accel_gpt.files import sync, write_all, write_file
 from accel_gpt.parse import to_flat, to_plain, to_yaml
 from accel_gpt.run.checkpoint import TrainState
+from accel_gpt.untrusted import load_json
 
 # metrics.csv, and with it the keys of metrics.jsonl; progress in percent of the run. Mixtures have
 # data/epochs/NAME and eval/val_loss/NAME in metrics.jsonl besides; log.batch_hash, data/batch_hash.
@@ -147,18 +149,19 @@ def kept_lines(path: Path, step: int) -> list[str]:
     kept = []
     for line in read_lines(path):
         try:
-            record = json.loads(line)
-        except ValueError:
+            record = load_json(line)
+            if record["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):  # not of ours
             continue
-        if isinstance(record, dict) and record.get("step", math.inf) <= step:
-            kept.append(line)
     return kept
 
 
 def kept_rows(path: Path, step: int) -> list[str]:
     """Whole rows of a metrics.csv up to `step`, without its header."""
-    rows = (line for line in read_lines(path) if line.partition(",")[0].isdigit())
-    return [line for line in rows if int(line.partition(",")[0]) <= step]
+    numbered = re.compile(r"[0-9]{1,18}(?=,)")
+    rows = ((numbered.match(line), line) for line in read_lines(path))
+    return [line for number, line in rows if number and int(number[0]) <= step]
 
 
 def read_lines(path: Path) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from accel_gpt.config import TrainConfig
 from accel_gpt.errors import DivergedError
@@ -52,6 +53,8 @@ class Ledger:
         deviations above the mean of the window; there is none before the window is full: its mean
         is not a number then.
         """
+        if isinstance(grad_norm, DTensor):  # of FSDP
+            grad_norm = grad_norm.full_tensor()
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
         if self.config.spike_sigma:
             deviation, mean = torch.std_mean(self.window)
@@ -129,8 +132,10 @@ def check_weights(model: nn.Module, accelerator: Accelerator, step: int) -> None
 
     Asked before a save: weights that overflowed in an update of finite norm must not be kept.
     """
-    norms = torch.stack(torch._foreach_norm([p.detach() for p in model.parameters()]))
-    norms = norms.full_tensor() if hasattr(norms, "full_tensor") else norms
+    weights = [p.detach() for p in model.parameters()]
+    # FSDP leaves some whole after an evaluation, of the others each process has a part
+    own = [w.to_local() if isinstance(w, DTensor) else w for w in weights]
+    norms = torch.stack(torch._foreach_norm(own))
     bad = accelerator.reduce((~torch.isfinite(norms)).sum(), "sum")
     if bad.item():
         raise DivergedError(

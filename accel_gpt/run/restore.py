@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils.constants import SCALER_NAME
 from accelerate.utils.other import load
+from safetensors.torch import load_file
 
 from accel_gpt.data.order import derive_seed
 from accel_gpt.errors import CheckpointError
@@ -42,7 +43,7 @@ def restore(
     try:
         accelerator.load_state(str(path))
     except Exception as error:  # what torch, safetensors and Accelerate raise has no common class
-        raise CheckpointError(f"checkpoint {path} does not fit this run: {error}") from None
+        raise CheckpointError(f"{culprit(path)} does not fit this run: {said(error)}") from None
     finally:
         accelerator.scaler = scaler
     accelerator.step = 0  # a checkpoint is taken between steps: no micro-step is pending
@@ -59,6 +60,24 @@ def restore(
     if path.parent.parent.resolve() != Path(now.config["out_dir"]).resolve():
         state.best_step = state.best_val_loss = None  # the best so far is not in this folder
     return state
+
+
+def culprit(path: Path) -> Path:
+    """The file of a checkpoint that cannot be read, where it is a single one, else the folder."""
+    for file in sorted(path.iterdir()):
+        try:
+            if file.suffix == ".safetensors":
+                load_file(file)
+            elif file.suffix in (".bin", ".pkl", ".pt"):
+                load(file, map_location="cpu")
+        except Exception:  # as in `restore`
+            return file
+    return path
+
+
+def said(error: Exception) -> str:
+    """What torch, safetensors or Accelerate say first; the rest is advice to read it unsafely."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def check_optimizer(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
@@ -88,7 +107,6 @@ def check_random(path: Path, device: torch.device) -> None:
             seeds = states["torch_cuda_manual_seed"]
             torch.cuda.set_rng_state(seeds[min(device.index or 0, len(seeds) - 1)], device)
     except Exception as error:  # as above
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path} could not be restored: {reason}") from None
+        raise CheckpointError(f"{path} could not be restored: {said(error)}") from None
     if not restored:
         raise CheckpointError(f"{path} could not be restored")

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
@@ -31,6 +30,7 @@ from accel_gpt.run.checkpoint import (
 from accel_gpt.run.corpus import source_changes
 from accel_gpt.run.numerics import ranges, spoken
 from accel_gpt.run.writer import clean
+from accel_gpt.untrusted import load_yaml
 
 FREE = (
     "out_dir",
@@ -54,6 +54,7 @@ FREE = (
     "log.",
     "hub.",
 )
+NOT_TOLD = "not told"  # a place in the config of a checkpoint that was pushed
 IDENTITY = (
     "model.",  # tensors would not fit
     "optim.name",
@@ -196,7 +197,8 @@ def step_back(
 def name_best(out_dir: Path, saved: TrainState) -> None:
     """Let `best` name the best step that `saved` knows, if it names a later one."""
     best = out_dir / "best"
-    if not best.is_file() or best.read_text(encoding="utf-8").strip() == str(saved.best_step):
+    named = best.read_text(encoding="utf-8", errors="replace") if best.is_file() else ""
+    if not named or named.strip() == str(saved.best_step):
         return
     if saved.best_step in checkpoints(out_dir / "checkpoints"):
         write_file(best, [f"{saved.best_step}\n".encode()])
@@ -235,7 +237,12 @@ def check_same_folder(config: Config) -> None:
     saved = Path(config.out_dir) / "config.yaml"
     if not saved.is_file():
         return
-    before = to_flat(yaml.safe_load(saved.read_text(encoding="utf-8")) or {})
+    try:
+        before = to_flat(load_yaml(saved.read_text(encoding="utf-8")) or {})
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{saved} cannot be read ({error}); set another out_dir, or remove the file"
+        ) from None
     changes = differences(before, to_flat(to_plain(config)))
     refused = {k: v for k, v in changes.items() if k not in config.checkpoint.allow_change}
     if refused:
@@ -254,7 +261,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     return {
         key: (before.get(key), now.get(key))
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and (key in held or not key.startswith(FREE))
+        if before.get(key) not in (now.get(key), NOT_TOLD)
+        and (key in held or not key.startswith(FREE))
     }
 
 

@@ -16,6 +16,7 @@ from accel_gpt.parse import to_yaml
 from accel_gpt.plan import Plan
 from accel_gpt.run.corpus import Corpus
 from accel_gpt.run.environment import describe_machine, device_name, memory_gb
+from accel_gpt.untrusted import load_json
 
 
 class Speed:
@@ -59,6 +60,15 @@ def describe_run(config: Config, plan: Plan, corpus: Corpus, speed: Speed, machi
     )
 
 
+def launches(record: Path) -> list[Any]:
+    """The launches in a `run.json`; what is none is replaced by the next."""
+    try:
+        found = load_json(record.read_text(encoding="utf-8"))["launches"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return found if isinstance(found, list) else []
+
+
 def record_run(
     config: Config, plan: Plan, accelerator: Accelerator, corpus: Corpus, speed: Speed, step: int
 ) -> str:
@@ -70,7 +80,6 @@ def record_run(
     machine = describe_machine(accelerator)
     write_file(out / "config.yaml", [to_yaml(config).encode()])
     record = out / "run.json"
-    launches = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
-    launches.setdefault("launches", []).append({"step": step, "plan": asdict(plan), **machine})
-    write_file(record, [json.dumps(launches, indent=1).encode()])
+    this = {"step": step, "plan": asdict(plan), **machine}
+    write_file(record, [json.dumps({"launches": [*launches(record), this]}, indent=1).encode()])
     return describe_run(config, plan, corpus, speed, machine)

@@ -1,0 +1,128 @@
+"""Real FSDP2 on two gloo processes: stopped and resumed, poisoned, and taken up by one process."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from accel_gpt import train
+from accel_gpt.errors import run_main
+from tests.test_export import SHARDED
+from tests.test_train import assert_same_weights, records, weights
+
+Arguments = Callable[..., list[str]]
+ALIKE = ["--train.max_steps", "6", "--sample.every", "0", "--train.micro_batch_size", "2"]
+ALIKE += ["--eval.every", "3", "--checkpoint.every", "1", "--checkpoint.keep_last", "9"]
+# a signal to one process while step STOP_AT is under way; a loss that is no number on the other
+FAULTY = """
+import os, signal
+from accel_gpt import train
+stop, poison = (int(os.environ.get(name, 0)) for name in ("STOP_AT", "POISON_AT"))
+update, micro_batches = train.update, train.micro_batches
+step = 0
+def faulty(run):
+    global step
+    step = run.state.step + 1
+    if step == stop and run.accelerator.is_main_process:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return update(run)
+def batches(*arguments):
+    bad = step == poison and os.environ["RANK"] == "1"
+    for *rest, weight in micro_batches(*arguments):
+        yield *rest, weight * float("nan") if bad else weight
+train.update, train.micro_batches = faulty, batches
+"""
+
+
+def launch(world: int, folder: Path, arguments: list[str], code: int = 0, **given: int) -> None:
+    """Train under FSDP2 in `world` processes, all of which end with `code`."""
+    script = folder / "sharded.py"
+    script.write_text(SHARDED.replace("sys.exit(", f"{FAULTY}\nsys.exit("))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        **{"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, **given},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        **{"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": 2, "FSDP_RESHARD_AFTER_FORWARD": "true"},
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            env={**os.environ, **{k: str(v) for k, v in (shared | ranks).items()}},
+            cwd=folder,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for ranks in ({"RANK": rank, "LOCAL_RANK": rank} for rank in range(world))
+    ]
+    told = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [code] * world, "\n".join(told)
+
+
+def moments(run: Path, step: int) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's state of a sharded run, by the names of the weights."""
+    file = run / "checkpoints" / f"step_{step:08d}" / "optimizer.bin"
+    state: Any = torch.load(file, weights_only=True)
+    return dict(state["state"])
+
+
+@pytest.mark.slow
+def test_a_sharded_run_stops_skips_and_resumes_as_if_it_never_stopped(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    whole, parted = (tmp_path / name for name in ("whole", "parted"))
+    launch(2, tmp_path, small_run(*ALIKE, "--out_dir", str(whole)), POISON_AT=2)
+    own = small_run(*ALIKE, "--out_dir", str(parted))
+    launch(2, tmp_path, own, 75, POISON_AT=2, STOP_AT=4)
+    assert not (parted / "checkpoints" / "step_00000005").exists()
+    for path in parted.rglob("*"):
+        assert not path.name.endswith((".metadata", ".distcp")), path
+    launch(2, tmp_path, own)
+    assert records(whole) == records(parted)
+    assert_same_weights(weights(whole, 6), weights(parted, 6))
+    first, second = moments(whole, 6), moments(parted, 6)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert_same_weights(first[name], second[name])
+    # the poisoned update was left out on both processes, moments and count included
+    assert_same_weights(weights(whole, 1), weights(whole, 2))
+    assert not torch.equal(weights(whole, 2)["wte.weight"], weights(whole, 3)["wte.weight"])
+    for name, before in moments(whole, 1).items():
+        assert_same_weights(before, moments(whole, 2)[name])
+    assert [record["train/skipped"] for record in records(whole)] == [0, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_sharded_checkpoint_is_taken_up_by_one_process_with_and_without_fsdp(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alike = [*ALIKE, "--model.dropout", "0"]
+    launch(2, tmp_path, small_run(*alike, "--out_dir", "two"))
+    stopped = small_run(*alike, "--out_dir", "sharded")
+    launch(2, tmp_path, stopped, 75, STOP_AT=3)
+    checkpoint = tmp_path / "sharded" / "checkpoints" / "step_00000003"
+    start = ["--checkpoint.resume", str(checkpoint), "--out_dir"]
+    launch(1, tmp_path, small_run(*alike, *start, "fsdp"))
+    assert run_main(train.main, small_run(*alike, *start, str(tmp_path / "plain"))) == 0
+    assert "was trained by 2 processes, this is 1" in capsys.readouterr().err
+    expected = weights(tmp_path / "two", 6)
+    for name in ("fsdp", "plain"):
+        found = weights(tmp_path / name, 6)
+        assert found.keys() == expected.keys()
+        for key, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[key], atol=1e-5, rtol=1e-4)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert "model.safetensors" in manifest["files"]
+    assert load_file(checkpoint / "model.safetensors").keys() == expected.keys()

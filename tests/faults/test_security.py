@@ -1,0 +1,390 @@
+"""Attacks: nothing in a checkpoint or a config is executed, whoever wrote it.
+
+`accel_gpt` defends against files, not against an attacker who can write the manifest: such a one
+may change what is trained, but runs no code.
+"""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_gpt import cli, train
+from accel_gpt.errors import CheckpointError, UserError, run_main
+from accel_gpt.parse import load_config
+from accel_gpt.run.checkpoint import find_checkpoint, read_json, read_shape, read_state, verify
+from accel_gpt.untrusted import load_yaml
+from tests.faults.attack import fit, pickled, plant, zipped
+
+Arguments = Callable[..., list[str]]
+SHORT = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]
+SHORT += ["--schedule.warmup_steps", "0", "--log.trackers", "[]"]
+OURS = ("optimizer.bin", "random_states_0.pkl", "model.safetensors")
+TEXTS = ("trainer_state.json", "model.json", "tokenizer.json", "manifest.json")
+# what Accelerate, DCP or torch read where they find it, and a checkpoint of ours never holds
+FOREIGN = (
+    *("scheduler.bin", "sampler.bin", "dl_state_dict.bin", "custom_checkpoint_0.pkl"),
+    *("pytorch_model.bin", "pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"),
+    *("pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_rank0.bin", "__0_0.distcp"),
+)
+# what other processes or FSDP write: not opened by this run
+UNREAD = ("random_states_1.pkl", "scaler.pt", "pytorch_model_fsdp.bin")
+
+
+@pytest.fixture
+def checkpoint(small_run: Arguments, tmp_path: Path) -> Path:
+    """The one checkpoint of a run of 2 steps."""
+    assert run_main(train.main, small_run(*SHORT)) == 0
+    return tmp_path / "run" / "checkpoints" / "step_00000002"
+
+
+def attack(
+    command: Callable[[], int], name: str, capsys: pytest.CaptureFixture[str], refused: bool
+) -> None:
+    """Run `command`, which ends well or names the file in a line, as far as it read it."""
+    capsys.readouterr()
+    code = command()  # what raises anything but a `UserError` fails the test
+    told = capsys.readouterr().err
+    assert code == 4 if refused else code in (0, 3, 4), (name, code, told)
+    assert code == 0 or name in told, (name, told)
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("fitting", [False, True], ids=["manifest_left", "manifest_fits"])
+@pytest.mark.parametrize("content", [pickled, zipped])
+def test_planted_pickles_are_never_executed_by_a_resume(
+    checkpoint: Path,
+    fitting: bool,
+    content: Callable[[Path], bytes],
+    small_run: Arguments,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    canary, files = tmp_path / "executed", {p: p.read_bytes() for p in checkpoint.iterdir()}
+    for name in (*OURS, *TEXTS, *FOREIGN, *UNREAD):
+        plant(checkpoint, name, content(canary), fitting)
+        unread = fitting and name in ("model.json", "tokenizer.json", *UNREAD)
+
+        def resume() -> int:
+            return run_main(train.main, small_run(*SHORT))
+
+        attack(resume, name, capsys, refused=not unread)
+        assert not canary.exists(), name
+        (checkpoint / name).unlink()
+        for path, before in files.items():
+            path.write_bytes(before)
+    assert not canary.exists()
+    pickle.loads(pickled(canary))
+    assert canary.exists(), "the payload would have worked"
+    canary.unlink()
+    torch.load(checkpoint_of(zipped(canary), tmp_path), weights_only=False)
+    assert canary.exists()
+
+
+def checkpoint_of(content: bytes, folder: Path) -> Path:
+    (folder / "x.bin").write_bytes(content)
+    return folder / "x.bin"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fitting", [False, True], ids=["manifest_left", "manifest_fits"])
+def test_planted_pickles_are_never_executed_by_a_command(
+    checkpoint: Path,
+    fitting: bool,
+    small_run: Arguments,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    same = {"difference": 0.0, "transformers": "5"}
+    monkeypatch.setattr("accel_gpt.hub.export.compare", lambda *_: same)
+    canary, files = tmp_path / "executed", {p: p.read_bytes() for p in checkpoint.iterdir()}
+    place, elsewhere = str(checkpoint.parents[1]), ["--out_dir", str(tmp_path / "other")]
+    commands: list[tuple[Any, list[str]]] = [
+        (cli.dispatch, ["sample", place, "--max_new_tokens", "1"]),
+        (cli.dispatch, ["inspect", place]),
+        (cli.dispatch, ["export", place, "--to", str(tmp_path / "out"), "--overwrite"]),
+        (train.main, small_run(*SHORT, *elsewhere, "--model.init_from", place)),
+        (train.main, small_run(*SHORT, *elsewhere, "--checkpoint.resume", str(checkpoint))),
+    ]
+    for name in (*OURS, *TEXTS, *FOREIGN, *UNREAD):
+        for main, words in commands:
+            plant(checkpoint, name, pickled(canary), fitting)
+            attack(lambda main=main, words=words: run_main(main, words), name, capsys, False)
+            assert not canary.exists(), (name, words)
+            (checkpoint / name).unlink()
+            for path, before in files.items():
+                path.write_bytes(before)
+            for step in (tmp_path / "other" / "checkpoints").glob("*/*"):
+                step.unlink()
+
+
+def test_a_pushed_checkpoint_of_an_attacker_is_never_executed(
+    checkpoint: Path,
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from tests.hub_server import HubServer, point_at
+
+    canary = tmp_path / "executed"
+    resume = ["--out_dir", str(tmp_path / "other"), "--checkpoint.resume", "hf://tester/evil"]
+    with HubServer() as hub:
+        point_at(monkeypatch, hub, tmp_path / "home")
+        for name in ("optimizer.bin", "custom_checkpoint_0.pkl"):
+            plant(checkpoint, name, pickled(canary), fitting=True)
+            files = {f"checkpoint/{p.name}": p.read_bytes() for p in checkpoint.iterdir()}
+            hub.add("tester/evil", files)
+            attack(lambda: run_main(train.main, small_run(*SHORT, *resume)), name, capsys, True)
+    assert not canary.exists()
+
+
+# --------------------------------------------------------------------------- the runtime guard
+
+GUARDED = """
+import sys
+from accel_gpt import cli, train
+from accel_gpt.errors import run_main
+import accel_gpt.hub.load, accel_gpt.evals.interactive, torch._dynamo
+names = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen")
+def hook(name, arguments):
+    if name in names:
+        sys.stdout.write(f"EVENT {name} {arguments!r}\\n")
+    elif name == "exec" and not arguments[0].co_filename.startswith((sys.prefix, sys.base_prefix)):
+        sys.stdout.write(f"EVENT exec {arguments[0].co_filename}\\n")
+sys.addaudithook(hook)
+place, *words = sys.argv[1:]
+if place == "PROVE":
+    import pickle
+    pickle.loads(pickle.dumps(print))
+    exec("1")
+    sys.exit(0)
+assert run_main(train.main, words) == 0
+assert run_main(cli.dispatch, ["sample", place, "--max_new_tokens", "2"]) == 0
+assert run_main(cli.dispatch, ["inspect", place]) == 0
+"""
+
+
+def events(folder: Path, *words: str) -> list[str]:
+    (folder / "guarded.py").write_text(GUARDED)
+    command = [sys.executable, str(folder / "guarded.py"), *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith("EVENT")]
+
+
+@pytest.mark.slow
+def test_nothing_is_unpickled_nor_executed_while_a_run_is_taken_up(
+    checkpoint: Path, small_run: Arguments, tmp_path: Path
+) -> None:
+    longer = ["--train.max_steps", "3", "--checkpoint.allow_change", "train.max_steps"]
+    seen = events(tmp_path, str(tmp_path / "run"), *small_run(*SHORT, *longer))
+    assert [event for event in seen if "git" not in event] == []
+    proven = events(tmp_path, "PROVE")
+    assert any("pickle.find_class" in event for event in proven)
+    assert any("exec <string>" in event for event in proven)
+
+
+# --------------------------------------------------------------------------- manifests
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../../x", "/etc/passwd", "a\0b", "..\\x", "C:\\x", "sub/x", "", ".", "..", ".hidden"),
+        *("a" * 300, "caf\u00e9", "a\nb", "x\u202e"),
+    ],
+)
+def test_names_of_a_manifest_stay_in_its_folder(
+    checkpoint: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(checkpoint, name, b"x")
+    with pytest.raises(CheckpointError, match="which is no plain file name"):
+        verify(checkpoint)
+    assert run_main(cli.dispatch, ["inspect", str(checkpoint)]) == 4
+    assert all(c.isprintable() for c in capsys.readouterr().err.replace("\n", ""))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"size": -1, "sha256": "0"}, "not -1"),
+        ({"size": 10**30, "sha256": "0"}, "truncated"),
+        ({"size": float("inf"), "sha256": "0"}, r"manifest\.json is damaged"),
+        ({"size": "x"}, r"manifest\.json is damaged"),
+        ([], r"manifest\.json is damaged"),
+    ],
+)
+def test_absurd_sizes_are_refused(checkpoint: Path, entry: object, message: str) -> None:
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["optimizer.bin"] = entry
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=message):
+        verify(checkpoint)
+
+
+def test_a_million_names_and_a_name_twice_are_refused(checkpoint: Path) -> None:
+    path = checkpoint / "manifest.json"
+    before, manifest = path.read_text(), json.loads(path.read_text())
+    more = {f"f{i}": {"size": 1, "sha256": "0"} for i in range(1_000_000)}
+    path.write_text(json.dumps({**manifest, "files": manifest["files"] | more}))
+    with pytest.raises(CheckpointError, match=r"lacks its file f0|has more than"):
+        verify(checkpoint)
+    twice = before.replace('"files": {', '"files": {"optimizer.bin": {"size": 1, "sha256": "0"},')
+    path.write_text(twice)
+    verify(checkpoint)  # the last entry counts, as it does for all who read JSON
+    os.truncate(path, 65 << 20)
+    with pytest.raises(CheckpointError, match="has more than"):
+        verify(checkpoint)
+
+
+def test_a_link_out_of_a_checkpoint_is_followed_and_what_it_leads_to_hashed(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """The Hub's cache consists of links; one to other content is found by its hash."""
+    file, outside = checkpoint / "optimizer.bin", tmp_path / "outside"
+    file.rename(outside)
+    file.symlink_to(outside)
+    verify(checkpoint)
+    outside.write_bytes(b"x" * outside.stat().st_size)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        verify(checkpoint)
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="lacks its file"):
+        verify(checkpoint)
+
+
+# --------------------------------------------------------------------------- texts
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("[" * 100_000, '{"format": 1, "step": ' + "9" * 5000 + "}", '{"format": 1, "step": -1}'),
+        *('{"format": 1, "step": "x"}', '{"format": 1, "step": true}', '{"format": 1, "x": 1}'),
+        *('{"format": 1, "config": []}', '{"format": 1, "step": Infinity}', "\ud800", "null"),
+    ],
+)
+def test_a_hostile_state_is_one_sentence(checkpoint: Path, content: str) -> None:
+    file = checkpoint / "trainer_state.json"
+    file.write_bytes(content.encode(errors="surrogatepass"))
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
+        read_state(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"n_layer": 10**9}, {"n_embd": 2**40}, {"n_layer": 2.5}, {"n_layer": "x"}),
+        *({"norm": "__import__('os')"}, {"n_layer": float("inf")}, {"n_head": 0}),
+    ],
+)
+def test_a_hostile_shape_is_one_sentence_and_takes_no_memory(
+    checkpoint: Path, change: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads((checkpoint / "model.json").read_text())
+    content["config"] |= change
+    plant(checkpoint, "model.json", json.dumps(content).encode(), fitting=True)
+    assert run_main(cli.dispatch, ["sample", str(checkpoint)]) == 4
+    assert "model.json" in capsys.readouterr().err
+    content["vocab_size"] = float("inf")
+    (checkpoint / "model.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"model\.json"):
+        read_shape(checkpoint)
+
+
+@pytest.mark.parametrize("content", [b"../../etc", b"\xff\xfe", b"9" * 5000, "\u00b2".encode()])
+def test_a_hostile_best_leads_nowhere(
+    checkpoint: Path, content: bytes, small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = checkpoint.parents[1]
+    (run / "best").write_bytes(content)
+    with pytest.raises(UserError, match="has no checkpoint"):
+        find_checkpoint(run, "best")
+    assert run_main(train.main, small_run(*SHORT)) == 0  # and the file is removed
+    assert not (run / "best").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe", b"[" * 100_000, b"[]", b'{"launches": 3}', b"9" * 5000, b'{"step": []}\n'],
+)
+def test_hostile_records_of_a_run_are_passed_over(
+    checkpoint: Path, content: bytes, small_run: Arguments
+) -> None:
+    run = checkpoint.parents[1]
+    for name in ("run.json", "metrics.jsonl", "metrics.csv", "config.yaml", "hub.log"):
+        (run / name).write_bytes(content + b"\n")
+    (run / ".upload").write_bytes(content)
+    assert run_main(train.main, small_run(*SHORT)) == 0
+    assert len(json.loads((run / "run.json").read_text())["launches"]) == 1
+    assert read_json(run / "run.json")
+
+
+# --------------------------------------------------------------------------- configs
+
+LAUGHS = "".join(
+    f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9) if i else 'lol'}]\n" for i in range(40)
+)
+MERGES = "".join(
+    f"l{i}: &l{i}\n  <<: [{', '.join([f'*l{i - 1}'] * 9)}]\n" if i else "l0: &l0 {a: 1}\n"
+    for i in range(40)
+)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "!!python/object/apply:os.system ['touch executed']",
+        "out_dir: !!python/object/new:os.system ['touch executed']",
+        "out_dir: !!python/name:os.system",
+        *(LAUGHS, MERGES, "a: &a [*a]", "[" * 100_000, "seed: " + "9" * 5000),
+        *("out_dir: 2026-13-45", "out_dir: !!timestamp x", "seed: !!int x", "seed: !!bool x"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_hostile_config_is_one_sentence(
+    content: str, tmp_path: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "evil.yaml"
+    path.write_text(content)
+    assert run_main(train.main, [str(path)]) == 2
+    told = capsys.readouterr().err
+    assert "evil.yaml is not valid YAML" in told
+    assert len(told) < 500
+    assert not Path("executed").exists()
+    (tmp_path / "run").mkdir()
+    path.rename(tmp_path / "run" / "config.yaml")  # of a run that saved nothing yet
+    assert run_main(train.main, small_run(*SHORT)) == 2
+    assert "config.yaml cannot be read" in capsys.readouterr().err
+
+
+def test_a_config_that_is_a_pickle_or_asks_for_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    canary, path = tmp_path / "executed", tmp_path / "evil.yaml"
+    for content in (pickled(canary), zipped(canary)):
+        path.write_bytes(content)
+        assert run_main(train.main, [str(path)]) == 2
+        assert "evil.yaml" in capsys.readouterr().err
+    assert not canary.exists()
+    monkeypatch.setenv("HF_TOKEN", "hf_CANARY")
+    path.write_text("out_dir: ${oc.env:HF_TOKEN}/$HF_TOKEN\ndata: {train: '{HF_TOKEN}'}\n")
+    config = load_config([str(path), "--train.max_steps", "3000"], "test")
+    assert (config.out_dir, config.data.train) == ("${oc.env:HF_TOKEN}/$HF_TOKEN", "{HF_TOKEN}")
+
+
+def test_aliases_of_a_reasonable_config_are_read() -> None:
+    assert load_yaml("a: &x {b: 1}\nc: *x\nd: {<<: *x, e: 2}\n") == {
+        **{"a": {"b": 1}, "c": {"b": 1}},
+        "d": {"b": 1, "e": 2},
+    }

@@ -5,8 +5,8 @@ may change what is trained, but runs no code.
 """
 
 import json
-import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,10 +38,19 @@ FOREIGN = (
 UNREAD = ("random_states_1.pkl", "scaler.pt", "pytorch_model_fsdp.bin")
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the run lies, once the first test has made it."""
+    return tmp_path_factory.mktemp("trained") / "run"
+
+
 @pytest.fixture
-def checkpoint(small_run: Arguments, tmp_path: Path) -> Path:
+def checkpoint(trained: Path, small_run: Arguments, tmp_path: Path) -> Path:
     """The one checkpoint of a run of 2 steps."""
-    assert run_main(train.main, small_run(*SHORT)) == 0
+    if not trained.exists():
+        assert run_main(train.main, small_run(*SHORT)) == 0
+        (tmp_path / "run").rename(trained)
+    shutil.copytree(trained, tmp_path / "run")
     return tmp_path / "run" / "checkpoints" / "step_00000002"
 
 
@@ -58,17 +67,16 @@ def attack(
 
 
 @pytest.mark.parametrize("fitting", [False, True], ids=["manifest_left", "manifest_fits"])
-@pytest.mark.parametrize("content", [pickled, zipped])
 def test_planted_pickles_are_never_executed_by_a_resume(
     checkpoint: Path,
     fitting: bool,
-    content: Callable[[Path], bytes],
     small_run: Arguments,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     canary, files = tmp_path / "executed", {p: p.read_bytes() for p in checkpoint.iterdir()}
-    for name in (*OURS, *TEXTS, *FOREIGN, *UNREAD):
+    planted = [(name, pickled) for name in (*OURS, *TEXTS, *FOREIGN, *UNREAD)]
+    for name, content in [*planted, *((name, zipped) for name in OURS)]:
         plant(checkpoint, name, content(canary), fitting)
         unread = fitting and name in ("model.json", "tokenizer.json", *UNREAD)
 
@@ -234,16 +242,16 @@ def test_absurd_sizes_are_refused(checkpoint: Path, entry: object, message: str)
 def test_a_million_names_and_a_name_twice_are_refused(checkpoint: Path) -> None:
     path = checkpoint / "manifest.json"
     before, manifest = path.read_text(), json.loads(path.read_text())
-    more = {f"f{i}": {"size": 1, "sha256": "0"} for i in range(1_000_000)}
+    more = {f"f{i}": {"size": 1, "sha256": "0"} for i in range(100_000)}
     path.write_text(json.dumps({**manifest, "files": manifest["files"] | more}))
-    with pytest.raises(CheckpointError, match=r"lacks its file f0|has more than"):
+    with pytest.raises(CheckpointError, match=r"lacks its file f0"):
+        verify(checkpoint)
+    path.write_text(", ".join(f'"f{i}": 1' for i in range(1_500_000)))
+    with pytest.raises(CheckpointError, match="has more than"):
         verify(checkpoint)
     twice = before.replace('"files": {', '"files": {"optimizer.bin": {"size": 1, "sha256": "0"},')
     path.write_text(twice)
     verify(checkpoint)  # the last entry counts, as it does for all who read JSON
-    os.truncate(path, 65 << 20)
-    with pytest.raises(CheckpointError, match="has more than"):
-        verify(checkpoint)
 
 
 def test_a_link_out_of_a_checkpoint_is_followed_and_what_it_leads_to_hashed(

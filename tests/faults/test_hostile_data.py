@@ -1,0 +1,116 @@
+"""Data folders of an attacker: nothing in them is unpickled, and names stay inside."""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from accel_gpt import cli, train
+from accel_gpt.data.folders import open_place
+from accel_gpt.data_config import DataConfig
+from accel_gpt.errors import DataError, UserError, run_main
+from tests.faults.attack import Payload, pickled
+
+Arguments = Callable[..., list[str]]
+SHORT = ["--train.max_steps", "1", "--eval.every", "0", "--sample.every", "0"]
+SHORT += ["--schedule.warmup_steps", "0", "--log.trackers", "[]"]
+
+
+def refused(folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    """What a training on a folder says that ends with the code of a mistake or of bad data."""
+    capsys.readouterr()
+    assert run_main(train.main, arguments) in (2, 3)
+    told = capsys.readouterr().err
+    assert run_main(cli.dispatch, ["inspect", str(folder), "--quick"]) in (0, 2, 3)
+    return told
+
+
+@pytest.mark.parametrize("name", ["train_000000.npy", "dataset.json", "tokenizer.json"])
+def test_pickles_in_a_folder_of_ours_are_never_executed(
+    name: str,
+    corpus: Path,
+    small_run: Arguments,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    canary, size = tmp_path / "executed", (corpus / name).stat().st_size
+    (corpus / name).write_bytes(pickled(canary))
+    assert name in refused(corpus, capsys, small_run(*SHORT))
+    if name.endswith(".npy"):
+        for content in (pickled(canary), object_array(corpus / "x.npy", canary)):
+            (corpus / name).write_bytes(content.ljust(size, b"\0"))  # of the size in the index
+            with pytest.raises(DataError, match=r"no \.npy file|holds object"):
+                open_place(str(corpus), "train", DataConfig())[0].read(0, 0, 1)
+        assert name in refused(corpus, capsys, small_run(*SHORT))
+    assert not canary.exists()
+
+
+def object_array(path: Path, canary: Path) -> bytes:
+    """A .npy file whose content is a pickle."""
+    np.save(path, np.array([Payload(canary)], object), allow_pickle=True)
+    content = path.read_bytes()
+    path.unlink()
+    return content
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["train.bin", "meta.pkl", "train.ds", "train.ds.metadata", "tokenizer.json", "train.npy"],
+)
+def test_pickles_in_a_folder_of_others_are_never_executed(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, canary = tmp_path / "theirs", tmp_path / "executed"
+    folder.mkdir()
+    if name not in ("train.bin", "train.npy"):
+        kind = "train.ds" if ".ds" in name else "train.bin"
+        (folder / kind).write_bytes(np.arange(200, dtype="<u2").tobytes())
+    npy = name.endswith("npy")
+    (folder / name).write_bytes(object_array(folder / name, canary) if npy else pickled(canary))
+    code = run_main(cli.dispatch, ["inspect", str(folder), "--tokenizer", "bytes"])
+    told = capsys.readouterr().err
+    assert code in (2, 3)
+    assert "error: " in told
+    assert not canary.exists()
+    pickle.loads(pickled(canary))
+    assert canary.exists(), "the payload would have worked"
+
+
+@pytest.mark.parametrize(
+    "name", ["../train.npy", "/etc/passwd", "a\0b", "a/b.npy", "..", "", "..\\x", "a\nb", 3, None]
+)
+def test_names_of_shards_stay_in_their_folder(name: object, corpus: Path) -> None:
+    index = json.loads((corpus / "dataset.json").read_text())
+    index["splits"]["train"][0]["name"] = name
+    (corpus / "dataset.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match=r"names a shard|is damaged"):
+        open_place(str(corpus), "train", DataConfig())
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "9" * 5000, "null", '{"format": 1e999}'])
+def test_a_hostile_index_is_one_sentence(content: str, corpus: Path) -> None:
+    for name in ("dataset.json", "tokenizer.json"):
+        before = (corpus / name).read_text()
+        (corpus / name).write_text(content)
+        with pytest.raises(UserError, match=name.replace(".", r"\.")):
+            open_place(str(corpus), "train", DataConfig())
+        (corpus / name).write_text(before)
+
+
+def test_a_linked_shard_is_read_as_numbers_and_must_be_what_the_index_says(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Shards may lie on other disks; whatever a link leads to becomes token ids and nothing else."""
+    file, outside = corpus / "train_000000.npy", tmp_path / "outside.npy"
+    expected = open_place(str(corpus), "train", DataConfig())[0].read(0, 0, 10).tolist()
+    shutil.move(file, outside)
+    file.symlink_to(outside)
+    assert open_place(str(corpus), "train", DataConfig())[0].read(0, 0, 10).tolist() == expected
+    file.unlink()
+    file.symlink_to("/etc/hostname")
+    with pytest.raises(DataError, match=r"train_000000\.npy has"):
+        open_place(str(corpus), "train", DataConfig())

@@ -1,0 +1,154 @@
+"""Secrets: no token of the environment, no password of a URL where others can read it."""
+
+import glob
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_gpt import cli, train
+from accel_gpt.data_config import DataConfig, PrepareConfig
+from accel_gpt.errors import run_main
+from accel_gpt.hub import push as pushing
+from accel_gpt.run import environment as machine
+from tests.hub_server import HubServer, environment, no_waiting, point_at
+
+Arguments = Callable[..., list[str]]
+REPO = "tester/tiny"
+TOKEN, KEY = "hf_CANARY" + "x" * 25, "WANDBCANARY" + "y" * 29
+PASSWORD = "S3CRETPASSWORD"
+SHORT = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]
+SHORT += ["--schedule.warmup_steps", "0"]
+
+
+def holding(folder: Path, *secrets: str) -> list[Path]:
+    """Files that hold any of the secrets."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return [p for p in found if any(secret.encode() in p.read_bytes() for secret in secrets)]
+
+
+@pytest.mark.slow
+def test_tokens_of_the_environment_reach_no_file_log_upload_or_command_line(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    root = Path(__file__).resolve().parents[2]
+    asked = small_run(*SHORT, "--hub.repo_id", REPO, "--hub.push", "end", "--hub.include_state")
+    command = [sys.executable, str(root / "accel_gpt" / "train.py"), *asked]
+    shown: list[str] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        """Look at the command lines of all processes, again and again."""
+        while not over.wait(0.1):
+            for place in glob.glob("/proc/[0-9]*/cmdline"):
+                try:
+                    words = Path(place).read_bytes().decode(errors="replace")
+                except OSError:
+                    continue
+                shown.append(words) if "accel_gpt" in words and str(tmp_path) in words else None
+
+    with HubServer() as hub:
+        hub.token = TOKEN
+        hub.fail_next(401, 1, "/commit/", X_Error_Message=f"{TOKEN} is wrong")
+        seen = {**os.environ, **environment(hub, tmp_path / "home"), "WANDB_API_KEY": KEY}
+        watching = threading.Thread(target=watch)
+        watching.start()
+        runs = [
+            subprocess.run(
+                command, cwd=tmp_path, env=seen, capture_output=True, text=True, check=False
+            )
+            for _ in range(2)  # the first is refused, the second uploads what waits
+        ]
+        over.set()
+        watching.join()
+        told = "".join(done.stdout + done.stderr for done in runs)
+        assert "it does not know you" in told
+        assert hub.tags(REPO).keys() == {"step-2"}, told
+        for name, content in hub.files(REPO).items():
+            assert TOKEN.encode() not in content, name
+            assert KEY.encode() not in content, name
+    assert TOKEN not in told
+    assert KEY not in told
+    assert not holding(tmp_path / "run", TOKEN, KEY)
+    assert not holding(tmp_path / "home", TOKEN, KEY)
+    uploads = [words for words in shown if "\0push\0" in words]
+    assert uploads, "the upload was seen"
+    assert not any(TOKEN in words or KEY in words for words in shown)
+
+
+@pytest.mark.parametrize("status", [401, 403, 400])
+def test_a_token_that_the_hub_echoes_is_not_told(
+    status: int,
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert run_main(train.main, small_run(*SHORT)) == 0
+    with HubServer() as hub:
+        hub.token = TOKEN
+        point_at(monkeypatch, hub, tmp_path / "home")
+        no_waiting(monkeypatch)
+        hub.fail_next(status, 1, "/repos/create", X_Error_Message=f"{TOKEN} is wrong")
+        assert run_main(cli.dispatch, ["push", str(tmp_path / "run"), "--repo", REPO]) == 2
+    assert TOKEN not in "".join(capfd.readouterr())
+
+
+def test_a_password_in_a_url_is_never_pushed(
+    small_run: Arguments, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`config.yaml` and the checkpoint of the run keep what its user wrote; others never see it."""
+    monkeypatch.setattr(
+        "accel_gpt.hub.export.compare", lambda *_: {"difference": 0.0, "transformers": "5"}
+    )
+    monkeypatch.setattr(pushing, "FIRST_PAUSE_SECONDS", 0.0)
+    place = tmp_path / f"user:{PASSWORD}@host"  # a folder, as there is no server
+    corpus.rename(place)
+    data = ["--data.train", str(place), "--data.val", str(place)]
+    data += ["--data.prepare.path", f"https://user:{PASSWORD}@host/x"]
+    assert run_main(train.main, small_run(*SHORT, *data)) == 0
+    run = tmp_path / "run"
+    checkpoint = run / "checkpoints" / "step_00000002"
+    (checkpoint / "notes.txt").write_text(PASSWORD)
+    (run / "metrics.jsonl").open("a").write(f'{{"step": 1, "x": "{PASSWORD}"}}\n')
+    (run / "metrics.csv").open("a").write(f"1,{PASSWORD}\n")
+    assert {run / "config.yaml", checkpoint / "trainer_state.json"} <= {*holding(run, PASSWORD)}
+    with HubServer() as hub:
+        point_at(monkeypatch, hub, tmp_path / "home")
+        words = ["push", str(run), "--repo", REPO, "--include_state"]
+        assert run_main(cli.dispatch, words) == 0
+        files = hub.files(REPO)
+        assert "checkpoint/notes.txt" not in files  # only what the manifest names
+        assert [name for name, content in files.items() if PASSWORD.encode() in content] == []
+        rows = files["metrics.csv"].decode().splitlines()
+        assert len(rows) == 3
+        assert rows == (run / "metrics.csv").read_text().splitlines()[:3]
+        state = json.loads(files["checkpoint/trainer_state.json"])
+        assert state["config"]["data.val"] == "not told"
+        elsewhere = ["--out_dir", str(tmp_path / "other"), "--checkpoint.resume", f"hf://{REPO}"]
+        assert run_main(train.main, small_run(*SHORT, *data, *elsewhere)) == 0  # and it goes on
+
+
+def test_what_makes_the_data_is_not_told_on_a_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    run = subprocess.run
+
+    def noted(command: list[str], **given: Any) -> Any:
+        commands.append(command)
+        return run(command, **given)
+
+    monkeypatch.setattr(machine.subprocess, "run", noted)
+    text = tmp_path / f"{PASSWORD} \u00e9\U0001f600.txt"
+    text.write_text("the king of the sea " * 200)
+    asked = PrepareConfig(source="text", path=str(text), tokenizer="bytes", workers=1)
+    machine.ensure_data(DataConfig(train=str(tmp_path / "made"), prepare=asked))
+    assert (tmp_path / "made" / "dataset.json").is_file()
+    assert PASSWORD not in str(commands)

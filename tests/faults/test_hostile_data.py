@@ -104,7 +104,7 @@ def test_a_hostile_index_is_one_sentence(content: str, corpus: Path) -> None:
 def test_a_linked_shard_is_read_as_numbers_and_must_be_what_the_index_says(
     corpus: Path, tmp_path: Path
 ) -> None:
-    """Shards may lie on other disks; whatever a link leads to becomes token ids and nothing else."""
+    """Shards may lie on other disks; what a link leads to becomes token ids, nothing else."""
     file, outside = corpus / "train_000000.npy", tmp_path / "outside.npy"
     expected = open_place(str(corpus), "train", DataConfig())[0].read(0, 0, 10).tolist()
     shutil.move(file, outside)

@@ -318,8 +318,8 @@ def test_a_hostile_best_leads_nowhere(
     (run / "best").write_bytes(content)
     with pytest.raises(UserError, match="has no checkpoint"):
         find_checkpoint(run, "best")
-    assert run_main(train.main, small_run(*SHORT)) == 0  # and the file is removed
-    assert not (run / "best").exists()
+    assert run_main(train.main, small_run(*SHORT)) == 0  # and it is named anew
+    assert (run / "best").read_text() == "2\n"
 
 
 @pytest.mark.parametrize(
@@ -386,9 +386,9 @@ def test_a_config_that_is_a_pickle_or_asks_for_the_environment(
         assert "evil.yaml" in capsys.readouterr().err
     assert not canary.exists()
     monkeypatch.setenv("HF_TOKEN", "hf_CANARY")
-    path.write_text("out_dir: ${oc.env:HF_TOKEN}/$HF_TOKEN\ndata: {train: '{HF_TOKEN}'}\n")
+    path.write_text("out_dir: ${oc.env:HF_TOKEN}/$HF_TOKEN\ndata: {train: '${HF_TOKEN}'}\n")
     config = load_config([str(path), "--train.max_steps", "3000"], "test")
-    assert (config.out_dir, config.data.train) == ("${oc.env:HF_TOKEN}/$HF_TOKEN", "{HF_TOKEN}")
+    assert (config.out_dir, config.data.train) == ("${oc.env:HF_TOKEN}/$HF_TOKEN", "${HF_TOKEN}")
 
 
 def test_aliases_of_a_reasonable_config_are_read() -> None:

@@ -57,7 +57,7 @@ def test_tokens_of_the_environment_reach_no_file_log_upload_or_command_line(
         hub.token = TOKEN
         hub.fail_next(401, 1, "/commit/", X_Error_Message=f"{TOKEN} is wrong")
         seen = {**os.environ, **environment(hub, tmp_path / "home"), "WANDB_API_KEY": KEY}
-        watching = threading.Thread(target=watch)
+        watching = threading.Thread(target=watch, daemon=True)
         watching.start()
         runs = [
             subprocess.run(

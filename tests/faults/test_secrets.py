@@ -17,6 +17,7 @@ from accel_gpt.data_config import DataConfig, PrepareConfig
 from accel_gpt.errors import run_main
 from accel_gpt.hub import push as pushing
 from accel_gpt.run import environment as machine
+from accel_gpt.run.metrics import append
 from tests.hub_server import HubServer, environment, no_waiting, point_at
 
 Arguments = Callable[..., list[str]]
@@ -116,8 +117,8 @@ def test_a_password_in_a_url_is_never_pushed(
     run = tmp_path / "run"
     checkpoint = run / "checkpoints" / "step_00000002"
     (checkpoint / "notes.txt").write_text(PASSWORD)
-    (run / "metrics.jsonl").open("a").write(f'{{"step": 1, "x": "{PASSWORD}"}}\n')
-    (run / "metrics.csv").open("a").write(f"1,{PASSWORD}\n")
+    append(run / "metrics.jsonl", f'{{"step": 1, "x": "{PASSWORD}"}}\n')
+    append(run / "metrics.csv", f"1,{PASSWORD}\n")
     assert {run / "config.yaml", checkpoint / "trainer_state.json"} <= {*holding(run, PASSWORD)}
     with HubServer() as hub:
         point_at(monkeypatch, hub, tmp_path / "home")

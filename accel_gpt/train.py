@@ -23,7 +23,7 @@ from torch import nn
 from accel_gpt.config import Config
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.order import derive_seed
-from accel_gpt.errors import duration, run_main
+from accel_gpt.errors import run_main
 from accel_gpt.evals.samples import check_prompts, is_sample_step, sample
 from accel_gpt.evals.validation import evaluate_splits
 from accel_gpt.hub.load import start_model
@@ -47,7 +47,7 @@ from accel_gpt.run.numerics import Ledger, TooManySkippedError, check_weights
 from accel_gpt.run.reporter import Reporter
 from accel_gpt.run.restore import restore
 from accel_gpt.run.resume import step_back, take_up
-from accel_gpt.run.signals import PREEMPTED, StopSignal, die_with_launcher
+from accel_gpt.run.signals import PREEMPTED, StopSignal, die_with_launcher, listen_for_stop
 from accel_gpt.run.text_corpus import open_corpus
 from accel_gpt.run.watchdog import Watchdog
 from accel_gpt.run.writer import Writer
@@ -91,8 +91,7 @@ def launch(config: Config) -> int:
 def train(config: Config, plan: Plan, started: float) -> int:
     """Run from wherever the run stands to its end, or to a signal; returns the exit code."""
     accelerator = start_accelerator(config, plan)
-    limit = duration("train.time_limit", config.train.time_limit)
-    stop = StopSignal(accelerator.num_processes, limit, started)
+    stop = listen_for_stop(config, accelerator, started)
     with Display(accelerator.is_main_process, plan.max_steps) as display:
         run = start(config, plan, accelerator, display)
         with Watchdog(config.train.step_timeout) as watchdog, contextlib.closing(run.writer):

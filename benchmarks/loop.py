@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
             for name, seconds in spent.items():
                 times[name].append(seconds / config.log.every)
         run.loader.close()
-        stop, watchdog = StopSignal(1), Watchdog(None)
+        stop, watchdog = StopSignal(), Watchdog(None)
         guards = [timed(lambda: guard_step(run, stop, watchdog)) for _ in range(GUARDS)]
     median = {name: statistics.median(values) * 1e3 for name, values in times.items()}
     print(f"bare loop  {median['bare']:8.3f} ms a step")

@@ -26,7 +26,7 @@ def restore_handlers() -> Iterator[None]:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_first_signal_is_remembered(number: signal.Signals) -> None:
-    stop = StopSignal(1)
+    stop = StopSignal()
     assert stop.received is None
     os.kill(os.getpid(), number)
     assert stop.received == number.name
@@ -39,7 +39,7 @@ def test_second_signal_later_ends_at_once() -> None:
     code = (
         "import os, signal, time, accel_gpt.run.signals as g\n"
         "g.SAME_PRESS_SECONDS = 0.2\n"
-        "stop = g.StopSignal(1)\n"
+        "stop = g.StopSignal()\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "assert stop.received\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
@@ -56,7 +56,7 @@ def test_second_signal_later_ends_at_once() -> None:
 
 def test_time_limit_leaves_room_for_a_step_with_margin_and_a_save() -> None:
     now = time.monotonic
-    stop = StopSignal(1, time_limit=1000.0, started=now() - 500)
+    stop = StopSignal(time_limit=1000.0, started=now() - 500)
     # a long start and a first step that compiles: no measure for the others
     assert stop.agreed() == (False, False)
     stop.asked = now() - 10
@@ -69,7 +69,7 @@ def test_time_limit_leaves_room_for_a_step_with_margin_and_a_save() -> None:
 
 
 def test_without_a_limit_time_is_no_reason() -> None:
-    stop = StopSignal(1, started=-1e9)
+    stop = StopSignal(started=-1e9)
     assert stop.agreed() == (False, False)
     assert stop.received is None
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
@@ -116,8 +117,6 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
     # at every save it would tell that tied weights are stored once
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     torch.set_float32_matmul_precision(config.train.matmul_precision)
-    seconds = duration("train.step_timeout", config.train.step_timeout)
-    timeout = timedelta(seconds=seconds) if seconds else COLLECTIVE_TIMEOUT
     if config.train.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
@@ -133,7 +132,7 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
         ),
         kwargs_handlers=[
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            InitProcessGroupKwargs(timeout=timeout),
+            InitProcessGroupKwargs(timeout=collective_timeout(config)),
         ],
     )
     require(
@@ -178,6 +177,20 @@ def check_reproducible(accelerator: Accelerator) -> None:
         accelerator.device.type != "mps",
         "train.reproducible is true but the device is mps, which has no float64; use a CPU",
     )
+
+
+def collective_timeout(config: Config) -> timedelta:
+    """How long processes wait for each other."""
+    seconds = duration("train.step_timeout", config.train.step_timeout)
+    return timedelta(seconds=seconds) if seconds else COLLECTIVE_TIMEOUT
+
+
+def host_group(config: Config, accelerator: Accelerator) -> dist.ProcessGroup | None:
+    """A group of the hosts, beside that of the devices; None for one process. A collective."""
+    if accelerator.num_processes == 1:
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=collective_timeout(config))
+    return group
 
 
 def keep_freed_memory() -> None:

@@ -12,6 +12,11 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+
+from accel_gpt.config import Config
+from accel_gpt.errors import duration
+from accel_gpt.run.environment import host_group
 
 SAME_PRESS_SECONDS = 2.0  # a terminal and the launcher both deliver one Ctrl-C; assumption
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
@@ -34,11 +39,14 @@ class StopSignal:
     """
 
     def __init__(
-        self, processes: int, time_limit: float | None = None, started: float | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        time_limit: float | None = None,
+        started: float | None = None,
     ) -> None:
         self.received: str | None = None
         self.first: float | None = None  # when the first signal was heard
-        self.group = dist.new_group(backend="gloo") if processes > 1 else None
+        self.group = group  # of the hosts; None: one process
         self.time_limit = time_limit
         self.started = time.monotonic() if started is None else started
         self.asked: float | None = None
@@ -102,6 +110,12 @@ class StopSignal:
         reserve = 2 * (self.longest + save_seconds)
         reserve += max(RESERVE_SHARE * self.time_limit, RESERVE_SECONDS)
         return now - self.started + reserve > self.time_limit
+
+
+def listen_for_stop(config: Config, accelerator: Accelerator, started: float) -> StopSignal:
+    """The reasons to stop that a run listens for from now on; a collective."""
+    limit = duration("train.time_limit", config.train.time_limit)
+    return StopSignal(host_group(config, accelerator), limit, started)
 
 
 def by_launcher() -> bool:

@@ -37,6 +37,7 @@ from accel_gpt.run.checkpoint import (
     step_name,
     write_json,
 )
+from accel_gpt.run.environment import host_group
 from accel_gpt.run.faults import reach
 from accel_gpt.run.guards import lost_peer
 from accel_gpt.run.snapshot import Snapshot
@@ -65,7 +66,7 @@ class Writer:
         self.out_dir, self.say = Path(config.out_dir), say
         self.before, self.published = before, published
         self.main, self.processes = accelerator.is_main_process, accelerator.num_processes
-        self.group = dist.new_group(backend="gloo") if self.processes > 1 else None
+        self.group = host_group(config, accelerator)
         self.snapshot = Snapshot() if config.checkpoint.async_save else None
         if self.snapshot and accelerator.distributed_type == DistributedType.FSDP:
             raise UserError(

@@ -25,11 +25,8 @@ import time
 import traceback
 import warnings
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
-from torch.distributed import distributed_c10d
 
 from accel_gpt import train
 from accel_gpt.data import loader
@@ -52,7 +49,6 @@ class Request:
     kill_after: float | None = None  # seconds
     kill: int | str = "all"  # the process to kill
     timeout: float = 60.0  # seconds after which all are killed: the launch has hung
-    collective_timeout: float | None = None  # seconds that processes wait for each other
     clock: float = 0.0  # seconds that `time.time` is wrong by
     disk: dict[str, Any] | None = None  # fields of a `Disk`
 
@@ -141,9 +137,6 @@ def fork(request: Request, variables: dict[str, str], output: Path, warm: bool) 
 
 def launch(request: Request, output: Path) -> int:
     """Train, and end as an interpreter would: after the threads that it waits for."""
-    if request.collective_timeout:
-        environment.COLLECTIVE_TIMEOUT = timedelta(seconds=request.collective_timeout)
-        distributed_c10d.default_pg_timeout = environment.COLLECTIVE_TIMEOUT  # of further groups
     if request.clock:
         right = time.time
         time.time = lambda: right() + request.clock

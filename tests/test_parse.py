@@ -118,7 +118,7 @@ def test_command_line_mistake_is_told_in_one_sentence(
         ("model: {n_layer: [2]}", "model.n_layer is [2]; expected a whole number"),
         ("optim: {lr: true}", "optim.lr is True; expected a number"),
         ("- a", "{path} holds no sections"),
-        ("a: [", "{path} is not valid YAML (line 1)"),
+        ("a: [", "{path} is not valid YAML: line 1"),
     ],
 )
 def test_yaml_mistake_is_told_in_one_sentence(tmp_path: Path, text: str, message: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.hub.privacy import public_key, without_tokens
-from accel_gpt.run.metrics import COLUMNS, csv_line, read_lines
+from accel_gpt.run.metrics import COLUMNS, read_lines
 from accel_gpt.untrusted import load_json
 
 NUMBER = r"(?:-?[0-9][0-9.]*(?:e[+-]?[0-9]+)?|-?inf|nan)?"
@@ -33,8 +33,8 @@ def copy_logs(run: Path, to: Path) -> None:
             write_events(events / f"events.out.tfevents.{copied:010d}.accel_gpt", records)
             copied += 1
     if (run / "metrics.csv").is_file():
-        rows = [line for line in read_lines(run / "metrics.csv") if PUBLIC_ROW.fullmatch(line)]
-        (to / "metrics.csv").write_text(csv_line(COLUMNS) + "".join(rows), encoding="utf-8")
+        rows = [line for line in read_lines(run / "metrics.csv") if is_public_row(line)]
+        (to / "metrics.csv").write_text("".join(rows), encoding="utf-8")
     if (run / "metrics.jsonl").is_file():
         lines = map(public_line, read_lines(run / "metrics.jsonl"))
         (to / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -48,6 +48,11 @@ def public_line(line: str) -> str:
     except (ValueError, AttributeError):
         return ""
     return line if list(public) == list(record) else json.dumps(public) + "\n"
+
+
+def is_public_row(line: str) -> bool:
+    """Whether a line of metrics.csv is names of our columns, or numbers, and nothing else."""
+    return bool(PUBLIC_ROW.fullmatch(line)) or {*line.strip().split(",")} <= {*COLUMNS}
 
 
 def is_figure(value: object) -> bool:

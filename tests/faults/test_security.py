@@ -130,8 +130,7 @@ def test_planted_pickles_are_never_executed_by_a_command(
             (checkpoint / name).unlink()
             for path, before in files.items():
                 path.write_bytes(before)
-            for step in (tmp_path / "other" / "checkpoints").glob("*/*"):
-                step.unlink()
+            shutil.rmtree(tmp_path / "other", ignore_errors=True)
 
 
 def test_a_pushed_checkpoint_of_an_attacker_is_never_executed(
@@ -158,6 +157,7 @@ def test_a_pushed_checkpoint_of_an_attacker_is_never_executed(
 # --------------------------------------------------------------------------- the runtime guard
 
 GUARDED = """
+import os
 import sys
 from accel_gpt import cli, train
 from accel_gpt.errors import run_main
@@ -166,8 +166,9 @@ names = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subproc
 def hook(name, arguments):
     if name in names:
         sys.stdout.write(f"EVENT {name} {arguments!r}\\n")
-    elif name == "exec" and not arguments[0].co_filename.startswith((sys.prefix, sys.base_prefix)):
+    elif name == "exec" and not arguments[0].co_filename.startswith(INSTALLED):
         sys.stdout.write(f"EVENT exec {arguments[0].co_filename}\\n")
+INSTALLED = (sys.prefix, sys.base_prefix, os.path.dirname(accel_gpt.__file__), "<frozen ")
 sys.addaudithook(hook)
 place, *words = sys.argv[1:]
 if place == "PROVE":
@@ -195,7 +196,8 @@ def test_nothing_is_unpickled_nor_executed_while_a_run_is_taken_up(
 ) -> None:
     longer = ["--train.max_steps", "3", "--checkpoint.allow_change", "train.max_steps"]
     seen = events(tmp_path, str(tmp_path / "run"), *small_run(*SHORT, *longer))
-    assert [event for event in seen if "git" not in event] == []
+    harmless = ("EVENT subprocess.Popen ('git', ", "EVENT subprocess.Popen ('uname', ")
+    assert [event for event in seen if not event.startswith(harmless)] == []
     proven = events(tmp_path, "PROVE")
     assert any("pickle.find_class" in event for event in proven)
     assert any("exec <string>" in event for event in proven)

@@ -253,7 +253,8 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tok
     least = parameter_counts(replace(config, block_size=1), vocab_size)["total_unpadded"]
     if least > (path / "model.safetensors").stat().st_size:  # asked before memory is
         raise CheckpointError(
-            f"{path / 'model.json'} asks for {least:,} parameters, more than the weights hold"
+            f"{path / 'model.json'} asks for {least:,} parameters, more than "
+            "model.safetensors holds"
         )
     model = GPT.unfilled(config, vocab_size)
     try:

@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from accel_gpt.data.prepare import prepare
 from accel_gpt.data_config import PrepareConfig
 from accel_gpt.model_config import PRESETS, ModelConfig
+from accel_gpt.run.signals import SIGNALS
 
 WORDS = [
     "the",
@@ -112,6 +114,17 @@ log: {{every: 1}}
         return [str(path), *options]
 
     return arguments
+
+
+@pytest.fixture(autouse=True)
+def plain_signals() -> Iterator[None]:
+    """Training listens to signals for good; no test hears with the ears of another."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

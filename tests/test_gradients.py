@@ -51,8 +51,19 @@ def windows(count: int = 12) -> Tensor:
     return tokens.masked_fill(ends, EOT)
 
 
+class Batches:
+    """What a step needs of a `Loader`."""
+
+    def __init__(self, rows: Tensor, micro: int) -> None:
+        self.batches = iter([(part[:, :-1], part[:, 1:]) for part in rows.split(micro)])
+        self.kept: list[Any] = []
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        return next(self.batches)
+
+
 def loader(rows: Tensor, micro: int) -> Any:
-    return iter([(part[:, :-1], part[:, 1:]) for part in rows.split(micro)])
+    return Batches(rows, micro)
 
 
 def make(kind: type[Gradients], one: Accelerator, model: nn.Module) -> Gradients:

@@ -106,7 +106,7 @@ def test_a_file_that_the_manifest_does_not_name_is_refused(
     (newest / "manifest.json").write_text(json.dumps(manifest))
     (newest / name).touch()
     assert launch(small_run(*QUIET, *LONGER)) == 4
-    assert f"{name} is not named by the manifest" in capsys.readouterr().err
+    assert f"{name} is none of the files that we write" in capsys.readouterr().err
 
 
 def test_another_number_of_processes_is_stated(

@@ -22,7 +22,7 @@ from tests.faults.harness import (
 
 log = logging.getLogger(__name__)
 
-ALONE = "4s"  # after which a process whose peer does not come gives up
+ALONE = "2s"  # after which a process whose peer does not come gives up
 SURVIVOR_SECONDS = 30.0
 TIMED_OUT = re.compile("time ?out|timed out|completed nothing", re.IGNORECASE)
 

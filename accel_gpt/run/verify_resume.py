@@ -131,7 +131,7 @@ def check(asked: VerifyResumeCommand, config: Config) -> bool:
     """Whether the runs must be equal bit for bit; `UserError` where they could not be made."""
     for world in asked.processes:
         make_plan(config, world)
-    exact = len(set(asked.processes)) == 1 or bool(getattr(config.train, "reproducible", False))
+    exact = len(set(asked.processes)) == 1 or config.train.reproducible
     several = f"processes is {','.join(map(str, asked.processes))}"
     require(
         len(set(asked.processes)) == 1 or not isinstance(config.data.train, TextStream),

@@ -95,7 +95,7 @@ def train(config: Config, plan: Plan, started: float) -> int:
     with Display(accelerator.is_main_process, plan.max_steps) as display:
         run = start(config, plan, accelerator, display)
         with Watchdog(config.train.step_timeout) as watchdog, contextlib.closing(run.writer):
-            stopping = False
+            run.reporter.beat, stopping = watchdog.beat, False
             while run.state.step < plan.max_steps and not stopping:
                 stopping = step(run, stop)
                 watchdog.beat()
@@ -208,14 +208,15 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
             record = figures | reporter.pace(state.step) | hashes
     with reporter.pause() if evaluating or saving or sampling else contextlib.nullcontext():
         if evaluating:
-            tokens = config.eval.tokens
-            record |= evaluate_splits(run.gpt, run.corpus, run.accelerator, run.plan, tokens)
+            parts = (run.gpt, run.corpus, run.accelerator, run.plan, config.eval.tokens)
+            record |= evaluate_splits(*parts, reporter.beat)
             state.val_loss = record["eval/val_loss"]
             saving |= state.note_best() and config.checkpoint.keep_best
         if record:
             reporter.publish(state, record)
         if saving:
             save(run, last or stopping)
+            reporter.beat()
         if sampling:
             gpt, tokenizer = run.gpt, run.corpus.tokenizer
             text = sample(run.accelerator, gpt, tokenizer, config.sample, config.seed, state.step)

@@ -2,12 +2,14 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.errors import DataError
@@ -24,13 +26,14 @@ class Part:
 
     def __init__(self, rank: int, world: int) -> None:
         self.process_index, self.num_processes, self.device = rank, world, torch.device("cpu")
+        self.distributed_type = DistributedType.NO
 
     def reduce(self, value: torch.Tensor, how: str) -> torch.Tensor:
         assert how == "sum"
         return value
 
 
-def score(model: GPT, split: Split, part: object, batch: int = 8, **options: int | None) -> Score:
+def score(model: GPT, split: Split, part: object, batch: int = 8, **options: Any) -> Score:
     return evaluate(
         model,
         split,
@@ -74,6 +77,22 @@ def test_processes_and_batches_do_not_change_the_sums(
     assert sum(p.tokens for p in parts) == alone.tokens
     assert sum(p.bytes for p in parts) == alone.bytes
     assert sum(p.loss_sum for p in parts) == pytest.approx(alone.loss_sum, rel=1e-6)
+
+
+def test_under_fsdp_every_process_does_as_many_batches(corpus: Path, model: GPT) -> None:
+    """Each takes part in the forward of all others: one batch more on one of them is a hang."""
+    split = open_split(corpus, "val")
+    alone, parts, counts = score(model, split, Part(0, 1)), [], []
+    for rank in range(3):
+        part, beats = Part(rank, 3), list[int]()
+        part.distributed_type = DistributedType.FSDP
+        parts.append(score(model, split, part, beat=lambda beats=beats: beats.append(1)))
+        counts.append(len(beats))
+    assert len(set(counts)) == 1
+    assert (sum(p.loss_sum for p in parts), sum(p.tokens for p in parts)) == (
+        alone.loss_sum,
+        alone.tokens,
+    )
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])

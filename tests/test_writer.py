@@ -1,7 +1,9 @@
 """Checkpoints on their way to the disk: beside training, in order, and what a failure leaves."""
 
+import io
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,10 +13,12 @@ import pytest
 import torch
 
 from accel_gpt import train
-from accel_gpt.errors import run_main
+from accel_gpt.config import CheckpointConfig
+from accel_gpt.errors import CheckpointError, run_main
 from accel_gpt.run import writer
-from accel_gpt.run.checkpoint import checkpoints, read_state, verify
+from accel_gpt.run.checkpoint import checkpoints, read_state, step_name, verify
 from accel_gpt.run.faults import reached
+from accel_gpt.run.writer import check_shared, prune
 from tests.test_train import assert_same_weights, records, signal_after, weights
 
 Arguments = Callable[..., list[str]]
@@ -211,3 +215,67 @@ def test_a_folder_of_that_name_is_kept_aside_and_never_reused(
     (root / "step_00000008").rename(tmp_path / "aside")
     assert launch(small_run(*QUIET, "--train.max_steps", "12")) == 0
     assert read_state(root / "step_00000008").step == 8
+
+
+def fake(root: Path, *steps: int) -> None:
+    """Folders that bear names of checkpoints."""
+    for step in steps:
+        (root / "checkpoints" / step_name(step)).mkdir(parents=True)
+
+
+def test_a_best_checkpoint_that_was_not_saved_takes_nothing_away(tmp_path: Path) -> None:
+    fake(tmp_path, 1, 2, 3, 4)
+    (tmp_path / "best").write_text("1\n")
+    prune(tmp_path, CheckpointConfig(keep_last=2), best_step=9)  # its save failed
+    assert checkpoints(tmp_path / "checkpoints") == [1, 3, 4]
+    assert (tmp_path / "best").read_text() == "1\n"
+
+
+def test_a_checkpoint_needs_the_files_of_every_process(tmp_path: Path) -> None:
+    (tmp_path / "random_states_0.pkl").write_bytes(b"abc")
+    files = {f"random_states_{rank}.pkl": {"size": 3, "sha256": ""} for rank in (0, 1)}
+    check_shared(tmp_path, {"random_states_0.pkl": files["random_states_0.pkl"]}, 1)
+    with pytest.raises(
+        CheckpointError, match=r"random_states_1\.pkl .* that all nodes share"
+    ):
+        check_shared(tmp_path, files, 2)  # written, on another disk
+    (tmp_path / "random_states_1.pkl").write_bytes(b"abc")
+    with pytest.raises(CheckpointError, match=r"random_states_1\.pkl"):
+        check_shared(tmp_path, {"random_states_0.pkl": files["random_states_0.pkl"]}, 2)
+    check_shared(tmp_path, files, 2)
+
+
+def test_a_checkpoint_that_has_its_name_already_is_accepted(
+    small_run: Arguments,
+    tmp_path: Path,
+    fault: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last one was renamed, then the disk failed to sync its folder: it is tried again."""
+    monkeypatch.setattr(writer, "LAST_PAUSE_SECONDS", 0.0)
+    fault("renamed:3=eio")
+    assert launch(small_run(*QUIET)) == 0
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert names == {"step_00000008", "step_00000012"}  # nothing set aside
+
+
+def test_a_warning_that_cannot_be_written_hides_no_failure(
+    small_run: Arguments,
+    tmp_path: Path,
+    fault: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The log of the job lies on the same full disk."""
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "LAST_PAUSE_SECONDS", 0.0)
+    fault("manifest.due:3+=enospc")
+    options = small_run(*QUIET)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", Full())
+        with pytest.raises(OSError, match="No space"):
+            launch(options)  # the sentence of the error itself has no room, either
+    assert checkpoints(tmp_path / "run" / "checkpoints") == [4, 8]

@@ -4,13 +4,14 @@ Legend: B micro-batch, T block_size, W windows evaluated.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from accel_gpt.data.loader import check_tokens
@@ -47,12 +48,17 @@ class Score:
 
 
 def evaluate_splits(
-    model: nn.Module, corpus: Corpus, accelerator: Accelerator, plan: Plan, tokens: int | None
+    model: nn.Module,
+    corpus: Corpus,
+    accelerator: Accelerator,
+    plan: Plan,
+    tokens: int | None,
+    beat: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """The eval/ figures of a record: both splits by the same method; a collective.
 
     Of several sources each has its share of `tokens` and of the means; `eval/val_loss/NAME` is the
-    loss of each.
+    loss of each. `beat` is called with each batch.
     """
     scores = {
         name: [
@@ -65,6 +71,7 @@ def evaluate_splits(
                 tokens=None if tokens is None else max(1, round(tokens * part.share)),
                 token_bytes=corpus.token_bytes,
                 document_end=corpus.document_end,
+                beat=beat,
             )
             for part in parts
         ]
@@ -115,10 +122,19 @@ def windows(split: Split, block_size: int, tokens: int | None) -> npt.NDArray[np
 
 
 def batches(
-    split: Split, places: npt.NDArray[np.int64], batch_size: int, block_size: int, vocab_size: int
+    split: Split,
+    places: npt.NDArray[np.int64],
+    batch_size: int,
+    block_size: int,
+    vocab_size: int,
+    rounds: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """`(tokens, targets)`, each (B, T) int64; what is missing is filled with ignored targets."""
-    for first in range(0, len(places), batch_size):
+    """`(tokens, targets)`, each (B, T) int64, as many as `places` fill or `rounds` of them; what is
+    missing is filled with ignored targets.
+    """
+    if rounds is None:
+        rounds = -(-len(places) // batch_size)
+    for first in range(0, rounds * batch_size, batch_size):
         tokens = np.zeros((batch_size, block_size), dtype=np.int64)
         targets = np.full((batch_size, block_size), IGNORE, dtype=np.int64)
         for row, (shard, start) in enumerate(places[first : first + batch_size].tolist()):
@@ -140,19 +156,23 @@ def evaluate(
     tokens: int | None,
     token_bytes: npt.NDArray[np.int64],
     document_end: int | None = None,
+    beat: Callable[[], None] = lambda: None,
 ) -> Score:
     """Score `model` on `split`, spread over all processes; a collective, with no random draw.
 
     `token_bytes`: (V,) UTF-8 bytes that each token stands for. `document_end`: the token at which
-    attention and loss end, None: nowhere.
+    attention and loss end, None: nowhere. `beat` is called with each batch.
     """
     training = model.training
     model.eval()
     rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     places = windows(split, block_size, tokens)
     mine = places[np.arange(len(places)) // batch_size % world == rank]  # whole batches: one sum
+    sharded = accelerator.distributed_type == DistributedType.FSDP  # all take part in each forward
+    rounds = -(-len(places) // (batch_size * world)) if sharded else None
     losses, counts, size = [], [], 0
-    for inputs, targets in batches(split, mine, batch_size, block_size, len(token_bytes)):
+    for inputs, targets in batches(split, mine, batch_size, block_size, len(token_bytes), rounds):
+        beat()
         documents = None
         if document_end is not None:
             targets, documents = separate(inputs, targets, document_end)

@@ -61,11 +61,18 @@ class Uploads:
         """Tell of a new checkpoint; the last of the run is uploaded when all its figures are."""
         if checkpoint.name == step_name(self.max_steps):
             self.last = checkpoint
+            self.keep(checkpoint)  # if the end does not come, the next launch uploads it
         elif self.config.push == "every_checkpoint":
             self.add(checkpoint)
 
     def add(self, checkpoint: Path) -> None:
         """Upload a checkpoint, without waiting for it."""
+        self.keep(checkpoint)
+        self.drop_oldest()
+        self.wake.set()
+
+    def keep(self, checkpoint: Path) -> None:
+        """Put a checkpoint into the room of those that wait."""
         linking, kept = (self.room / f"{dot}{checkpoint.name}" for dot in (".", ""))
         try:
             self.room.mkdir(exist_ok=True)
@@ -75,8 +82,6 @@ class Uploads:
         except OSError as error:  # shutil.Error is one
             shutil.rmtree(linking, ignore_errors=True)
             self.say(f"WARNING: {checkpoint.name} cannot be kept for the Hub: {error}")
-        self.drop_oldest()
-        self.wake.set()
 
     def drop_oldest(self) -> None:
         """Give up the oldest checkpoints that wait, where there are more than `MOST_WAITING`."""

@@ -4,6 +4,7 @@ One record a step: `step`, `tokens`, `time` and any of the keys of `COLUMNS`; ke
 their meaning. Only the main process writes.
 """
 
+import contextlib
 import csv
 import errno
 import io
@@ -11,6 +12,7 @@ import json
 import math
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -61,6 +63,7 @@ class MetricsLog:
     def __init__(self, out_dir: Path, step: int, tokens: int, max_steps: int) -> None:
         self.jsonl, self.csv = out_dir / "metrics.jsonl", out_dir / "metrics.csv"
         self.tokens_before, self.max_steps = tokens, max_steps
+        self.lock = threading.Lock()  # of the thread that saves
         self.waiting: dict[Path, str] = {self.jsonl: "", self.csv: ""}  # what the disk refused
         kept = "".join(kept_lines(self.jsonl, step))
         write_file(self.jsonl, [kept.encode()])
@@ -73,7 +76,7 @@ class MetricsLog:
         Raises `OSError` where it waits.
         """
         finite = {k: v if math.isfinite(v) else None for k, v in record.items()}  # JSON has no inf
-        self.waiting[self.jsonl] += json.dumps(finite) + "\n"
+        line = json.dumps(finite) + "\n"
         loss = record.get("train/loss")
         row: dict[str, float] = {
             **record,
@@ -82,8 +85,10 @@ class MetricsLog:
         }
         if loss is not None:
             row["train/perplexity"] = math.exp(min(loss, 700))
-        self.waiting[self.csv] += csv_line([row.get(column, "") for column in COLUMNS])
-        self.append()
+        with self.lock:
+            self.waiting[self.jsonl] += line
+            self.waiting[self.csv] += csv_line([row.get(column, "") for column in COLUMNS])
+            self.append()
 
     def append(self) -> None:
         """Write what waits; `OSError` where there is no room."""
@@ -93,8 +98,9 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Force both files to disk: before a checkpoint, which must not know more than they do."""
-        if any(self.waiting.values()):
-            raise OSError(errno.ENOSPC, "figures wait for room", str(self.jsonl))
+        with self.lock:
+            if any(self.waiting.values()):
+                raise OSError(errno.ENOSPC, "figures wait for room", str(self.jsonl))
         sync(self.jsonl)
         sync(self.csv)
 
@@ -233,7 +239,8 @@ class Display:
         if self.bar:
             self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self.active:
-            sys.stderr.write(f"{text}\n")
+            with contextlib.suppress(OSError):  # of a log on a full disk
+                sys.stderr.write(f"{text}\n")
 
     def show(self, record: Mapping[str, float], seconds_left: float) -> None:
         """The figures of one record."""

@@ -1,7 +1,7 @@
 """What a run tells of itself: files, trackers and terminal, all from the same records."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class Reporter:
         self.metrics: MetricsLog | None = None  # of the main process
         self.settle = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
         self.watch = Stopwatch(0.0, 0)
+        self.beat: Callable[[], None] = lambda: None  # of the watchdog
 
     def launch(self, corpus: Corpus, state: TrainState) -> None:
         """Record this launch, which takes the run up at `state`."""

@@ -49,7 +49,7 @@ def restore(
     accelerator.step = 0  # a checkpoint is taken between steps: no micro-step is pending
     check_optimizer(path, gpt, optimizer)
     if same_world:
-        check_random(own, accelerator.device)
+        check_random(own, accelerator.device, say)
     else:
         say(
             f"{path} was trained by {saved.world_size} processes, this is {now.world_size}: "
@@ -98,13 +98,18 @@ def check_optimizer(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> No
                 )
 
 
-def check_random(path: Path, device: torch.device) -> None:
+def check_random(path: Path, device: torch.device, say: Callable[[str], None]) -> None:
     """Raise `CheckpointError` unless the random states of this process are those of the file."""
     try:
         states = load(path)
         restored = torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
         if device.type == "cuda":
             seeds = states["torch_cuda_manual_seed"]
+            if len(seeds) != torch.cuda.device_count():
+                say(
+                    f"WARNING: {path} knows {len(seeds)} GPUs, this process sees "
+                    f"{torch.cuda.device_count()}: dropout does not go on where it was"
+                )
             torch.cuda.set_rng_state(seeds[min(device.index or 0, len(seeds) - 1)], device)
     except Exception as error:  # as above
         raise CheckpointError(f"{path} could not be restored: {said(error)}") from None

@@ -182,6 +182,7 @@ def step_back(
         if path is None:
             raise DivergedError(f"{what}, and there is no checkpoint to return to; {advice}")
         saved = read_state(path)
+        name_best(Path(config.out_dir), saved)
         if saved.excluded != state.excluded:
             raise DivergedError(
                 f"{what}, after the run had returned to {path} without the sequences "

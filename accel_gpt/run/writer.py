@@ -35,6 +35,7 @@ from accel_gpt.run.checkpoint import (
     checkpoints,
     quarantine,
     step_name,
+    verify,
     write_json,
 )
 from accel_gpt.run.environment import host_group
@@ -86,17 +87,27 @@ class Writer:
         A save that fails is told, and leaves those before it untouched.
         """
         self.wait()
+        if self.lost:
+            raise lost_peer(self.lost)
         began = time.monotonic()
         temporary = self.out_dir / "checkpoints" / f".tmp_{step_name(state.step)}"
         content = {"format": FORMAT, **asdict(state)}
         self.needed = size_of(gpt, optimizer)
         error = attempt(lambda: self.fill(temporary, gpt, optimizer))
+        if error and self.accelerator.distributed_type == DistributedType.FSDP:
+            raise CheckpointError(  # the others are still gathering what this process writes
+                f"the checkpoint of step {state.step:,} could not be written: {error}; those "
+                "before it are intact: make room and launch again"
+            )
 
         def finish() -> None:
+            self.problem = "its thread ended early"  # should it
             self.problem = self.complete(temporary, content, gpt, error)
             self.seconds = max(self.seconds, time.monotonic() - began)
             if self.problem:
                 self.failed_at = time.monotonic()
+            if self.main:
+                self.follow(temporary.with_name(step_name(content["step"])), content, self.problem)
 
         self.thread = threading.Thread(target=finish, name="checkpoint", daemon=True)
         self.thread.start()
@@ -175,8 +186,11 @@ class Writer:
 
         def publish_all() -> None:
             if self.main:
-                publish(folder, final, {n: e for part in everyone for n, e in part.items()})
+                files = {name: entry for part in everyone for name, entry in part.items()}
+                check_shared(folder, files, self.processes)
+                publish(folder, final, files)
 
+        problem = None
         try:
             problem = self.first_of(error or attempt(write))
             problem = problem or self.first_of(
@@ -184,28 +198,26 @@ class Writer:
             )
             everyone = self.gather(hashed)
             problem = problem or self.first_of(attempt(publish_all))
+            if problem and self.main:
+                shutil.rmtree(folder, ignore_errors=True)
+            self.gather(None)  # nobody writes there again before it is gone
         except RuntimeError as lost:  # of the group: another process has gone
             problem = self.lost = str(lost)
-        if self.main:
-            self.follow(folder, final, content, problem)
         return problem
 
-    def follow(
-        self, folder: Path, final: Path, content: dict[str, Any], problem: str | None
-    ) -> None:
-        """Clean up after a failed save; tell of a good one, and prune."""
+    def follow(self, final: Path, content: dict[str, Any], problem: str | None) -> None:
+        """Tell of a new checkpoint and prune, or tell why there is none."""
         if problem is None:
-            with contextlib.suppress(OSError):  # costs nothing but room
+            with contextlib.suppress(OSError):  # the next one tries again
                 self.published(final)
-                prune(self.out_dir, self.config, content["best_step"])
+            prune(self.out_dir, self.config, content["best_step"])
             return
-        shutil.rmtree(folder, ignore_errors=True)
         if self.lost:
             return  # the training thread tells
         free = shutil.disk_usage(self.out_dir).free
         self.say(
             f"WARNING: the checkpoint of step {content['step']:,} could not be written in "
-            f"{folder.parent}: {problem} (it needs {self.needed:,} bytes, {free:,} are free); "
+            f"{final.parent}: {problem} (it needs {self.needed:,} bytes, {free:,} are free); "
             "training goes on and tries again, the checkpoints before it are intact"
         )
 
@@ -268,6 +280,19 @@ def seal(files: list[Path]) -> Files:
     return sealed
 
 
+def check_shared(folder: Path, files: Files, processes: int) -> None:
+    """Raise `CheckpointError` unless this process sees what each of them wrote."""
+    wanted = {f"random_states_{rank}.pkl" for rank in range(processes)}
+    for name in sorted(files.keys() | wanted):
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if name not in files or size != files[name]["size"]:
+            raise CheckpointError(
+                f"{name} of another process is not in {folder}: out_dir must be on a disk that all "
+                "nodes share"
+            )
+
+
 def publish(temporary: Path, final: Path, files: Files) -> None:
     """Write the manifest and rename: from here on the checkpoint is valid."""
     reach("manifest.due")
@@ -275,8 +300,12 @@ def publish(temporary: Path, final: Path, files: Files) -> None:
     write_json(manifest, {"format": FORMAT, "files": dict(sorted(files.items()))})
     reach("manifest.written", manifest)
     sync(temporary)
-    if final.exists():  # a damaged folder of that name: kept aside, never reused
-        quarantine(final)
+    if final.exists():
+        if attempt(lambda: verify(final)) is None:  # renamed before, and not known to be on disk
+            shutil.rmtree(temporary)
+            sync(final.parent)
+            return
+        quarantine(final)  # damaged: kept aside, never reused
         reach("old.aside")
     temporary.rename(final)
     reach("renamed")
@@ -285,16 +314,26 @@ def publish(temporary: Path, final: Path, files: Files) -> None:
 
 
 def prune(out_dir: Path, config: CheckpointConfig, best_step: int | None) -> None:
-    """Name the best checkpoint in `best`; remove ours but the newest and the best."""
-    root = out_dir / "checkpoints"
-    keep = set(checkpoints(root)[-config.keep_last :])
-    if config.keep_best and best_step is not None:
-        keep.add(best_step)
-        write_file(out_dir / "best", [f"{best_step}\n".encode()])
-        reach("best.named")
-    for step in checkpoints(root):
-        if step not in keep:
-            trash = root / f".trash_{step_name(step)}"
+    """Name the best checkpoint in `best`; remove ours but the newest and the best.
+
+    A best one whose save failed is not there: the one before it is kept on. What the disk refuses
+    is tried again after the next save.
+    """
+    root, best = out_dir / "checkpoints", out_dir / "best"
+    steps = checkpoints(root)
+    keep = set(steps[-config.keep_last :])
+    if config.keep_best:
+        with contextlib.suppress(OSError):
+            if best_step in steps:
+                write_file(best, [f"{best_step}\n".encode()])
+                reach("best.named")
+        with contextlib.suppress(OSError, ValueError):
+            keep.add(int(best.read_text(encoding="utf-8")))
+    for step in steps:
+        if step in keep:
+            continue
+        trash = root / f".trash_{step_name(step)}"
+        with contextlib.suppress(OSError):
             shutil.rmtree(trash, ignore_errors=True)
             (root / step_name(step)).rename(trash)
             reach("trash.renamed", trash / "optimizer.bin")

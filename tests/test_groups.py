@@ -51,3 +51,20 @@ def test_fused_update_is_adamw() -> None:
     g = net.weight.grad
     expected = before * (1 - 0.01 * 0.1) - 0.01 * g / (g.abs() + config.eps)
     torch.testing.assert_close(net.weight.detach(), expected)
+
+
+@pytest.mark.parametrize(("skip", "found"), [(0.0, None), (1.0, None), (0.0, 1.0), (1.0, 0.0)])
+def test_an_update_is_left_out_by_either_reason(skip: float, found: float | None) -> None:
+    """`found_inf` is what a loss scaler sets for the time of a step; it takes it away itself."""
+    net = model()
+    optimizer = make_optimizer(net, OptimConfig(lr=0.1))
+    before = [p.detach().clone() for p in net.parameters()]
+    for p in net.parameters():
+        p.grad = torch.full_like(p, float("nan") if skip or found else 1.0)
+    optimizer.skip = torch.tensor(skip)
+    if found is not None:
+        optimizer.found_inf = torch.tensor(found)
+    optimizer.step()
+    left_out = all(torch.equal(p, q) for p, q in zip(before, net.parameters(), strict=True))
+    assert left_out == bool(skip or found)
+    assert hasattr(optimizer, "found_inf") == (found is not None)

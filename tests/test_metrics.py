@@ -1,11 +1,13 @@
 """Metrics files: contract, cutting back at a resume, and what a person sees."""
 
 import csv
+import io
 import json
 from pathlib import Path
 
 import pytest
 
+from accel_gpt.run import metrics
 from accel_gpt.run.metrics import COLUMNS, Display, MetricsLog, Stopwatch, describe
 
 
@@ -71,3 +73,25 @@ def test_other_processes_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 def test_line_names_every_figure() -> None:
     line = describe({"perf/mfu": 0.4, "eval/val_bits_per_byte": 1.5, "train/lr": 1e-3})
     assert line == "lr 1.00e-03 | MFU 40.0% | 1.5000 bits/byte"
+
+
+def test_a_record_that_finds_no_room_is_written_whole_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(file: io.FileIO, data: memoryview) -> None:
+        file.write(data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    log = MetricsLog(tmp_path, 0, 0, 10)
+    log.write({"step": 1, "tokens": 8})
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics, "write_all", half)
+        with pytest.raises(OSError, match="No space"):
+            log.write({"step": 2, "tokens": 16})
+    with pytest.raises(OSError, match="figures wait for room"):
+        log.sync()  # a checkpoint must not know more than they do
+    log.write({"step": 3, "tokens": 24})
+    log.sync()
+    steps = [json.loads(line)["step"] for line in log.jsonl.read_text().splitlines()]
+    rows = [row.partition(",")[0] for row in log.csv.read_text().splitlines()]
+    assert (steps, rows) == ([1, 2, 3], ["step", "1", "2", "3"])

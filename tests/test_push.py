@@ -419,6 +419,7 @@ def test_the_hub_section_is_checked(
     assert "hub.repo_id is 'noslash'; expected user/name" in capsys.readouterr().err
 
 
+@pytest.mark.serial  # uploads get the cores that nobody uses
 @pytest.mark.slow
 def test_uploads_run_beside_the_training_and_survive_its_signals(
     small_run: Arguments, tmp_path: Path

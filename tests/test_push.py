@@ -438,13 +438,13 @@ def test_uploads_run_beside_the_training_and_survive_its_signals(
         process = subprocess.Popen(
             command, cwd=tmp_path, env=seen, stderr=subprocess.PIPE, text=True
         )
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 400
         while not any("/storage/" in path for _, path in hub.requests):
             assert time.monotonic() < deadline
             assert process.poll() is None  # it waits for its uploads
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
-        _, shown = process.communicate(timeout=60)
+        _, shown = process.communicate(timeout=120)
         assert process.returncode == 75  # all steps were done, and something is left to do
         assert "WARNING: not on the Hub: step 10, 20, 30" in shown
         hub.upload_delay = 0.0

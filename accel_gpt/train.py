@@ -206,7 +206,7 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
         if logging:
             hashes = batch_figures(run.loader, run.accelerator)
             record = figures | reporter.pace(state.step) | hashes
-    with reporter.pause() if evaluating or saving or sampling else contextlib.nullcontext():
+    with reporter.watch.pause() if evaluating or saving or sampling else contextlib.nullcontext():
         if evaluating:
             parts = (run.gpt, run.corpus, run.accelerator, run.plan, config.eval.tokens)
             record |= evaluate_splits(*parts, reporter.beat)

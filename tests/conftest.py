@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from accel_gpt import train
 from accel_gpt.data.prepare import prepare
 from accel_gpt.data_config import PrepareConfig
+from accel_gpt.errors import run_main
 from accel_gpt.model_config import PRESETS, ModelConfig
 from accel_gpt.run.signals import SIGNALS
 
+QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
 WORDS = [
     "the",
     "king",
@@ -44,6 +47,11 @@ def text_of(words: int, seed: int = 0) -> str:
     """Text that a model can learn something from, the same on every machine."""
     draw = random.Random(seed)
     return " ".join(draw.choice(WORDS) for _ in range(words)) + "\n"
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """Train in this process; the exit code."""
+    return run_main(train.main, arguments)
 
 
 def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:

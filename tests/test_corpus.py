@@ -12,8 +12,8 @@ from accel_gpt.data.prepare import prepare
 from accel_gpt.data_config import PrepareConfig
 from accel_gpt.run.checkpoint import TrainState
 from accel_gpt.run.corpus import settle, source_changes
-from tests.conftest import text_of
-from tests.test_train import assert_same_weights, launch, records, signal_after, weights
+from tests.conftest import launch, text_of
+from tests.test_train import assert_same_weights, records, signal_after, weights
 
 Arguments = Callable[..., list[str]]
 

@@ -26,9 +26,9 @@ from accel_gpt.plan import Plan
 from accel_gpt.run.batches import micro_batches
 from accel_gpt.run.environment import check_reproducible
 from accel_gpt.run.gradients import ExactGradients, Gradients, make_gradients
-from tests.conftest import tiny
+from tests.conftest import launch, tiny
 from tests.test_launch import TORCHRUN, TRAIN, finish
-from tests.test_train import assert_same_weights, launch, records, weights
+from tests.test_train import assert_same_weights, records, weights
 
 Arguments = Callable[..., list[str]]
 EOT = 64

@@ -1,7 +1,7 @@
 """Steps that are not finite: left out on the device, told, and never kept; spikes; the way back."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_gpt import train
 from accel_gpt.config import TrainConfig
-from accel_gpt.errors import run_main
 from accel_gpt.run.checkpoint import TrainState, read_state
 from accel_gpt.run.numerics import SPIKE_WINDOW, Ledger, TooManySkippedError, ranges, spoken
+from tests.conftest import QUIET, launch
 from tests.test_train import assert_same_weights, records, signal_after, weights
 
 Arguments = Callable[..., list[str]]
-QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
-
-
-def launch(arguments: Sequence[str]) -> int:
-    return run_main(train.main, arguments)
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, bad: Callable[[TrainState], bool]) -> None:

@@ -1,29 +1,24 @@
 """Resuming restores everything, or says by name what is missing; what may change and what not."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from accel_gpt import train
 from accel_gpt.config import Config
-from accel_gpt.errors import CheckpointError, UserError, run_main
+from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.files import sha256
 from accel_gpt.parse import leaves, to_flat, to_plain
 from accel_gpt.run.checkpoint import TrainState, checkpoints, verify
 from accel_gpt.run.resume import check_same_run, differences
+from tests.conftest import QUIET, launch
 from tests.test_train import records
 
 Arguments = Callable[..., list[str]]
-QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
 LONGER = ("--train.max_steps", "16", "--checkpoint.allow_change", "train.max_steps")
-
-
-def launch(arguments: Sequence[str]) -> int:
-    return run_main(train.main, arguments)
 
 
 @pytest.fixture

@@ -16,18 +16,13 @@ from torch import Tensor
 from accel_gpt import train
 from accel_gpt.data.prepare import prepare
 from accel_gpt.data_config import PrepareConfig
-from accel_gpt.errors import run_main
 from accel_gpt.evals.samples import is_sample_step
 from accel_gpt.optim.schedule import lr_fraction
 from accel_gpt.parse import load_config
 from accel_gpt.plan import make_plan
-from tests.conftest import text_of
+from tests.conftest import launch, text_of
 
 Arguments = Callable[..., list[str]]
-
-
-def launch(arguments: list[str]) -> int:
-    return run_main(train.main, arguments)
 
 
 def records(run: Path) -> list[dict[str, float]]:

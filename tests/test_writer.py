@@ -5,7 +5,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,15 @@ import torch
 
 from accel_gpt import train
 from accel_gpt.config import CheckpointConfig
-from accel_gpt.errors import CheckpointError, run_main
+from accel_gpt.errors import CheckpointError
 from accel_gpt.run import writer
 from accel_gpt.run.checkpoint import checkpoints, read_state, step_name, verify
 from accel_gpt.run.faults import reached
 from accel_gpt.run.writer import check_shared, prune
+from tests.conftest import QUIET, launch
 from tests.test_train import assert_same_weights, records, signal_after, weights
 
 Arguments = Callable[..., list[str]]
-QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
-
-
-def launch(arguments: Sequence[str]) -> int:
-    return run_main(train.main, arguments)
 
 
 @pytest.fixture

@@ -21,11 +21,11 @@ from typing import BinaryIO, TextIO
 from accel_gpt.config import Config, HubConfig
 from accel_gpt.hub.push import link_tree
 from accel_gpt.run.checkpoint import checkpoints, step_name
+from accel_gpt.run.environment import plain_environment
 
 LOG = "hub.log"
 MOST_WAITING = 3  # checkpoints; assumption: when the Hub is away for long, the disk must not fill
 LOWEST_PRIORITY = 19
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ACCEL")
 CLOSING_SECONDS, LOOK_SECONDS = 10.0, 0.5
 
 
@@ -202,7 +202,7 @@ def start_beside(words: list[str], log: BinaryIO, inherited: int) -> "subprocess
     """Start `accel-gpt WORDS ...` for cores that are idle; what it says goes to `log`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "accel_gpt.cli", *words],
-        env=alone(),
+        env={**plain_environment(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
@@ -215,9 +215,3 @@ def start_beside(words: list[str], log: BinaryIO, inherited: int) -> "subprocess
         else:
             os.setpriority(os.PRIO_PROCESS, process.pid, LOWEST_PRIORITY)
     return process
-
-
-def alone() -> dict[str, str]:
-    """The environment of a process that is not one of the launcher's and leaves the GPUs alone."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER)}
-    return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -141,10 +141,8 @@ def read_weights(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_optimizer(checkpoint: Path) -> dict[str, Any]:
-    """Name -> tensor or setting of a checkpoint's optimizer; none where FSDP wrote it in parts."""
+    """Name -> tensor or setting of a checkpoint's optimizer."""
     path = checkpoint / "optimizer.bin"
-    if not path.is_file():
-        return {}
     return dict(leaves_of(torch.load(path, weights_only=True, map_location="cpu")))
 
 

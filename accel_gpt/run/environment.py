@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,12 @@ from accel_gpt.plan import Plan
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # where train.step_timeout is null
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # glibc, malloc.h
+# what a launcher tells its processes, by how it begins
+LAUNCHERS = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("ACCELERATE_", "TORCHELASTIC_", "FSDP_", "PET_"),
+)
 PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "tiktoken", "numpy")
 
 
@@ -54,6 +61,11 @@ def world_size() -> int:
         "or with torchrun",
     )
     return size
+
+
+def plain_environment() -> dict[str, str]:
+    """Ours without what a launcher put there: for processes that are not of its group."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
 
 
 def is_main() -> bool:
@@ -284,6 +296,7 @@ def package_versions() -> dict[str, str]:
     return found
 
 
+@cache
 def commit() -> str | None:
     """The commit of this package's source, `-dirty` added if changed; None outside a checkout."""
     here = Path(__file__).resolve().parents[2]

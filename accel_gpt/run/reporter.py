@@ -67,12 +67,6 @@ class Reporter:
             self.metrics = MetricsLog(self.out_dir, state.step, state.tokens, self.plan.max_steps)
         self.watch = Stopwatch(state.seconds, state.step, self.settle)
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """What happens inside is not training: evaluation, samples, checkpoints."""
-        with self.watch.pause():
-            yield
-
     def pace(self, step: int) -> Record:
         """Speed since the last time it was asked for."""
         return self.speed.figures(self.watch.lap(step))

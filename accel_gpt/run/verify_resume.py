@@ -9,7 +9,6 @@ and what each launch said, `launch_1.log`, ...
 """
 
 import contextlib
-import os
 import random
 import shutil
 import signal
@@ -32,16 +31,10 @@ from accel_gpt.options import VerifyResumeCommand
 from accel_gpt.parse import to_yaml
 from accel_gpt.plan import in_steps, make_plan, plural
 from accel_gpt.run.comparison import TOLERANCE, Finding, compare_runs, read_records, table
-from accel_gpt.run.environment import ensure_data
+from accel_gpt.run.environment import ensure_data, plain_environment
 
 DIFFERENT = 1  # exit code
 LAST_LINES = 30  # of a launch that failed; torchrun adds some 20 to the trainer's
-# what a launcher tells its processes, by how it begins: ours are launched as if from a new shell
-LAUNCHERS = (
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("ACCELERATE_", "TORCHELASTIC_", "FSDP_", "PET_"),
-)
 
 
 class LaunchFailed(UserError):
@@ -152,11 +145,6 @@ def command(trial: Trial, folder: Path, world: int) -> list[str]:
         launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
         words += [*launcher, "-m"]
     return [*words, "accel_gpt.train", str(trial.room / "config.yaml"), "--out_dir", str(folder)]
-
-
-def plain_environment() -> dict[str, str]:
-    """Ours, without what a launcher would have put there."""
-    return {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
 
 
 # --------------------------------------------------------------------------- launches

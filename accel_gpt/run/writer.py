@@ -95,10 +95,7 @@ class Writer:
         self.needed = size_of(gpt, optimizer)
         error = attempt(lambda: self.fill(temporary, gpt, optimizer))
         if error and self.accelerator.distributed_type == DistributedType.FSDP:
-            raise CheckpointError(  # the others are still gathering what this process writes
-                f"the checkpoint of step {state.step:,} could not be written: {error}; those "
-                "before it are intact: make room and launch again"
-            )
+            raise not_written(state.step, error)  # the others still gather what this one writes
 
         def finish() -> None:
             self.problem = "its thread ended early"  # should it
@@ -127,10 +124,7 @@ class Writer:
                 raise lost_peer(self.lost)
             if attempt_number + 1 < LAST_TRIES:
                 time.sleep(LAST_PAUSE_SECONDS)
-        raise CheckpointError(
-            f"the checkpoint of step {state.step:,} could not be written: {self.problem}; those "
-            "before it are intact: make room and launch again"
-        )
+        raise not_written(state.step, self.problem)
 
     def wait(self) -> None:
         """Wait until the save that is under way is on disk, or has failed."""
@@ -240,6 +234,14 @@ class Writer:
     def first_of(self, problem: str | None) -> str | None:
         """The first problem of any process; every one gets the same."""
         return next((found for found in self.gather(problem) if found), None)
+
+
+def not_written(step: int, problem: str | None) -> CheckpointError:
+    """What ends a launch whose checkpoint must be on disk, and is not."""
+    return CheckpointError(
+        f"the checkpoint of step {step:,} could not be written: {problem}; those before it are "
+        "intact: make room and launch again"
+    )
 
 
 def attempt(phase: Callable[[], object]) -> str | None:

@@ -62,8 +62,8 @@ def files(whole: Path) -> list[str]:
 
 
 def test_truncations(server: Server, tiny: Tiny, whole: Path, tmp_path: Path) -> None:
-    """Each file once, cut in one of the ways."""
-    for number, name in enumerate(files(whole)):
+    """Every other file once, cut in one of the ways."""
+    for number, name in list(enumerate(files(whole)))[::2]:
         cut = list(CUTS)[number % len(CUTS)]
         damaged_and_resumed(server, tiny, whole, tmp_path / f"run{number}", name, cut)
 

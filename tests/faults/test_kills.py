@@ -90,7 +90,7 @@ def kill_at_random(server: Server, tiny: Tiny, folder: Path, kills: int, steps: 
 
 
 def test_kill9_at_random_times(server: Server, tiny: Tiny, tmp_path: Path) -> None:
-    assert kill_at_random(server, tiny, tmp_path, 12, STEPS).kills == 12
+    assert kill_at_random(server, tiny, tmp_path, 6, STEPS).kills == 6
 
 
 @pytest.mark.slow

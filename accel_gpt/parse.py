@@ -5,6 +5,7 @@ Reads an experiment file; `tyro` draws the help and the shell completion from th
 
 import dataclasses
 import difflib
+import functools
 import sys
 import types
 import typing
@@ -101,17 +102,16 @@ def neighbours(path: str) -> list[str]:
 # --------------------------------------------------------------------------- keys
 
 
-def leaves(cls: type, prefix: str = "") -> dict[str, Any]:
+@functools.cache
+def leaves(cls: type, prefix: str = "") -> Mapping[str, Any]:
     """Dotted key -> type of every field of a dataclass and of the dataclasses in it."""
-    hints = typing.get_type_hints(cls, include_extras=True)
     found: dict[str, Any] = {}
-    for f in dataclasses.fields(cls):
-        hint = hints[f.name]
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         if dataclasses.is_dataclass(hint):
-            found.update(leaves(typing.cast(type, hint), f"{prefix}{f.name}."))
+            found.update(leaves(typing.cast(type, hint), f"{prefix}{name}."))
         else:
-            found[prefix + f.name] = hint
-    return found
+            found[prefix + name] = hint
+    return types.MappingProxyType(found)
 
 
 def check_key(cls: type, key: str, where: str) -> Any:

@@ -145,6 +145,7 @@ def check_nothing_half(out: Path) -> None:
                 open_split(partial(out), name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "tokenizer", "dedupe"),
     [(1, "bytes", False), (1, "bpe", True), (3, "bytes", True), (3, "bpe", False)],

@@ -156,6 +156,7 @@ def sources(**weights: float) -> list[dict[str, Any]]:
     return [{"name": n, "weight": w, "fingerprint": n} for n, w in weights.items()]
 
 
+@pytest.mark.slow
 def test_the_order_in_which_sources_are_listed_says_nothing(
     small_run: Arguments, two: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -289,6 +290,7 @@ def test_another_streamed_text_begins_at_its_beginning(
 # --------------------------------------------------------------------------- documents
 
 
+@pytest.mark.slow
 def test_document_mask_trains_and_does_not_depend_on_the_micro_batch(
     small_run: Arguments, streamed: list[str], tmp_path: Path
 ) -> None:

@@ -200,6 +200,7 @@ def test_names_of_a_listing_that_leave_the_folder_are_left_out(tmp_path: Path) -
     assert [shard.name for shard in split.shards] == ["train.bin"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
 def test_a_raw_file_that_begins_like_a_header_is_raw_unless_its_size_fits(
     tmp_path: Path, dtype: str

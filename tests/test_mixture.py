@@ -21,6 +21,7 @@ WEIGHTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(weights=WEIGHTS)
 def test_each_source_is_never_one_sequence_off_its_share(weights: list[float]) -> None:
@@ -37,6 +38,7 @@ def test_each_source_is_never_one_sequence_off_its_share(weights: list[float]) -
         assert (index[source == number] == np.arange((source == number).sum())).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(weights=WEIGHTS, k=st.integers(0, 10**12))
 def test_counts_are_those_of_the_sequences_before(weights: list[float], k: int) -> None:

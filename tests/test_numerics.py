@@ -115,6 +115,7 @@ def test_without_a_checkpoint_there_is_no_way_back(
     assert "of sequences 8 to 23, and there is no checkpoint to return" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_stopped_between_skipped_steps_equals_never_stopped(
     small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

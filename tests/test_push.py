@@ -85,6 +85,7 @@ def test_a_push_holds_everything_and_a_second_one_sends_what_changed(
     assert not list((run / "checkpoints").glob(".push_*"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compared")
 def test_steps_and_branches_are_named(run: Path, hub: HubServer) -> None:
     assert push(run, "--checkpoint", "4") == 0
@@ -186,6 +187,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch, hub: HubServer) -> list[int]:
 ALWAYS = ["--hub.repo_id", REPO, "--hub.push", "every_checkpoint", "--sample.every", "0"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compared", "no_process")
 def test_every_checkpoint_is_pushed_and_a_run_goes_on_from_one_elsewhere(
     small_run: Arguments, hub: HubServer, tmp_path: Path
@@ -284,6 +286,7 @@ def test_an_upload_that_cannot_start_never_ends_a_run(
     assert "not on the Hub: step 4, 8, 12" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compared")
 def test_files_that_vanish_during_a_push_delete_nothing_on_the_hub(
     run: Path,

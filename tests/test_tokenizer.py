@@ -211,6 +211,7 @@ def test_any_text_in_pieces_gives_the_ids_of_the_whole(
 ANY = "ab1.\n\n\r \t'\u3000" + "中文的。\uff0c\uff01" + "é²한ア😀" + "\u0301\x1c"
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=1000)
 @given(
     text=st.text(st.sampled_from(ANY), max_size=60),

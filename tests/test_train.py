@@ -97,6 +97,7 @@ def test_tensorboard_has_curves_samples_and_config(small_run: Arguments, tmp_pat
     assert any("config" in tag for tag in tags["tensors"])
 
 
+@pytest.mark.slow
 def test_batch_hash_tells_the_tokens_of_each_step(small_run: Arguments, tmp_path: Path) -> None:
     """The same with another micro-batch and interval of logging; another with another seed."""
 
@@ -171,6 +172,7 @@ def test_evaluation_and_samples_leave_no_trace(small_run: Arguments, tmp_path: P
     assert_same_weights(weights(tmp_path / "with"), weights(tmp_path / "without"))
 
 
+@pytest.mark.slow
 def test_micro_batch_does_not_change_the_losses(small_run: Arguments, tmp_path: Path) -> None:
     losses = []
     for micro in (8, 4, 2, 1):

@@ -58,6 +58,7 @@ def test_a_copy_in_memory_gives_the_files_of_save_state(
             assert all(torch.equal(moments[key], states[1]["state"][p][key]) for key in moments)
 
 
+@pytest.mark.slow
 def test_the_copy_is_not_changed_by_what_follows(
     small_run: Arguments, tmp_path: Path, fault: Callable[[str], None]
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
     assert checkpoints(tmp_path / "run" / "checkpoints") == [4, 8]
 
 
+@pytest.mark.slow
 def test_an_error_of_training_leaves_the_checkpoint_that_was_under_way(
     small_run: Arguments, tmp_path: Path, fault: Callable[[str], None], monkeypatch: Any
 ) -> None:

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -285,7 +287,8 @@ def code_versions() -> dict[str, str]:
     return found | ({"commit": known} if (known := commit()) else {})
 
 
-def package_versions() -> dict[str, str]:
+@cache
+def package_versions() -> Mapping[str, str]:
     """Installed versions of the packages that decide a run."""
     found = {}
     for name in PACKAGES:
@@ -293,7 +296,7 @@ def package_versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return MappingProxyType(found)
 
 
 @cache

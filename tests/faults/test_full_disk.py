@@ -59,6 +59,7 @@ def test_full_disk_harms_no_checkpoint_and_leaves_no_debris(
     assert_same(left, whole)
 
 
+@pytest.mark.slow
 def test_run_saves_again_once_there_is_room(server: Server, tiny: Tiny, tmp_path: Path) -> None:
     finish(server, tiny.arguments(tmp_path / "whole", *LONG))
     disk, after = tmp_path / "disk", tmp_path / "after"

@@ -39,6 +39,7 @@ def test_resumed_anywhere_in_an_epoch(
     assert_same(run, whole)
 
 
+@pytest.mark.slow
 def test_resumed_again_and_again_within_an_epoch(
     server: Server, tiny: Tiny, whole: Path, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def test_a_token_that_the_hub_echoes_is_not_told(
     assert TOKEN not in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
 def test_a_password_in_a_url_is_never_pushed(
     small_run: Arguments, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

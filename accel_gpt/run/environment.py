@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
@@ -130,6 +131,8 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
     check_trackers(config.log.trackers)
     # at every save it would tell that tied weights are stored once
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
+    # torch 2.13 has another name for it, which Accelerate 1.15 cannot pass on
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     torch.set_float32_matmul_precision(config.train.matmul_precision)
     if config.train.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts

@@ -24,6 +24,7 @@ from accel_gpt.errors import (
 from accel_gpt.options import (
     ExportCommand,
     InspectCommand,
+    PlanCommand,
     PrepareCommand,
     PushCommand,
     SampleCommand,
@@ -189,6 +190,20 @@ def verify_resume_command(argv: Sequence[str]) -> int:
     return verify_resume(asked, config)
 
 
+def plan_command(argv: Sequence[str]) -> int:
+    """Print what a config will take, and what would make it fit."""
+    from accel_gpt.planning.forecast import forecast
+    from accel_gpt.planning.table import table
+    from accel_gpt.planning.vocabulary import inherit_known
+
+    own, rest = parted(PlanCommand, argv)
+    asked = parse_command(PlanCommand, own, "accel-gpt plan")
+    config = load_config([asked.config, *rest], "accel-gpt plan", inherit_known)
+    report = forecast(asked, config)
+    sys.stdout.write(json.dumps(report, indent=1) + "\n" if asked.json else table(report))
+    return 0
+
+
 def parted(cls: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words that the dataclass `cls` of a command takes, and those of the options it lacks."""
     own: list[str] = []
@@ -223,6 +238,7 @@ COMMANDS: Mapping[str, tuple[Command, str]] = MappingProxyType(
         "export": (export_command, "a folder that transformers opens, proven equal"),
         "push": (push_command, "the same to the Hub, with a model card"),
         "inspect": (inspect_command, "verify data or a checkpoint; compare tokenizers"),
+        "plan": (plan_command, "size, FLOPs, memory, hours and cost of a config; does it fit?"),
         "verify-resume": (
             verify_resume_command,
             "kill and continue runs: equal to never stopping?",

@@ -19,7 +19,7 @@ LEVELS = [
     ["parse", "plan"],
     ["model", "data", "optim"],
     ["run"],
-    ["evals", "hub", "report"],
+    ["evals", "hub", "report", "planning"],
     ["train", "cli"],
 ]
 # what could execute a file's content, or shows a wish to hide behaviour

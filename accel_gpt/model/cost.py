@@ -117,11 +117,48 @@ PEAK_FLOPS: Mapping[str, Mapping[str, float]] = types.MappingProxyType(
     }
 )
 
+# GB of memory, from the same data sheets; of several sizes the smallest first. A device of "80 GB"
+# reports a little more than 80e9 bytes, which leaves some room.
+DEVICE_MEMORY_GB: Mapping[str, tuple[int, ...]] = types.MappingProxyType(
+    {
+        "b200": (180,),
+        "h200": (141,),
+        "h100": (80,),
+        "h100 pcie": (80,),
+        "a100": (40, 80),
+        "a10": (24,),
+        "a30": (24,),
+        "a40": (48,),
+        "rtx a6000": (48,),
+        "rtx 3090": (24,),
+        "l4": (24,),
+        "l40": (48,),
+        "l40s": (48,),
+        "rtx 4090": (24,),
+        "v100 sxm2": (16, 32),
+        "v100 pcie": (16, 32),
+        "t4": (16,),
+        "mi300x": (192,),
+    }
+)
+
 DTYPES = ("fp8", "bf16", "fp16", "tf32", "fp32")
 
 # Words of a device name that do not change its rates. Any other word ("MIG", "Laptop", "Ti", "D")
 # names another device.
 _NEUTRAL = re.compile(r"nvidia|tesla|geforce|amd|instinct|oam|pcie|sxm\d?|hbm\d?e?|\d+gb")
+
+
+def device_key(device_name: str) -> str | None:
+    """The row of `PEAK_FLOPS` of a device as its driver names it; None for one not in the table."""
+    words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
+    known = [
+        key
+        for key in PEAK_FLOPS
+        if words.issuperset(key.split())
+        and all(_NEUTRAL.fullmatch(word) for word in words.difference(key.split()))
+    ]
+    return max(known, key=lambda key: len(key.split()), default=None)
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
@@ -132,16 +169,21 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     require(
         dtype in DTYPES, f"no peaks are kept for dtype {dtype!r}; give one of {', '.join(DTYPES)}"
     )
-    words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
-    known = [
-        key
-        for key in PEAK_FLOPS
-        if words.issuperset(key.split())
-        and all(_NEUTRAL.fullmatch(word) for word in words.difference(key.split()))
-    ]
-    if not known:
+    key = device_key(device_name)
+    return PEAK_FLOPS[key].get(dtype) if key else None
+
+
+def device_memory(device_name: str) -> int | None:
+    """Bytes of memory of a device; None for one not in the table.
+
+    A name such as `a100-80gb` picks one of several sizes; without it the smallest is taken.
+    """
+    key = device_key(device_name)
+    if key is None:
         return None
-    return PEAK_FLOPS[max(known, key=lambda key: len(key.split()))].get(dtype)
+    sizes = DEVICE_MEMORY_GB[key]
+    named = [int(gb) for gb in re.findall(r"(\d+) ?gb", device_name.lower()) if int(gb) in sizes]
+    return (named or [sizes[0]])[0] * 10**9
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak: float, n_devices: int = 1) -> float:

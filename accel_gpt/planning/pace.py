@@ -1,0 +1,94 @@
+"""How fast a run will be: as told, as an earlier run was, or by an assumed share of the peak."""
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_gpt.config import Config
+from accel_gpt.errors import UserError, require
+from accel_gpt.model.cost import flops_per_token, mfu
+from accel_gpt.options import PlanCommand
+from accel_gpt.parse import load_config
+from accel_gpt.planning.machine import Machine
+from accel_gpt.planning.vocabulary import inherit_known, vocabulary
+from accel_gpt.untrusted import load_json
+
+ASSUMED_MFU = 0.4  # assumption: llm.c and nanoGPT report 0.4 to 0.5 for GPT-2 on A100 and H100
+FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step: the backward pass takes two
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Tokens per second of all devices together; None: nothing says how many."""
+
+    tokens_per_second: float | None
+    source: str
+    mfu: float | None = None  # where the peak is known
+
+
+def pace(asked: PlanCommand, config: Config, vocab_size: int, machine: Machine) -> Pace:
+    """The speed of a run on `machine`."""
+    work = flops_per_token(config.model, vocab_size)
+    peak = machine.peak(config.train.matmul_precision)
+    if asked.tokens_per_second:
+        rate, source = asked.tokens_per_second, "--tokens_per_second"
+    elif asked.measured:
+        rate, source = like(asked.measured, work, vocab_size, machine.devices)
+    else:
+        require(
+            not asked.mfu or peak is not None,
+            f"--mfu {asked.mfu} is a share of a peak, and none is known for {machine.spoken()}; "
+            "give --tokens_per_second",
+        )
+        if peak is None:
+            return Pace(None, "not known; give --tokens_per_second or --measured RUN")
+        reached = asked.mfu or ASSUMED_MFU
+        rate, source = reached * peak * machine.devices / work, "--mfu" if asked.mfu else "assumed"
+    share = mfu(rate, work, peak, machine.devices) if peak else None
+    return Pace(rate, source, share)
+
+
+def like(run: str, work: float, vocab_size: int, devices: int) -> tuple[float, str]:
+    """Tokens per second at the FLOP/s for each process that a run reached."""
+    folder = Path(run)
+    rates = measured_rates(folder)
+    config = load_config([str(folder / "config.yaml")], "accel-gpt plan --measured", inherit_known)
+    try:
+        vocab_size = vocabulary(config, None)[0]
+    except UserError:  # its data has gone; ours is as good a guess
+        pass
+    try:
+        launches = load_json((folder / "run.json").read_text(encoding="utf-8"))["launches"]
+        processes = int(launches[-1]["processes"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        raise UserError(f"run.json of {run} does not say how many processes it had") from None
+    theirs = flops_per_token(config.model, vocab_size)
+    return statistics.median(rates) * theirs / work * devices / processes, f"median of {run}"
+
+
+def measured_rates(folder: Path) -> list[float]:
+    """perf/tokens_per_second of each line of metrics that has it; `UserError` where none has."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        raise UserError(
+            f"--measured {folder} has no metrics.jsonl; give the folder of a run"
+        ) from None
+    found: list[float] = []
+    for line in lines:
+        try:
+            record: Any = load_json(line)
+            found.append(float(record["perf/tokens_per_second"]))
+        except (ValueError, KeyError, TypeError):
+            continue  # a line of an evaluation alone, or one that is being written
+    require(bool(found), f"{folder}/metrics.jsonl has no perf/tokens_per_second yet")
+    return found[1:] or found  # the first counts what only happens once
+
+
+def evaluation_tokens(config: Config, steps: int) -> int | None:
+    """Tokens that all evaluations read, train and val; None where they are whole splits."""
+    if config.eval.tokens is None:
+        return None
+    times = -(-steps // config.eval.every) if config.eval.every else 1
+    return 2 * times * config.eval.tokens

@@ -1,0 +1,185 @@
+"""Memory: the formulas against what autograd keeps, what torch allocates and what the process holds."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.autograd.graph import saved_tensors_hooks
+
+from accel_gpt.config import OptimConfig
+from accel_gpt.model.cost import parameter_counts
+from accel_gpt.model.documents import separate
+from accel_gpt.model.gpt import GPT
+from accel_gpt.model.memory import (
+    Numerics,
+    activation_bytes,
+    cast_bytes,
+    kept_logits_bytes,
+    logits_bytes,
+)
+from accel_gpt.model_config import PRESETS, ModelConfig
+from accel_gpt.optim.groups import make_optimizer
+from accel_gpt.options import PlanCommand
+from accel_gpt.parse import load_config
+from accel_gpt.planning.forecast import forecast
+from accel_gpt.planning.memory import IMPORTED_CPU
+from tests.conftest import tiny
+
+V, B = 100, 3
+SHAPES = {
+    "gpt2": tiny(),
+    "no biases": tiny(bias=False),
+    "dropout": tiny(dropout=0.1),
+    "llama": tiny("llama", n_kv_head=2),
+    "llama, dropout": tiny("llama", n_kv_head=2, dropout=0.1),
+    "qwen3, wide heads": tiny("qwen3", n_kv_head=2, head_dim=12),
+    "qwen3, dropout": tiny("qwen3", dropout=0.1),
+    "fast": tiny("fast"),
+    "fast, tied, weights in the norms": tiny("fast", tie_embeddings=True, norm_weight=True),
+    "gpt2 with qk_norm": tiny(qk_norm=True),
+}
+
+
+def kept(config: ModelConfig, half: bool, masked: bool) -> int:
+    """Bytes of all storages that autograd keeps of a micro-batch; weights and tokens not counted."""
+    model = GPT(config, V).train()
+    tokens = torch.randint(0, V, (B, config.block_size))
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), tokens)}
+    sizes: dict[int, int] = {}
+    alive = []  # a freed storage could give its address to another
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        alive.append(tensor)
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    documents = separate(tokens, tokens, 3)[1] if masked else None
+    cast = torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext()
+    with saved_tensors_hooks(note, lambda tensor: tensor), cast:
+        model(tokens, tokens, documents=documents)
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("masked", [False, True], ids=["windows", "documents"])
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+def test_the_formula_counts_every_byte_that_autograd_keeps(
+    config: ModelConfig, half: bool, masked: bool
+) -> None:
+    numerics = Numerics(half)
+    expected = (
+        activation_bytes(config, B, numerics, masked)
+        + kept_logits_bytes(config, V, B)
+        + cast_bytes(config, V, numerics)
+    )
+    assert kept(config, half, masked) - expected == 12  # sum and number of the targets
+
+
+def live(config: ModelConfig, vocab_size: int, sequences: int, half: bool) -> int:
+    """The most bytes of tensors alive in a step, with weights, optimizer and no older gradients."""
+    model = GPT(config, vocab_size).train()
+    optimizer = make_optimizer(model, OptimConfig())
+    tokens = torch.randint(0, vocab_size, (sequences, config.block_size))
+
+    def step() -> None:
+        cast = torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext()
+        with cast:
+            loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+        step()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    now = top = 0
+    for _, change in changes:
+        now += change
+        top = max(top, now)
+    return top + 12 * parameter_counts(config, vocab_size)["total"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_fullest_moment_is_where_the_loss_begins_its_backward_pass(
+    preset: str, half: bool
+) -> None:
+    config = tiny(preset, n_embd=64, block_size=64)
+    numerics, vocab_size, sequences = Numerics(half), 2000, 16
+    expected = (
+        12 * parameter_counts(config, vocab_size)["total"]
+        + activation_bytes(config, sequences, numerics)
+        + cast_bytes(config, vocab_size, numerics)
+        + logits_bytes(config, vocab_size, sequences)
+    )
+    assert live(config, vocab_size, sequences, half) == pytest.approx(expected, rel=0.01)
+
+
+MEASURE = r"""
+import json, re, sys
+from pathlib import Path
+from accel_gpt import train
+from accel_gpt.errors import run_main
+
+def resident(key):
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(key + r":\s+(\d+) kB", status)[1]) * 1024
+
+before = resident("VmRSS")
+code = run_main(train.main, sys.argv[1:])
+print(json.dumps([code, before, resident("VmHWM")]))
+"""
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "4 x 128, T 64, wide": (
+        {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64},
+        {"tokens_per_step": 16384, "micro_batch_size": 256},
+    ),
+    "6 x 384, T 256": (
+        {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256},
+        {"tokens_per_step": 4096, "micro_batch_size": 16},
+    ),
+    "llama, 8 x 512, T 512, accumulated": (
+        {"preset": "llama", "n_layer": 8, "n_head": 8, "n_embd": 512, "block_size": 512},
+        {"tokens_per_step": 2048, "micro_batch_size": 2},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+@pytest.mark.parametrize(("model", "train"), RUNS.values(), ids=RUNS.keys())
+def test_the_plan_predicts_what_a_run_grows_by(
+    model: dict[str, Any], train: dict[str, Any], corpus: Path, tmp_path: Path
+) -> None:
+    """Resident memory of a run of three steps, from the imports to its highest."""
+    path = tmp_path / "config.yaml"
+    sections = {
+        "out_dir": str(tmp_path / "run"),
+        "data": {"train": str(corpus)},
+        "model": {**model, "vocab_size": 2048},
+        "train": {**train, "max_steps": 3, "cpu_threads": 1},
+        "eval": {"every": 0, "tokens": model["block_size"]},
+        "sample": {"every": 0},
+        "log": {"trackers": []},
+    }
+    path.write_text(yaml.safe_dump(sections))
+    command = [sys.executable, "-c", MEASURE, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
+    code, before, highest = json.loads(re.findall(r"^\[.*\]$", done.stdout, re.MULTILINE)[-1])
+    assert code == 0
+    planned = forecast(PlanCommand(str(path)), load_config([str(path)], "test"))["memory"]["total"]
+    assert planned - IMPORTED_CPU == pytest.approx(highest - before, rel=0.15)

@@ -1,5 +1,6 @@
 """What each command of `accel-gpt` can be told: options with types, defaults, units. No torch."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -209,7 +210,8 @@ class PlanCommand:
     def __post_init__(self) -> None:
         for name in ("gpus", "memory_gb", "mfu", "tokens_per_second", "price", "vocab_size"):
             value = getattr(self, name)
-            require(value is None or 0 < value, f"--{name} is {value}; it must be above 0")
+            ok = value is None or 0 < value < math.inf
+            require(ok, f"--{name} is {value}; it must be above 0 and finite")
         require(self.mfu is None or self.mfu <= 1, f"--mfu is {self.mfu}; it is a share, 0 to 1")
         speeds = ("mfu", "tokens_per_second", "measured")
         given = [f"--{name}" for name in speeds if getattr(self, name) is not None]

@@ -1,4 +1,4 @@
-"""Memory: the formulas against what autograd keeps, what torch allocates and what the process holds."""
+"""Memory: the formulas against autograd, torch's allocations and the process."""
 
 import contextlib
 import json
@@ -49,10 +49,11 @@ SHAPES = {
 
 
 def kept(config: ModelConfig, half: bool, masked: bool) -> int:
-    """Bytes of all storages that autograd keeps of a micro-batch; weights and tokens not counted."""
+    """Bytes of the storages that autograd keeps of a micro-batch, without weights and tokens."""
     model = GPT(config, V).train()
     tokens = torch.randint(0, V, (B, config.block_size))
-    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), tokens)}
+    given = (*model.parameters(), *model.buffers(), tokens)
+    known = {tensor.untyped_storage().data_ptr() for tensor in given}
     sizes: dict[int, int] = {}
     alive = []  # a freed storage could give its address to another
 

@@ -148,10 +148,14 @@ def cast_bytes(config: ModelConfig, vocab_size: int, numerics: Numerics) -> int:
     if not numerics.half or numerics.sharded:
         return 0
     parts = parameter_counts(config, vocab_size)
-    biases = config.n_layer * config.bias * (
-        (config.n_head + 2 * config.kv_heads) * config.head_size
-        + 2 * config.n_embd
-        + config.hidden_size * (2 if config.mlp == "swiglu" else 1)
+    biases = (
+        config.n_layer
+        * config.bias
+        * (
+            (config.n_head + 2 * config.kv_heads) * config.head_size
+            + 2 * config.n_embd
+            + config.hidden_size * (2 if config.mlp == "swiglu" else 1)
+        )
     )
     head = padded_vocab_size(vocab_size) * config.n_embd
     return 2 * (parts["attention"] + parts["mlp"] - biases + head)

@@ -37,6 +37,7 @@ def length(config: Config, vocab_size: int, plan: Plan) -> dict[str, Any]:
     """Steps, tokens and FLOPs."""
     tokens = plan.max_steps * plan.tokens_per_step
     work = flops_per_token(config.model, vocab_size)
+    real = parameter_counts(config.model, vocab_size)["total_unpadded"]
     return {
         "steps": plan.max_steps,
         "warmup_steps": plan.warmup_steps,
@@ -46,7 +47,7 @@ def length(config: Config, vocab_size: int, plan: Plan) -> dict[str, Any]:
         "accumulation_steps": plan.accumulation_steps,
         "devices": plan.world_size,
         "tokens": tokens,
-        "tokens_per_parameter": tokens / parameter_counts(config.model, vocab_size)["total_unpadded"],
+        "tokens_per_parameter": tokens / real,
         "flops_per_token": work,
         "flops_per_step": work * plan.tokens_per_step,
         "flops": work * tokens,
@@ -64,6 +65,7 @@ def memory(config: Config, vocab_size: int, machine: Machine, plan: Plan) -> dic
         "host": taken.host,
         "device": machine.memory,
         "fits": fits,
+        "compiled": config.train.compile,
         "largest_micro_batch_size": largest_size(config, vocab_size, machine) if fits else None,
         "remedies": [] if fits is not False else remedies(config, vocab_size, machine),
     }

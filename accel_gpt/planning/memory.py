@@ -1,4 +1,4 @@
-"""Memory of one device at the fullest moment of a step, by part; docs/cost.md tells how it is found.
+"""Memory of one device at the fullest moment of a step, by part; docs/cost.md has the derivation.
 
 The parts of a moment add up to what is held then; the fullest moment is what must fit.
 """

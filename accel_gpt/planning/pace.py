@@ -1,5 +1,6 @@
 """How fast a run will be: as told, as an earlier run was, or by an assumed share of the peak."""
 
+import contextlib
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,10 +55,8 @@ def like(run: str, work: float, vocab_size: int, devices: int) -> tuple[float, s
     folder = Path(run)
     rates = measured_rates(folder)
     config = load_config([str(folder / "config.yaml")], "accel-gpt plan --measured", inherit_known)
-    try:
+    with contextlib.suppress(UserError):  # its data has gone: ours is as good a guess
         vocab_size = vocabulary(config, None)[0]
-    except UserError:  # its data has gone; ours is as good a guess
-        pass
     try:
         launches = load_json((folder / "run.json").read_text(encoding="utf-8"))["launches"]
         processes = int(launches[-1]["processes"])

@@ -61,7 +61,8 @@ def memory(report: Mapping[str, Any]) -> Iterator[Row]:
     yield "memory of a device", gigabytes(held["total"]), of
     for part, size in held["parts"].items():
         yield f"  {part}", gigabytes(size), ""
-    yield "  fullest", "", f"at {held['moment']}"
+    compiled = "; train.compile keeps less, not counted" if held["compiled"] else ""
+    yield "  at its fullest", "", f"{held['moment']}{compiled}"
     for part, size in held["host"].items():
         yield "memory of the host", gigabytes(size), f"{part}, a process"
 

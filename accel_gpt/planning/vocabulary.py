@@ -95,7 +95,9 @@ def of_tokenizer(name: str, bpe_size: int) -> tuple[int, str]:
 def of_file(content: Any) -> int:
     """One more than the largest id in a tokenizer.json, of Hugging Face's format or of ours."""
     if content.get("format") == "accel_gpt-tokenizer":
-        return of_tokenizer(content["kind"], 0)[0] if "chars" not in content else len(content["chars"])
+        return (
+            of_tokenizer(content["kind"], 0)[0] if "chars" not in content else len(content["chars"])
+        )
     vocabulary = content["model"]["vocab"]
     pairs = isinstance(vocabulary, list)  # of Unigram: [piece, score], the id is the place
     ids = range(len(vocabulary)) if pairs else vocabulary.values()

@@ -1,0 +1,261 @@
+"""`accel-gpt plan`: every shipped config, the arithmetic, one sentence for a mistake."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from accel_gpt.cli import dispatch
+from accel_gpt.config import Config
+from accel_gpt.errors import run_main
+from accel_gpt.model.cost import (
+    DEVICE_MEMORY_GB,
+    PEAK_FLOPS,
+    device_memory,
+    flops_per_token,
+    padded_vocab_size,
+    parameter_counts,
+)
+from accel_gpt.model.gpt import GPT
+from accel_gpt.model_config import PRESETS, ModelConfig
+from accel_gpt.parse import load_config
+from accel_gpt.planning.vocabulary import inherit_known
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+GPT2 = str(next(path for path in CONFIGS if path.stem == "gpt2_124m"))
+OWN_TOKENIZER = {"llama_1b": ("--vocab_size", "32768")}  # as its comment says
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: Any) -> Any:
+    """The report as JSON."""
+    assert run_main(dispatch, ["plan", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
+    """The one sentence on stderr."""
+    assert run_main(dispatch, ["plan", *map(str, words)]) == 2
+    told = capsys.readouterr()
+    assert not told.out
+    assert told.err.count("\n") == 1
+    return told.err
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_that_is_shipped(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (str(path), *OWN_TOKENIZER.get(path.stem, ()))
+    report = plan(capsys, *words, "--gpu", "h200", "--train.mixed_precision", "bf16")
+    assert report["memory"]["fits"] is True
+    assert report["memory"]["total"] == sum(report["memory"]["parts"].values())
+    assert run_main(dispatch, ["plan", *words]) == 0
+    text = capsys.readouterr().out
+    assert f"{report['parameters']['total']:,}" in text
+    assert "not compared; give --gpu or --memory_gb" in text
+
+
+def check_flops(config: ModelConfig) -> None:
+    """Compare with torch's count on the meta device, with a vocabulary that needs no padding.
+
+    The counter sees the padded rows of the head; ours leaves them out as no useful work.
+    """
+    vocab_size = padded_vocab_size(50257)
+    with torch.device("meta"):
+        model = GPT(config, vocab_size)
+        tokens = torch.empty(1, config.block_size, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens, tokens).backward()
+    counted = counter.get_total_flops() / config.block_size
+    assert flops_per_token(config, vocab_size) == pytest.approx(counted, rel=0.02)
+    padding = 6 * (vocab_size - 50257) * config.n_embd
+    assert flops_per_token(config, vocab_size) - flops_per_token(config, 50257) == padding
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_flops_at_a_real_vocabulary_equal_those_that_torch_counts(preset: str) -> None:
+    shape = {"n_layer": 2, "n_head": 12, "n_kv_head": 4, "n_embd": 768, "block_size": 1024}
+    check_flops(ModelConfig(**{**shape, **PRESETS[preset]}))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_flops_of_every_config_equal_those_that_torch_counts(path: Path) -> None:
+    check_flops(load_config([str(path)], "test", inherit_known).model)
+
+
+def test_the_arithmetic_of_gpt2(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--gpus", 8, "--gpu", "h100", "--mfu", 0.5, "--price", 2)
+    report = plan(capsys, GPT2, *options, "--train.mixed_precision=bf16")
+    length, time, disk = report["length"], report["time"], report["disk"]
+    assert report["parameters"]["total_unpadded"] == 124_439_808
+    assert length["steps"] == 19_074
+    assert length["tokens"] == 19_074 * 524_288
+    assert length["tokens_per_parameter"] == length["tokens"] / 124_439_808
+    assert length["flops_per_step"] == length["flops_per_token"] * 524_288
+    rate = 0.5 * 989.5e12 * 8 / length["flops_per_token"]
+    assert time["tokens_per_second"] == pytest.approx(rate)
+    evaluated = 2 * 77 * 10_485_760 / 3  # 19,074 steps, every 250 and the last; forward only
+    assert time["hours"] == pytest.approx((length["tokens"] + evaluated) / rate / 3600)
+    assert time["cost"] == pytest.approx(time["hours"] * 8 * 2)
+    assert disk["data_read"] == 19_074 * 512 * 1025 * 2
+    assert disk["checkpoint"] == 12 * report["parameters"]["total"]
+    assert disk["checkpoints_kept"] == 3
+
+
+def held(capsys: pytest.CaptureFixture[str], *words: Any) -> dict[str, int]:
+    parts: dict[str, int] = plan(capsys, GPT2, *words)["memory"]["parts"]
+    return parts
+
+
+def test_each_setting_changes_the_part_that_it_should(capsys: pytest.CaptureFixture[str]) -> None:
+    total = parameter_counts(Config().model, 50257)["total"]
+    alone = held(capsys, "--gpu", "h100")
+    assert (alone["weights"], alone["optimizer"]) == (4 * total, 8 * total)
+    assert alone["gradients"] == 4 * total  # of the micro-steps before
+    assert "gradient buckets of ddp" not in alone
+    ddp = held(capsys, "--gpu", "h100", "--gpus", 8)
+    assert ddp["gradient buckets of ddp"] == ddp["gradients"] == 4 * total
+    one = held(capsys, "--gpu", "h100", "--gpus", 16)  # one micro-step: they lie in the buckets
+    assert "gradients" not in one
+    fsdp = held(capsys, "--gpu", "h100", "--gpus", 8, "--distribution", "fsdp")
+    assert fsdp["weights"] == 4 * total // 8
+    assert fsdp["gradients not yet reduced"] == 4 * total
+    bf16 = held(capsys, "--gpu", "h100", "--train.mixed_precision", "bf16")
+    assert alone["activations"] / 2 < bf16["activations"] < alone["activations"]
+    assert bf16["logits and loss"] == alone["logits and loss"]  # float32 in any case
+    exact = held(capsys, "--train.reproducible", "true", "--train.compile", "false")
+    assert exact["exact gradients"] == 8 * total
+    assert "gradients" not in exact
+    saved = held(capsys, "--checkpoint.async_save", "true")
+    assert saved["snapshot of async_save"] == 12 * total
+    report = plan(capsys, GPT2, "--checkpoint.async_save", "true", "--gpu", "h100")
+    assert report["memory"]["host"] == {"snapshot of async_save": 12 * total}
+
+
+def test_a_remedy_is_one_and_the_next_larger_size_is_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = (GPT2, "--gpus", 2, "--gpu", "l4")
+    report = plan(capsys, *asked)
+    assert report["memory"]["fits"] is False
+    remedies = report["memory"]["remedies"]
+    assert len(remedies) >= 2
+    for remedy in remedies:
+        words = remedy.split(":")[0].split()
+        assert plan(capsys, *asked, *words)["memory"]["fits"] is True
+        size = int(words[words.index("--train.micro_batch_size") + 1])
+        words[words.index("--train.micro_batch_size") + 1] = str(2 * size)
+        assert plan(capsys, *asked, *words)["memory"]["fits"] is False
+
+
+def test_a_run_that_fits_is_told_how_far_it_may_grow(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (GPT2, "--gpu", "h100", "--train.micro_batch_size", 1)
+    largest = plan(capsys, *asked)["memory"]["largest_micro_batch_size"]
+    assert largest > 1
+    grown = (*asked[:-1], largest)
+    assert plan(capsys, *grown)["memory"]["fits"] is True
+    assert plan(capsys, *asked[:-1], 2 * largest)["memory"]["fits"] is False
+
+
+def test_what_fits_nowhere_is_told_with_the_devices_it_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    xl = str(Path(GPT2).with_name("gpt2_1558m.yaml"))
+    (remedy,) = plan(capsys, xl, "--gpus", 1, "--gpu", "t4", "--train.mixed_precision", "fp16")[
+        "memory"
+    ]["remedies"]
+    words = remedy.split(":")[0].split()
+    assert plan(capsys, xl, "--gpu", "t4", *words)["memory"]["fits"] is True
+
+
+def test_the_speed_of_an_earlier_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(Path(GPT2).read_text())
+    (run / "run.json").write_text('{"launches": [{"processes": 4}]}')
+    rates = [1, 90_000, 100_000, 110_000]
+    lines = [json.dumps({"step": 1, "perf/tokens_per_second": rate}) for rate in rates]
+    (run / "metrics.jsonl").write_text("\n".join([*lines, '{"eval/val_loss": 3}', '{"st']))
+    time = plan(capsys, GPT2, "--gpus", 8, "--measured", run)["time"]
+    assert time["tokens_per_second"] == pytest.approx(200_000)
+    assert time["mfu"] is None  # of a CPU nobody knows the peak
+    (run / "metrics.jsonl").unlink()
+    assert "no metrics.jsonl" in mistake(capsys, GPT2, "--measured", run)
+
+
+def test_the_vocabulary_is_that_of_data_tokenizer_or_option(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"data: {{train: {corpus}}}\ntrain: {{max_steps: 9, tokens_per_step: 16384}}\n")
+    assert plan(capsys, path)["vocabulary"] == {"tokens": 257, "source": str(corpus)}
+    away = ("--data.train", tmp_path / "away")
+    assert "away is not known before it is there; give --vocab_size" in mistake(capsys, path, *away)
+    assert plan(capsys, path, *away, "--vocab_size", 99)["vocabulary"]["tokens"] == 99
+    assert plan(capsys, path, *away, "--data.tokenizer", "gpt2")["vocabulary"]["tokens"] == 50257
+    bpe = ("--data.prepare.source=stdlib", "--data.prepare.tokenizer=bpe")
+    assert plan(capsys, path, *away, *bpe)["vocabulary"]["tokens"] == 4096
+    file = tmp_path / "tokenizer.json"
+    added = [{"id": 7, "content": "<|endoftext|>"}]
+    file.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 5}}, "added_tokens": added}))
+    assert plan(capsys, path, *away, "--data.tokenizer", file)["vocabulary"]["tokens"] == 8
+    file.write_text("[]")
+    assert "cannot be read" in mistake(capsys, path, *away, "--data.tokenizer", file)
+
+
+def test_an_accelerate_config_brings_processes_precision_and_fsdp(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text("distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 4\n")
+    report = plan(capsys, GPT2, "--config_file", path, "--gpu", "h100")
+    assert report["machine"] == "4 x h100, fsdp, bf16"
+    over = plan(capsys, GPT2, "--config_file", path, "--gpus", 2, "--distribution", "ddp")
+    assert over["machine"] == "2 x CPU process, ddp, bf16"
+    path.write_text("distributed_type: MULTI_GPU\nnum_processes: many\n")
+    assert "num_processes in" in mistake(capsys, GPT2, "--config_file", path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--gpu", "h10"), "--gpu h10 is not in the table of devices; did you mean h100?"),
+        (("--gpus", 0), "--gpus is 0; it must be above 0"),
+        (("--gpus", 7), "not a multiple of 32 sequences x 1024 tokens x 7 processes"),
+        (("--mfu", 40, "--gpu", "h100"), "--mfu is 40.0; it is a share, 0 to 1"),
+        (("--mfu", 0.4), "none is known for 1 x CPU process, float32; give --tokens_per_second"),
+        (("--mfu", 0.4, "--measured", "x"), "--mfu and --measured each tell the speed"),
+        (("--optim.learning_rate", 1), "did you mean optim.lr?"),
+        (("--gpuz", 1), "unknown key gpuz"),
+        (("--train.mixed_precision", "fp16"), "a CPU has no fp16 training"),
+        (("--train.max_tokens", "null"), "the length of the run is not set"),
+        (("--config_file", GPT2), "has no distributed_type"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    words: tuple[Any, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in mistake(capsys, GPT2, *words)
+
+
+def test_every_device_has_its_memory() -> None:
+    assert DEVICE_MEMORY_GB.keys() == PEAK_FLOPS.keys()
+    assert all(list(sizes) == sorted(sizes) for sizes in DEVICE_MEMORY_GB.values())
+    assert device_memory("a100") == 40e9
+    assert device_memory("NVIDIA A100-SXM4-80GB") == 80e9
+    assert device_memory("cpu") is None
+
+
+def test_planning_needs_no_torch() -> None:
+    code = (
+        "import sys; from accel_gpt.cli import dispatch\n"
+        f"dispatch(['plan', {GPT2!r}, '--gpu', 'h100'])\n"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'transformers')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    assert done.returncode == 0

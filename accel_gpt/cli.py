@@ -106,18 +106,24 @@ def sample_command(argv: Sequence[str]) -> int:
     import torch
 
     from accel_gpt.evals.interactive import interact
-    from accel_gpt.evals.samples import SEPARATOR, write_text
+    from accel_gpt.evals.samples import SEPARATOR, say_cut, write_text
     from accel_gpt.hub.load import load_pretrained
 
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    loaded = load_pretrained(asked.run, asked.checkpoint, asked.allow_pickle, device)
+    model, tokenizer = load_pretrained(asked.run, asked.checkpoint, asked.allow_pickle, device)
     generator = torch.Generator(device).manual_seed(asked.seed)
     if asked.interactive:
-        interact(*loaded, config, generator, sys.stdin, sys.stdout)
+        interact(model, tokenizer, config, generator, sys.stdin, sys.stdout, say)
         return 0
-    texts = write_text(*loaded, asked.prompt, config, generator)
+    say_cut(asked.prompt, tokenizer, model.config.block_size, say)
+    texts = write_text(model, tokenizer, asked.prompt, config, generator)
     sys.stdout.write(SEPARATOR.join(texts) + "\n")
     return 0
+
+
+def say(text: str) -> None:
+    """A line beside the output."""
+    sys.stderr.write(f"{text}\n")
 
 
 def export_command(argv: Sequence[str]) -> int:

@@ -202,8 +202,19 @@ class LogConfig:
     """Also log data/batch_hash: a fingerprint of the tokens of each step, the same at any number of
     processes."""
 
+    layer_stats_every: int = 0
+    """Steps between statistics of each layer (norms, activations, entropy of attention, dead
+    units), which go to the trackers alone; 0: never. That step holds a second copy of the weights
+    for a moment, and one more forward pass."""
+
     def __post_init__(self) -> None:
         positive("log", self, "every")
+        not_negative("log", self, "layer_stats_every")
+        require(
+            not self.layer_stats_every or bool(self.trackers),
+            f"log.layer_stats_every is {self.layer_stats_every} but log.trackers is empty, where "
+            "its figures would go; add tensorboard, or set it to 0",
+        )
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from accel_gpt.config import Config
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.order import derive_seed
 from accel_gpt.errors import run_main
-from accel_gpt.evals.samples import check_prompts, is_sample_step, sample
+from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.evals.validation import evaluate_splits
 from accel_gpt.hub.load import start_model
 from accel_gpt.hub.push import fetch_resume
@@ -111,8 +111,8 @@ def train(config: Config, plan: Plan, started: float) -> int:
 def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display) -> Run:
     """Build everything, and take up the checkpoint that the run has."""
     corpus = open_corpus(config)
-    check_prompts(config.sample, corpus.tokenizer)
     state, say = corpus.new_state(config, accelerator.num_processes), display.say
+    check_prompts(config.sample, corpus.tokenizer, config.model.block_size, say)
     path = take_up(config, state, accelerator, say)
     torch.manual_seed(config.seed)
     gpt = start_model(config, corpus, path is not None, say)
@@ -177,7 +177,8 @@ def update(run: Run) -> None:
     loss = run.gradients.finish()  # over all processes, as the gradient is
     grad_norm = accelerator.clip_grad_norm_(run.model.parameters(), optim.grad_clip or float("inf"))
     run.optimizer.optimizer.skip = run.ledger.judge(state, loss, grad_norm)
-    run.optimizer.step()
+    with run.reporter.layers(state.step + 1, grad_norm, tokens, documents):
+        run.optimizer.step()
     run.optimizer.zero_grad()
     state.step += 1
     state.sequences += plan.sequences_per_step
@@ -195,9 +196,7 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
     evaluating = last or bool(config.eval.every and state.step % config.eval.every == 0)
     saving = last or stopping or retrying
     saving |= is_due(config.checkpoint, state, run.plan.tokens_per_step)
-    sampling = bool(config.sample.every) and (
-        last or is_sample_step(state.step, config.sample.every, config.sample.growth)
-    )
+    sampling = samples_due(config.sample, state.step, last)
     record: Record = {}
     if logging or evaluating or saving:
         lr = run.optimizer.param_groups[0]["lr"]

@@ -76,7 +76,8 @@ def run(
     tokenizer = tokenizer or BytesTokenizer()
     config = SampleConfig(**{"max_new_tokens": 12, **changes})
     generator = torch.Generator().manual_seed(3)
-    interact(model or model_of(tokenizer), tokenizer, config, generator, lines, out)
+    parts = (config, generator, lines, out, [].append)
+    interact(model or model_of(tokenizer), tokenizer, *parts)
     return out.getvalue()
 
 
@@ -309,7 +310,7 @@ from tests.conftest import tiny
 torch.set_num_threads(1)
 config = SampleConfig(max_new_tokens=1_000_000)
 model = GPT(tiny(), 3)
-interact(model, CharsTokenizer("abc"), config, torch.Generator(), sys.stdin, sys.stdout)
+interact(model, CharsTokenizer("abc"), config, torch.Generator(), sys.stdin, sys.stdout, print)
 """
 
 

@@ -6,6 +6,7 @@ and `\\` a backslash.
 """
 
 import contextlib
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ import torch
 from accel_gpt.config import SampleConfig
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError
-from accel_gpt.evals.samples import SEPARATOR, known_ids
+from accel_gpt.evals.samples import SEPARATOR, known_ids, say_cut
 from accel_gpt.model.generate import stream
 from accel_gpt.model.gpt import GPT
 
@@ -40,16 +41,22 @@ def interact(
     generator: torch.Generator,
     lines: TextIO,
     out: TextIO,
+    say: Callable[[str], None],
 ) -> None:
     """Write `config.num` continuations of each prompt that `lines` hold, until they end.
 
     An empty prompt is the start of a document. On a terminal, Ctrl-C stops the text that is being
     written and leaves where there is none, and a prompt that cannot be encoded is told and asked
     for again. In a pipe both end the whole: raises `UserError` for a character that the tokenizer
-    does not know and for bytes that are no text.
+    does not know and for bytes that are no text. `say` is told of prompts beyond the context.
     """
 
+    @functools.lru_cache(maxsize=1)  # once for all continuations of a prompt
+    def check(prompt: str) -> None:
+        say_cut(prompt, tokenizer, model.config.block_size, say)
+
     def answer(prompt: str) -> Iterator[str]:
+        check(prompt)
         return continuation(model, tokenizer, prompt, config, generator)
 
     if lines.isatty():

@@ -1,17 +1,26 @@
 """Text written by the model: which steps, from which prompts, with a generator of its own."""
 
+from collections.abc import Callable
+
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType, gather_object
+from torch import Tensor
 
 from accel_gpt.config import SampleConfig
 from accel_gpt.data.order import derive_seed
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError, require
-from accel_gpt.model.generate import generate
+from accel_gpt.model.generate import all_rows, context_start, generate
 from accel_gpt.model.gpt import GPT
 
 SEPARATOR = "\n---------------\n"  # between the texts of `accel-gpt sample`
+QUOTED = 40  # characters of a prompt in a message
+
+
+def samples_due(config: SampleConfig, step: int, last: bool) -> bool:
+    """Whether samples are due at a completed step; where any are asked for, at the last one too."""
+    return bool(config.every) and (last or is_sample_step(step, config.every, config.growth))
 
 
 def is_sample_step(step: int, every: int, growth: float) -> bool:
@@ -57,11 +66,24 @@ def known_ids(prompt: str, tokenizer: Tokenizer, model: GPT) -> list[int]:
     return ids
 
 
-def check_prompts(config: SampleConfig, tokenizer: Tokenizer) -> None:
-    """Raise `UserError` now for a prompt that could not be sampled later."""
+def check_prompts(
+    config: SampleConfig, tokenizer: Tokenizer, block_size: int, say: Callable[[str], None]
+) -> None:
+    """Raise `UserError` now for a prompt that could not be sampled later, and say what is cut."""
     if config.every:
-        for prompt in config.prompts:
-            prompt_ids(prompt, tokenizer)
+        for prompt in dict.fromkeys(config.prompts):
+            say_cut(prompt, tokenizer, block_size, say)
+
+
+def say_cut(prompt: str, tokenizer: Tokenizer, block_size: int, say: Callable[[str], None]) -> None:
+    """Say of a prompt longer than the context that its end alone counts; of others nothing."""
+    length = len(prompt_ids(prompt, tokenizer))
+    if cut := context_start(length, block_size):
+        quoted = prompt if len(prompt) <= QUOTED else f"{prompt[:QUOTED]}..."
+        say(
+            f"the prompt {quoted!r} has {length:,} tokens, model.block_size is {block_size:,}: "
+            f"the model sees the last {length - cut:,}"
+        )
 
 
 def write_text(
@@ -70,11 +92,14 @@ def write_text(
     prompt: str,
     config: SampleConfig,
     generator: torch.Generator,
+    done: Callable[[Tensor], bool] = all_rows,
 ) -> list[str]:
-    """`config.num` continuations of `prompt`, each with the prompt before it, up to end-of-text."""
-    device = next(model.parameters()).device
+    """`config.num` continuations of `prompt`, each with the prompt before it, up to end-of-text.
+
+    `generator` is on the device of the model; `done` as `generate` takes it.
+    """
     given = known_ids(prompt, tokenizer, model)
-    ids = torch.tensor([given] * config.num, device=device)  # (num, T0)
+    ids = torch.tensor([given] * config.num, device=generator.device)  # (num, T0)
     out = generate(
         model,
         ids,
@@ -85,6 +110,7 @@ def write_text(
         generator=generator,
         eot_id=tokenizer.eot_id,
         choices=tokenizer.vocab_size,
+        done=done,
     )
     return [
         prompt + decode_after(given, until(row, tokenizer.eot_id), tokenizer)
@@ -103,6 +129,17 @@ def until(ids: list[int], eot_id: int | None) -> list[int]:
     return ids[: ids.index(eot_id)] if eot_id in ids else ids
 
 
+def agreement(accelerator: Accelerator) -> Callable[[Tensor], bool]:
+    """The `done` of a process: under FSDP, once the rows of all have ended.
+
+    There every forward pass gathers weights that all processes hold parts of, so none may stop
+    before the others. Otherwise each goes its own way.
+    """
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return all_rows
+    return lambda ended: not accelerator.reduce((~ended).sum(), "sum").item()
+
+
 def sample(
     accelerator: Accelerator,
     model: GPT,
@@ -114,10 +151,11 @@ def sample(
     """Samples of all processes as one text, each process with its own seed; a collective."""
     generator = torch.Generator(accelerator.device)
     generator.manual_seed(derive_seed(seed, "sample", step, accelerator.process_index))
+    done = agreement(accelerator)
     own = [
         text
         for prompt in config.prompts
-        for text in write_text(model, tokenizer, prompt, config, generator)
+        for text in write_text(model, tokenizer, prompt, config, generator, done)
     ]
     everyone = gather_object(own) if accelerator.num_processes > 1 else own
     return "\n\n".join(f"--- sample {i}\n{text}" for i, text in enumerate(everyone, start=1))

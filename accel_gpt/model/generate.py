@@ -4,13 +4,18 @@ Shapes: B batch, T tokens, V vocabulary.
 """
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from accel_gpt.errors import require
 from accel_gpt.model.gpt import GPT, KVCache
+
+
+def all_rows(ended: Tensor) -> bool:
+    """Whether all rows have ended, told which have (B,)."""
+    return bool(ended.all())
 
 
 def generate(
@@ -25,13 +30,15 @@ def generate(
     eot_id: int | None = None,
     use_cache: bool = True,
     choices: int | None = None,
+    done: Callable[[Tensor], bool] = all_rows,
 ) -> Tensor:
     """Continue `prompt_ids` (B, T), T > 0, by `max_new_tokens`: (B, T + max_new_tokens).
 
     `choices`: only ids below it are chosen; None: all of the model. Random numbers come from
     `generator` alone, on the device of the prompt; temperature 0 is greedy and draws none. A row
-    that has produced `eot_id` is filled up with it; when all have, no more is computed. The mode of
-    the model is restored. Raises `ValueError` for settings out of range.
+    that has produced `eot_id` is filled up with it; no more is computed once `done` says so, which
+    is asked after each token with the rows that have ended (processes that share a model agree
+    there). The mode of the model is restored. Raises `ValueError` for settings out of range.
     """
     steps = stream(
         model,
@@ -44,6 +51,7 @@ def generate(
         eot_id=eot_id,
         use_cache=use_cache,
         choices=choices,
+        done=done,
     )
     B, T = prompt_ids.shape
     tokens = prompt_ids.new_full((B, T + max_new_tokens), 0 if eot_id is None else eot_id)
@@ -66,8 +74,9 @@ def stream(
     eot_id: int | None = None,
     use_cache: bool = True,
     choices: int | None = None,
+    done: Callable[[Tensor], bool] = all_rows,
 ) -> Generator[Tensor, None, None]:
-    """The tokens of `generate` one step at a time: (B,) each, until all rows have ended.
+    """The tokens of `generate` one step at a time: (B,) each, until `done`.
 
     Between two tokens the model is in its own mode, gradients are as the caller has them and
     compiled code runs, so it may be used for something else, or the rest be left unasked for.
@@ -91,7 +100,7 @@ def stream(
                     ended |= chosen == eot_id
                 tokens[:, length] = chosen
             yield chosen
-            if eot_id is not None and bool(ended.all()):
+            if eot_id is not None and done(ended):
                 return
 
     return steps()
@@ -126,10 +135,9 @@ def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _uncompiled(modules: Sequence[nn.Module]) -> contextlib.AbstractContextManager[object]:
-    """Run blocks that were compiled by themselves eagerly: lengths change with every token.
+    """Run eagerly what was compiled, model or blocks: lengths change with every token.
 
-    The model's own compiled call is passed by, in `_next_logits`. Where nothing is compiled, the
-    import of the compiler (2 s) is saved.
+    Where nothing is compiled, the import of the compiler (2 s) is saved.
     """
     if any(module._compiled_call_impl is not None for module in modules):
         stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
@@ -151,7 +159,7 @@ def context_start(length: int, block_size: int) -> int:
 def _next_logits(model: GPT, tokens: Tensor, cache: KVCache | None) -> Tensor:
     """Logits (B, V) after `tokens`, float32; only those that `cache` lacks are computed.
 
-    Calls `forward` itself: a patched one (autocast) counts, a compiled call does not.
+    Calls the model, not its `forward`: FSDP gathers the weights in hooks.
     """
     length = tokens.shape[1]
     start = context_start(length, model.config.block_size)
@@ -161,7 +169,7 @@ def _next_logits(model: GPT, tokens: Tensor, cache: KVCache | None) -> Tensor:
             start = length - 1
         else:
             cache.position = 0
-    logits = model.forward(tokens[:, start:], cache=cache, last_only=True)
+    logits: Tensor = model(tokens[:, start:], cache=cache, last_only=True)
     return logits[:, -1].float()
 
 

@@ -126,13 +126,8 @@ class CausalSelfAttention(nn.Module):
         self.qk_norm = QKNorm(config) if config.qk_norm else None
         self.proj = ResidualProjection(H * D, config.n_embd, bias=config.bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: Tensor | None = None,
-        cache: KVCache | None = None,
-        mask: Tensor | BlockMask | None = None,
-    ) -> Tensor:
+    def project(self, x: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, T, D), keys and values (B, K, T, D) of `x` (B, T, C)."""
         B, T, _ = x.shape
         H, K, _ = self.heads
         qkv = self.qkv(x).view(B, T, H + 2 * K, self.head_size)
@@ -142,7 +137,18 @@ class CausalSelfAttention(nn.Module):
         if rotary is not None:
             qk = rotate(qk, rotary)
         q, k = qk.split_with_sizes((H, K), dim=2)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Tensor | None = None,
+        cache: KVCache | None = None,
+        mask: Tensor | BlockMask | None = None,
+    ) -> Tensor:
+        B, T, _ = x.shape
+        H, K, _ = self.heads
+        q, k, v = self.project(x, rotary)
         causal = mask is None
         if cache is not None:
             if past := cache.position:  # new tokens see all past ones, and each other causally

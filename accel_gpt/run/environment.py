@@ -158,11 +158,6 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
         f"{accelerator.num_processes}; start with accelerate launch or with torchrun",
     )
     if accelerator.distributed_type == DistributedType.FSDP:
-        require(
-            not config.sample.every,
-            f"sample.every is {config.sample.every} but the model is sharded by FSDP, whose "
-            "processes would write texts of other lengths; set it to 0 and use accel-gpt sample",
-        )
         # parts (SHARDED_STATE_DICT) come with a list that torch unpickles, and runs what it holds
         plugin = accelerator.state.fsdp_plugin
         plugin.state_dict_config = plugin.optim_state_dict_config = None  # else those of parts stay

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from accel_gpt.config import Config
@@ -15,6 +16,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.plan import Plan
 from accel_gpt.run.checkpoint import TrainState
 from accel_gpt.run.corpus import Corpus
+from accel_gpt.run.layer_stats import copies, layer_stats
 from accel_gpt.run.metrics import (
     Display,
     MetricsLog,
@@ -32,7 +34,7 @@ class Reporter:
     def __init__(
         self, config: Config, plan: Plan, accelerator: Accelerator, gpt: GPT, display: Display
     ) -> None:
-        self.config, self.plan, self.accelerator = config, plan, accelerator
+        self.config, self.plan, self.accelerator, self.gpt = config, plan, accelerator, gpt
         self.speed, self.display, self.say = Speed(gpt, plan, accelerator), display, display.say
         self.out_dir = Path(config.out_dir)
         self.metrics: MetricsLog | None = None  # of the main process
@@ -81,6 +83,27 @@ class Reporter:
             with self.room():
                 self.metrics.write(whole)
             self.display.show(whole, self.watch.left(state.step, self.plan.max_steps))
+
+    @contextmanager
+    def layers(
+        self, step: int, grad_norm: Tensor, tokens: Tensor, documents: Tensor | None
+    ) -> Iterator[None]:
+        """Where the optimizer makes the update `step`; gives the trackers what is due of layers.
+
+        The rest as `layer_stats` takes it. A collective; the time it takes is not training.
+        """
+        every = self.config.log.layer_stats_every
+        if not every or step % every:
+            yield
+            return
+        with self.watch.pause():
+            before = copies(self.gpt)
+        yield
+        with self.watch.pause():
+            parts = (self.gpt, before, grad_norm, tokens, documents, self.accelerator)
+            figures = layer_stats(*parts)
+            with self.room(step):
+                self.accelerator.log(figures, step=step)
 
     @contextmanager
     def room(self, step: int | None = None) -> Iterator[None]:

@@ -1,0 +1,94 @@
+"""Samples and layer statistics of real FSDP2 and DDP runs: what one process would have told."""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_gpt import train
+from accel_gpt.config import SampleConfig
+from accel_gpt.data.order import derive_seed
+from accel_gpt.data.prepare import prepare
+from accel_gpt.data_config import PrepareConfig
+from accel_gpt.errors import run_main
+from accel_gpt.evals.samples import write_text
+from accel_gpt.hub.load import load_pretrained
+from tests.faults.test_fsdp import launch
+from tests.test_launch import TORCHRUN, TRAIN, finish
+from tests.test_layer_stats import scalars
+from tests.test_train import assert_same_weights, weights
+
+Arguments = Callable[..., list[str]]
+SEED = 1337
+WRITING = ["--sample.every", "3", "--sample.num", "2", "--sample.prompts", '["a", "b", ""]']
+WRITING += ["--sample.max_new_tokens", "50", "--sample.temperature", "1.5"]
+LAYERS = ["--log.layer_stats_every", "2"]
+
+
+@pytest.fixture
+def short_documents(tmp_path: Path) -> Path:
+    """Data of short documents: soon a model ends its texts early."""
+    draw, text = random.Random(0), tmp_path / "short.jsonl"
+    lines = [json.dumps({"text": "".join(draw.choices("abc", k=4)) + str(i)}) for i in range(3000)]
+    text.write_text("\n".join(lines) + "\n")
+    asked = PrepareConfig(source="jsonl", path=str(text), tokenizer="bytes", workers=1)
+    prepare(asked, tmp_path / "short")
+    return tmp_path / "short"
+
+
+def texts(run: Path, step: int) -> list[str]:
+    """The samples of a step."""
+    whole = (run / "samples" / f"step_{step:08d}.txt").read_text()
+    return re.split(r"(?:\A|\n\n)--- sample \d+\n", whole.removesuffix("\n"))[1:]
+
+
+def alone(run: Path, step: int, rank: int) -> list[str]:
+    """What process `rank` writes with the whole weights of a step in its memory."""
+    model, tokenizer = load_pretrained(str(run), str(step), False, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(derive_seed(SEED, "sample", step, rank))
+    config = SampleConfig(num=2, max_new_tokens=50, temperature=1.5)
+    prompts = ("a", "b", "")
+    return [text for p in prompts for text in write_text(model, tokenizer, p, config, generator)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_sharded_processes_write_what_each_would_write_alone(
+    small_run: Arguments, short_documents: Path, tmp_path: Path, compiled: bool
+) -> None:
+    alike = ["--data.train", str(short_documents), "--train.micro_batch_size", "2"]
+    alike += ["--train.max_steps", "6", "--checkpoint.every", "3", "--eval.every", "3"]
+    alike += ["--train.compile"] * compiled
+    told, silent = tmp_path / "told", tmp_path / "silent"
+    launch(2, tmp_path, small_run(*alike, *WRITING, *LAYERS, "--out_dir", str(told)))
+    launch(2, tmp_path, small_run(*alike, "--sample.every", "0", "--out_dir", str(silent)))
+    assert_same_weights(weights(told, 6), weights(silent, 6))
+    for step in (3, 6):
+        first, second = (alone(told, step, rank) for rank in (0, 1))
+        assert texts(told, step) == first + second
+        lengths = [max(map(len, own[i : i + 2])) for own in (first, second) for i in (0, 2, 4)]
+        assert len(set(lengths)) > 2  # they end at different times, some before the limit
+        assert min(lengths) < 50
+    assert scalars(told)["rms/01"].keys() == {2, 4, 6}
+
+
+@pytest.mark.slow
+def test_two_processes_tell_of_layers_what_one_does(small_run: Arguments, tmp_path: Path) -> None:
+    alike = ["--model.dropout", "0", "--train.max_steps", "4", "--sample.every", "0", *LAYERS]
+    one = small_run(*alike, "--train.micro_batch_size", "8", "--out_dir", str(tmp_path / "one"))
+    assert run_main(train.main, one) == 0
+    own = small_run(*alike, "--train.micro_batch_size", "4", "--out_dir")
+    finish([*TORCHRUN, "--nproc_per_node", "2", TRAIN, *own, str(tmp_path / "ddp")], tmp_path)
+    launch(2, tmp_path, [*own, str(tmp_path / "fsdp")])
+    expected = scalars(tmp_path / "one")
+    for name in ("ddp", "fsdp"):
+        found = scalars(tmp_path / name)
+        assert found.keys() == expected.keys()
+        for key, values in expected.items():
+            # of the first rows of each process, where one process has the first of all
+            near = 0.05 if key.startswith("attn_entropy") else 2e-3
+            assert list(found[key].values()) == pytest.approx(list(values.values()), rel=near), key

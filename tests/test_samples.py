@@ -1,0 +1,124 @@
+"""Samples: prompts beyond the context, when they end, and how much the cache saves."""
+
+import dataclasses
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_gpt import cli
+from accel_gpt.config import SampleConfig
+from accel_gpt.data.tokenizer import BytesTokenizer
+from accel_gpt.errors import run_main
+from accel_gpt.evals.interactive import interact
+from accel_gpt.evals.samples import check_prompts, samples_due, write_text
+from accel_gpt.model.generate import context_start, generate
+from accel_gpt.model.gpt import GPT
+from accel_gpt.model_config import PRESETS
+from accel_gpt.parse import load_config
+from tests.conftest import launch, tiny
+from tests.test_generate import VOCAB, make, run, scripted, seeded
+
+Arguments = Callable[..., list[str]]
+ROOT = Path(__file__).resolve().parents[1]
+LONG = "the king of a land far by the sea went to war"  # 45 bytes
+NOTE = "the prompt 'the king of a land far by the sea went t...' has 45 tokens, model.block_size is"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_each_token_follows_from_the_context_alone(preset: str) -> None:
+    """Far beyond the context, in a model that has never seen what came before."""
+    model = make(tiny(preset)).eval()
+    prompt = torch.randint(VOCAB, (1, 45), generator=seeded(6))
+    out = run(model, prompt, 30, temperature=0)
+    for length in range(45, 75):
+        start = context_start(length, 16)
+        assert 8 < length - start <= 16
+        with torch.no_grad():
+            expected = model(out[:, start:length])[0, -1].argmax()
+        assert out[0, length] == expected
+
+
+def test_a_cut_prompt_is_said_once_in_training(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["--sample.prompts", f'["{LONG}", "{LONG}", "king"]', "--sample.num", "2"]
+    assert launch(small_run(*prompts, "--train.max_steps", "6", "--sample.every", "2")) == 0
+    shown = capsys.readouterr().err
+    assert shown.count("the model sees") == 1
+    assert f"{NOTE} 32: the model sees the last 29" in shown
+    text = (tmp_path / "run" / "samples" / "step_00000002.txt").read_text()
+    assert text.count(LONG) == 4  # the text shows all of it
+    assert run_main(cli.dispatch, ["sample", str(tmp_path / "run"), "--prompt", LONG]) == 0
+    assert capsys.readouterr().err == f"{NOTE} 32: the model sees the last 29\n"
+    assert run_main(cli.dispatch, ["sample", str(tmp_path / "run"), "--prompt", LONG[:32]]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_only_what_is_sampled_is_said() -> None:
+    said: list[str] = []
+    config = SampleConfig(prompts=(LONG, "x", ""))
+    check_prompts(dataclasses.replace(config, every=0), BytesTokenizer(), 16, said.append)
+    check_prompts(config, BytesTokenizer(), 45, said.append)
+    assert said == []
+    check_prompts(config, BytesTokenizer(), 44, said.append)
+    assert said == [f"{NOTE} 44: the model sees the last 23"]
+
+
+def test_a_cut_prompt_is_said_once_in_a_conversation() -> None:
+    torch.manual_seed(0)
+    tokenizer, said = BytesTokenizer(), list[str]()
+    model = make(tiny())
+    model.vocab_size = tokenizer.vocab_size
+    scripted(model, [[5]] * 100)
+    config = SampleConfig(num=3, max_new_tokens=4)
+    lines = io.StringIO(f"{LONG}\nking\n")
+    interact(model, tokenizer, config, seeded(), lines, io.StringIO(), said.append)
+    assert said == [f"{NOTE} 16: the model sees the last 13"]
+
+
+def test_rows_go_on_until_all_that_take_part_are_done() -> None:
+    model = make(tiny())
+    script = [[5, 6], [0, 7], [9, 0], [9, 9], [9, 9], [9, 9]]
+    calls, told = scripted(model, script), []
+
+    def done(ended: torch.Tensor) -> bool:
+        told.append(ended.tolist())
+        return len(told) == 5  # others have ended now, too
+
+    prompt = torch.tensor([[0], [0]])
+    settings = {"temperature": 1.0, "top_k": None, "top_p": 1.0, "generator": seeded()}
+    out = generate(model, prompt, 6, **settings, eot_id=0, done=done)  # type: ignore[arg-type]
+    assert out.tolist() == [[0, 5, 0, 0, 0, 0, 0], [0, 6, 7, 0, 0, 0, 0]]
+    assert len(calls) == 5
+    assert told == [[False, False], [True, False], *[[True, True]] * 3]
+
+
+def test_several_texts_of_a_prompt_differ_and_keep_it() -> None:
+    torch.manual_seed(0)
+    tokenizer = BytesTokenizer()
+    model = GPT(tiny(), tokenizer.vocab_size)
+    texts = write_text(model, tokenizer, "ab", SampleConfig(num=3, max_new_tokens=9), seeded())
+    assert len(set(texts)) == 3
+    assert all(text.startswith("ab") for text in texts)
+
+
+def test_the_last_step_has_samples_where_any_are_asked_for() -> None:
+    config = SampleConfig(every=10)
+    assert [step for step in range(1, 26) if samples_due(config, step, step == 25)] == [10, 20, 25]
+    assert not samples_due(SampleConfig(every=0), 25, True)
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_the_cache_makes_sampling_five_times_faster() -> None:
+    """512 new tokens of the quickstart model, its context long enough to hold them."""
+    from benchmarks.sample import NEW_TOKENS, PROMPT, compare
+
+    config = load_config([str(ROOT / "configs" / "quickstart.yaml")], "test")
+    shape = dataclasses.replace(config.model, block_size=NEW_TOKENS + PROMPT)
+    found = compare(shape, config.data.prepare.vocab_size, torch.device("cpu"), rounds=3)
+    assert found["same"]
+    assert found["ratio"] >= 5

@@ -198,6 +198,12 @@ class LogConfig:
     """Steps between lines of metrics."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Accelerate's names, separated by commas: tensorboard, wandb, trackio, ..."""
+    level: Literal["info", "warning"] = "info"
+    """warning: tell warnings and errors only; figures go to files and trackers as ever."""
+    dashboard: bool = False
+    """Serve the curves with TensorBoard on this machine while training, and tell the address."""
+    dashboard_port: int | None = None
+    """Port of the dashboard; null: a free one."""
     batch_hash: bool = False
     """Also log data/batch_hash: a fingerprint of the tokens of each step, the same at any number of
     processes."""
@@ -214,6 +220,15 @@ class LogConfig:
             not self.layer_stats_every or bool(self.trackers),
             f"log.layer_stats_every is {self.layer_stats_every} but log.trackers is empty, where "
             "its figures would go; add tensorboard, or set it to 0",
+        )
+        require(
+            not self.dashboard or "tensorboard" in self.trackers,
+            f"log.dashboard is true but log.trackers has {', '.join(self.trackers) or 'nothing'}; "
+            "add tensorboard, whose curves it shows",
+        )
+        require(
+            self.dashboard_port is None or 0 < self.dashboard_port < 2**16,
+            f"log.dashboard_port is {self.dashboard_port}; it must lie between 1 and 65535",
         )
 
 

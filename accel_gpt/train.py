@@ -42,12 +42,13 @@ from accel_gpt.run.environment import ensure_data, is_main, start_accelerator, w
 from accel_gpt.run.faults import reach
 from accel_gpt.run.gradients import Gradients, make_gradients
 from accel_gpt.run.guards import locked, peers
-from accel_gpt.run.metrics import Display, Record, last_words
+from accel_gpt.run.metrics import Record
 from accel_gpt.run.numerics import Ledger, TooManySkippedError, check_weights
-from accel_gpt.run.reporter import Reporter
+from accel_gpt.run.reporter import Reporter, shown
 from accel_gpt.run.restore import restore
 from accel_gpt.run.resume import step_back, take_up
 from accel_gpt.run.signals import PREEMPTED, StopSignal, die_with_launcher, listen_for_stop
+from accel_gpt.run.terminal import Display, last_words
 from accel_gpt.run.text_corpus import open_corpus
 from accel_gpt.run.watchdog import Watchdog
 from accel_gpt.run.writer import Writer
@@ -92,13 +93,13 @@ def train(config: Config, plan: Plan, started: float) -> int:
     """Run from wherever the run stands to its end, or to a signal; returns the exit code."""
     accelerator = start_accelerator(config, plan)
     stop = listen_for_stop(config, accelerator, started)
-    with Display(accelerator.is_main_process, plan.max_steps) as display:
+    with shown(config, plan, accelerator) as display:
         run = start(config, plan, accelerator, display)
         with Watchdog(config.train.step_timeout) as watchdog, contextlib.closing(run.writer):
             run.reporter.beat, stopping = watchdog.beat, False
             while run.state.step < plan.max_steps and not stopping:
                 stopping = step(run, stop)
-                watchdog.beat()
+                run.reporter.completed(run.state.step)
             run.loader.close()
             run.writer.wait()
         accelerator.end_training()

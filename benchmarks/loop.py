@@ -24,8 +24,8 @@ from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.parse import load_config
 from accel_gpt.plan import make_plan
 from accel_gpt.run.environment import ensure_data, start_accelerator
-from accel_gpt.run.metrics import Display
 from accel_gpt.run.signals import StopSignal
+from accel_gpt.run.terminal import Display
 from accel_gpt.run.watchdog import Watchdog
 
 ROUNDS = 20
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         ensure_data(config.data)
         accelerator = start_accelerator(config, plan)
         Path(out).mkdir(exist_ok=True)
-        with Display(False, plan.max_steps) as display:
+        with Display(False, config, plan) as display:
             run = train.start(config, plan, accelerator, display)
         bare = GPT(config.model, run.corpus.vocab_size).to(accelerator.device)
         optimizer = make_optimizer(bare, config.optim)

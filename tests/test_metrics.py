@@ -1,4 +1,4 @@
-"""Metrics files: contract, cutting back at a resume, and what a person sees."""
+"""Metrics files: contract, and cutting back at a resume."""
 
 import csv
 import io
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.run import metrics
-from accel_gpt.run.metrics import COLUMNS, Display, MetricsLog, Stopwatch, describe
+from accel_gpt.run.metrics import COLUMNS, MetricsLog, Stopwatch, losses
 
 
 def record(step: int) -> dict[str, float]:
@@ -57,24 +57,6 @@ def test_pauses_do_not_count_as_training(monkeypatch: pytest.MonkeyPatch) -> Non
     assert watch.lap(6) == 3.0
 
 
-def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with Display(True, 20) as display:
-        display.show(record(4), 75.0)
-    assert capsys.readouterr().err == "step 4/20 | loss 2.0000 | left 0:01:15\n"
-
-
-def test_other_processes_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    with Display(False, 20) as display:
-        display.show(record(4), 75.0)
-        display.say("hello")
-    assert capsys.readouterr().err == ""
-
-
-def test_line_names_every_figure() -> None:
-    line = describe({"perf/mfu": 0.4, "eval/val_bits_per_byte": 1.5, "train/lr": 1e-3})
-    assert line == "lr 1.00e-03 | MFU 40.0% | 1.5000 bits/byte"
-
-
 def test_a_record_that_finds_no_room_is_written_whole_with_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,3 +77,12 @@ def test_a_record_that_finds_no_room_is_written_whole_with_the_next(
     steps = [json.loads(line)["step"] for line in log.jsonl.read_text().splitlines()]
     rows = [row.partition(",")[0] for row in log.csv.read_text().splitlines()]
     assert (steps, rows) == ([1, 2, 3], ["step", "1", "2", "3"])
+
+
+def test_losses_of_the_run_so_far(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 0, 0, 10)
+    log.write({"step": 1, "tokens": 8, "train/loss": 3.0})
+    log.write({"step": 2, "tokens": 16, "eval/val_loss": 9.0})
+    log.write({"step": 3, "tokens": 24, "train/loss": float("nan")})
+    log.write({"step": 4, "tokens": 32, "train/loss": 2.0})
+    assert list(losses(log.jsonl)) == [3.0, 2.0]

@@ -7,12 +7,9 @@ from pathlib import Path
 
 from accel_gpt.errors import UserError
 from accel_gpt.hub.client import hub_name, parse_place
+from accel_gpt.run.command import SECRET
 
 HOMES = ("home", "users")  # folders whose children are named for people
-SECRET = re.compile(
-    r"\b(?:hf|ghp|gho|github_pat|glpat|sk|xox[a-z])[_-][\w-]{8,}"  # tokens by their makers' prefix
-    r"|\bAKIA[A-Z0-9]{12,}|\beyJ[\w-]{8,}\.[\w.-]+"  # AWS key ids, JSON web tokens
-)
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 DATASET_URL = re.compile(r"hf://datasets/([^/@?#]+/[^/@?#]+)")
 LONGEST_NAME = 80  # characters; assumption: what is longer was not named by a person

@@ -38,6 +38,7 @@ from accel_gpt.data.remote.folder import is_url
 from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import UserError, duration, require
 from accel_gpt.plan import Plan
+from accel_gpt.run.dashboard import check_port
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # where train.step_timeout is null
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # glibc, malloc.h
@@ -129,6 +130,8 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
     processes that do not form one group, which would train apart in one folder.
     """
     check_trackers(config.log.trackers)
+    if config.log.dashboard and is_main():
+        check_port(config.log.dashboard_port)
     # at every save it would tell that tied weights are stored once
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     # torch 2.13 has another name for it, which Accelerate 1.15 cannot pass on

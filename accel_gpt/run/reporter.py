@@ -7,25 +7,35 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import TensorBoardTracker
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from accel_gpt.config import Config
 from accel_gpt.model.gpt import GPT
 from accel_gpt.plan import Plan
 from accel_gpt.run.checkpoint import TrainState
 from accel_gpt.run.corpus import Corpus
+from accel_gpt.run.dashboard import Dashboard
 from accel_gpt.run.layer_stats import copies, layer_stats
-from accel_gpt.run.metrics import (
-    Display,
-    MetricsLog,
-    Record,
-    Stopwatch,
+from accel_gpt.run.metrics import MetricsLog, Record, Stopwatch, losses
+from accel_gpt.run.setup import Speed, record_run
+from accel_gpt.run.terminal import Display
+from accel_gpt.run.trackers import (
+    chart_groups,
+    reopen_tensorboard,
     start_trackers,
     write_samples,
 )
-from accel_gpt.run.setup import Speed, record_run
+
+
+@contextmanager
+def shown(config: Config, plan: Plan, accelerator: Accelerator) -> Iterator[Display]:
+    """The terminal of a run, and its dashboard where it has one; both end with it."""
+    main = accelerator.is_main_process
+    with Display(main, config, plan) as display, contextlib.ExitStack() as stack:
+        if main and config.log.dashboard:
+            folder = Path(config.out_dir) / "tensorboard"
+            stack.enter_context(Dashboard(folder, config.log.dashboard_port, display.say))
+        yield display
 
 
 class Reporter:
@@ -36,6 +46,7 @@ class Reporter:
     ) -> None:
         self.config, self.plan, self.accelerator, self.gpt = config, plan, accelerator, gpt
         self.speed, self.display, self.say = Speed(gpt, plan, accelerator), display, display.say
+        self.charts = chart_groups(config, has_mfu=self.speed.peak is not None)
         self.out_dir = Path(config.out_dir)
         self.metrics: MetricsLog | None = None  # of the main process
         self.settle = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
@@ -47,27 +58,25 @@ class Reporter:
         if self.accelerator.is_main_process:
             parts = (self.config, self.plan, self.accelerator, corpus, self.speed)
             self.say(record_run(*parts, state.step))
-        start_trackers(self.accelerator, self.config, state.step)
+        start_trackers(self.accelerator, self.config, state.step, self.charts)
         self.begin(state)
 
     def go_back(self, state: TrainState) -> None:
         """Forget what was told of the steps after `state`."""
-        self.reopen_tensorboard(state.step + 1)
+        reopen_tensorboard(self.accelerator, state.step + 1, self.charts)
         self.begin(state)
-
-    def reopen_tensorboard(self, purge_step: int) -> None:
-        """A new file of curves, which forgets the steps from `purge_step` on."""
-        for tracker in self.accelerator.trackers:
-            if isinstance(tracker, TensorBoardTracker):
-                with contextlib.suppress(OSError):  # of a full disk: once more
-                    tracker.writer.close()
-                tracker.writer = SummaryWriter(tracker.logging_dir, purge_step=purge_step)
 
     def begin(self, state: TrainState) -> None:
         """Cut the files back to `state`; the clock goes on from there."""
         if self.accelerator.is_main_process:
             self.metrics = MetricsLog(self.out_dir, state.step, state.tokens, self.plan.max_steps)
+            self.display.take_up(state.step, losses(self.metrics.jsonl))
         self.watch = Stopwatch(state.seconds, state.step, self.settle)
+
+    def completed(self, step: int) -> None:
+        """A step was completed, with all that followed it."""
+        self.beat()
+        self.display.advance(step)
 
     def pace(self, step: int) -> Record:
         """Speed since the last time it was asked for."""
@@ -116,7 +125,7 @@ class Reporter:
             )
             if step is not None:  # what writes for TensorBoard stops at its first error
                 with contextlib.suppress(OSError):
-                    self.reopen_tensorboard(step + 1)
+                    reopen_tensorboard(self.accelerator, step + 1, self.charts)
 
     def samples(self, step: int, text: str) -> None:
         """Keep samples, and show them at the end of the run."""

@@ -17,13 +17,13 @@ from accelerate import Accelerator
 from accel_gpt.config import Config
 from accel_gpt.errors import duration
 from accel_gpt.run.environment import host_group
+from accel_gpt.run.terminal import show_cursor
 
 SAME_PRESS_SECONDS = 2.0  # a terminal and the launcher both deliver one Ctrl-C; assumption
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # what theirs set
 LAUNCHER_WORDS = (b"torch", b"accelerate")  # in the command of one
-SHOW_CURSOR = b"\x1b[?25h\n"  # which a progress bar hides
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIME_LIMIT = "train.time_limit"
 REASONS = ("", TIME_LIMIT, *(number.name for number in SIGNALS))
@@ -77,8 +77,7 @@ class StopSignal:
         if self.first is None:
             self.first = now
         elif now - self.first > SAME_PRESS_SECONDS and not orphaned:
-            if sys.stderr.isatty():
-                os.write(sys.stderr.fileno(), SHOW_CURSOR)
+            show_cursor()
             os._exit(128 + number)
 
     def agreed(self, other: bool = False, save_seconds: float = 0.0) -> tuple[bool, bool]:

@@ -8,6 +8,7 @@ import time
 from typing import Self
 
 from accel_gpt.errors import duration
+from accel_gpt.run.terminal import show_cursor
 
 PEER_FAILED = 70  # EX_SOFTWARE: this or another process failed
 LOOKS = 20  # looks at the clock in the time that is allowed
@@ -54,6 +55,7 @@ class Watchdog:
     def end(self) -> None:
         """Tell where every thread stands, and end the process."""
         stderr = sys.__stderr__ or sys.stderr
+        show_cursor()
         stderr.write(
             f"error: process {os.environ.get('RANK', '0')} completed nothing for {self.limit} "
             "(train.step_timeout); it hangs here, or waits for another one that does:\n"

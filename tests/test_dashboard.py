@@ -1,0 +1,217 @@
+"""The dashboard: it tells where it listens, ends with the run however that ends, draws charts."""
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_gpt.config import Config, LogConfig
+from accel_gpt.errors import UserError
+from accel_gpt.run import dashboard
+from accel_gpt.run.dashboard import Dashboard
+from accel_gpt.run.trackers import chart_groups
+from tests.browser import CHROMIUM, Browser
+from tests.conftest import QUIET, launch
+from tests.terminals import Terminal, in_python
+from tests.test_train import assert_same_weights, weights
+
+Arguments = Callable[..., list[str]]
+ROOT = Path(__file__).resolve().parents[1]
+ADDRESS = re.compile(r"dashboard  (http://localhost:\d+)")
+SCENE = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from accel_gpt.run.dashboard import Dashboard
+
+signal.signal(signal.SIGINT, lambda *_: print("Ctrl-C was heard", flush=True))
+with Dashboard(Path("curves"), None, lambda text: print(text, flush=True)) as board:
+    while board.thread.is_alive() and sys.stdin.readline() != "end\\n":
+        pass
+    """
+# charts of a page, also in shadow trees: how many marks each has drawn
+CHARTS = """(() => {
+  const all = (root, name) => [...root.querySelectorAll(name),
+    ...[...root.querySelectorAll("*")].flatMap(e => e.shadowRoot ? all(e.shadowRoot, name) : [])];
+  const drawn = path => (path.getAttribute("d") || "").split(/[ML]/).length > 3;
+  return all(document, "vz-line-chart2").map(
+    chart => all(chart.shadowRoot || chart, "path").filter(drawn).length);
+})()"""
+
+
+def fetch(url: str) -> Any:
+    """The JSON at an address; None where nobody listens."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return json.load(answer)
+    except (urllib.error.URLError, ConnectionError):
+        return None
+
+
+def soon(check: Callable[[], Any], seconds: float = 30) -> Any:
+    """What `check` gives, as soon as that is something."""
+    deadline = time.monotonic() + seconds
+    while not (found := check()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
+    """Another program in the place of TensorBoard."""
+    path = tmp_path / "pretend"
+    path.write_text(f"#!{sys.executable}\nimport sys, time\n{code}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody else listens on."""
+    with socket.socket() as holder:
+        holder.bind(("localhost", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+def test_a_port_in_use_is_one_sentence(
+    taken: int, small_run: Arguments, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked = small_run(*QUIET[:4], "--log.dashboard", "--log.dashboard_port", str(taken))
+    assert launch(asked) == 2
+    (told,) = capfd.readouterr().err.splitlines()
+    assert f"log.dashboard_port is {taken}, which cannot be used (Address already in use)" in told
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    with pytest.raises(UserError, match=r"log.trackers has wandb; add tensorboard, whose curves"):
+        LogConfig(dashboard=True, trackers=("wandb",))
+    with pytest.raises(UserError, match="dashboard_port is 70000; it must lie between 1 and 65535"):
+        LogConfig(dashboard_port=70000)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ('sys.exit("ModuleNotFoundError: No module")', "(ModuleNotFoundError: No module)"),
+        ("sys.exit(3)", "(it said nothing)"),
+    ],
+)
+def test_a_dashboard_that_does_not_start_is_a_warning(
+    code: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, tmp_path, code)
+    said: list[str] = []
+    with Dashboard(tmp_path / "curves", None, said.append):
+        soon(lambda: said)
+    assert said == [f"WARNING: the dashboard ended {told}; training goes on without it"]
+
+
+@pytest.mark.parametrize("code", ["sys.stdin.read()", "time.sleep(60)"], ids=["ends", "hangs"])
+def test_it_is_told_where_it_listens_and_ends_without_a_word(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(
+        monkeypatch,
+        tmp_path,
+        'print("NOTE: noise\\nTensorBoard 2 at http://localhost:77/ (Press", file=sys.stderr)\n'
+        f"sys.stderr.flush()\n{code}",
+    )
+    monkeypatch.setattr(dashboard, "ENDING_SECONDS", 0.5)
+    said: list[str] = []
+    with Dashboard(tmp_path / "curves", 77, said.append) as board:
+        soon(lambda: said)
+        assert board.process.poll() is None
+    assert said == ["dashboard  http://localhost:77"]
+    assert board.process.poll() is not None
+
+
+def test_no_chart_stays_empty() -> None:
+    groups = chart_groups(Config(), has_mfu=False)
+    assert "MFU" not in groups["speed"]
+    assert "HellaSwag" not in groups
+    assert "MFU" in chart_groups(Config(), has_mfu=True)["speed"]
+
+
+ENDS = {
+    "normal end": "pass",
+    "error": "raise ValueError",
+    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
+    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
+    "at once": "os._exit(130)",
+}
+
+
+@pytest.mark.slow
+def test_it_ends_however_the_run_ends_and_outlives_a_ctrl_c(tmp_path: Path) -> None:
+    """All at the same time, as each waits for TensorBoard to start."""
+    with contextlib.ExitStack() as stack:
+        shells = {
+            end: stack.enter_context(
+                Terminal(in_python(SCENE + code), cwd=tmp_path, PYTHONPATH=str(ROOT))
+            )
+            for end, code in ENDS.items()
+        }
+        for end, shell in shells.items():
+            shell.wait_for("dashboard  http")
+            found = ADDRESS.search(shell.written.decode())
+            assert found
+            url = f"{found[1]}/data/environment"
+            shell.press(b"\x03")
+            shell.wait_for("Ctrl-C was heard")
+            assert fetch(url), end
+            shell.press(b"end\n")
+            shell.finish()
+            soon(lambda url=url: fetch(url) is None, 10)  # type: ignore[misc]
+            assert b"WARNING" not in shell.written
+
+
+@pytest.mark.slow
+def test_training_beside_a_dashboard_gives_the_same_weights(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    with_it = small_run("--log.dashboard", "--out_dir", str(tmp_path / "with"))
+    without = small_run("--log.trackers", "[]", "--out_dir", str(tmp_path / "without"))
+    assert (launch(with_it), launch(without)) == (0, 0)
+    assert_same_weights(weights(tmp_path / "with"), weights(tmp_path / "without"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_every_chart_is_drawn_in_a_browser(small_run: Arguments, tmp_path: Path) -> None:
+    long = ["--train.max_steps", "100000", "--sample.every", "0", "--log.dashboard"]
+    command = [sys.executable, str(ROOT / "accel_gpt" / "train.py"), *small_run(*long)]
+    assert launch(small_run(*QUIET[2:4])) == 0  # steps that the layout of a first launch precedes
+    allow = ["--checkpoint.allow_change", "train.max_steps"]
+    with (
+        Terminal([*command, *allow], cwd=tmp_path) as shell,
+        Browser(tmp_path / "profile", 1300, 3000) as browser,
+    ):
+        shell.wait_for("dashboard  http")
+        found = ADDRESS.search(shell.written.decode())
+        assert found
+        url = found[1]
+        layout = soon(lambda: fetch(f"{url}/data/plugin/custom_scalars/layout"))
+        names = [chart["title"] for group in layout["category"] for chart in group["chart"]]
+        assert len(names) == len(set(names)) >= 7
+        for page, least in (("scalars", 6), ("custom_scalars", len(names))):
+            browser.open(f"{url}/?{page}#{page}")
+            drawn = browser.wait_for(
+                f"(marks => marks.length >= {least} && marks.every(n => n > 0) && marks)({CHARTS})"
+            )
+            assert page == "scalars" or len(drawn) == len(names)
+        assert browser.errors == []
+        assert all(asked.startswith((url, "data:")) for asked in browser.requests)
+        shell.process.send_signal(signal.SIGTERM)
+        assert shell.finish() == 75
+        assert fetch(f"{url}/data/environment") is None

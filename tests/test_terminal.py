@@ -1,0 +1,353 @@
+"""What a person sees: the live panel as a terminal shows it, and plain lines elsewhere."""
+
+import io
+import logging
+import re
+import signal
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from accel_gpt.config import CheckpointConfig, Config, EvalConfig, LogConfig, TrainConfig
+from accel_gpt.model_config import ModelConfig
+from accel_gpt.plan import make_plan
+from accel_gpt.run import terminal
+from accel_gpt.run.checkpoint import TrainState, is_due
+from accel_gpt.run.panel import ASCII_BLOCKS, BLOCKS, FINEST, Curve, Panel, draw
+from accel_gpt.run.signals import SAME_PRESS_SECONDS
+from accel_gpt.run.terminal import Display, describe
+from tests.terminals import Terminal, in_python
+
+Arguments = Callable[..., list[str]]
+CLEARS = re.compile(rb"\x1b\[[23]?J|\x1bc|\x1b\[H|\x1b\[\?1049h|\x1b\[1;1H")  # of a whole screen
+COLORS = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7])(?:;\d+)*m")
+SHOWN, HIDDEN = b"\x1b[?25h", b"\x1b[?25l"  # the cursor
+FRAME = b"\x1b[2mstep "  # the bar begins so
+SCENE = """
+import logging, sys, time, warnings
+from accel_gpt.config import Config, EvalConfig, TrainConfig
+from accel_gpt.plan import make_plan
+from accel_gpt.run.terminal import Display
+
+early = logging.StreamHandler()  # before there is a panel
+logging.getLogger("library").addHandler(early)
+config = Config(train=TrainConfig(max_steps=20), eval=EvalConfig(every=6))
+display = Display(True, config, make_plan(config, 1))
+def show(step, **more):
+    figures = {"train/loss": 4.0 / step, "train/lr": 1e-3, "perf/tokens_per_second": 1234.5}
+    figures |= {"step": step, "tokens": 100 * step, "time": step, **more}
+    display.show(figures, 75.0)
+"""
+
+
+def make(**sections: object) -> tuple[Config, Panel]:
+    config = Config(**{"train": TrainConfig(max_steps=20), **sections})  # type: ignore[arg-type]
+    return config, Panel(config, make_plan(config, 1))
+
+
+def full_panel() -> Panel:
+    _, panel = make()
+    for step in range(1, 16):
+        panel.take(
+            {
+                **{"step": step, "tokens": step * 524_288, "train/loss": 11 / step},
+                **{"train/lr": 6e-4, "train/grad_norm": 0.5, "eval/val_loss": 3.2},
+                **{"eval/val_bits_per_byte": 1.234, "train/skipped": 0},
+                **{"perf/tokens_per_second": 1_234_567.0, "perf/mfu": 0.412},
+                **{"perf/memory_gb": 71.2, "perf/step_ms": 424.2},
+            },
+            3 * 86400.0,
+        )
+    return panel
+
+
+def drawn(panel: Panel, width: int, height: int = 24, encoding: str = "utf-8") -> list[str]:
+    """The lines of a panel without their colours."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+    Console(file=file, width=width, height=height, color_system=None).print(panel)
+    return file.buffer.getvalue().decode(encoding).splitlines()  # type: ignore[attr-defined]
+
+
+def test_the_panel_tells_where_the_run_is_and_what_comes() -> None:
+    lines = drawn(full_panel(), 80)
+    curve, figures = lines[:3], lines[3:]
+    assert curve[0].split() == ["11.000", "█▂"]
+    assert curve[2].split()[0] == "0.733"
+    assert curve[2].endswith("▁")
+    assert re.fullmatch(r"step 15/20 ━+ 75% left 3 days, 0:00:00", figures[0])
+    assert len(figures[0]) == 80
+    told = "loss 0.7333   val 3.2000   1.2340 bits/byte   lr 6.00e-04   norm 0.50   skipped 0"
+    assert figures[1] == told.removesuffix("   skipped 0")  # which does not fit
+    assert drawn(full_panel(), 100)[4] == told
+    assert figures[2].startswith("1,234,567 tok/s   MFU 41.2%   71.20 GB   424.2 ms/step")
+    assert figures[3].startswith("evaluation in 5 steps (3 days, 0:00:00)   save in 5 steps")
+
+
+@pytest.mark.parametrize("width", [200, 100, 80, 60, 33, 20, 9, 1])
+@pytest.mark.parametrize("height", [50, 8])
+def test_no_line_is_longer_than_the_terminal_is_wide(width: int, height: int) -> None:
+    lines = drawn(full_panel(), width, height)
+    assert len(lines) <= (7 if height > 13 else 5)
+    assert max(map(len, lines)) <= min(width, 100)
+    if width >= 60:
+        assert any(line.startswith("loss 0.7333   val 3.2000") for line in lines)
+
+
+def test_a_terminal_without_unicode_gets_ascii() -> None:
+    assert "".join(drawn(full_panel(), 80, encoding="latin-1")).isascii()
+
+
+def test_nothing_comes_after_the_last_step() -> None:
+    _, panel = make()
+    panel.take({"step": 20, "tokens": 1, "train/loss": 1.0}, 0.0)
+    assert drawn(panel, 80)[-2:] == ["loss 1.0000", "1 tokens"]
+    assert "100%" in drawn(panel, 80)[0]
+
+
+@given(
+    every=st.integers(0, 9), tokens=st.none() | st.integers(1, 40), step=st.integers(0, 19),
+    evaluating=st.integers(0, 9),
+)  # fmt: skip
+def test_what_is_announced_is_what_comes(
+    every: int, tokens: int | None, step: int, evaluating: int
+) -> None:
+    saves = CheckpointConfig(every=every, every_tokens=tokens)
+    length = TrainConfig(max_steps=20, tokens_per_step=8, micro_batch_size=1)
+    config, panel = make(
+        train=length, model=ModelConfig(block_size=8), checkpoint=saves,
+        eval=EvalConfig(every=evaluating),
+    )  # fmt: skip
+    panel.step = step
+    later = range(step + 1, 21)
+    due = (s for s in later if s == 20 or is_due(saves, TrainState(step=s, tokens=8 * s), 8))
+    assert panel.next_save() == next(due)
+    due = (s for s in later if s == 20 or (evaluating and s % evaluating == 0))
+    assert panel.next_evaluation() == next(due)
+    assert panel.config is config
+
+
+@given(st.lists(st.floats(0, 20), min_size=1, max_size=3 * FINEST), st.integers(1, 120))
+def test_a_curve_keeps_its_mean_and_its_bounds(losses: list[float], width: int) -> None:
+    curve = Curve(losses)
+    assert len(curve.means) < FINEST
+    kept = sum(curve.means) * curve.per_point + sum(curve.open)
+    assert kept == pytest.approx(sum(losses), abs=1e-6)
+    points = curve.points(width)
+    assert 0 < len(points) <= width
+    assert min(losses) - 1e-6 <= min(points) <= max(points) <= max(losses) + 1e-6
+
+
+def test_a_curve_falls_from_top_to_bottom_and_knows_no_nan() -> None:
+    curve = Curve([8.0, float("nan"), 4.0, float("inf"), 2.0])
+    assert curve.points(80) == [8.0, 4.0, 2.0]
+    assert draw(curve.points(80), 1, BLOCKS) == ["█▅▁"]
+    assert draw(curve.points(80), 2, BLOCKS) == ["█▁ ", "██▁"]
+    assert draw([1.0, 1.0], 1, BLOCKS) == ["▁▁"]
+    assert len(ASCII_BLOCKS) == len(BLOCKS)
+
+
+def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    config, panel = make()
+    with Display(True, config, panel.plan) as display:
+        display.show({"step": 4, "tokens": 400, "train/loss": 2.0}, 75.0)
+        display.advance(5)
+        display.take_up(3, [1.0])
+    assert capsys.readouterr().err == "step 4/20 | loss 2.0000 | left 0:01:15\n"
+
+
+@pytest.mark.parametrize(("active", "told"), [(True, "WARNING: it is late\n"), (False, "")])
+def test_quiet_runs_tell_warnings_and_other_processes_nothing(
+    active: bool, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # no panel either
+    config, panel = make(log=LogConfig(level="warning"))
+    with Display(active, config, panel.plan) as display:
+        display.show({"step": 4, "tokens": 400, "eval/val_loss": 2.0}, 75.0)
+        display.say("hello")
+        display.say("WARNING: it is late")
+    assert capsys.readouterr().err == told
+
+
+def test_line_names_every_figure() -> None:
+    line = describe({"perf/mfu": 0.4, "eval/val_bits_per_byte": 1.5, "train/lr": 1e-3})
+    assert line == "lr 1.00e-03 | MFU 40.0% | 1.5000 bits/byte"
+
+
+def test_a_terminal_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        """Closed by whoever looked at it."""
+
+        gone = False
+
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            if self.gone:
+                raise OSError(5, "Input/output error")
+            return len(text)
+
+    file = Gone()
+    monkeypatch.setattr(sys, "stderr", file)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(terminal, "FRAME_SECONDS", 0.01)
+    config, panel = make()
+    with Display(True, config, panel.plan) as display:
+        assert display.live
+        file.gone = True
+        display.show({"step": 4, "tokens": 400, "eval/val_loss": 2.0}, 75.0)
+        display.say("hello")
+        time.sleep(0.05)
+        assert display.thread.is_alive()
+    assert not display.thread.is_alive()
+    assert sys.stderr is file
+
+
+def test_handlers_get_their_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = logging.StreamHandler(sys.__stderr__)
+    monkeypatch.setattr(logging.root, "handlers", [handler])
+    other = io.StringIO()
+    with terminal.logging_through(other):
+        logging.getLogger("some.library").warning("told")
+    assert other.getvalue() == "told\n"
+    assert handler.stream is sys.__stderr__
+
+
+@pytest.fixture
+def pyte() -> Iterator[None]:
+    """Reads what was written as a terminal does."""
+    pytest.importorskip("pyte")
+    return
+
+
+@pytest.mark.usefixtures("pyte")
+def test_messages_of_libraries_stay_above_a_panel_that_is_whole() -> None:
+    play = """
+with display:
+    display.say("hello")
+    for step in range(1, 5):
+        show(step)
+        time.sleep(0.3)
+        logging.getLogger("library").warning("from logging %d", step)
+        warnings.warn(f"from warnings {step}")
+        print(f"from print {step}")
+    show(12, **{"eval/val_loss": 2.0})
+"""
+    with Terminal(in_python(SCENE + play), rows=40) as shell:
+        assert shell.finish() == 0
+        lines = shell.lines()
+        cursor = shell.screen().cursor
+    for step in range(1, 5):
+        for source in ("logging", "print"):
+            assert lines.count(f"from {source} {step}") == 1
+        assert sum(line.endswith(f"UserWarning: from warnings {step}") for line in lines) == 1
+    assert lines[0] == "hello"
+    assert lines[-8].startswith("step 12/20 | loss 0.3333")  # an evaluation stays
+    assert [line.split()[0] for line in lines[-7:]] == [
+        *("4.000", "█▅▃▁", "0.333"), "step", "loss", "1,234", "evaluation"
+    ]  # fmt: skip
+    assert sum("━" in line for line in lines) == 1
+    assert not cursor.hidden
+    assert cursor.x == 0  # below the panel
+
+
+def test_frames_are_few_and_no_screen_is_cleared() -> None:
+    play = """
+with display:
+    for step in range(1, 2001):
+        show(1 + step % 20)
+        display.advance(1 + step % 20)
+        time.sleep(0.0005)
+    time.sleep(1.0)
+"""
+    started = time.monotonic()
+    with Terminal(in_python(SCENE + play)) as shell:
+        assert shell.finish() == 0
+        seconds = time.monotonic() - started
+    frames = shell.written.count(FRAME)
+    assert 4 <= frames <= 4 * seconds + 2
+    erased = shell.written.count(b"\x1b[2K")
+    assert erased <= 7 * frames  # lines of the panel, none else
+    assert not CLEARS.search(shell.written)
+
+
+@pytest.mark.usefixtures("pyte")
+def test_a_window_made_narrower_gets_a_panel_that_fits() -> None:
+    play = """
+with display:
+    for _ in range(2):
+        show(3), show(4)
+        time.sleep(0.6)
+        print("now")
+        sys.stdin.readline()
+"""
+    with Terminal(in_python(SCENE + play), columns=80) as shell:
+        shell.wait_for("now")
+        before = next(line for line in shell.lines() if "━" in line)
+        shell.resize(60, 24)
+        shell.press(b"\n\n")
+        assert shell.finish() == 0
+        after = shell.written.rpartition(FRAME)[2].decode()
+    assert len(before) == 80
+    text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", after).splitlines()[0]
+    assert len("step " + text) == 60
+
+
+@pytest.mark.parametrize(
+    ("environment", "live", "colored"),
+    [({}, True, True), ({"NO_COLOR": "1"}, True, False), ({"TERM": "dumb"}, False, False)],
+)
+def test_no_color_and_dumb_terminals(
+    environment: dict[str, str], live: bool, colored: bool
+) -> None:
+    with Terminal(in_python(SCENE + "with display: show(3), show(4)"), **environment) as shell:
+        assert shell.finish() == 0
+    assert bool(COLORS.search(shell.written)) is colored
+    assert (FRAME in shell.written) is live
+    assert (b"\x1b" in shell.written) is live
+    if not live:
+        line = b"step 4/20 | loss 1.0000 | lr 1.00e-03 | 1,234 tok/s | left 0:01:15\r\n"
+        assert shell.written.endswith(line)
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_leaves_the_terminal_as_it_was(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    root = Path(__file__).resolve().parents[1]
+    train = [sys.executable, str(root / "accel_gpt" / "train.py")]
+    long = ["--train.max_steps", "100000", "--eval.every", "0", "--sample.every", "0"]
+    with Terminal([*train, *small_run(*long)], cwd=tmp_path) as shell:
+        shell.wait_for("tok/s")
+        shell.press(b"\x03")
+        assert shell.finish() == 75
+        assert termios.tcgetattr(shell.master) == shell.modes
+    assert shell.written.rindex(SHOWN) > shell.written.rindex(HIDDEN)
+    assert b"SIGINT: saved at step" in shell.written
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_leaves_the_terminal_as_it_was() -> None:
+    play = """
+from accel_gpt.run.signals import StopSignal
+with display:
+    stop = StopSignal()
+    show(3)
+    print("now")
+    time.sleep(60)
+"""
+    with Terminal(in_python(SCENE + play)) as shell:
+        shell.wait_for("now")
+        shell.press(b"\x03")
+        time.sleep(SAME_PRESS_SECONDS + 0.3)
+        shell.press(b"\x03")
+        assert shell.finish() == 128 + signal.SIGINT
+        assert termios.tcgetattr(shell.master) == shell.modes
+    assert shell.written.rindex(SHOWN) > shell.written.rindex(HIDDEN)

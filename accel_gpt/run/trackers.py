@@ -5,8 +5,12 @@ A run that resumes goes on in the same run of `wandb` and `trackio`: its name th
 """
 
 import contextlib
+import os
 import re
 import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,49 +24,60 @@ from accel_gpt.files import write_file
 from accel_gpt.parse import to_flat, to_plain, to_yaml
 from accel_gpt.run.command import without_secrets
 
-PROJECT = "accel_gpt"
 Charts = dict[str, dict[str, list[Any]]]
-ALONE = ("tensorboard",)  # local, and it knows its run by the folder
+PROJECT = "accel_gpt"
 
 
 def start_trackers(accelerator: Accelerator, config: Config, step: int, charts: Charts) -> None:
     """Open Accelerate's trackers; TensorBoard forgets what lies beyond the resumed step.
 
-    Raises `UserError` where one does not start, as wandb for want of a login.
+    Raises `UserError` where another than TensorBoard does not start, as wandb without a login.
     """
-    others = [name for name in config.log.trackers if name not in ALONE]
     kwargs: dict[str, Any] = {"tensorboard": {"purge_step": step + 1}}
-    if others and accelerator.is_main_process:
-        kwargs |= resumable(Path(config.out_dir))
-    try:
+    if set(config.log.trackers) <= {"tensorboard"}:
         accelerator.init_trackers(PROJECT, init_kwargs=kwargs)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"log.trackers is {', '.join(config.log.trackers)}, of which one did not start: {error}"
-        ) from error
-    if not accelerator.is_main_process:
-        return
-    told = to_yaml(config)
-    for tracker in accelerator.trackers:
-        if isinstance(tracker, TensorBoardTracker):
-            group_charts(tracker.writer, charts)
-            tracker.log({"config": as_code(told)}, step=step)
-        else:
-            plain = {key: str(value) for key, value in to_flat(to_plain(config)).items()}
-            tracker.store_init_configuration(
-                {key: without_secrets(value) for key, value in plain.items()}
-            )
+    else:
+        if accelerator.is_main_process:
+            kwargs |= resumable(Path(config.out_dir))
+        try:
+            with nobody_asked():
+                accelerator.init_trackers(PROJECT, init_kwargs=kwargs)
+        except Exception as error:  # of a package that we do not know
+            raise UserError(
+                f"log.trackers is {', '.join(config.log.trackers)}, of which one does not start: "
+                f"{without_secrets(str(error))}"
+            ) from error
+    if accelerator.is_main_process:
+        plain = to_flat(to_plain(config))
+        told = {key: without_secrets(str(value)) for key, value in plain.items()}
+        for tracker in accelerator.trackers:
+            if isinstance(tracker, TensorBoardTracker):
+                group_charts(tracker.writer, charts)
+                tracker.log({"config": as_code(to_yaml(config))}, step=step)
+            else:
+                tracker.store_init_configuration(told)
+
+
+@contextmanager
+def nobody_asked() -> Iterator[None]:
+    """Without a keyboard: what asks for a login in the middle of a run fails instead."""
+    before = sys.stdin
+    with Path(os.devnull).open() as nothing:
+        sys.stdin = nothing
+        try:
+            yield
+        finally:
+            sys.stdin = before
 
 
 def resumable(out_dir: Path) -> dict[str, Any]:
-    """How wandb and trackio are told which run goes on; they say nothing on the terminal."""
+    """How wandb and trackio are told which run goes on; wandb only what it is given."""
     name = run_name(out_dir)
-    settings = {"console": "off", "disable_git": True, "save_code": False, "silent": True}
+    only = {"disable_git": True, "save_code": False, "x_disable_meta": True}  # it has argv, too
+    silent = {"console": "off", "silent": True}
+    named = {"id": name, "name": name, "resume": "allow", "dir": str(out_dir)}
     return {
-        "wandb": {
-            **{"id": name, "name": name, "resume": "allow", "dir": str(out_dir)},
-            "settings": settings,
-        },
+        "wandb": {**named, "settings": {**only, **silent}},
         "trackio": {"name": name, "resume": "allow"},
     }
 

@@ -1,0 +1,221 @@
+"""Trackers: what they are told, that a resumed run goes on in the same one, and nothing leaks."""
+
+import json
+import os
+import re
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from accelerate import tracking
+from accelerate.utils import LoggerType
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from accel_gpt.run import environment
+from accel_gpt.run.trackers import run_name
+from tests.conftest import launch
+from tests.test_train import records
+
+Arguments = Callable[..., list[str]]
+ROOT = Path(__file__).resolve().parents[1]
+LAYOUT = "custom_scalars__config__"
+PASSWORD, TOKEN = "S3CRETPASSWORD", "hf_CANARY" + "x" * 25
+SECRETS = ["--data.prepare.path", f"https://user:{PASSWORD}@host/{TOKEN}/x?sig={PASSWORD}"]
+SHORT = ["--train.max_steps", "8", "--schedule.decay_steps", "10", *SECRETS]
+LONGER = ["--schedule.decay_steps", "10", *SECRETS, "--checkpoint.allow_change", "train.max_steps"]
+# trains where any connection that leaves the machine is an error
+ALONE = """
+import socket, sys
+inside = ("127.0.0.1", "::1", "localhost", None, "")
+def guarded(function, host):
+    def call(*arguments, **more):
+        where = host(arguments)
+        if isinstance(where, (str, bytes, type(None))) and where not in inside:
+            sys.stderr.write(f"LEAVES THE MACHINE: {where}\\n")
+            raise OSError("there is no network")
+        return function(*arguments, **more)
+    return call
+def target(arguments):
+    address = arguments[1]
+    return address[0] if isinstance(address, tuple) else None
+socket.socket.connect = guarded(socket.socket.connect, target)
+socket.socket.connect_ex = guarded(socket.socket.connect_ex, target)
+socket.getaddrinfo = guarded(socket.getaddrinfo, lambda arguments: arguments[0])
+from accel_gpt import train
+from accel_gpt.errors import run_main
+sys.exit(run_main(train.main, sys.argv[1:]))
+"""
+
+
+def tags(path: Path) -> list[str]:
+    """The tags of all events in a file of curves."""
+    return [v.tag for event in EventFileLoader(str(path)).Load() for v in event.summary.value]
+
+
+class Stub:
+    """Stands for the package trackio, and remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.told: list[tuple[int, dict[str, Any]]] = []
+        self.config = SimpleNamespace(update=lambda values, **_: self.configs.append(values))
+        self.configs: list[dict[str, str]] = []
+        self.run = SimpleNamespace(log=lambda v, step: self.told.append((step, v)), finish=int)
+
+    def init(self, **kwargs: Any) -> SimpleNamespace:
+        assert not sys.stdin.isatty()
+        self.inits.append(kwargs)
+        return self.run
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Stub:
+    stub = Stub()
+    monkeypatch.setitem(sys.modules, "trackio", stub)
+    available = [LoggerType.TENSORBOARD, LoggerType.TRACKIO]
+    monkeypatch.setattr(tracking, "_available_trackers", available)
+    monkeypatch.setattr(environment, "get_available_trackers", lambda: available)
+    return stub
+
+
+def test_a_resumed_run_goes_on_in_the_same_one_and_tells_no_secret(
+    stub: Stub, small_run: Arguments, tmp_path: Path
+) -> None:
+    both = ["--log.trackers", "tensorboard,trackio"]
+    assert launch(small_run(*SHORT, *both)) == 0
+    assert launch(small_run(*LONGER, *both)) == 0
+    first, second = stub.inits
+    assert first == second == {"project": "accel_gpt", "name": run_name(tmp_path / "run"),
+                               "resume": "allow"}  # fmt: skip
+    assert re.fullmatch(r"run-[0-9a-f]{8}", first["name"])
+    told = [(step, values) for step, values in stub.told if "train/loss" in values]
+    lines = records(tmp_path / "run")
+    assert [step for step, _ in told] == list(range(1, 13)) == [line["step"] for line in lines]
+    assert [v["train/loss"] for _, v in told] == [line["train/loss"] for line in lines]
+    samples = [(step, values["samples"]) for step, values in stub.told if "samples" in values]
+    assert [step for step, _ in samples] == [6, 8, 12]
+    kept = (tmp_path / "run" / "samples" / "step_00000012.txt").read_text()
+    assert samples[-1][1] + "\n" == kept
+    for config in stub.configs:
+        assert config["optim.lr"] == "0.01"
+        assert config["data.prepare.path"] == "https://***@host/***/x?***"
+        assert not re.search(f"{PASSWORD}|{TOKEN}", json.dumps(config))
+
+
+def test_a_tracker_that_does_not_start_is_one_sentence(
+    stub: Stub,
+    small_run: Arguments,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(**_: Any) -> None:
+        raise KeyError(f"no key {TOKEN}")
+
+    monkeypatch.setattr(stub, "init", refuse)
+    assert launch(small_run(*SHORT[:4], "--log.trackers", "trackio")) == 2
+    told = capfd.readouterr().err.splitlines()[-1]
+    assert told == "error: log.trackers is trackio, of which one does not start: 'no key ***'"
+
+
+def test_every_file_of_curves_tells_what_belongs_together(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    assert launch(small_run(*SHORT)) == 0
+    assert launch(small_run(*LONGER)) == 0
+    files = sorted((tmp_path / "run" / "tensorboard").rglob("events.*"))
+    assert [tags(path).count(LAYOUT) for path in files] == [1, 1]
+
+
+def test_the_name_of_a_run_is_fit_for_an_address_and_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "my run: 50%/ä#?"
+    folder.mkdir(parents=True)
+    name = run_name(folder)
+    assert re.fullmatch(r"[\w-]+-[0-9a-f]{8}", name)
+    assert run_name(folder) == name
+
+
+@pytest.fixture
+def proxy() -> Iterator[tuple[str, list[bytes]]]:
+    """Where other programs would ask for the network, and what they asked."""
+    asked: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def listen() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    asked.append(connection.recv(4096))
+
+        threading.Thread(target=listen, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", asked
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def train_alone(
+    arguments: list[str], folder: Path, proxy: tuple[str, list[bytes]], **environment: str
+) -> str:
+    """What a run says that has no network; it must end well."""
+    address, asked = proxy
+    proxies = {name: address for name in ("http_proxy", "https_proxy", "all_proxy")}
+    upper = {name.upper(): address for name in proxies}
+    home = {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, *arguments], cwd=folder, capture_output=True, text=True,
+        env={**os.environ, **proxies, **upper, "no_proxy": "localhost,127.0.0.1", **home,
+             **environment}, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "LEAVES" not in done.stderr
+    assert asked == []
+    return done.stdout + done.stderr
+
+
+def secret_files(*folders: Path) -> list[Path]:
+    """Files that hold what nobody else may know."""
+    files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
+    return [p for p in files if re.search(f"{PASSWORD}|{TOKEN}".encode(), p.read_bytes())]
+
+
+@pytest.mark.slow
+def test_trackio_on_this_machine(
+    small_run: Arguments, tmp_path: Path, proxy: tuple[str, list[bytes]]
+) -> None:
+    pytest.importorskip("trackio")
+    place = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    for options in (SHORT, LONGER):
+        train_alone(small_run(*options, "--log.trackers", "trackio"), tmp_path, proxy, **place)
+    (database,) = (tmp_path / "trackio").glob("accel_gpt*.db")
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("select run_name, step, metrics from metrics").fetchall()
+    told = {step: json.loads(text) for _, step, text in rows if "train/loss" in text}
+    assert {run for run, _, _ in rows} == {run_name(tmp_path / "run")}
+    assert sorted(told) == list(range(1, 13))
+    for line in records(tmp_path / "run"):
+        assert told[line["step"]]["train/loss"] == pytest.approx(line["train/loss"])
+    assert any("samples" in text and "--- " in text for _, _, text in rows)
+    assert secret_files(tmp_path / "trackio") == []
+
+
+@pytest.mark.slow
+def test_wandb_offline(
+    small_run: Arguments, tmp_path: Path, proxy: tuple[str, list[bytes]]
+) -> None:
+    pytest.importorskip("wandb")
+    for options in (SHORT, LONGER):
+        asked = small_run(*options, "--log.trackers", "wandb")
+        train_alone(asked, tmp_path, proxy, WANDB_MODE="offline")
+    folders = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    name = run_name(tmp_path / "run")
+    assert all(folder.name.endswith(name) for folder in folders)
+    assert secret_files(tmp_path / "run" / "wandb") == []

@@ -99,14 +99,18 @@ def divides(whole_name: str, whole: int, part_name: str, part: int) -> None:
     )
 
 
+def printable(text: str) -> str:
+    """`text` without what steers a terminal, as a name in a file of others or a sample could."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """The exit code of `main(argv)`; a user's mistake becomes one sentence on stderr."""
     rank = os.environ.get("RANK", "0")
     try:
         return main(argv)
     except UserError as error:
-        # a name in a file of others could hold what steers a terminal
-        told = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(error))
+        told = printable(str(error))
         sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {told}\n")
         return error.exit_code
     except BrokenPipeError:  # whoever read our output has enough, as `| head`

@@ -105,7 +105,7 @@ def train(config: Config, plan: Plan, started: float) -> int:
         accelerator.end_training()
         if run.uploads:  # what a signal keeps from the Hub, the next launch uploads
             stopping |= run.uploads.finish(lambda: stopping or stop.received is not None)
-        display.say(last_words(config, run.state, stop.received if stopping else None))
+    display.say(last_words(config, run.state, stop.received if stopping else None))
     return PREEMPTED if stopping else 0
 
 

@@ -175,6 +175,13 @@ def test_quiet_runs_tell_warnings_and_other_processes_nothing(
     assert capsys.readouterr().err == told
 
 
+def test_a_sample_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    config, panel = make()
+    with Display(True, config, panel.plan) as display:
+        display.say("def f():\n\treturn '\x1b[2J\r\x07é'")
+    assert capsys.readouterr().err == "def f():\n\treturn '\\x1b[2J\\r\\x07é'\n"
+
+
 def test_line_names_every_figure() -> None:
     line = describe({"perf/mfu": 0.4, "eval/val_bits_per_byte": 1.5, "train/lr": 1e-3})
     assert line == "lr 1.00e-03 | MFU 40.0% | 1.5000 bits/byte"
@@ -258,6 +265,7 @@ with display:
     assert cursor.x == 0  # below the panel
 
 
+@pytest.mark.slow
 def test_frames_are_few_and_no_screen_is_cleared() -> None:
     play = """
 with display:
@@ -278,6 +286,7 @@ with display:
     assert not CLEARS.search(shell.written)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pyte")
 def test_a_window_made_narrower_gets_a_panel_that_fits() -> None:
     play = """
@@ -315,6 +324,19 @@ def test_no_color_and_dumb_terminals(
     if not live:
         line = b"step 4/20 | loss 1.0000 | lr 1.00e-03 | 1,234 tok/s | left 0:01:15\r\n"
         assert shell.written.endswith(line)
+
+
+@pytest.mark.usefixtures("pyte")
+def test_of_a_run_that_did_not_begin_no_panel_stays() -> None:
+    play = """
+with display:
+    time.sleep(0.3)
+    raise SystemExit("error: no")
+"""
+    with Terminal(in_python(SCENE + play)) as shell:
+        assert shell.finish() == 1
+        assert shell.lines() == ["error: no"]
+    assert FRAME in shell.written
 
 
 @pytest.mark.slow

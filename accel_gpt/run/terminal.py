@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from accel_gpt.config import Config
+from accel_gpt.errors import printable
 from accel_gpt.plan import Plan
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class Display:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self.live and self.panel:
+            self.live.transient = not self.panel.figures  # what shows nothing need not stay
         with contextlib.suppress(OSError):  # of a terminal that is gone
             self.stack.close()
         self.live = None
@@ -85,6 +88,7 @@ class Display:
         """A line that stays."""
         if not (self.telling or (self.active and text.startswith("WARNING"))):
             return
+        text = printable(text)
         with contextlib.suppress(OSError):  # of a log on a full disk, a terminal that is gone
             if self.live:
                 self.live.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,6 +1,7 @@
 """The speedometer of a run, and the record of each launch."""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from accel_gpt.model.cost import flops_per_token, mfu, parameter_counts, peak_fl
 from accel_gpt.model.gpt import GPT
 from accel_gpt.parse import to_yaml
 from accel_gpt.plan import Plan
+from accel_gpt.run.checkpoint import TrainState
+from accel_gpt.run.command import command_line, without_secrets
 from accel_gpt.run.corpus import Corpus
 from accel_gpt.run.environment import describe_machine, device_name, memory_gb
 from accel_gpt.untrusted import load_json
@@ -69,6 +72,27 @@ def launches(record: Path) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
+def identity(config: Config, plan: Plan, corpus: Corpus, speed: Speed) -> dict[str, Any]:
+    """What is trained and on what, as JSON: figures that two runs can be compared by."""
+    state, tokenizer = TrainState(), corpus.tokenizer
+    corpus.describe(state)
+    return {
+        "model": {
+            "parameters": parameter_counts(config.model, corpus.vocab_size)["total"],
+            "vocab_size": corpus.vocab_size,
+            "flops_per_token": speed.flops_per_token,
+        },
+        "data": {
+            "fingerprint": state.data_fingerprint,
+            "tokenizer": tokenizer.kind,
+            "tokenizer_fingerprint": tokenizer.fingerprint,
+            "lines": [
+                without_secrets(line.removeprefix("data").strip()) for line in corpus.lines(plan)
+            ],
+        },
+    }
+
+
 def record_run(
     config: Config, plan: Plan, accelerator: Accelerator, corpus: Corpus, speed: Speed, step: int
 ) -> str:
@@ -80,6 +104,12 @@ def record_run(
     machine = describe_machine(accelerator)
     write_file(out / "config.yaml", [to_yaml(config).encode()])
     record = out / "run.json"
-    this = {"step": step, "plan": asdict(plan), **machine}
+    this = {
+        "step": step,
+        "command": command_line(sys.argv),
+        "plan": asdict(plan),
+        **machine,
+        **identity(config, plan, corpus, speed),
+    }
     write_file(record, [json.dumps({"launches": [*launches(record), this]}, indent=1).encode()])
     return describe_run(config, plan, corpus, speed, machine)

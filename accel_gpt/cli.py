@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -27,6 +27,7 @@ from accel_gpt.options import (
     PlanCommand,
     PrepareCommand,
     PushCommand,
+    ReportCommand,
     SampleCommand,
     VerifyResumeCommand,
 )
@@ -210,6 +211,20 @@ def plan_command(argv: Sequence[str]) -> int:
     return 0
 
 
+def report_command(argv: Sequence[str]) -> int:
+    """Write a page with curves, samples and configs of runs."""
+    places: list[str] = []
+    rest: list[str] = []
+    for number, word in enumerate(argv):
+        option = number > 0 and argv[number - 1].startswith("--") and "=" not in argv[number - 1]
+        (rest if word.startswith("-") or option else places).append(word)
+    asked = parse_command(ReportCommand, [*places[:1], *rest], "accel-gpt report")
+    from accel_gpt.report.report import report
+
+    sys.stdout.write(report(replace(asked, runs=tuple(places))))
+    return 0
+
+
 def parted(cls: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words that the dataclass `cls` of a command takes, and those of the options it lacks."""
     own: list[str] = []
@@ -245,6 +260,7 @@ COMMANDS: Mapping[str, tuple[Command, str]] = MappingProxyType(
         "push": (push_command, "the same to the Hub, with a model card"),
         "inspect": (inspect_command, "verify data or a checkpoint; compare tokenizers"),
         "plan": (plan_command, "size, FLOPs, memory, hours and cost of a config; does it fit?"),
+        "report": (report_command, "curves and samples of runs, one HTML file"),
         "verify-resume": (
             verify_resume_command,
             "kill and continue runs: equal to never stopping?",

@@ -216,3 +216,29 @@ class PlanCommand:
         speeds = ("mfu", "tokens_per_second", "measured")
         given = [f"--{name}" for name in speeds if getattr(self, name) is not None]
         require(len(given) < 2, f"{' and '.join(given)} each tell the speed; give one of them")
+
+
+@dataclass(frozen=True)
+class ReportCommand:
+    """Write curves, samples and configs of runs as one HTML file, which needs no network.
+
+    Works while a run is writing. What lies in the runs may be of anybody: it is shown as text.
+    """
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Folders of runs."""
+    out: str | None = None
+    """HTML file; null: report.html in the run, of several runs in the current folder."""
+    reference: str = "auto"
+    """Curve drawn grey behind: a name in configs/references, a .json file, or none; auto: the one
+    for the same model and vocabulary, and the same data or config name."""
+    png: str | None = None
+    """Folder for each plot as a picture."""
+    csv: str | None = None
+    """File for all figures of all runs."""
+    as_reference: str | None = None
+    """JSON file for the val losses of the run, which must be finished, as a reference."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.runs), "RUN missing; see --help")
+        require(len(self.runs) == 1 or not self.as_reference, "--as_reference takes one run alone")

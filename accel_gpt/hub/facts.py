@@ -13,15 +13,16 @@ from typing import Any
 from accel_gpt.config import Config
 from accel_gpt.data_config import TextStream
 from accel_gpt.errors import UserError
-from accel_gpt.hub.privacy import hub_dataset, hub_model, place_name, source_name, without_tokens
+from accel_gpt.hub.privacy import hub_dataset, hub_model, place_name, source_name
 from accel_gpt.hub.trained_on import Source, sources_of
 from accel_gpt.model_config import ModelConfig
 from accel_gpt.parse import build, leaves
 from accel_gpt.plan import Plan, make_plan
-from accel_gpt.run.checkpoint import NAME, TrainState, read_shape, read_state
+from accel_gpt.report.sample_texts import sample_files, texts_in
+from accel_gpt.run.changes import changed
+from accel_gpt.run.checkpoint import TrainState, read_shape, read_state
 from accel_gpt.run.environment import PACKAGES
 from accel_gpt.run.metrics import read_lines
-from accel_gpt.run.resume import changed
 from accel_gpt.untrusted import load_json
 
 MOST_SAMPLES = 3
@@ -211,32 +212,11 @@ def results_of(
 
 def read_samples(run: Path, step: int) -> tuple[tuple[int, str], ...]:
     """Steps and texts of the newest samples up to `step`, at most `MOST_SAMPLES`."""
-    steps = {
-        int(match[1]): path
-        for path in (run / "samples").glob("step_*.txt")
-        if (match := NAME.fullmatch(path.stem)) and int(match[1]) <= step
-    }
+    steps = [pair for pair in sample_files(run).items() if pair[0] <= step]
     found: list[tuple[int, str]] = []
-    for number, path in sorted(steps.items(), reverse=True):
+    for number, path in reversed(steps):
         found += [(number, text) for text in texts_in(path)][: MOST_SAMPLES - len(found)]
     return tuple(found)
-
-
-def texts_in(path: Path) -> list[str]:
-    """The texts of one file of samples."""
-    text = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n")
-    texts: list[str] = []
-    number = 1
-    for part in re.split(r"^(?=--- sample \d+$)", text, flags=re.MULTILINE):
-        head, _, body = part.partition("\n")
-        if head == f"--- sample {number}":
-            texts.append(body)
-            number += 1
-        elif texts:  # a line of the text itself
-            texts[-1] += part
-    last = len(texts) - 1
-    cut = [t if i == last else t.removesuffix("\n").removesuffix("\n") for i, t in enumerate(texts)]
-    return [without_tokens(t) for t in cut]
 
 
 def read_launches(run: Path, step: int) -> list[Mapping[str, Any]]:

@@ -22,6 +22,7 @@ from accel_gpt.data.inspection.report import printable
 from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.model.cost import parameter_counts
+from accel_gpt.run.changes import changed
 from accel_gpt.run.checkpoint import (
     TrainState,
     checkpoints,
@@ -32,7 +33,6 @@ from accel_gpt.run.checkpoint import (
     step_name,
     verify,
 )
-from accel_gpt.run.resume import changed
 
 
 def inspect_run(place: str, quick: bool) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from accelerate.utils import broadcast_object_list
 from accel_gpt.config import Config
 from accel_gpt.errors import CheckpointError, DivergedError, UserError
 from accel_gpt.files import write_file
-from accel_gpt.model_config import PRESETS
 from accel_gpt.parse import to_flat, to_plain
 from accel_gpt.plan import Plan
 from accel_gpt.run.checkpoint import (
@@ -265,14 +264,6 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
         if before.get(key) not in (now.get(key), NOT_TOLD)
         and (key in held or not key.startswith(FREE))
     }
-
-
-def changed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What is set in a config, by dotted keys, and not the default of its preset."""
-    default = to_flat(to_plain(Config()))
-    preset = PRESETS.get(str(config.get("model.preset")), {})
-    default |= {f"model.{key}": value for key, value in preset.items()}
-    return {key: value for key, value in config.items() if default.get(key) != value}
 
 
 def listed(changes: Mapping[str, tuple[Any, Any]]) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from accel_gpt.config import OptimConfig
 from accel_gpt.model.cost import parameter_counts
@@ -84,6 +85,24 @@ def test_the_formula_counts_every_byte_that_autograd_keeps(
         + cast_bytes(config, V, numerics)
     )
     assert kept(config, half, masked) - expected == 12  # sum and number of the targets
+
+
+def test_gradients_lie_beside_the_buckets_of_ddp_until_they_are_reduced() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(8, 8)
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        for _ in range(2):
+            with wrapped.no_sync():
+                wrapped(torch.ones(8)).sum().backward()
+            assert model.bias.grad is not None
+            assert model.bias.grad.untyped_storage().nbytes() == 4 * 8  # its own
+            wrapped(torch.ones(8)).sum().backward()
+            assert model.bias.grad.untyped_storage().nbytes() == 4 * (8 + 64)  # the bucket's
+            model.zero_grad()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def live(config: ModelConfig, vocab_size: int, sequences: int, half: bool) -> int:

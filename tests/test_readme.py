@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
+from accel_gpt.cli import dispatch
 from accel_gpt.config import Config
 from accel_gpt.parse import leaves, load_config
 from accel_gpt.plan import make_plan
@@ -35,6 +36,15 @@ def test_every_config_loads_plans_and_says_what_it_needs(path: Path) -> None:
     assert "# Needs:" in path.read_text()
     assert make_plan(load_config([str(path)], "train.py"), 1).max_steps > 0
     assert path.stem.removeprefix("gpt2") in SECTIONS["The real run"]
+
+
+def test_the_plan_shown_is_the_one_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (command,) = commands("What will it take?")
+    assert dispatch(command.split()[1:]) == 0
+    assert capsys.readouterr().out.rstrip() in SECTIONS["What will it take?"]
 
 
 def test_named_keys_tests_and_files_exist() -> None:

@@ -59,17 +59,16 @@ def remedies(config: Config, vocab_size: int, machine: Machine) -> list[str]:
     """Options that make it fit, the smallest changes first; what it takes where none do."""
     if machine.memory is None:
         return []
-    found = []
+    found, best = [], 0
     for words, other in variants(config, machine):
-        size = largest_size(config, vocab_size, other)
-        if size is None:
-            continue
+        size = min(largest_size(config, vocab_size, other) or 0, config.train.micro_batch_size)
+        if size <= best:
+            continue  # more of a change for no larger a micro-batch
+        best = size
         if size < config.train.micro_batch_size:
             words = [*words, f"--train.micro_batch_size {size}"]
-        taken = need(with_size(config, min(size, config.train.micro_batch_size)), vocab_size, other)
-        if taken is None:  # the size as it is does not divide
-            taken = need(with_size(config, size), vocab_size, other)
-        found.append(f"{' '.join(words)}: {(taken or 0) / 1e9:.1f} GB")
+        taken = need(with_size(config, size), vocab_size, other) or 0
+        found.append(f"{' '.join(words)}: {taken / 1e9:.1f} GB")
     return found or [more_devices(config, vocab_size, machine)]
 
 

@@ -45,7 +45,10 @@ def pace(asked: PlanCommand, config: Config, vocab_size: int, machine: Machine) 
         if peak is None:
             return Pace(None, "not known; give --tokens_per_second or --measured RUN")
         reached = asked.mfu or ASSUMED_MFU
-        rate, source = reached * peak * machine.devices / work, "--mfu" if asked.mfu else "assumed"
+        rate, source = (
+            reached * peak * machine.devices / work,
+            "--mfu" if asked.mfu else "by an assumed MFU",
+        )
     share = mfu(rate, work, peak, machine.devices) if peak else None
     return Pace(rate, source, share)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from accel_gpt.plan import plural
 from accel_gpt.planning.forecast import CHINCHILLA
 
 Row = tuple[str, str, str]  # what, how much, how come
@@ -11,7 +12,11 @@ LABEL, VALUE = 28, 16  # columns
 
 def table(report: Mapping[str, Any]) -> str:
     """The whole report as text."""
-    title = f"{report['config']} on {report['machine']}"
+    precision = report["precision"]
+    title = (
+        f"{report['config']} on {report['machine']}\n"
+        f"precision {precision['is']}: {precision['source']}"
+    )
     sections = (parameters, length, memory, time, disk)
     blocks = ["\n".join(lines(section(report))) for section in sections]
     return "\n\n".join([title, *blocks, verdict(report)]) + "\n"
@@ -41,7 +46,7 @@ def length(report: Mapping[str, Any]) -> Iterator[Row]:
     run = report["length"]
     batch = (
         f"{run['micro_batch_size']:,} x {run['block_size']:,} tokens x "
-        f"{run['accumulation_steps']:,} micro-steps x {run['devices']:,} devices"
+        f"{plural(run['accumulation_steps'], 'micro-step')} x {plural(run['devices'], 'device')}"
     )
     ratio = run["tokens_per_parameter"]
     yield "steps", f"{run['steps']:,}", f"{run['warmup_steps']:,} of them warm-up"
@@ -57,12 +62,13 @@ def memory(report: Mapping[str, Any]) -> Iterator[Row]:
     """What one device holds."""
     held = report["memory"]
     device = held["device"]
-    of = f"of {gigabytes(device)}" if device else "not compared; give --gpu or --memory_gb"
+    of = f"of {gigabytes(device)}" if device else ""
     yield "memory of a device", gigabytes(held["total"]), of
     for part, size in held["parts"].items():
         yield f"  {part}", gigabytes(size), ""
-    compiled = "; train.compile keeps less, not counted" if held["compiled"] else ""
-    yield "  at its fullest", "", f"{held['moment']}{compiled}"
+    yield "  at its fullest", "", held["moment"]
+    if held["compiled"]:
+        yield "", "", "train.compile keeps less; how much is not counted"
     for part, size in held["host"].items():
         yield "memory of the host", gigabytes(size), f"{part}, a process"
 
@@ -78,9 +84,11 @@ def time(report: Mapping[str, Any]) -> Iterator[Row]:
     if share is not None:
         yield "  MFU", f"{share:.1%}", "of the peak of all devices"
     evaluating = told["evaluation_hours"]
-    of_it = "without evaluations" if evaluating is None else f"{evaluating:.1f} of them evaluations"
-    yield "hours", f"{told['hours']:,.1f}", of_it
-    yield "device hours", f"{told['device_hours']:,.1f}", ""
+    of_it = "without evaluations"
+    if evaluating is not None:
+        of_it = f"{evaluating / told['hours']:.0%} of them evaluations"
+    yield "hours", f"{told['hours']:,.2f}", of_it
+    yield "device hours", f"{told['device_hours']:,.2f}", ""
     if told["cost"] is not None:
         yield "cost", f"{told['cost']:,.2f}", "at --price a device hour"
 
@@ -95,17 +103,15 @@ def disk(report: Mapping[str, Any]) -> Iterator[Row]:
 
 def verdict(report: Mapping[str, Any]) -> str:
     """Whether it fits, and what would make it fit."""
-    held, precision = report["memory"], report["precision"]
-    said = f"precision {precision['is']}: {precision['source']}\n"
+    held = report["memory"]
     if held["fits"] is None:
-        return said.rstrip()
+        return "Whether it fits is not known; --gpu or --memory_gb tells what it must fit in."
     if held["fits"]:
         largest = held["largest_micro_batch_size"]
-        return f"{said}It fits; train.micro_batch_size may be up to {largest}."
-    ways = "\n".join(f"  {way}" for way in held["remedies"])
-    return f"{said}It does not fit. What would:\n{ways}"
+        return f"It fits; train.micro_batch_size may be up to {largest}."
+    return "\n".join(["It does not fit. With these settings it does:", *held["remedies"]])
 
 
 def gigabytes(size: float) -> str:
     """Bytes in 1e9, or in 1e6 where there are few."""
-    return f"{size / 1e9:,.2f} GB" if size >= 1e7 else f"{size / 1e6:,.2f} MB"
+    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"

@@ -55,13 +55,16 @@ def read_figures(path: Path) -> Figures:
         for clock, key in zip(clocks, ("step", "tokens", "time"), strict=True):
             clock.append(number(record.pop(key, None)))
         for key, value in record.items():
-            if math.isfinite(figure := number(value)):
-                if key not in columns:
-                    if len(columns) == MOST_KEYS:
-                        continue
-                    columns[key] = (array("q"), array("d"))
-                columns[key][0].append(row)
-                columns[key][1].append(figure)
+            figure = value if type(value) is float else number(value)
+            if figure - figure != 0:  # not finite
+                continue
+            column = columns.get(key)
+            if column is None:
+                if len(columns) == MOST_KEYS:
+                    continue
+                column = columns[key] = (array("q"), array("d"))
+            column[0].append(row)
+            column[1].append(figure)
     steps, tokens, seconds = (np.array(clock) for clock in clocks)
     order = np.argsort(steps, kind="stable")  # what was evaluated later comes at the end
     rank = np.argsort(order, kind="stable")
@@ -89,7 +92,7 @@ def read_records(path: Path) -> Iterator[dict[str, object]]:
                 record = load_json(line.decode())
             except ValueError:
                 continue
-            if isinstance(record, dict) and 0 <= number(record.get("step")) < LARGEST_STEP:
+            if type(record) is dict and 0 <= number(record.get("step")) < LARGEST_STEP:
                 yield record
 
 

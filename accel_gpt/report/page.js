@@ -4,7 +4,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const many = data.runs.length > 1;
 const view = { clock: "step", logX: false, smoothing: 2, range: "focus", zoom: null, at: null };
-const hidden = new Set(); // "panel/key" and "run/number"
+const hidden = new Set(many ? ["loss/eval/train_loss"] : []); // "panel/key" and "run/number"
 const CLOCKS = { step: "Steps", tokens: "Tokens", flops: "FLOPs", seconds: "Time" };
 const TIMES = [[86400 * 3, 86400, "days"], [5400, 3600, "hours"], [90, 60, "minutes"], [0, 1, "seconds"]];
 
@@ -25,6 +25,12 @@ function short(value) {
     if (size >= unit) return +(value / (letter === "K" ? 1e3 : unit)).toPrecision(4) + letter;
   if (size >= 1e3) return Math.round(value).toLocaleString("en");
   return size && size < 1e-3 ? value.toExponential(2).replace(/\.?0+e/, "e") : String(+value.toPrecision(4));
+}
+
+/** The texts of ticks, all in one form. */
+function spelled(ticks) {
+  const largest = Math.max(...ticks.map(Math.abs));
+  return ticks.map((t) => (t && largest < 1e-2 ? t.toExponential(1).replace(".0e", "e") : short(t)));
 }
 
 const exact = (value) => (Math.abs(value) >= 1e-3 && Math.abs(value) < 100 ? value.toFixed(4) : short(value));
@@ -148,7 +154,7 @@ function extent(panel, shown, [x0, x1], log) {
     line.xs.forEach((x, i) => {
       if (x < x0 || x > x1) return;
       all.push(line.ys[i]);
-      if (x > x0 + 0.03 * (x1 - x0)) late.push(line.ys[i]);
+      if (x > x0 + 0.06 * (x1 - x0)) late.push(line.ys[i]);
     });
   if (!all.length) return { low: log ? 1 : 0, high: log ? 10 : 1 };
   let low = all.reduce((a, b) => Math.min(a, b)), high = all.reduce((a, b) => Math.max(a, b)), above = null;
@@ -189,7 +195,7 @@ function legend(plot, head) {
 }
 
 function chip(box, id, entry) {
-  const button = make("button", { class: `chip ${entry.color}`, type: "button", "aria-pressed": "true" }, box);
+  const button = make("button", { class: `chip ${entry.color}`, type: "button", "aria-pressed": String(!hidden.has(id)) }, box);
   const icon = make("svg", { viewBox: "0 0 18 8", "aria-hidden": "true" }, button);
   make("path", { class: `curve ${entry.style}`, d: "M1 4H17" }, icon);
   if (entry.style === "dots") make("circle", { class: "dot", cx: 9, cy: 4, r: 3.5 }, icon);
@@ -209,15 +215,15 @@ function draw(plot) {
   const shown = lines(panel, log);
   const range = domain(), { low, high, above } = extent(panel, shown, range, log);
   const probe = scale(low, high, height - 26, 10, log), yTicks = probe.ticks(height / 46).filter((t) => t >= low && t <= high);
-  const left = 12 + 7 * Math.max(2, ...yTicks.map((t) => short(t).length));
+  const left = 12 + 7 * Math.max(2, ...spelled(yTicks).map((text) => text.length));
   const x = scale(range[0], range[1], left, width - 14, view.logX), y = probe;
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, tabindex: "0", role: "img", "aria-label": `${panel.title}, ${shown.length} curves` });
   const clip = `clip-${panel.name}`;
   make("rect", { x: left, y: 4, width: width - 14 - left, height: height - 30 }, make("clipPath", { id: clip }, svg));
-  axes(svg, x, y, yTicks, { left, width, height, range });
+  axes(svg, x, y, yTicks, { left, width, height, range, wide });
   const inside = make("g", { "clip-path": `url(#${clip})` }, svg);
-  guides(inside, panel, y, width);
-  marks(inside, x, range, height);
+  guides(inside, panel, y, width, left);
+  marks(inside, panel, x, range, height);
   for (const line of shown) {
     const d = line.xs.map((v, i) => `${i ? "L" : "M"}${x(v).toFixed(1)} ${y(line.ys[i]).toFixed(1)}`).join("");
     make("path", { class: `curve ${line.color} ${line.style}`, d: line.xs.length === 1 ? `${d}h0.1` : d }, inside);
@@ -230,39 +236,43 @@ function draw(plot) {
   Object.assign(plot, { svg, x, y, shown, left, width, height, overlay: make("g", {}, svg) });
 }
 
-function axes(svg, x, y, yTicks, { left, width, height, range }) {
+function axes(svg, x, y, yTicks, { left, width, height, range, wide }) {
   const axis = make("g", { class: "axis" }, svg);
-  for (const tick of yTicks) {
+  const spoken = spelled(yTicks);
+  yTicks.forEach((tick, i) => {
     make("line", { x1: left, x2: width - 14, y1: y(tick), y2: y(tick) }, axis);
-    make("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, axis, short(tick));
-  }
+    make("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, axis, spoken[i]);
+  });
   make("line", { class: "base", x1: left, x2: width - 14, y1: height - 26, y2: height - 26 }, axis);
   const [divisor, unit] = view.clock === "seconds" ? TIMES.find(([from]) => range[1] >= from).slice(1) : [1, ""];
   const inUnits = scale(range[0] / divisor, range[1] / divisor, left, width - 14, view.logX);
   let free = left - 20;
   for (const tick of inUnits.ticks(width / 95)) {
-    const at = inUnits(tick), text = short(tick) + (unit && at > width - 110 ? ` ${unit}` : "");
+    const at = inUnits(tick), text = short(tick) + (!wide && unit && at > width - 110 ? ` ${unit}` : "");
     const half = text.length * 3.4, middle = Math.min(at, width - half - 2);
     if (middle - half < free) continue;
     make("text", { x: middle, y: height - 8, "text-anchor": "middle" }, axis, text);
     free = middle + half + 8;
   }
+  const name = unit || CLOCKS[view.clock].replace(/^[ST]/, (letter) => letter.toLowerCase());
+  if (wide) make("text", { x: width - 18, y: height - 34, "text-anchor": "end" }, axis, name);
 }
 
-function guides(inside, panel, y, width) {
+function guides(inside, panel, y, width, left) {
   for (const guide of panel.guides) {
     make("line", { class: "guide", x1: 0, x2: width, y1: y(guide.value), y2: y(guide.value) }, inside);
-    make("text", { class: "label", x: width - 18, y: y(guide.value) - 4, "text-anchor": "end" }, inside, guide.label);
+    make("text", { class: "label", x: left + 6, y: y(guide.value) - 5 }, inside, guide.label);
   }
 }
 
-function marks(inside, x, range, height) {
+function marks(inside, panel, x, range, height) {
   data.runs.forEach((run, number) => {
     if (hidden.has(`run/${number}`)) return;
     const at = clockOf(run, run.marks.map((mark) => mark.step));
     if (!at) return;
     run.marks.forEach((mark, i) => {
       if (at[i] < range[0] || at[i] > range[1]) return;
+      if (mark.kind !== "resume" && !["loss", "grad_norm"].includes(panel.name)) return;
       const place = x(at[i]), bottom = height - 26;
       const node = mark.kind === "resume"
         ? make("line", { class: "mark resume", x1: place, x2: place, y1: 4, y2: bottom }, inside)

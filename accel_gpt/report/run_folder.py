@@ -47,7 +47,7 @@ class RunFolder:
             return "in progress"
         if self.max_steps is None or self.step >= self.max_steps:
             return "finished"
-        return f"stopped at step {self.step:,} of {self.max_steps:,}"
+        return f"stopped at {self.step:,} of {self.max_steps:,} steps"
 
     def fact(self, *keys: str) -> Any:
         """What the last launch recorded under nested keys; None for nothing."""

@@ -31,9 +31,11 @@ def header(runs: Sequence[RunFolder]) -> Markup:
             tag("div", tag("b", value), tag("span", name), class_="tile")
             for name, value in final(run)
         ]
-        return Markup(title + tag("div", *tiles, class_="tiles card") + facts_card(runs))
+        across = len(tiles) if len(tiles) < 7 else -(-len(tiles) // 2)
+        shown = tag("div", *tiles, class_=f"tiles card across{max(across, 4)}")
+        return Markup(title + shown + facts_card(runs))
     title = tag("div", tag("h1", f"{len(runs)} runs"), theme, class_="title")
-    return Markup(title + tag("div", comparison(runs), class_="padded scroll card tiles-space"))
+    return Markup(title + tag("div", comparison(runs), class_="runs padded scroll card"))
 
 
 def badge(run: RunFolder) -> Markup:
@@ -88,20 +90,19 @@ def comparison(runs: Sequence[RunFolder]) -> Markup:
     values = [{name.partition(", step")[0]: v for name, v in one.items()} for one in each]
     names = list(dict.fromkeys(name for one in values for name in one))
     lowest = {
-        name: min(found) if (found := [float(one[name]) for one in values if name in one]) else None
+        name: min(float(one[name]) for one in values if name in one)
         for name in names
         if name.startswith(("best val loss", "train loss"))
     }
     rows = []
     for number, (run, one) in enumerate(zip(runs, values, strict=True)):
-        cells = [tag("td", badge(run))]
+        cells = []
         for name in names:
             best = name in lowest and name in one and float(one[name]) == lowest[name]
             cells.append(tag("td", one.get(name, ""), class_="number best" if best else "number"))
-        rows.append((tag("span", run.name, class_=f"swatch c{number % 8}"), cells))
-    head = tag(
-        "tr", tag("th", "run"), tag("th", ""), *(tag("th", n, class_="number") for n in names)
-    )
+        title = tag("span", run.name, class_=f"swatch c{number % 8}")
+        rows.append((Markup(title + badge(run)), cells))
+    head = tag("tr", tag("th", "run"), *(tag("th", n, class_="number") for n in names))
     body = [tag("tr", tag("th", name, scope="row"), *cells) for name, cells in rows]
     return tag("table", tag("thead", head), tag("tbody", *body))
 

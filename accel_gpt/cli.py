@@ -221,7 +221,7 @@ def report_command(argv: Sequence[str]) -> int:
     asked = parse_command(ReportCommand, [*places[:1], *rest], "accel-gpt report")
     from accel_gpt.report.report import report
 
-    sys.stdout.write(report(replace(asked, runs=tuple(places))))
+    sys.stdout.write(report(replace(asked, run=tuple(places))))
     return 0
 
 

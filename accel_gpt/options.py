@@ -225,7 +225,7 @@ class ReportCommand:
     Works while a run is writing. What lies in the runs may be of anybody: it is shown as text.
     """
 
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    run: Annotated[tuple[str, ...], tyro.conf.Positional]
     """Folders of runs."""
     out: str | None = None
     """HTML file; null: report.html in the run, of several runs in the current folder."""
@@ -240,5 +240,5 @@ class ReportCommand:
     """JSON file for the val losses of the run, which must be finished, as a reference."""
 
     def __post_init__(self) -> None:
-        require(bool(self.runs), "RUN missing; see --help")
-        require(len(self.runs) == 1 or not self.as_reference, "--as_reference takes one run alone")
+        require(bool(self.run), "RUN missing; see --help")
+        require(len(self.run) == 1 or not self.as_reference, "--as_reference takes one run alone")

@@ -21,6 +21,7 @@ from accel_gpt.files import write_file
 from accel_gpt.model_config import ModelConfig
 from accel_gpt.report.figures import number
 from accel_gpt.report.run_folder import RunFolder, config_name, read_text
+from accel_gpt.run.changes import changed
 from accel_gpt.untrusted import load_json
 
 # of the config, what changes neither the shape nor what is computed at the start
@@ -65,6 +66,8 @@ def read_reference(path: Path) -> dict[str, Any]:
         raise UserError(f"--reference {path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is no reference curve: {error}") from None
+    flops = number(found.get("flops_per_token"))
+    found["flops_per_token"] = flops if flops == flops else None
     return {**found, **texts, "curve": curve, "points": points, "name": path.stem}
 
 
@@ -73,14 +76,15 @@ CURVE = ("step", "tokens", "seconds", "val_loss")
 
 def matches(match: Mapping[str, Any], run: RunFolder) -> bool:
     """Whether a run is one of those that a reference was measured for."""
+    folder = run.config.get("data.train")
+    found = {
+        "data_fingerprint": run.fact("data", "fingerprint"),
+        "data_folder": Path(folder).name if isinstance(folder, str) else None,
+        "config": config_name(run.fact("command")),
+    }
     same_model = match.get("model") == shape(run)
     same_vocabulary = match.get("vocab_size") == run.fact("model", "vocab_size")
-    folder = run.config.get("data.train")
-    same_data = (
-        match.get("data_fingerprint", "") == run.fact("data", "fingerprint")
-        or match.get("data_folder", "") == (Path(folder).name if isinstance(folder, str) else None)
-        or match.get("config", "") == config_name(run.fact("command"))
-    )
+    same_data = any(value and match.get(key) == value for key, value in found.items())
     return same_model and same_vocabulary and same_data
 
 
@@ -103,7 +107,7 @@ def write_reference(run: RunFolder, path: Path) -> None:
     content = {
         "title": f"{config_name(command) or run.name}, measured by us",
         "source": command,
-        "config": run.config,
+        "config": changed(run.config),
         "commit": run.fact("commit"),
         "hardware": hardware(run),
         "flops_per_token": run.flops_per_token(),

@@ -24,7 +24,7 @@ def report(asked: ReportCommand) -> str:
     Raises `UserError` for a folder that is no run, an unknown reference, and a place where nothing
     can be written.
     """
-    runs = open_runs(asked.runs)
+    runs = open_runs(asked.run)
     reference = find_reference(asked.reference, runs)
     default = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
     out = Path(asked.out) if asked.out else default

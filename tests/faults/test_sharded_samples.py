@@ -17,7 +17,8 @@ from accel_gpt.data_config import PrepareConfig
 from accel_gpt.errors import run_main
 from accel_gpt.evals.samples import write_text
 from accel_gpt.hub.load import load_pretrained
-from tests.faults.test_fsdp import launch
+from tests.faults import test_fsdp
+from tests.faults.test_fsdp import FAULTY, launch
 from tests.test_launch import TORCHRUN, TRAIN, finish
 from tests.test_layer_stats import scalars
 from tests.test_train import assert_same_weights, weights
@@ -26,6 +27,11 @@ Arguments = Callable[..., list[str]]
 SEED = 1337
 WRITING = ["--sample.every", "3", "--sample.num", "2", "--sample.prompts", '["a", "b", ""]']
 WRITING += ["--sample.max_new_tokens", "50", "--sample.temperature", "1.5"]
+EAGER = """
+from torch import nn
+compile_module = nn.Module.compile
+nn.Module.compile = lambda module: compile_module(module, backend="eager")
+"""  # graphs are traced, kernels not compiled
 LAYERS = ["--log.layer_stats_every", "2"]
 
 
@@ -58,8 +64,13 @@ def alone(run: Path, step: int, rank: int) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_sharded_processes_write_what_each_would_write_alone(
-    small_run: Arguments, short_documents: Path, tmp_path: Path, compiled: bool
+    small_run: Arguments,
+    short_documents: Path,
+    tmp_path: Path,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(test_fsdp, "FAULTY", FAULTY + EAGER)
     alike = ["--data.train", str(short_documents), "--train.micro_batch_size", "2"]
     alike += ["--train.max_steps", "6", "--checkpoint.every", "3", "--eval.every", "3"]
     alike += ["--train.compile"] * compiled

@@ -22,6 +22,7 @@ from accel_gpt.errors import (
     run_main,
 )
 from accel_gpt.options import (
+    EvaluateCommand,
     ExportCommand,
     InspectCommand,
     PlanCommand,
@@ -125,6 +126,16 @@ def sample_command(argv: Sequence[str]) -> int:
 def say(text: str) -> None:
     """A line beside the output."""
     sys.stderr.write(f"{text}\n")
+
+
+def evaluate_command(argv: Sequence[str]) -> int:
+    """Print the figures of a model, and keep those of a run with it."""
+    asked = parse_command(EvaluateCommand, argv, "accel-gpt evaluate")
+    exit_on_sigterm()
+    from accel_gpt.evals.command import evaluate
+
+    sys.stdout.write(evaluate(asked))
+    return 0
 
 
 def export_command(argv: Sequence[str]) -> int:
@@ -256,6 +267,7 @@ COMMANDS: Mapping[str, tuple[Command, str]] = MappingProxyType(
         "train": (train_command, "train a GPT as a config says, or go on with its run"),
         "prepare": (prepare_command, "text -> tokenized shards"),
         "sample": (sample_command, "text from a run, an exported folder or a Hub id"),
+        "evaluate": (evaluate_command, "loss, bits per byte and questions, with standard errors"),
         "export": (export_command, "a folder that transformers opens, proven equal"),
         "push": (push_command, "the same to the Hub, with a model card"),
         "inspect": (inspect_command, "verify data or a checkpoint; compare tokenizers"),

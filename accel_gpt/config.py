@@ -4,12 +4,32 @@
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from accel_gpt.data_config import DataConfig, TextStream
 from accel_gpt.errors import below_one, duration, not_negative, positive, require
 from accel_gpt.model_config import ModelConfig
+
+# nanoGPT's names (and llm.c's common ones) and ours, for the hint after an unknown key
+ANCESTORS: Mapping[str, str] = MappingProxyType(
+    {
+        "always_save_checkpoint": "checkpoint.every",
+        "batch_size": "train.micro_batch_size",
+        "dataset": "data.train",
+        "dtype": "train.mixed_precision",
+        "eval_interval": "eval.every",
+        "eval_iters": "eval.tokens",
+        "gradient_accumulation_steps": "train.tokens_per_step",
+        "learning_rate": "optim.lr",
+        "log_interval": "log.every",
+        "lr_decay_iters": "schedule.decay_steps",
+        "max_iters": "train.max_steps",
+        "warmup_iters": "schedule.warmup_steps",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -125,16 +145,23 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Loss on fixed tokens of both splits."""
+    """Loss on fixed tokens of both splits, and questions."""
 
     every: int = 500
     """Steps between evaluations; 0: only at the end."""
     tokens: int | None = 1_048_576
-    """Tokens of each split, the same ones every time; null: the whole split."""
+    """Tokens of each split, and of each named val set, the same ones every time; null: all."""
+    only: bool = False
+    """Train nothing: evaluate the newest checkpoint of out_dir, else model.init_from, and end."""
+    hellaswag: str | None = None
+    """HellaSwag in the loop: a JSONL file in the original format, or a Hub data set, as
+    Rowan/hellaswag; null: not."""
+    hellaswag_limit: int | None = None
+    """Its first questions alone; null: all."""
 
     def __post_init__(self) -> None:
         not_negative("eval", self, "every")
-        positive("eval", self, "tokens")
+        positive("eval", self, "tokens", "hellaswag_limit")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The knobs of the data: what is trained on, in which order, and how it is made. No torch."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -135,8 +137,12 @@ class DataConfig:
     ] = ""
     """Folder of token shards, or its URL; a mixture: a list of {path, weight}; or text to be
     tokenized while training: {dataset: Hub id, streaming: true}."""
-    val: str | None = None
-    """Folder whose val split is evaluated; null: the val splits of data.train."""
+    val: Annotated[
+        str | Mapping[str, str] | None,
+        tyro.conf.arg(constructor=str, metavar="FOLDER|URL|{NAME: FOLDER,...}"),
+    ] = None
+    """Folder whose val split is evaluated, or several by name, {web: data/web, code: data/code};
+    null: the val splits of data.train."""
     tokenizer: str | None = None
     """gpt2, bytes or the path of a tokenizer.json: for data that does not say it, that is shards of
     other projects, and streamed text."""
@@ -155,6 +161,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         positive("data", self, "cache_gb")
+        for name in self.val if isinstance(self.val, Mapping) else ():
+            require(
+                bool(re.fullmatch(r"[A-Za-z0-9_-]+", name)),
+                f"data.val has the name {name!r}; use letters, digits, - and _",
+            )
 
     @property
     def folder(self) -> str | None:

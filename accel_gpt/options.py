@@ -65,6 +65,44 @@ class SampleCommand:
 
 
 @dataclass(frozen=True)
+class EvaluateCommand:
+    """Measure a model on held-out data and on questions; a run's figures are kept in its metrics.
+
+    On several processes: accelerate launch -m accel_gpt.cli evaluate RUN ...
+    """
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Folder of a run, of one checkpoint, or in transformers format; or a Hub id, as gpt2."""
+    checkpoint: str = "last"
+    """Of a run: last, best, or a step."""
+    data: str | None = None
+    """Data folder, or its URL, whose val split is measured; null: the data of the run."""
+    tokens: str = "run"
+    """Tokens of each split, spread over it; null: all; run: as many as the run's eval.tokens."""
+    hellaswag: str | None = None
+    """JSONL file in the original format, or Hub id, as Rowan/hellaswag; null: the run's, if any."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness, separated by commas, as arc_easy,piqa; needs lm-eval."""
+    include_path: str | None = None
+    """Folder with more tasks for lm-evaluation-harness."""
+    limit: int | None = None
+    """First questions of hellaswag and of each task; null: as many as in the run, else all."""
+    batch_size: int | None = None
+    """Windows per process and forward; null: the run's train.micro_batch_size, else 8."""
+    json: bool = False
+    """One JSON object in place of a table."""
+    allow_pickle: bool = False
+    """Also read weights in pickle files (.bin), without running what they hold."""
+
+    def __post_init__(self) -> None:
+        positive("evaluate", self, "limit", "batch_size")
+        require(
+            self.tokens in ("run", "null") or (self.tokens.isdigit() and int(self.tokens) > 0),
+            f"--tokens is {self.tokens}; expected a whole number above 0, null for all, or run",
+        )
+
+
+@dataclass(frozen=True)
 class ExportCommand:
     """Write a model as a folder that `transformers` opens, and prove that it computes the same."""
 

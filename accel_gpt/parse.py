@@ -15,30 +15,12 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
-from accel_gpt.config import Config
+from accel_gpt.config import ANCESTORS, Config
 from accel_gpt.errors import UserError, require
 from accel_gpt.model_config import PRESETS
 from accel_gpt.untrusted import load_yaml
 
 T = TypeVar("T")
-
-# nanoGPT's names (and llm.c's common ones) and ours, for the hint after an unknown key
-ANCESTORS: Mapping[str, str] = types.MappingProxyType(
-    {
-        "always_save_checkpoint": "checkpoint.every",
-        "batch_size": "train.micro_batch_size",
-        "dataset": "data.train",
-        "dtype": "train.mixed_precision",
-        "eval_interval": "eval.every",
-        "eval_iters": "eval.tokens",
-        "gradient_accumulation_steps": "train.tokens_per_step",
-        "learning_rate": "optim.lr",
-        "log_interval": "log.every",
-        "lr_decay_iters": "schedule.decay_steps",
-        "max_iters": "train.max_steps",
-        "warmup_iters": "schedule.warmup_steps",
-    }
-)
 
 
 def load_config(
@@ -196,10 +178,11 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         hint = get_args(hint)[0]
     if get_origin(hint) in (types.UnionType, Union):
         options = [option for option in get_args(hint) if option is not type(None)]
+        nothing = value is None or value in ("null", "None", "none")
+        if nothing and len(options) < len(get_args(hint)):
+            return None
         if len(options) > 1:
             return convert_shaped(key, value, options)
-        if value is None or value in ("null", "None", "none"):
-            return None
         return convert(key, value, options[0])
     try:
         return convert_plain(value, hint)
@@ -229,6 +212,10 @@ def convert_shaped(key: str, value: Any, options: Sequence[Any]) -> Any:
                 f"{key} is {value!r}; expected a list of {describe(item)}",
             )
             return tuple(build(item, dict(flatten(item, v, key))) for v in value)
+        if get_origin(hint) is Mapping and isinstance(value, Mapping):
+            wrong = [v for v in (*value, *value.values()) if not (isinstance(v, str) and v)]
+            require(bool(value) and not wrong, f"{key} is {value!r}; expected {describe(hint)}")
+            return dict(value)
     require(
         isinstance(value, str),
         f"{key} is {value!r}; expected {' or '.join(map(describe, options))}",
@@ -296,6 +283,8 @@ def describe(hint: Any) -> str:
         return "a list, or words separated by commas"
     if dataclasses.is_dataclass(hint):
         return f"{{{', '.join(leaves(typing.cast(type, hint)))}}}"
+    if get_origin(hint) is Mapping:
+        return "{name: text, ...}"
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     return names[hint]
 

@@ -24,8 +24,9 @@ from accel_gpt.config import Config
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.order import derive_seed
 from accel_gpt.errors import run_main
+from accel_gpt.evals.command import evaluate_only
+from accel_gpt.evals.figures import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
-from accel_gpt.evals.validation import evaluate_splits
 from accel_gpt.hub.load import start_model
 from accel_gpt.hub.push import fetch_resume
 from accel_gpt.hub.sources import inherit
@@ -70,6 +71,7 @@ class Run:
     reporter: Reporter
     writer: Writer
     uploads: Uploads | None  # of the main process, where hub.push asks for them
+    evaluation: Evaluation
     loader: Loader = field(init=False)
     ledger: Ledger = field(init=False)
 
@@ -86,6 +88,8 @@ def launch(config: Config) -> int:
     with locked(Path(config.out_dir)) if is_main() else contextlib.nullcontext():
         ensure_data(config.data)
         with peers(plan.world_size):
+            if config.eval.only:
+                return evaluate_only(config)
             return train(fetch_resume(config), plan, started)
 
 
@@ -112,6 +116,7 @@ def train(config: Config, plan: Plan, started: float) -> int:
 def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display) -> Run:
     """Build everything, and take up the checkpoint that the run has."""
     corpus = open_corpus(config)
+    evaluation = open_evaluation(config, corpus)
     state, say = corpus.new_state(config, accelerator.num_processes), display.say
     check_prompts(config.sample, corpus.tokenizer, config.model.block_size, say)
     path = take_up(config, state, accelerator, say)
@@ -126,12 +131,11 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
         state = restore(accelerator, path, state, gpt, optimizer, say)
         say(f"resuming {config.out_dir} from step {state.step:,} ({path})")
     reporter = Reporter(config, plan, accelerator, gpt, display)
-    main = accelerator.is_main_process
-    uploads = start_uploads(config, plan.max_steps, say) if main else None
+    uploads = start_uploads(config, plan.max_steps, say) if is_main() else None
     note = uploads.note if uploads else lambda _: None
     writer = Writer(accelerator, config, corpus.tokenizer, say, reporter.sync, note)
     parts = (config, plan, accelerator, corpus, gpt, model, optimizer, gradients, state)
-    run = Run(*parts, reporter, writer, uploads)
+    run = Run(*parts, reporter, writer, uploads, evaluation)
     take_place(run)
     reporter.launch(run.corpus, state)
     model.train()  # evaluation and sampling give it back as they found it
@@ -200,16 +204,13 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
     sampling = samples_due(config.sample, state.step, last)
     record: Record = {}
     if logging or evaluating or saving:
-        lr = run.optimizer.param_groups[0]["lr"]
-        figures = run.ledger.read(state, reporter.say) | {"train/lr": lr}
-        figures |= run.corpus.epoch_figures(state.sequences)
+        figures = run.ledger.read(state, reporter.say) | run.corpus.epoch_figures(state.sequences)
         if logging:
-            hashes = batch_figures(run.loader, run.accelerator)
-            record = figures | reporter.pace(state.step) | hashes
+            record = figures | {"train/lr": run.optimizer.param_groups[0]["lr"]}
+            record |= reporter.pace(state.step) | batch_figures(run.loader, run.accelerator)
     with reporter.watch.pause() if evaluating or saving or sampling else contextlib.nullcontext():
         if evaluating:
-            parts = (run.gpt, run.corpus, run.accelerator, run.plan, config.eval.tokens)
-            record |= evaluate_splits(*parts, reporter.beat)
+            record |= run.evaluation.figures(run.gpt, run.accelerator, reporter.beat)
             state.val_loss = record["eval/val_loss"]
             saving |= state.note_best() and config.checkpoint.keep_best
         if record:

@@ -18,9 +18,9 @@ from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.shards import Split
 from accel_gpt.errors import DataError
 from accel_gpt.model.documents import separate
+from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
-from accel_gpt.plan import Plan
-from accel_gpt.run.corpus import Corpus
+from accel_gpt.run.corpus import Corpus, Part
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Score:
     loss_sum: float  # nats
     tokens: int
     bytes: float
+    loss_se: float = math.nan  # standard error of `loss`; not known of a single window
+    bits_per_byte_se: float = math.nan
 
     @property
     def loss(self) -> float:
@@ -48,48 +50,73 @@ class Score:
 
 
 def evaluate_splits(
-    model: nn.Module,
+    model: GPT,
     corpus: Corpus,
     accelerator: Accelerator,
-    plan: Plan,
-    tokens: int | None,
+    batch_size: int,
     beat: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """The eval/ figures of a record: both splits by the same method; a collective.
 
-    Of several sources each has its share of `tokens` and of the means; `eval/val_loss/NAME` is the
-    loss of each. `beat` is called with each batch.
+    Of several sources each has its share of the means; `eval/val_loss/NAME` is the loss of each.
+    `batch_size`: windows per process and forward. `beat` is called with each batch.
     """
+    settings = (accelerator, batch_size, corpus.token_bytes, corpus.document_end, beat)
     scores = {
-        name: [
-            evaluate(
-                model,
-                part.split,
-                accelerator,
-                batch_size=plan.micro_batch_size,
-                block_size=plan.block_size,
-                tokens=None if tokens is None else max(1, round(tokens * part.share)),
-                token_bytes=corpus.token_bytes,
-                document_end=corpus.document_end,
-                beat=beat,
-            )
-            for part in parts
-        ]
+        name: [evaluate_part(model, part, *settings) for part in parts]
         for name, parts in corpus.evaluated.items()
     }
-    shares = {name: [part.share for part in parts] for name, parts in corpus.evaluated.items()}
-    train, val = (weighted(scores[name], shares[name]) for name in ("train", "val"))
-    figures = {
-        "eval/train_loss": train.loss,
-        "eval/val_loss": val.loss,
-        "eval/val_perplexity": val.perplexity,
-        "eval/val_bits_per_byte": val.bits_per_byte,
-    }
-    parts = corpus.evaluated["val"]
-    if len(parts) > 1:
-        each = zip(parts, scores["val"], strict=True)
-        figures |= {f"eval/val_loss/{part.name}": score.loss for part, score in each}
+    figures: dict[str, float] = {}
+    for name, parts in corpus.evaluated.items():
+        shares = [part.share for part in parts]
+        figures |= split_figures(name, weighted(scores[name], shares))
+    for part, score in zip(corpus.evaluated["val"], scores["val"], strict=True):
+        if part.name:
+            figures |= named_figures(score, part.name)
     return figures
+
+
+def evaluate_part(
+    model: GPT,
+    part: Part,
+    accelerator: Accelerator,
+    batch_size: int,
+    token_bytes: npt.NDArray[np.int64],
+    document_end: int | None,
+    beat: Callable[[], None] = lambda: None,
+) -> Score:
+    """The score of one source, on windows of as many tokens as the model reads; a collective."""
+    return evaluate(
+        model,
+        part.split,
+        accelerator,
+        batch_size=batch_size,
+        block_size=model.config.block_size,
+        tokens=part.tokens,
+        token_bytes=token_bytes,
+        document_end=document_end,
+        beat=beat,
+    )
+
+
+def split_figures(name: str, score: Score) -> dict[str, float]:
+    """The figures of a whole split."""
+    return {
+        f"eval/{name}_loss": score.loss,
+        f"eval/{name}_loss_se": score.loss_se,
+        f"eval/{name}_perplexity": score.perplexity,
+        f"eval/{name}_bits_per_byte": score.bits_per_byte,
+        f"eval/{name}_bits_per_byte_se": score.bits_per_byte_se,
+    }
+
+
+def named_figures(score: Score, name: str) -> dict[str, float]:
+    """The figures of one of several val sets."""
+    return {
+        f"eval/val_loss/{name}": score.loss,
+        f"eval/val_loss_se/{name}": score.loss_se,
+        f"eval/val_bits_per_byte/{name}": score.bits_per_byte,
+    }
 
 
 def weighted(scores: list[Score], shares: list[float]) -> Score:
@@ -97,11 +124,11 @@ def weighted(scores: list[Score], shares: list[float]) -> Score:
     if len(scores) == 1:
         return scores[0]
     each = list(zip(scores, shares, strict=True))
-    return Score(
-        loss_sum=sum(share * score.loss for score, share in each),
-        tokens=1,
-        bytes=sum(share * score.bytes / score.tokens for score, share in each),
-    )
+    size = sum(share * score.bytes / score.tokens for score, share in each)
+    loss = sum(share * score.loss for score, share in each)
+    # bytes of a token differ little within a source: only the losses' errors are carried on
+    error = math.sqrt(sum((share * score.loss_se) ** 2 for score, share in each))
+    return Score(loss, 1, size, error, error / math.log(2) / (size or 1))
 
 
 def windows(split: Split, block_size: int, tokens: int | None) -> npt.NDArray[np.int64]:
@@ -167,31 +194,71 @@ def evaluate(
     model.eval()
     rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     places = windows(split, block_size, tokens)
-    mine = places[np.arange(len(places)) // batch_size % world == rank]  # whole batches: one sum
+    mine = np.arange(len(places)) // batch_size % world == rank  # whole batches: the same rows
     sharded = accelerator.distributed_type == DistributedType.FSDP  # all take part in each forward
     rounds = -(-len(places) // (batch_size * world)) if sharded else None
-    losses, counts, size = [], [], 0
-    for inputs, targets in batches(split, mine, batch_size, block_size, len(token_bytes), rounds):
+    losses, sizes = [], []
+    read = batches(split, places[mine], batch_size, block_size, len(token_bytes), rounds)
+    for inputs, targets in read:
         beat()
         documents = None
         if document_end is not None:
             targets, documents = separate(inputs, targets, document_end)
             documents = documents.to(device)
-        real = targets[targets != IGNORE]
-        loss = model(inputs.to(device), targets.to(device), documents=documents)
-        losses.append(loss.float())
-        counts.append(len(real))
-        size += int(token_bytes[real.numpy()].sum())
+        real = (targets != IGNORE).numpy()
+        size = np.where(real, token_bytes[np.where(real, targets.numpy(), 0)], 0).sum(-1)
+        losses.append(
+            model(inputs.to(device), targets.to(device), documents=documents, by_row=True)
+        )
+        sizes.append(np.stack([real.sum(-1), size], axis=-1))
     model.train(training)
-    weights = torch.tensor(counts, dtype=torch.float64)
-    nats = (torch.stack(losses).cpu().double() @ weights).item() if losses else 0.0
-    sums = torch.tensor([nats, sum(counts), size], dtype=torch.float64)  # on the CPU: MPS has none
-    if world > 1:
-        sums = accelerator.reduce(sums.to(device), "sum").cpu()
-    nats, count, size = sums.tolist()
-    if not count:
+    table = np.zeros((len(places), 3))
+    if losses:
+        count = int(mine.sum())
+        table[mine, 0] = torch.cat(losses).float().cpu().double().numpy()[:count]
+        table[mine, 1:] = np.concatenate(sizes)[:count]
+    score = score_of(of_all(table, accelerator))
+    if score is None:
         raise DataError(
             f"the {split.name} split of {split.folder} has no token to predict: it holds nothing "
             "but end-of-text"
         )
-    return Score(nats, int(count), int(size))
+    return score
+
+
+def of_all(table: npt.NDArray[np.float64], accelerator: Accelerator) -> npt.NDArray[np.float64]:
+    """The sum of the tables of all processes, each of which fills rows of its own; a collective.
+
+    A number and zeros give that number: every process has the same bits, however many they are.
+    """
+    if accelerator.num_processes == 1:  # on the CPU: MPS has no float64
+        return table
+    summed: Tensor = accelerator.reduce(torch.from_numpy(table).to(accelerator.device), "sum")
+    return summed.cpu().numpy()
+
+
+def score_of(table: npt.NDArray[np.float64]) -> Score | None:
+    """The score of windows (W, 3): nats, targets and bytes of each; None where nothing counts."""
+    nats, count, size = table.sum(axis=0).tolist()
+    if not count:
+        return None
+    return Score(
+        nats,
+        int(count),
+        int(size),
+        loss_se=ratio_error(table[:, 0], table[:, 1]),
+        bits_per_byte_se=ratio_error(table[:, 0], table[:, 2]) / math.log(2),
+    )
+
+
+def ratio_error(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64]) -> float:
+    """Standard error of sum(above) / sum(below), both (W,), of W windows drawn from many.
+
+    Cochran, Sampling Techniques, 3rd ed. 1977, section 2.11, without the correction for a finite
+    population; for windows of equal size the standard deviation over the root of W.
+    """
+    whole, windows = below.sum(), len(below)
+    if windows < 2 or not whole:
+        return math.nan
+    rest = above - above.sum() / whole * below
+    return float(np.sqrt(windows / (windows - 1) * (rest**2).sum()) / whole)

@@ -227,7 +227,8 @@ def val_place(source: Source) -> str | None:
     if not source.ours:
         return None
     config = read_state(source.folder).config
-    first = config.get("data.val") or config.get("data.train")
+    named = [place for key, place in config.items() if key.startswith("data.val.")]
+    first = config.get("data.val") or (named or [config.get("data.train")])[0]
     if isinstance(first, list):
         first = first[0]["path"]
     return first if isinstance(first, str) and first else None

@@ -125,7 +125,7 @@ def copy_state(checkpoint: Path, to: Path) -> None:
         config = content["config"]
         private = {key for key in config if key.startswith((*FREE, "init_from"))}
         content["config"] = {
-            key: NOT_TOLD if key == "data.val" and value else value
+            key: NOT_TOLD if f"{key}.".startswith("data.val.") and value else value
             for key, value in config.items()
             if key not in private
         }

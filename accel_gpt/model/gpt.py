@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from accel_gpt.errors import require
 from accel_gpt.model.cost import padded_vocab_size
 from accel_gpt.model.documents import attend, attention_mask, positions
-from accel_gpt.model.loss import next_token_loss
+from accel_gpt.model.loss import next_token_loss, row_losses
 from accel_gpt.model_config import ModelConfig
 
 
@@ -306,8 +306,10 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         last_only: bool = False,
         documents: Tensor | None = None,
+        by_row: bool = False,
     ) -> Tensor:
-        """Logits (B, T, V) of `tokens` (B, T) int64, or with `targets` (B, T) the loss alone.
+        """Logits (B, T, V) of `tokens` (B, T) int64, or with `targets` (B, T) the loss alone,
+        their mean, or `by_row` the sum of each row (B,).
 
         With a cache, `tokens` are those after its `position`, and are added to it. `last_only`
         skips the head for all but the last token: logits (B, 1, V). With `documents` (B, T), the
@@ -347,4 +349,6 @@ class GPT(nn.Module):
         logits: Tensor = self.head(x)[..., : self.vocab_size]
         if cap := self.config.logit_softcap:  # Gemma 2 technical report 2024, section 2
             logits = cap * torch.tanh(logits.float() / cap)
-        return logits if targets is None else next_token_loss(logits, targets)
+        if targets is None:
+            return logits
+        return row_losses(logits, targets) if by_row else next_token_loss(logits, targets)

@@ -16,3 +16,10 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     flat = logits.flatten(0, -2).float()  # (B * T, V)
     total = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
     return total / (targets != IGNORE).sum().clamp(min=1)
+
+
+def row_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy in nats, in float32, summed over the targets of each row: (B,)."""
+    flat = logits.flatten(0, -2).float()  # (B * T, V)
+    each = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="none")
+    return each.view_as(targets).sum(-1)

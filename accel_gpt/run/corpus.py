@@ -29,9 +29,10 @@ from accel_gpt.run.environment import code_versions
 class Part:
     """One source of what is evaluated."""
 
-    name: str
-    share: float  # of the whole
+    name: str | None  # None: the only one
+    share: float  # of the mean
     split: Split
+    tokens: int | None  # that are evaluated, the same ones every time; None: all
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def open_shards(config: Config) -> ShardCorpus:
     )
     pattern = Pattern(tuple(source.weight for source in sources))
     train = Mixture(names_of(sources), splits, orders, pattern)
-    held = [Weighted(data.val)] if data.val else sources
+    held = val_sources(data) or sources
     opened_val = [open_place(source.path, "val", data) for source in held]
     check_cache(splits, data)
     same_tokenizer([*sources, *held], [*opened, *opened_val])
@@ -168,7 +169,7 @@ def open_shards(config: Config) -> ShardCorpus:
     val = [split for split, _ in opened_val]
     evaluated = {
         "train": parts(sources, list(splits), budget),
-        "val": parts(held, val, budget),
+        "val": parts(held, val, budget, val_names(data)),
     }
     vocab_size, token_bytes = model_vocabulary(config, tokenizer, sources[0].path)
     end = document_end(data, tokenizer)
@@ -234,22 +235,42 @@ def check_cache(splits: tuple[Split, ...], data: DataConfig) -> None:
         )
 
 
-def parts(sources: list[Weighted], splits: list[Split], tokens: int | None) -> tuple[Part, ...]:
-    """What is evaluated; of a source that is fetched, its first tokens, as many as are its share.
+def val_sources(data: DataConfig) -> list[Weighted]:
+    """The folders of `data.val`, each of which counts alike; none: those of `data.train`."""
+    if data.val is None or isinstance(data.val, str):
+        return [Weighted(data.val)] if data.val else []
+    return [Weighted(path) for path in data.val.values()]
 
-    Raises `UserError` for the whole of a source that is fetched.
+
+def val_names(data: DataConfig) -> tuple[str, ...]:
+    """The names that `data.val` gives to its folders."""
+    return tuple(data.val) if isinstance(data.val, Mapping) else ()
+
+
+def parts(
+    sources: list[Weighted],
+    splits: list[Split],
+    tokens: int | None,
+    given: tuple[str, ...] = (),
+) -> tuple[Part, ...]:
+    """What is evaluated: of each source its share of `tokens`, or all where names are `given`.
+
+    Of one that is fetched these are its first tokens. Raises `UserError` for the whole of it.
     """
     total = sum(source.weight for source in sources)
+    names = given or (names_of(sources) if len(sources) > 1 else (None,))
     found = []
-    for name, source, split in zip(names_of(sources), sources, splits, strict=True):
+    for name, source, split in zip(names, sources, splits, strict=True):
         share = source.weight / total
+        budget = None if tokens is None else max(1, round(tokens * (1 if given else share)))
         if split.store is not None:
-            require(
-                tokens is not None,
-                f"eval.tokens is null, the whole split, but {source.path} is remote; give a number",
-            )
-            split = resident(split, max(1, round((tokens or 0) * share)))
-        found.append(Part(name, share, split))
+            if budget is None:
+                raise UserError(
+                    f"eval.tokens is null, the whole split, but {source.path} is remote; give a "
+                    "number"
+                )
+            split = resident(split, budget)
+        found.append(Part(name, share, split, budget))
     return tuple(found)
 
 

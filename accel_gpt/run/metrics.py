@@ -43,6 +43,11 @@ COLUMNS = (
     "eval/val_loss",
     "eval/val_perplexity",
     "eval/val_bits_per_byte",
+    "eval/train_loss_se",
+    "eval/val_loss_se",
+    "eval/val_bits_per_byte_se",
+    "eval/hellaswag_acc",
+    "eval/hellaswag_acc_norm",
 )
 CSV_ONLY = ("progress", "tokens_this_launch", "train/perplexity")
 Record = dict[str, float]

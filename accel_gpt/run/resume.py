@@ -48,6 +48,8 @@ FREE = (
     "train.time_limit",
     "train.step_timeout",
     "eval.every",
+    "eval.only",
+    "eval.hellaswag",
     "sample.",
     "checkpoint.",
     "log.",

@@ -14,8 +14,9 @@ from accel_gpt.data.loader import Loader
 from accel_gpt.data.shards import Shard, Split, Tokens
 from accel_gpt.data.sources import guess_source
 from accel_gpt.data.stream import Place, Text, read_text
-from accel_gpt.data_config import PrepareConfig, TextStream
-from accel_gpt.errors import UserError, require
+from accel_gpt.data.tokenizer import Tokenizer
+from accel_gpt.data_config import DataConfig, PrepareConfig, TextStream
+from accel_gpt.errors import DataError, require
 from accel_gpt.plan import Plan
 from accel_gpt.run.checkpoint import TrainState
 from accel_gpt.run.corpus import (
@@ -24,7 +25,10 @@ from accel_gpt.run.corpus import (
     document_end,
     model_vocabulary,
     open_shards,
+    parts,
     settle,
+    val_names,
+    val_sources,
 )
 
 
@@ -106,20 +110,27 @@ def open_text(config: Config) -> TextCorpus:
     settings = {k: v for k, v in asdict(stream).items() if k != "streaming"}
     source = "dataset" if stream.dataset else guess_source(str(stream.path))
     text = Text(PrepareConfig(source=source, tokenizer=data.tokenizer, **settings), tokenizer)
-    evaluated = {"train": (Part("text", 1.0, in_memory(text, "train", budget)),)}
-    if data.val:
-        val, other = open_place(data.val, "val", data)
-        if other.fingerprint != tokenizer.fingerprint:
-            raise UserError(
-                f"data.val {data.val} has another tokenizer ({other.kind}) than data.tokenizer "
-                f"{data.tokenizer}"
-            )
-        evaluated["val"] = (Part(Path(data.val).name, 1.0, val),)
-    else:
-        evaluated["val"] = (Part("text", 1.0, in_memory(text, "val", budget)),)
+    held = val_sources(data)
+    val = [open_held_out(source.path, data, tokenizer) for source in held]
+    evaluated = {
+        "train": (Part(None, 1.0, in_memory(text, "train", budget), config.eval.tokens),),
+        "val": parts(held, val, config.eval.tokens, val_names(data))
+        or (Part(None, 1.0, in_memory(text, "val", budget), config.eval.tokens),),
+    }
     vocab_size, token_bytes = model_vocabulary(config, tokenizer, "data.tokenizer")
     end = document_end(data, tokenizer)
     return TextCorpus(tokenizer, evaluated, vocab_size, token_bytes, end, text)
+
+
+def open_held_out(place: str, data: DataConfig, tokenizer: Tokenizer) -> Split:
+    """The val split of a folder; `DataError` where it has another tokenizer."""
+    split, other = open_place(place, "val", data)
+    if other.fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"data.val {place} has another tokenizer ({other.kind}) than data.tokenizer "
+            f"{data.tokenizer}; prepare it again with that one"
+        )
+    return split
 
 
 def in_memory(text: Text, name: str, count: int) -> Split:

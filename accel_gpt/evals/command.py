@@ -1,0 +1,242 @@
+"""`accel-gpt evaluate` and `eval.only`: the figures of a model that is not being trained.
+
+Reads a run, a checkpoint or a model of transformers; adds the figures of a run to its metrics.
+"""
+
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+
+from accel_gpt.config import Config
+from accel_gpt.data.folders import open_place
+from accel_gpt.data.tokenizer import Tokenizer
+from accel_gpt.data_config import Weighted
+from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.evals.figures import open_evaluation
+from accel_gpt.evals.hellaswag import read_questions, score_questions
+from accel_gpt.evals.table import as_json, as_table
+from accel_gpt.evals.validation import evaluate_part, evaluate_splits, named_figures
+from accel_gpt.hub.load import load_pretrained, start_model
+from accel_gpt.hub.sources import Source, find_source
+from accel_gpt.model.gpt import GPT
+from accel_gpt.options import EvaluateCommand
+from accel_gpt.parse import load_config
+from accel_gpt.run.checkpoint import TrainState, checkpoints, find_checkpoint, read_state
+from accel_gpt.run.corpus import document_end, parts
+from accel_gpt.run.environment import collective_timeout, shared_cores, world_size
+from accel_gpt.run.guards import locked, peers
+from accel_gpt.run.metrics import Record
+from accel_gpt.run.records import merge_record
+from accel_gpt.run.text_corpus import open_corpus
+
+BATCH_SIZE = 8  # windows, where no run says how many fit; assumption
+
+
+@dataclass
+class Findings:
+    """The figures of a model, and those of them that its run keeps."""
+
+    kept: Record = field(default_factory=dict)
+    passing: Record = field(default_factory=dict)  # not measured as the run measures them
+
+    def note(self, figures: Record, as_run: bool) -> None:
+        """Take figures down."""
+        (self.kept if as_run else self.passing).update(figures)
+
+
+def evaluate(asked: EvaluateCommand) -> str:
+    """Measure what is asked; what the main process shall print, nothing on the others."""
+    with peers(world_size()):
+        source = find_source(asked.run, asked.checkpoint)
+        run = run_of(source)
+        require(
+            bool(run or asked.data or asked.hellaswag or asked.tasks),
+            f"{asked.run} is no run, so its val data is not known; give --data, --hellaswag or "
+            "--tasks",
+        )
+        config = run_config(source, run)
+        accelerator = start_accelerator(config)
+        place = str(source.folder) if source.ours else asked.run
+        model, tokenizer = load_pretrained(place, "last", asked.allow_pickle, accelerator.device)
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        findings = measure(asked, config, model, tokenizer, accelerator)
+        if not accelerator.is_main_process:
+            return ""
+        state = read_state(source.folder) if source.ours else None
+        fate = keep(run, state, findings)
+        step = state.step if state else None
+        tell = as_json if asked.json else as_table
+        return tell(asked.run, step, findings.kept | findings.passing, fate)
+
+
+def evaluate_only(config: Config) -> int:
+    """Measure the newest checkpoint of a run, or what it would start from; the lock is held."""
+    accelerator = start_accelerator(config)
+    corpus, out = open_corpus(config), Path(config.out_dir)
+    evaluation = open_evaluation(config, corpus)
+    if checkpoints(out / "checkpoints"):
+        folder = find_checkpoint(out)
+        state = read_state(folder)
+        model, tokenizer = load_pretrained(str(folder))
+        check_tokenizer(tokenizer, corpus.tokenizer, str(folder))
+    else:
+        require(
+            config.model.init_from != "scratch",
+            f"eval.only is true but {out} holds no checkpoint and model.init_from is scratch, so "
+            "there is nothing to evaluate; name a run that has one, or other weights",
+        )
+        state = TrainState()
+        model = start_model(config, corpus, False, lambda _: None).eval()
+    if config.train.compile:
+        model.compile()
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    figures = evaluation.figures(model, accelerator)
+    if accelerator.is_main_process:
+        merge_record(out, record_of(state, figures))
+        fate = f"kept in {out / 'metrics.jsonl'}"
+        sys.stdout.write(as_table(str(out), state.step, figures, fate))
+    return 0
+
+
+# --------------------------------------------------------------------------- what is evaluated
+
+
+def run_of(source: Source) -> Path | None:
+    """The folder of the run that a checkpoint belongs to."""
+    root = source.folder.parent
+    known = source.ours and root.name == "checkpoints" and (root.parent / "config.yaml").is_file()
+    return root.parent if known else None
+
+
+def run_config(source: Source, run: Path | None) -> Config:
+    """The config that a run was last launched with, or one that knows the tokenizer alone.
+
+    Data that does not say its tokenizer is taken to have the model's.
+    """
+    config = Config()
+    if run:
+        config = load_config([str(run / "config.yaml")], "accel-gpt evaluate")
+    else:
+        config = replace(config, train=replace(config.train, micro_batch_size=BATCH_SIZE))
+    own = source.folder / "tokenizer.json"
+    if config.data.tokenizer is None and own.is_file():
+        config = replace(config, data=replace(config.data, tokenizer=str(own)))
+    return config
+
+
+def start_accelerator(config: Config) -> Accelerator:
+    """Processes, device and precision as for training; all cores of a CPU."""
+    torch.set_float32_matmul_precision(config.train.matmul_precision)
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision=config.train.mixed_precision,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=collective_timeout(config))],
+    )
+    require(
+        accelerator.num_processes == world_size(),
+        f"the launcher started {world_size()} processes but Accelerate sees "
+        f"{accelerator.num_processes}; start with accelerate launch or with torchrun",
+    )
+    if accelerator.device.type == "cpu":
+        torch.set_num_threads(config.train.cpu_threads or shared_cores())
+    return accelerator
+
+
+def check_tokenizer(model: Tokenizer, data: Tokenizer, place: str) -> None:
+    """Raise `DataError` unless the data has the tokenizer of the model at `place`."""
+    if model.fingerprint != data.fingerprint:
+        raise DataError(
+            f"the data was made with another tokenizer ({data.kind}, {data.fingerprint[:12]}) than "
+            f"that of {place} ({model.kind}, {model.fingerprint[:12]}); prepare it with the "
+            "tokenizer.json of the model"
+        )
+
+
+# --------------------------------------------------------------------------- measuring
+
+
+def measure(
+    asked: EvaluateCommand,
+    config: Config,
+    model: GPT,
+    tokenizer: Tokenizer,
+    accelerator: Accelerator,
+) -> Findings:
+    """All that is asked; a collective. Faults in the questions are told before losses are taken."""
+    findings, batch_size = Findings(), asked.batch_size or config.train.micro_batch_size
+    place, limit = asked.hellaswag or config.eval.hellaswag, asked.limit
+    limit = limit or config.eval.hellaswag_limit
+    questions = read_questions(place, tokenizer, model.config.block_size, limit) if place else ()
+    tokens = config.eval.tokens
+    if asked.tokens != "run":
+        tokens = None if asked.tokens == "null" else int(asked.tokens)
+    budgeted = replace(config, eval=replace(config.eval, tokens=tokens))
+    as_run = tokens == config.eval.tokens
+    if asked.data:
+        found = data_figures(asked, budgeted, model, tokenizer, accelerator)
+        findings.note(found, as_run)
+    elif config.data.train:
+        corpus = open_corpus(budgeted)
+        check_tokenizer(tokenizer, corpus.tokenizer, asked.run)
+        findings.note(evaluate_splits(model, corpus, accelerator, batch_size), as_run)
+    if questions:
+        as_run = config.eval.hellaswag in (None, place) and limit == config.eval.hellaswag_limit
+        findings.note(score_questions(model, questions, accelerator, batch_size), as_run)
+    if asked.tasks:
+        from accel_gpt.evals.harness import run_tasks
+
+        settings = (asked.tasks, asked.limit, batch_size, asked.include_path)
+        findings.note(run_tasks(model, tokenizer, accelerator, *settings), asked.limit is None)
+    return findings
+
+
+def data_figures(
+    asked: EvaluateCommand,
+    config: Config,
+    model: GPT,
+    tokenizer: Tokenizer,
+    accelerator: Accelerator,
+) -> Record:
+    """The loss on the val split of `--data`, by the name of the folder; a collective."""
+    place = str(asked.data)
+    split, other = open_place(place, "val", config.data)
+    check_tokenizer(tokenizer, other, asked.run)
+    token_bytes = np.zeros(model.vocab_size, dtype=np.int64)
+    sizes = tokenizer.token_bytes()[: model.vocab_size]
+    token_bytes[: len(sizes)] = sizes
+    name = Path(place).name
+    (part,) = parts([Weighted(place)], [split], config.eval.tokens, (name,))
+    batch_size = asked.batch_size or config.train.micro_batch_size
+    end = document_end(config.data, tokenizer)
+    return named_figures(
+        evaluate_part(model, part, accelerator, batch_size, token_bytes, end), name
+    )
+
+
+# --------------------------------------------------------------------------- keeping
+
+
+def record_of(state: TrainState, figures: Record) -> Record:
+    """Figures as the record of a checkpoint's step."""
+    return {"step": state.step, "tokens": state.tokens, "time": state.seconds} | figures
+
+
+def keep(run: Path | None, state: TrainState | None, findings: Findings) -> str:
+    """Put figures into the metrics of a run in which nobody trains; what became of them."""
+    if run is None or state is None:
+        return "not kept: this is no run of ours"
+    fate = "not kept: --tokens, --limit or --hellaswag differ from the run's"
+    try:
+        if findings.kept:
+            with locked(run):
+                merge_record(run, record_of(state, findings.kept))
+            also = f"; {fate}: {', '.join(findings.passing)}" if findings.passing else ""
+            fate = f"kept in {run / 'metrics.jsonl'}{also}"
+    except (UserError, OSError) as error:  # a run at work, or a folder that cannot be written
+        fate = f"not kept: {error}"
+    return fate

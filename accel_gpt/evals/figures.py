@@ -1,0 +1,40 @@
+"""All figures of an evaluation: the loss of both splits, and questions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from accelerate import Accelerator
+
+from accel_gpt.config import Config
+from accel_gpt.evals.hellaswag import Questions, read_questions, score_questions
+from accel_gpt.evals.validation import evaluate_splits
+from accel_gpt.model.gpt import GPT
+from accel_gpt.run.corpus import Corpus
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is asked of a model."""
+
+    corpus: Corpus
+    batch_size: int  # windows of block_size tokens per process and forward
+    questions: Questions = ()  # of HellaSwag
+
+    def figures(
+        self, model: GPT, accelerator: Accelerator, beat: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """The eval/ figures of a record; a collective. `beat` is called with each batch."""
+        found = evaluate_splits(model, self.corpus, accelerator, self.batch_size, beat)
+        if self.questions:
+            parts = (model, self.questions, accelerator, self.batch_size)
+            found |= score_questions(*parts, beat)
+        return found
+
+
+def open_evaluation(config: Config, corpus: Corpus) -> Evaluation:
+    """What the config asks; a fault in the questions is told now, not when they are due."""
+    questions: Questions = ()
+    if config.eval.hellaswag is not None:
+        parts = (config.eval.hellaswag, corpus.tokenizer, config.model.block_size)
+        questions = read_questions(*parts, config.eval.hellaswag_limit)
+    return Evaluation(corpus, config.train.micro_batch_size, questions)

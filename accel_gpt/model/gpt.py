@@ -128,9 +128,8 @@ class CausalSelfAttention(nn.Module):
 
     def project(self, x: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, D), keys and values (B, K, T, D) of `x` (B, T, C)."""
-        B, T, _ = x.shape
         H, K, _ = self.heads
-        qkv = self.qkv(x).view(B, T, H + 2 * K, self.head_size)
+        qkv = self.qkv(x).unflatten(-1, (H + 2 * K, self.head_size))  # (B, T, H + 2 K, D)
         qk, v = qkv.split_with_sizes((H + K, K), dim=2)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
@@ -146,13 +145,11 @@ class CausalSelfAttention(nn.Module):
         cache: KVCache | None = None,
         mask: Tensor | BlockMask | None = None,
     ) -> Tensor:
-        B, T, _ = x.shape
-        H, K, _ = self.heads
         q, k, v = self.project(x, rotary)
         causal = mask is None
         if cache is not None:
             if past := cache.position:  # new tokens see all past ones, and each other causally
-                mask, causal = _mask_after(past, T, x.device), False
+                mask, causal = _mask_after(past, x.shape[1], x.device), False
             k, v = cache.append(self.layer, k, v)
         if isinstance(mask, BlockMask):
             y = attend(q, k, v, mask)
@@ -164,9 +161,9 @@ class CausalSelfAttention(nn.Module):
                 attn_mask=mask,
                 dropout_p=self.dropout if self.training else 0.0,
                 is_causal=causal,
-                enable_gqa=H != K,
+                enable_gqa=q.shape[1] != k.shape[1],
             )
-        out: Tensor = self.proj(y.transpose(1, 2).reshape(B, T, H * self.head_size))
+        out: Tensor = self.proj(y.transpose(1, 2).flatten(2))
         return F.dropout(out, self.dropout) if self.training and self.dropout else out
 
 
@@ -349,6 +346,5 @@ class GPT(nn.Module):
         logits: Tensor = self.head(x)[..., : self.vocab_size]
         if cap := self.config.logit_softcap:  # Gemma 2 technical report 2024, section 2
             logits = cap * torch.tanh(logits.float() / cap)
-        if targets is None:
-            return logits
-        return row_losses(logits, targets) if by_row else next_token_loss(logits, targets)
+        loss = row_losses if by_row else next_token_loss
+        return logits if targets is None else loss(logits, targets)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ def test_flops_at_a_real_vocabulary_equal_those_that_torch_counts(preset: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_flops_of_every_config_equal_those_that_torch_counts(path: Path) -> None:
-    check_flops(load_config([str(path)], "test", inherit_known).model)
+    config = load_config([str(path)], "test", inherit_known).model
+    check_flops(replace(config, n_layer=min(config.n_layer, 3)))  # all layers are alike
 
 
 def test_the_arithmetic_of_gpt2(capsys: pytest.CaptureFixture[str]) -> None:

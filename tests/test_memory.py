@@ -149,6 +149,34 @@ def test_the_fullest_moment_is_where_the_loss_begins_its_backward_pass(
     assert live(config, vocab_size, sequences, half) == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_cuda_allocates_what_is_planned(preset: str, half: bool) -> None:
+    shape = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256}
+    config = ModelConfig(**{**shape, **PRESETS[preset]})
+    numerics, vocab_size, sequences = Numerics(half, cuda=True), 8192, 16
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = GPT(config, vocab_size).cuda().train()
+    optimizer = make_optimizer(model, OptimConfig())
+    tokens = torch.randint(0, vocab_size, (sequences, config.block_size), device="cuda")
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = (
+        12 * parameter_counts(config, vocab_size)["total"]
+        + activation_bytes(config, sequences, numerics)
+        + cast_bytes(config, vocab_size, numerics)
+        + logits_bytes(config, vocab_size, sequences)
+    )
+    assert torch.cuda.max_memory_allocated() - before == pytest.approx(expected, rel=0.15)
+
+
 MEASURE = r"""
 import json, re, sys
 from pathlib import Path
@@ -166,15 +194,15 @@ print(json.dumps([code, before, resident("VmHWM")]))
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "4 x 128, T 64, wide": (
         {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64},
-        {"tokens_per_step": 16384, "micro_batch_size": 256},
+        {"tokens_per_step": 12288, "micro_batch_size": 192},
     ),
     "6 x 384, T 256": (
         {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256},
-        {"tokens_per_step": 4096, "micro_batch_size": 16},
+        {"tokens_per_step": 2048, "micro_batch_size": 8},
     ),
     "llama, 8 x 512, T 512, accumulated": (
         {"preset": "llama", "n_layer": 8, "n_head": 8, "n_embd": 512, "block_size": 512},
-        {"tokens_per_step": 2048, "micro_batch_size": 2},
+        {"tokens_per_step": 1024, "micro_batch_size": 1},
     ),
 }
 

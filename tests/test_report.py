@@ -29,6 +29,7 @@ from accel_gpt.report.run_folder import open_runs
 from accel_gpt.report.sample_texts import texts_in
 from accel_gpt.run.guards import locked
 from tests.runs import LAUNCH, make_run, record
+from tests.test_readme import commands
 
 EVIL = "</script><img src=x onerror=alert(1)>'\"&lt;"
 
@@ -263,6 +264,23 @@ def test_csv_holds_every_record(tmp_path: Path) -> None:
     for row, told in zip(rows, (record(1), record(10), record(12)), strict=True):
         assert {k: float(v) for k, v in row.items() if v and k not in ("run", "eval/x")} == told
     assert float(rows[2]["eval/x"]) == 1 / 3
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("shakespeare_char_cpu", "shakespeare_seed7"):
+        make_run(tmp_path / "runs" / name)
+    own = commands("The report")
+    assert len(own) == 3
+    assert all(run_main(cli.dispatch, line.split()[1:]) == 0 for line in own)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "runs",
+        "both.html",
+        "figures.csv",
+        "plots",
+    }
+    assert (tmp_path / "runs/shakespeare_char_cpu/report.html").is_file()
 
 
 @pytest.mark.slow

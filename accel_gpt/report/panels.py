@@ -1,5 +1,6 @@
 """What is drawn: the plots of a report, for the page and for single pictures alike."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accel_gpt.report.figures import Figures
@@ -55,3 +56,18 @@ NAMES = (
 def key_name(key: str) -> str:
     """The name of a curve: that in `NAMES`, or what follows the second slash."""
     return dict(NAMES).get(key) or key.split("/", 2)[-1]
+
+
+def color(panel: Panel, key: str, keys: Sequence[str]) -> int:
+    """Number of a colour where a report has one run: val has the same in every plot."""
+    if panel.name == "val_sets":
+        return keys.index(key)
+    fixed = {"eval/val_loss": 1, "eval/val_bits_per_byte": 1, "eval/train_loss": 2}
+    return fixed.get(key, 0)
+
+
+def style(key: str) -> str:
+    """What is measured now and then has dots, what is logged is a line."""
+    if key == "eval/train_loss":
+        return "dashed"
+    return "dots" if key.startswith("eval/") else "line"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from accel_gpt.report.figures import Figures, Floats, means, thin
-from accel_gpt.report.panels import PANELS, Panel, key_name
+from accel_gpt.report.panels import PANELS, Panel, color, key_name, style
 from accel_gpt.report.run_folder import RunFolder
 
 MOST_POINTS = 1600  # of a curve, drawn in some 1,200 pixels
@@ -98,7 +98,7 @@ def panel_entry(
             "key": key,
             "name": key_name(key) if len(panel.keys) > 1 or key not in panel.keys else "",
             "color": color(panel, key, keys),
-            "style": style(panel, key),
+            "style": style(key),
             **points(run.figures, key, panel),
         }
         for key in keys
@@ -113,21 +113,6 @@ def panel_entry(
         "guides": guides(panel, reference),
         "curves": curves,
     }
-
-
-def color(panel: Panel, key: str, keys: Sequence[str]) -> int:
-    """Number of a colour where a report has one run: val is that of val in every plot."""
-    if panel.name == "val_sets":
-        return keys.index(key)
-    fixed = {"eval/val_loss": 1, "eval/val_bits_per_byte": 1, "eval/train_loss": 2}
-    return fixed.get(key, 0)
-
-
-def style(panel: Panel, key: str) -> str:
-    """What is measured now and then has dots, what is logged is a line."""
-    if key == "eval/train_loss":
-        return "dashed"
-    return "dots" if key.startswith("eval/") else "line"
 
 
 def points(figures: Figures, key: str, panel: Panel) -> dict[str, Any]:

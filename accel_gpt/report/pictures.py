@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accel_gpt.report.figures import Floats, thin
-from accel_gpt.report.panels import PANELS, Panel, key_name
+from accel_gpt.report.panels import PANELS, Panel, color, key_name, style
+from accel_gpt.report.payload import guides
 from accel_gpt.report.plots import FAINT, INK, TRAIN, VAL, dress, frame, label_best, short, smoothed
 from accel_gpt.report.run_folder import RunFolder
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = (TRAIN, VAL, "#1b8a6b", "#8a4fbe", "#b8860b", "#0f8aa8", "#b83a7a", "#667085")
+LINES = MappingProxyType({"dots": "-", "dashed": "--"})
 MOST_POINTS = 4000  # of a curve
 
 
@@ -33,25 +36,24 @@ def draw(
 ) -> None:
     """One plot over tokens, or over steps where a run does not tell tokens."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
 
     told = all((run.figures.tokens >= 0).all() for run in runs)
     clock = "tokens" if told else "step"
     figure = Figure(figsize=(12, 7), dpi=100, facecolor="white")
-    figure.subplots_adjust(left=0.085, right=0.975, top=0.965, bottom=0.105)
+    figure.subplots_adjust(left=0.1, right=0.975, top=0.965, bottom=0.105)
     axes = figure.add_subplot()
     if panel.name == "loss" and reference and reference["curve"]["step"]:
         curve = reference["curve"]
         axes.plot(curve[clock], curve["val_loss"], color="#a8a8a8", linewidth=2, label="reference")
     for number, run in enumerate(runs):
-        for place, key in enumerate(panel.present(run.figures)):
-            draw_curve(axes, panel, run, key, clock, number if len(runs) > 1 else place, len(runs))
-    dress(axes, clock)
-    axes.set_ylabel(", ".join(filter(None, (panel.title, panel.unit))), fontsize=14, color=INK)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-    if panel.log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+        keys = panel.present(run.figures)
+        for key in keys:
+            if len(runs) == 1:
+                draw_curve(axes, panel, run, key, clock, color(panel, key, keys), key_name(key))
+            elif style(key) != "dashed":
+                name = f"{run.name}, {key_name(key)}" if len(keys) > 1 else run.name
+                draw_curve(axes, panel, run, key, clock, number, name)
+    finish(axes, panel, clock, reference)
     if panel.name == "loss" and len(runs) == 1:
         finish_loss(axes, runs[0], clock)
     if len(axes.get_legend_handles_labels()[1]) > 1:
@@ -59,23 +61,38 @@ def draw(
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
+def finish(axes: "Axes", panel: Panel, clock: str, reference: Mapping[str, Any] | None) -> None:
+    """Names, ticks and lines to compare with."""
+    from matplotlib.ticker import FuncFormatter
+
+    dress(axes, clock)
+    axes.set_ylabel(", ".join(filter(None, (panel.title, panel.unit))), fontsize=14, color=INK)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    if panel.log:
+        axes.set_yscale("log")
+        for formatted in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            formatted(FuncFormatter(lambda value, _: short(value)))
+    for guide in guides(panel, reference):
+        axes.axhline(guide["value"], color="#a8a8a8", linestyle=":")
+        given: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": 11, "color": FAINT}
+        place = axes.get_yaxis_transform()
+        axes.text(0.99, guide["value"], guide["label"], transform=place, **given)
+
+
 def draw_curve(
-    axes: "Axes", panel: Panel, run: RunFolder, key: str, clock: str, color: int, runs: int
+    axes: "Axes", panel: Panel, run: RunFolder, key: str, clock: str, number: int, name: str
 ) -> None:
     """One curve; what is logged often raw and smoothed, what is evaluated with points."""
     xs, values = on_clock(run, key, clock)
     values = values * panel.factor
-    names = [run.name] * (runs > 1) + [key_name(key)] * (
-        len(panel.keys) > 1 or key not in panel.keys
-    )
-    given: dict[str, Any] = {"color": COLORS[color % len(COLORS)], "label": ", ".join(names)}
-    if key.startswith("eval/"):
-        kept = thin(values, MOST_POINTS)
+    kept = thin(values, MOST_POINTS)
+    given: dict[str, Any] = {"color": COLORS[number % len(COLORS)], "label": name}
+    if style(key) != "line":
         dots: dict[str, Any] = {"marker": "o", "markersize": 6, "markeredgecolor": "white"}
-        axes.plot(xs[kept], values[kept], **given, **(dots if len(values) <= 60 else {}))
+        few = dots if len(values) <= 60 and style(key) == "dots" else {}
+        axes.plot(xs[kept], values[kept], linestyle=LINES[style(key)], **given, **few)
         return
     smooth = smoothed(values.tolist()) if panel.smooth else values.tolist()
-    kept = thin(values, MOST_POINTS)
     if panel.smooth:
         axes.plot(xs[kept], values[kept], color=given["color"], alpha=0.3, linewidth=1.2)
     some = range(0, len(smooth), -(-len(smooth) // MOST_POINTS))

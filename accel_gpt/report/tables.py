@@ -226,8 +226,8 @@ def config(runs: Sequence[RunFolder]) -> Markup:
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys whose values are not the same everywhere."""
-    names = dict.fromkeys(key for one in configs for key in one)
+    """Keys whose values are not the same everywhere; the folders always differ."""
+    names = dict.fromkeys(key for one in configs for key in one if key != "out_dir")
     return [n for n in names if len({json.dumps(one.get(n), default=str) for one in configs}) > 1]
 
 

@@ -137,6 +137,18 @@ def test_a_password_in_a_url_is_never_pushed(
         assert run_main(train.main, small_run(*SHORT, *data, *elsewhere)) == 0  # and it goes on
 
 
+def test_the_record_of_a_launch_holds_no_password(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = small_run(*SHORT, "--data.prepare.path", f"https://user:{PASSWORD}@host/x?k={PASSWORD}")
+    monkeypatch.setattr(sys, "argv", ["/opt/accel-gpt", "train", *words])
+    assert run_main(train.main, words) == 0
+    record = (tmp_path / "run" / "run.json").read_text()
+    assert PASSWORD not in record
+    assert "accel-gpt train" in record
+    assert "https://***@host/x?***" in record
+
+
 def test_what_makes_the_data_is_not_told_on_a_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,14 +148,15 @@ def sample(
     seed: int,
     step: int,
 ) -> str:
-    """Samples of all processes as one text, each process with its own seed; a collective."""
-    generator = torch.Generator(accelerator.device)
-    generator.manual_seed(derive_seed(seed, "sample", step, accelerator.process_index))
-    done = agreement(accelerator)
-    own = [
-        text
-        for prompt in config.prompts
-        for text in write_text(model, tokenizer, prompt, config, generator, done)
-    ]
+    """Samples of all processes as one text; a collective.
+
+    Each process and prompt has its own seed: how long one text goes on leaves the others alone.
+    """
+    generator, done = torch.Generator(accelerator.device), agreement(accelerator)
+    own: list[str] = []
+    for number, prompt in enumerate(config.prompts):
+        rank = accelerator.process_index
+        generator.manual_seed(derive_seed(seed, "sample", step, rank, number))
+        own += write_text(model, tokenizer, prompt, config, generator, done)
     everyone = gather_object(own) if accelerator.num_processes > 1 else own
     return "\n\n".join(f"--- sample {i}\n{text}" for i, text in enumerate(everyone, start=1))

@@ -46,9 +46,9 @@ def parts(gpt: GPT) -> dict[str, list[nn.Parameter]]:
         "position": [gpt.wpe],
         "embedding_norm": [gpt.norm_e],
     }
-    for layer, block in enumerate(gpt.blocks):
-        modules[f"{layer:02d}.attn"] = [block.norm_1, block.attn]
-        modules[f"{layer:02d}.mlp"] = [block.norm_2, block.mlp]
+    for layer, block in numbered(gpt):
+        modules[f"{layer}.attn"] = [block.norm_1, block.attn]
+        modules[f"{layer}.mlp"] = [block.norm_2, block.mlp]
     modules |= {"norm": [gpt.norm_f], "head": [gpt.head]}
     seen: set[int] = set()
     found: dict[str, list[nn.Parameter]] = {}
@@ -59,6 +59,12 @@ def parts(gpt: GPT) -> dict[str, list[nn.Parameter]]:
         if new:
             found[name] = new
     return found
+
+
+def numbered(gpt: GPT) -> Iterator[tuple[str, Any]]:
+    """The blocks as `00`, `01`, ..."""
+    for layer, block in enumerate(gpt.blocks):
+        yield f"{layer:02d}", block
 
 
 def copies(gpt: GPT) -> dict[str, list[Tensor]]:
@@ -178,13 +184,13 @@ def watched(gpt: GPT, seen: Seen, mask: Tensor) -> Iterator[None]:
         seen.alive[name] = (gate > 0).flatten(0, -2).any(0).float()
 
     with contextlib.ExitStack() as hooks:
-        for layer, block in enumerate(gpt.blocks):
+        for layer, block in numbered(gpt):
             for module, hook in (
-                (block, partial(square, f"rms/{layer:02d}")),
-                (block.attn, partial(square, f"attn_rms/{layer:02d}")),
-                (block.attn, partial(attend, f"attn_entropy/{layer:02d}")),
-                (block.mlp, partial(square, f"mlp_rms/{layer:02d}")),
-                (block.mlp.up, partial(switch, f"dead_units/{layer:02d}", block.mlp.gated)),
+                (block, partial(square, f"rms/{layer}")),
+                (block.attn, partial(square, f"attn_rms/{layer}")),
+                (block.attn, partial(attend, f"attn_entropy/{layer}")),
+                (block.mlp, partial(square, f"mlp_rms/{layer}")),
+                (block.mlp.up, partial(switch, f"dead_units/{layer}", block.mlp.gated)),
             ):
                 hooks.enter_context(module.register_forward_hook(hook))
         yield
@@ -213,7 +219,8 @@ def entropy(
     total = torch.zeros((), device=x.device)
     with torch.autocast(x.device.type, enabled=False):
         keys = k.float().repeat_interleave(H // k.shape[1], dim=1).transpose(2, 3)  # (B, H, D, T)
-        for queries, allowed in zip(q.float().split(size, 2), mask.split(size, -2), strict=True):
+        some = zip(torch.split(q.float(), size, 2), torch.split(mask, size, -2), strict=True)
+        for queries, allowed in some:
             scores = (queries @ keys * D**-0.5).masked_fill(~allowed, float("-inf"))
             logs = scores.log_softmax(-1)
             total -= (logs.exp() * logs.masked_fill(~allowed, 0.0)).sum()

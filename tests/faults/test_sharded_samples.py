@@ -55,10 +55,12 @@ def texts(run: Path, step: int) -> list[str]:
 def alone(run: Path, step: int, rank: int) -> list[str]:
     """What process `rank` writes with the whole weights of a step in its memory."""
     model, tokenizer = load_pretrained(str(run), str(step), False, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(derive_seed(SEED, "sample", step, rank))
     config = SampleConfig(num=2, max_new_tokens=50, temperature=1.5)
-    prompts = ("a", "b", "")
-    return [text for p in prompts for text in write_text(model, tokenizer, p, config, generator)]
+    own = []
+    for number, prompt in enumerate(("a", "b", "")):
+        generator = torch.Generator().manual_seed(derive_seed(SEED, "sample", step, rank, number))
+        own += write_text(model, tokenizer, prompt, config, generator)
+    return own
 
 
 @pytest.mark.slow

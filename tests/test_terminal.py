@@ -258,7 +258,7 @@ with display:
     assert lines[0] == "hello"
     assert lines[-8].startswith("step 12/20 | loss 0.3333")  # an evaluation stays
     assert [line.split()[0] for line in lines[-7:]] == [
-        *("4.000", "█▅▃▁", "0.333"), "step", "loss", "1,234", "evaluation"
+        *("4.000", "██▆▃", "0.333"), "step", "loss", "1,234", "evaluation"
     ]  # fmt: skip
     assert sum("━" in line for line in lines) == 1
     assert not cursor.hidden

@@ -180,6 +180,26 @@ def train_alone(
     return done.stdout + done.stderr
 
 
+def wandb_history(path: Path) -> list[dict[str, Any]]:
+    """The records in an offline file of wandb: LevelDB's log format after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, whole, history = path.read_bytes(), 7, b"", []
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:  # what is left of a block holds no part
+            place += 32768 - place % 32768
+            continue
+        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # the only part, or the last
+            items = Record.FromString(whole).history.item
+            values = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
+            history += [values] if values else []
+            whole = b""
+    return history
+
+
 def secret_files(*folders: Path) -> list[Path]:
     """Files that hold what nobody else may know."""
     files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
@@ -217,5 +237,11 @@ def test_wandb_offline(
     folders = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
     name = run_name(tmp_path / "run")
-    assert all(folder.name.endswith(name) for folder in folders)
+    assert all(folder.name.endswith(name) for folder in folders)  # wandb sync joins them
+    history = [told for f in folders for told in wandb_history(f / f"run-{name}.wandb")]
+    told = {told["_step"]: told for told in history}
+    assert sorted(told) == list(range(1, 13))
+    for line in records(tmp_path / "run"):
+        assert told[line["step"]]["train/loss"] == pytest.approx(line["train/loss"])
+    assert told[12]["samples"].startswith("--- ")
     assert secret_files(tmp_path / "run" / "wandb") == []

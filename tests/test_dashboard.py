@@ -204,12 +204,13 @@ def test_every_chart_is_drawn_in_a_browser(small_run: Arguments, tmp_path: Path)
         layout = soon(lambda: fetch(f"{url}/data/plugin/custom_scalars/layout"))
         names = [chart["title"] for group in layout["category"] for chart in group["chart"]]
         assert len(names) == len(set(names)) >= 7
-        for page, least in (("scalars", 6), ("custom_scalars", len(names))):
-            browser.open(f"{url}/?{page}#{page}")
+        pages = {"scalars&tagFilter=%2F": 12, "custom_scalars": len(names)}  # it shows 12 a page
+        for page, least in pages.items():
+            browser.open(f"{url}/?{least}#{page}")
             drawn = browser.wait_for(
                 f"(marks => marks.length >= {least} && marks.every(n => n > 0) && marks)({CHARTS})"
             )
-            assert page == "scalars" or len(drawn) == len(names)
+            assert page != "custom_scalars" or len(drawn) == len(names)
         assert browser.errors == []
         assert all(asked.startswith((url, "data:")) for asked in browser.requests)
         shell.process.send_signal(signal.SIGTERM)

@@ -1,0 +1,114 @@
+"""Tasks of lm_eval on made-up questions: data in the original formats, and the YAML that finds it.
+
+Each YAML takes in the original one, so questions are processed as lm_eval does; no network.
+"""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import text_of
+
+COUNT = 12
+ORIGINALS = {
+    "local_hellaswag": ("hellaswag/hellaswag.yaml", "validation"),
+    "local_piqa": ("piqa/piqa.yaml", "validation"),
+    "local_arc": ("arc/arc_easy.yaml", "test"),
+    "local_lambada": ("lambada/lambada_openai.yaml", "test"),
+    "local_wikitext": ("wikitext/wikitext.yaml", "test"),
+}
+ANSWERS = """
+task: local_answers
+dataset_path: json
+dataset_name: null
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+output_type: generate_until
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {settings}
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+"""
+
+
+def words(draw: random.Random, least: int, most: int) -> str:
+    return text_of(draw.randint(least, most), draw.randrange(10**6)).strip()
+
+
+def hellaswag(draw: random.Random) -> dict[str, Any]:
+    begin, then = words(draw, 3, 14), words(draw, 2, 3)
+    return {
+        "ind": draw.randrange(1000),
+        "activity_label": words(draw, 1, 2),
+        "ctx_a": f"{begin} [header] the king.",
+        "ctx_b": then,
+        "ctx": f"{begin} [header] the king. {then}",
+        "split": "val",
+        "split_type": "zeroshot",
+        "label": draw.randrange(4),
+        "endings": [f"{words(draw, 2, 9)} [title] end." for _ in range(4)],
+        "source_id": "activitynet~v_none",
+    }
+
+
+def piqa(draw: random.Random) -> dict[str, Any]:
+    solutions = {"sol1": words(draw, 2, 6), "sol2": words(draw, 2, 6)}
+    return {"goal": words(draw, 3, 9) + "?", **solutions, "label": draw.randrange(2)}
+
+
+def arc(draw: random.Random) -> dict[str, Any]:
+    letters = ["A", "B", "C", "D"]
+    # answers of one token share all their inputs
+    texts = [draw.choice("abcdefgh") if draw.random() < 0.5 else words(draw, 1, 5) for _ in letters]
+    return {
+        "id": f"none_{draw.randrange(1000)}",
+        "question": words(draw, 4, 9) + "?",
+        "choices": {"text": texts, "label": letters},
+        "answerKey": draw.choice(letters),
+    }
+
+
+def lambada(draw: random.Random) -> dict[str, Any]:
+    return {"text": words(draw, 12, 30)}
+
+
+def wikitext(draw: random.Random) -> dict[str, Any]:
+    return {"page": f" = {words(draw, 2, 3)} = \n {words(draw, 1, 90)} , it 's @-@ so . \n"}
+
+
+def answers(draw: random.Random) -> dict[str, Any]:
+    return {"question": words(draw, 1, 20), "answer": words(draw, 1, 2)}
+
+
+def write_tasks(folder: Path, settings: str) -> None:
+    """The YAML and JSONL files of six tasks; `settings` are those of the texts to be written."""
+    import lm_eval
+
+    originals = Path(lm_eval.__file__).parent / "tasks"
+    makers = [hellaswag, piqa, arc, lambada, wikitext, answers]
+    for seed, make in enumerate(makers):
+        draw = random.Random(seed)
+        name = f"local_{make.__name__}"
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(make(draw)) + "\n" for _ in range(COUNT)))
+        if make is answers:
+            content = ANSWERS.format(file=data, settings=settings)
+        else:
+            original, split = ORIGINALS[name]
+            splits = {f"{kind}_split": "null" for kind in ("training", "validation", "test")}
+            content = "\n".join(
+                [
+                    f"include: {originals / original}",
+                    f"task: {name}",
+                    "dataset_path: json",
+                    "dataset_name: null",
+                    f"dataset_kwargs: {{data_files: {{{split}: {data}}}}}",
+                    *(f"{key}: {value}" for key, value in splits.items() if split not in key),
+                    f"{split}_split: {split}",
+                ]
+            )
+        (folder / f"{name}.yaml").write_text(content)

@@ -99,7 +99,7 @@ def test_a_long_run_is_shortened_to_one_that_fits(
     schedule: list[str], small_run: Arguments
 ) -> None:
     null = ["--schedule.warmup_steps", "0", "--train.max_steps", "null"]
-    null += ["--train.max_tokens", "1e9", "--optim.lr", "3e-3"]
+    null += ["--train.max_tokens", "1e9", "--optim.lr", "3e-3", "--log.layer_stats_every", "9"]
     given = load_config(small_run(*null, *schedule), "test")
     config = verify_resume.shortened(given, 8)
     plan = make_plan(config, 1)
@@ -108,7 +108,7 @@ def test_a_long_run_is_shortened_to_one_that_fits(
     before, after = (to_flat(to_plain(c)) for c in (given, config))
     changed = {key for key in before if before[key] != after[key]}
     others = {"train.max_steps", "train.max_tokens", "sample.every", "checkpoint.every"}
-    others |= {"log.trackers", "log.batch_hash"}
+    others |= {"log.trackers", "log.batch_hash", "log.layer_stats_every"}
     assert changed - others == {k for k in changed if k.startswith("schedule.")} != set()
 
 

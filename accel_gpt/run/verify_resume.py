@@ -108,7 +108,7 @@ def shortened(config: Config, steps: int) -> Config:
         schedule=schedule,
         train=replace(config.train, max_steps=steps, max_tokens=None),
         sample=replace(config.sample, every=0),
-        log=replace(config.log, every=1, trackers=(), batch_hash=True),
+        log=replace(config.log, every=1, trackers=(), batch_hash=True, layer_stats_every=0),
         hub=replace(config.hub, push="never"),
         checkpoint=replace(
             config.checkpoint,

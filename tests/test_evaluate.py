@@ -1,32 +1,72 @@
 """`accel-gpt evaluate` and `eval.only`: a run measured after training, its figures kept with it."""
 
+import csv
 import json
+import math
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from accel_gpt.cli import dispatch
+from accel_gpt.data.prepare import prepare
+from accel_gpt.data.shards import open_split
+from accel_gpt.data_config import PrepareConfig
 from accel_gpt.errors import run_main
+from accel_gpt.evals.table import as_json, as_table
+from accel_gpt.evals.validation import windows
+from accel_gpt.hub.export import export
+from accel_gpt.run.guards import locked
+from accel_gpt.run.metrics import COLUMNS, MetricsLog
+from accel_gpt.run.records import merge_record
 from tests.conftest import launch
+from tests.test_hellaswag import short
+from tests.test_launch import ACCELERATE, PLAIN
 from tests.test_train import records
 
 Arguments = Callable[..., list[str]]
+FOUR = ("--train.max_steps", "4", "--sample.every", "0")
 
 
 def call(*words: str) -> int:
     return run_main(dispatch, ["evaluate", *words])
 
 
+@pytest.fixture(scope="module")
+def made(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with checkpoints of the second and the last, evaluated at its end."""
+    folder = tmp_path_factory.mktemp("made")
+    config = folder / "four.yaml"
+    config.write_text(
+        f"""
+out_dir: {folder / "run"}
+data: {{train: {prepared / "corpus"}}}
+model: {{n_layer: 2, n_head: 2, n_embd: 32, block_size: 32, dropout: 0.1}}
+train: {{tokens_per_step: 256, micro_batch_size: 4, max_steps: 4, cpu_threads: 1}}
+eval: {{every: 4, tokens: 512}}
+sample: {{every: 0}}
+checkpoint: {{every: 2, keep_best: false}}
+log: {{every: 1, trackers: []}}
+"""
+    )
+    assert launch([str(config)]) == 0
+    return folder / "run"
+
+
 @pytest.fixture
-def trained(small_run: Arguments, tmp_path: Path) -> Path:
-    """A run of four steps, evaluated at its end."""
-    assert launch(small_run("--train.max_steps", "4", "--sample.every", "0")) == 0
-    return tmp_path / "run"
+def trained(made: Path, tmp_path: Path) -> Path:
+    """A copy of that run."""
+    return Path(shutil.copytree(made, tmp_path / "run"))
 
 
-def test_figures_of_the_command_are_those_of_the_run(
-    trained: Path, capsys: pytest.CaptureFixture[str]
+def test_the_command_gives_the_figures_of_the_run_and_adds_to_them(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = records(trained)
     assert call(str(trained), "--json") == 0
@@ -35,3 +75,241 @@ def test_figures_of_the_command_are_those_of_the_run(
     assert told["figures"] == evals
     assert told["step"] == 4
     assert records(trained) == before
+
+    questions = str(short(tmp_path / "h.jsonl"))
+    assert call(str(trained), "--checkpoint", "2", "--hellaswag", questions) == 0
+    shown = capsys.readouterr().out
+    assert "step 2" in shown
+    assert "hellaswag_acc_norm" in shown
+    assert f"kept in {trained / 'metrics.jsonl'}" in shown
+    after = records(trained)
+    assert [line["step"] for line in after] == [1, 2, 3, 4]
+    assert after[1]["train/loss"] == before[1]["train/loss"]
+    assert {"eval/val_loss", "eval/hellaswag_acc"} <= after[1].keys()
+    assert [after[i] for i in (0, 2, 3)] == [before[i] for i in (0, 2, 3)]
+    rows = list(csv.DictReader((trained / "metrics.csv").read_text().splitlines()))
+    assert float(rows[1]["eval/val_loss"]) == after[1]["eval/val_loss"]
+    assert float(rows[1]["eval/hellaswag_acc"]) == after[1]["eval/hellaswag_acc"]
+
+    # measured in another way: told, not kept
+    assert call(str(trained), "--tokens", "null", "--hellaswag", questions, "--limit", "2") == 0
+    assert "not kept: --tokens, --limit or --hellaswag differ" in capsys.readouterr().out
+    assert records(trained) == after
+
+    with locked(trained):
+        assert call(str(trained), "--checkpoint", "4", "--hellaswag", questions) == 0
+    assert "not kept: out_dir" in capsys.readouterr().out
+    assert records(trained) == after
+
+
+def test_other_data_is_told_by_its_name(
+    trained: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(corpus, tmp_path / "copy")
+    assert call(str(trained), "--data", str(tmp_path / "copy"), "--json") == 0
+    found = json.loads(capsys.readouterr().out)["figures"]
+    own = records(trained)[-1]
+    assert found == {
+        "eval/val_loss/copy": own["eval/val_loss"],
+        "eval/val_loss_se/copy": own["eval/val_loss_se"],
+        "eval/val_bits_per_byte/copy": own["eval/val_bits_per_byte"],
+    }
+    text = tmp_path / "text.txt"
+    asked = PrepareConfig(source="text", path=str(text), tokenizer="chars", workers=1)
+    prepare(asked, tmp_path / "chars")
+    capsys.readouterr()
+    assert call(str(trained), "--data", str(tmp_path / "chars")) == 3
+    error = capsys.readouterr().err
+    assert "the data was made with another tokenizer (chars" in error
+
+
+def test_mistakes_of_the_command(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = trained / "checkpoints" / "step_00000004"
+    lone = shutil.copytree(checkpoint, tmp_path / "lone")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"ctx": "a", "label": 0}\n')
+    for words, code, message in (
+        ([str(lone)], 2, "is no run, so its val data is not known; give --data"),
+        ([str(trained), "--tokens", "some"], 2, "--tokens is some; expected a whole number"),
+        ([str(trained), "--limit", "0"], 2, "evaluate.limit is 0"),
+        ([str(trained), "--checkpoint", "3"], 2, "has no checkpoint '3'; choose last, best or"),
+        ([str(trained), "--hellaswag", str(bad)], 3, "line 1 has endings None"),
+        ([str(trained), "--data", str(tmp_path / "none")], 2, "none"),
+    ):
+        assert call(*words) == code
+        assert message in capsys.readouterr().err
+
+
+def test_tasks_go_to_the_harness(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_tasks(
+        model: Any, tokenizer: Any, accelerator: Any, tasks: Any, limit: Any, batch_size: int,
+        include_path: str | None = None,
+    ) -> dict[str, float]:  # fmt: skip
+        assert (tasks, limit, batch_size, include_path) == (("arc_easy", "piqa"), None, 4, "here")
+        assert not model.training
+        return {"eval/arc_easy_acc": 0.25}
+
+    monkeypatch.setitem(
+        sys.modules, "accel_gpt.evals.harness", SimpleNamespace(run_tasks=run_tasks)
+    )
+    assert call(str(trained), "--tasks", "arc_easy,piqa", "--include_path", "here") == 0
+    assert records(trained)[-1]["eval/arc_easy_acc"] == 0.25
+    assert "arc_easy_acc" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------- eval.only
+
+
+def test_eval_only_measures_and_leaves_the_run_alone(
+    trained: Path, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = records(trained)
+    files = {p: p.read_bytes() for p in (trained / "checkpoints").rglob("*") if p.is_file()}
+    state = [(trained / name).read_bytes() for name in ("config.yaml", "run.json")]
+    questions = str(short(tmp_path / "h.jsonl"))
+    asked = ["--train.max_steps", "4", "--eval.only"]
+    assert launch(small_run(*asked, "--eval.hellaswag", questions)) == 0
+    assert "hellaswag_acc" in capsys.readouterr().out
+    after = records(trained)
+    assert after[:3] == before[:3]
+    assert before[3].items() <= after[3].items()
+    assert "eval/hellaswag_acc" in after[3]
+    found = {p: p.read_bytes() for p in (trained / "checkpoints").rglob("*") if p.is_file()}
+    assert found == files
+    assert [(trained / name).read_bytes() for name in ("config.yaml", "run.json")] == state
+
+    elsewhere = ["--out_dir", str(tmp_path / "new")]
+    assert launch(small_run(*elsewhere, "--eval.only")) == 2
+    assert "model.init_from is scratch, so there is nothing" in capsys.readouterr().err
+    assert launch(small_run(*elsewhere, "--eval.only", "--model.init_from", str(trained))) == 0
+    (told,) = records(tmp_path / "new")
+    assert told["step"] == 0
+    assert told["eval/val_loss"] == before[3]["eval/val_loss"]
+    assert not (tmp_path / "new" / "checkpoints").exists()
+
+
+# --------------------------------------------------------------------------- records and tables
+
+
+def test_a_step_without_a_record_gets_one_in_its_place(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 0, 0, 10)
+    for step in (2, 4):
+        log.write({"step": step, "tokens": step * 100, "time": 1.0, "train/loss": 2.0})
+    merge_record(tmp_path, {"step": 3, "tokens": 300, "time": 9.0, "eval/val_loss": math.inf})
+    merge_record(tmp_path, {"step": 4, "tokens": 0, "time": 0, "eval/val_loss": 1.5})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 3, 4]
+    assert lines[1] == {"step": 3, "tokens": 300, "time": 9.0, "eval/val_loss": None}
+    assert lines[2] == {
+        **{"step": 4, "tokens": 400, "time": 1.0, "train/loss": 2.0},
+        "eval/val_loss": 1.5,
+    }
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    assert tuple(rows[0]) == COLUMNS
+    assert [(row["step"], row["tokens"], row["eval/val_loss"]) for row in rows] == [
+        ("2", "200", ""),
+        ("3", "300", "inf"),
+        ("4", "400", "1.5"),
+    ]
+    assert rows[2]["progress"] == "40.0"
+    MetricsLog(tmp_path, 4, 400, 10).write({"step": 5, "tokens": 500, "time": 2.0})
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 4
+
+
+def test_table_and_json() -> None:
+    figures = {
+        "eval/val_loss": 3.0,
+        "eval/val_loss_se": 0.01,
+        "eval/val_perplexity": 20.1,
+        "eval/val_bits_per_byte": 1.1,
+        "eval/val_bits_per_byte_se": math.nan,
+        "eval/val_loss/code": 2.0,
+        "eval/hellaswag_acc": 0.5,
+        "eval/hellaswag_acc_se": 0.1,
+    }
+    shown = as_table("runs/x", 1200, figures, "kept").splitlines()
+    assert shown[0] == "runs/x, step 1,200"
+    assert shown[3].split() == ["val", "3.0000", "±0.0100", "20.09", "1.1000"]
+    assert shown[4].split() == ["val/code", "2.0000", "7.39"]
+    assert shown[6].split() == ["hellaswag_acc", "0.5000", "±0.1000"]
+    assert (
+        json.loads(as_json("gpt2", None, figures, "x"))["figures"]["eval/val_bits_per_byte_se"]
+        is None
+    )
+
+
+# --------------------------------------------------------------------------- slow
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
+def test_real_processes_give_the_same_bits(
+    processes: int, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import subprocess
+
+    words = ["evaluate", str(trained), "--json", "--tokens", "null"]
+    words += ["--hellaswag", str(short(tmp_path / "h.jsonl"))]
+    assert run_main(dispatch, words) == 0
+    alone = json.loads(capsys.readouterr().out)
+    launcher = [*ACCELERATE, "--multi_gpu", "--num_processes", str(processes)]
+    done = subprocess.run(
+        [*launcher, "--main_process_port", "0", "-m", "accel_gpt.cli", *words],
+        cwd=tmp_path, env=PLAIN, capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == alone  # one process speaks
+
+
+@pytest.mark.slow
+def test_equal_to_transformers_on_the_exported_model(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tests import test_hellaswag as asked
+
+    text, folder = tmp_path / "text.txt", tmp_path / "bpe"
+    recipe = PrepareConfig(
+        source="text", path=str(text), tokenizer="bpe", vocab_size=300, shard_tokens=3000, workers=1
+    )
+    prepare(recipe, folder)
+    shape = ["--data.train", str(folder), "--model.block_size", str(asked.BLOCK)]
+    assert launch(small_run(*FOUR, *shape)) == 0
+    export(str(tmp_path / "run"), tmp_path / "exported", "last", "fp32", False, False)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+
+    capsys.readouterr()
+    questions = [asked.question(i) for i in range(9)]
+    file = asked.write(tmp_path / "h.jsonl", questions)
+    words = [str(tmp_path / "run"), "--tokens", "null", "--hellaswag", str(file), "--json"]
+    assert call(*words) == 0
+    found = json.loads(capsys.readouterr().out)["figures"]
+
+    split, nats, count = open_split(folder, "val"), 0.0, 0
+    with torch.no_grad():
+        for shard, start in windows(split, asked.BLOCK, None).tolist():
+            size = min(asked.BLOCK + 1, int(split.lengths[shard]) - start)
+            row = torch.from_numpy(split.read(shard, start, size).astype("int64"))
+            logits = theirs(row[None, :-1]).logits[0].double()
+            nats += F.cross_entropy(logits, row[1:], reduction="sum").item()
+            count += size - 1
+        likely = asked.by_hand(questions, tokenizer.encode, lambda ids: theirs(ids).logits)
+    assert found["eval/val_loss"] == pytest.approx(nats / count, abs=1e-4)
+    assert found["eval/val_perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-4)
+    asked.check_figures(found, likely)
+
+    from accel_gpt.evals.hellaswag import ending_losses, read_questions
+    from accel_gpt.hub.load import load_pretrained
+
+    model, own = load_pretrained(str(tmp_path / "run"))
+    read = read_questions(str(file), own, asked.BLOCK)
+    from accelerate import Accelerator
+
+    losses = ending_losses(model, read, Accelerator(cpu=True), 4)
+    assert (-losses).tolist() == pytest.approx([x for row in likely for x in row], abs=1e-4)

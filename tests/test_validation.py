@@ -1,6 +1,9 @@
 """Validation: the whole split exactly once, the same figure at any batch or number of processes."""
 
+import copy
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,27 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from accel_gpt.data.prepare import prepare
 from accel_gpt.data.shards import Split, open_split
-from accel_gpt.errors import DataError
-from accel_gpt.evals.validation import Score, evaluate, windows
+from accel_gpt.data_config import PrepareConfig
+from accel_gpt.errors import DataError, UserError
+from accel_gpt.evals.validation import (
+    Score,
+    evaluate,
+    evaluate_splits,
+    ratio_error,
+    weighted,
+    windows,
+)
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model_config import ModelConfig
+from accel_gpt.parse import load_config
+from accel_gpt.run.corpus import open_shards
+from tests.conftest import launch, text_of
+from tests.processes import together
+from tests.test_train import records
 
+Arguments = Callable[..., list[str]]
 MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, dropout=0.5)
 BYTES = np.ones(257, dtype=np.int64)
 
@@ -145,3 +163,137 @@ def test_token_beyond_the_vocabulary_is_refused(corpus: Path, model: GPT) -> Non
             tokens=None,
             token_bytes=BYTES[:90],
         )
+
+
+# --------------------------------------------------------------------------- standard error
+
+
+def test_standard_error_is_that_of_the_mean_over_windows(corpus: Path, model: GPT) -> None:
+    split = open_split(corpus, "val")
+    found = score(model, split, Accelerator(cpu=True))
+    model.eval()
+    losses, sizes = [], []
+    for shard, start in windows(split, 32, None).tolist():
+        size = min(33, int(split.lengths[shard]) - start)
+        row = torch.from_numpy(split.read(shard, start, size).astype(np.int64))
+        losses.append(F.cross_entropy(model(row[None, :-1])[0], row[1:], reduction="sum").item())
+        sizes.append(size - 1)
+    assert len(set(sizes)) > 1  # uneven tails
+    rest = [loss - found.loss * size for loss, size in zip(losses, sizes, strict=True)]
+    count = len(losses)
+    error = math.sqrt(count / (count - 1) * sum(r * r for r in rest)) / sum(sizes)
+    assert found.loss_se == pytest.approx(error, rel=1e-4)
+    assert found.bits_per_byte_se == pytest.approx(error / math.log(2), rel=1e-4)  # 1 byte each
+
+
+def test_standard_error_of_equal_windows_is_the_usual_one() -> None:
+    values = np.random.default_rng(0).normal(100, 7, 50)
+    usual = values.std(ddof=1) / math.sqrt(50) / 32
+    assert ratio_error(values, np.full(50, 32.0)) == pytest.approx(usual)
+    assert math.isnan(ratio_error(values[:1], np.array([32.0])))
+
+
+def test_standard_error_tells_how_far_samples_differ() -> None:
+    draw = np.random.default_rng(1)
+    ratios, errors = [], []
+    for _ in range(400):
+        sizes = draw.integers(1, 33, 80).astype(float)
+        losses = sizes * 3 + draw.normal(0, 1, 80) * np.sqrt(sizes)
+        ratios.append(losses.sum() / sizes.sum())
+        errors.append(ratio_error(losses, sizes))
+    assert float(np.mean(errors)) == pytest.approx(float(np.std(ratios)), rel=0.1)
+
+
+def test_sources_share_the_mean_and_its_error() -> None:
+    parts = [Score(20.0, 10, 40, 0.3), Score(8.0, 8, 16, 0.4)]
+    both = weighted(parts, [0.5, 0.5])
+    assert both.loss == pytest.approx(1.5)
+    assert both.loss_se == pytest.approx(0.25)
+    assert both.bits_per_byte == pytest.approx(1.5 / math.log(2) / 3)
+
+
+# --------------------------------------------------------------------------- several sets
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A second, smaller data folder of bytes."""
+    text = tmp_path / "other.txt"
+    text.write_text(text_of(900, seed=7))
+    asked = PrepareConfig(source="text", path=str(text), tokenizer="bytes", workers=1)
+    prepare(asked, tmp_path / "other")
+    return tmp_path / "other"
+
+
+@pytest.mark.parametrize("tokens", ["700", "null"])
+def test_every_figure_has_the_same_bits_on_1_2_and_3_processes(
+    tokens: str, small_run: Arguments, corpus: Path, other: Path, model: GPT
+) -> None:
+    options = ["--data.val", f"{{web: {corpus}, code: {other}}}", "--eval.tokens", tokens]
+    shards = open_shards(load_config(small_run(*options), "test"))
+    copies = [copy.deepcopy(model) for _ in range(6)]
+
+    def work(member: Any) -> dict[str, float]:
+        own = copies[member.num_processes * (member.num_processes - 1) // 2 + member.process_index]
+        return evaluate_splits(own, shards, member, 16)
+
+    answers = [figures for world in (1, 2, 3) for figures in together(world, work)]
+    assert all(figures == answers[0] for figures in answers)
+    first = answers[0]
+    assert first["eval/val_loss"] == pytest.approx(
+        (first["eval/val_loss/web"] + first["eval/val_loss/code"]) / 2, abs=1e-12
+    )
+    assert {"eval/val_bits_per_byte/web", "eval/val_loss_se/code"} <= first.keys()
+    assert {"eval/train_loss_se", "eval/val_loss_se", "eval/train_bits_per_byte"} <= first.keys()
+
+
+def test_each_named_set_has_the_whole_budget(
+    small_run: Arguments, corpus: Path, other: Path, model: GPT
+) -> None:
+    options = ["--data.val", f"{{web: {corpus}}}", "--eval.tokens", "700"]
+    alone = open_shards(load_config(small_run(*options), "test"))
+    options[1] = f"{{web: {corpus}, code: {other}}}"
+    both = open_shards(load_config(small_run(*options), "test"))
+    figures = [evaluate_splits(model, each, Accelerator(cpu=True), 4) for each in (alone, both)]
+    assert figures[0]["eval/val_loss/web"] == figures[1]["eval/val_loss/web"]
+    assert figures[0]["eval/val_loss"] == figures[0]["eval/val_loss/web"]
+
+
+@pytest.mark.slow
+def test_named_sets_in_a_run_that_goes_on(
+    small_run: Arguments, corpus: Path, other: Path, tmp_path: Path
+) -> None:
+    options = small_run("--data.val", f"{{web: {corpus}, code: {other}}}", "--sample.every", "0")
+    short = ["--train.max_steps", "4", "--schedule.decay_steps", "10"]
+    assert launch([*options, *short]) == 0
+    allow = ["--checkpoint.allow_change", "train.max_steps", "--schedule.decay_steps", "10"]
+    assert launch([*options, "--train.max_steps", "8", *allow]) == 0
+    told = [line for line in records(tmp_path / "run") if "eval/val_loss/code" in line]
+    assert [line["step"] for line in told] == [4, 8]
+    moved = small_run("--data.val", f"{{web: {other}}}", "--train.max_steps", "8", *allow)
+    assert launch(moved) == 2
+
+
+def test_a_named_set_of_another_tokenizer_is_refused(
+    small_run: Arguments, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    asked = PrepareConfig(source="text", path=str(text), tokenizer="chars", workers=1)
+    prepare(asked, tmp_path / "chars")
+    options = small_run("--data.val", f"{{web: {corpus}, code: {tmp_path / 'chars'}}}")
+    assert launch(options) == 3
+    assert "chars were made with another tokenizer (chars" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{web: }", "expected"),
+        ("{}", "expected"),
+        ("{web: [a]}", "expected {name: text, ...}"),
+        ("{a/b: data}", "data.val has the name 'a/b'; use letters, digits, - and _"),
+    ],
+)
+def test_names_and_folders_of_val_sets(given: str, message: str, small_run: Arguments) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_config(small_run("--data.val", given), "test")

@@ -65,6 +65,7 @@ def evaluate(asked: EvaluateCommand) -> str:
         model, tokenizer = load_pretrained(place, "last", asked.allow_pickle, accelerator.device)
         model = accelerator.prepare_model(model, evaluation_mode=True)
         findings = measure(asked, config, model, tokenizer, accelerator)
+        accelerator.end_training()
         if not accelerator.is_main_process:
             return ""
         state = read_state(source.folder) if source.ours else None
@@ -96,6 +97,7 @@ def evaluate_only(config: Config) -> int:
         model.compile()
     model = accelerator.prepare_model(model, evaluation_mode=True)
     figures = evaluation.figures(model, accelerator)
+    accelerator.end_training()
     if accelerator.is_main_process:
         merge_record(out, record_of(state, figures))
         fate = f"kept in {out / 'metrics.jsonl'}"

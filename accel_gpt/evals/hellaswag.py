@@ -118,7 +118,7 @@ def parse(record: Any, where: str) -> tuple[str, list[str], int]:
     """
     if not isinstance(record, dict):
         raise DataError(f"{where} is no object; expected keys ctx, endings and label")
-    endings = record.get("endings")
+    endings: Any = record.get("endings")
     texts = isinstance(endings, list) and all(isinstance(e, str) and e for e in endings)
     if not texts or len(endings) < 2:
         raise DataError(f"{where} has endings {endings!r:.100}; expected a list of texts")

@@ -31,13 +31,13 @@ def merge_record(out_dir: Path, record: Record) -> None:
 def merged_lines(lines: list[str], record: Record) -> list[str]:
     """The lines of a metrics.jsonl with the figures of `record` in them."""
     finite = {k: v if math.isfinite(v) else None for k, v in record.items()}  # JSON has no inf
-    numbers = [step_of(line) for line in lines]
-    if record["step"] in numbers:
-        at = len(numbers) - 1 - numbers[::-1].index(record["step"])
+    step, numbers = int(record["step"]), [step_of(line) for line in lines]
+    if step in numbers:
+        at = len(numbers) - 1 - numbers[::-1].index(step)
         figures = {k: v for k, v in finite.items() if k not in ("tokens", "time")}
         whole: dict[str, Any] = load_json(lines[at]) | figures
         return [*lines[:at], json.dumps(whole) + "\n", *lines[at + 1 :]]
-    at = sum(number is None or number < record["step"] for number in numbers)
+    at = sum(number is None or number < step for number in numbers)
     return [*lines[:at], json.dumps(finite) + "\n", *lines[at:]]
 
 

@@ -146,6 +146,7 @@ FREE = {
     *("data.allow_change", "model.init_from", "model.allow_pickle", "train.micro_batch_size"),
     *("train.mixed_precision", "train.matmul_precision", "train.compile", "train.cpu_threads"),
     *("train.time_limit", "train.step_timeout", "eval.every"),
+    *("eval.only", "eval.hellaswag", "eval.hellaswag_limit"),
     *(key for key in leaves(Config) if key.startswith(("sample.", "checkpoint.", "log.", "hub."))),
     *(key for key in leaves(Config) if key.startswith("data.prepare.")),
 }

@@ -19,7 +19,7 @@ from accel_gpt.errors import DataError, UserError
 from accel_gpt.evals.hellaswag import (
     Questions,
     choose,
-    encode_row,
+    encode_rows,
     ending_losses,
     parse,
     plan_batches,
@@ -138,12 +138,12 @@ def test_a_limit_takes_the_first(file: Path, bpe: Tokenizer) -> None:
 
 def test_the_boundary_is_where_the_tokens_of_the_text_alone_end(bpe: Tokenizer) -> None:
     """Spaces belong to the ending, and a token over the boundary as well."""
-    row = encode_row(bpe, "the king", " went to war", BLOCK)
+    row = encode_rows(bpe, "the king", [" went to war"], BLOCK)[0]
     assert bpe.decode(row.tokens[-row.count :]) == " went to war"
-    assert encode_row(bpe, "the king  ", " went", BLOCK).tokens == tuple(
+    assert encode_rows(bpe, "the king  ", [" went"], BLOCK)[0].tokens == tuple(
         bpe.encode("the king   went")
     )
-    assert len(encode_row(bpe, text_of(200), " went to war", BLOCK).tokens) == BLOCK + 1
+    assert len(encode_rows(bpe, text_of(200), [" went to war"], BLOCK)[0].tokens) == BLOCK + 1
 
 
 good = question(0)

@@ -83,7 +83,7 @@ def evaluate_only(config: Config) -> int:
     if checkpoints(out / "checkpoints"):
         folder = find_checkpoint(out)
         state = read_state(folder)
-        model, tokenizer = load_pretrained(str(folder))
+        model, tokenizer = load_pretrained(str(folder), device=accelerator.device)
         check_tokenizer(tokenizer, corpus.tokenizer, str(folder))
     else:
         require(
@@ -92,7 +92,8 @@ def evaluate_only(config: Config) -> int:
             "there is nothing to evaluate; name a run that has one, or other weights",
         )
         state = TrainState()
-        model = start_model(config, corpus, False, lambda _: None).eval()
+        model = start_model(config, corpus, False, lambda _: None)
+        model = model.to(accelerator.device).eval()
     if config.train.compile:
         model.compile()
     model = accelerator.prepare_model(model, evaluation_mode=True)

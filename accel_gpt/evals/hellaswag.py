@@ -155,7 +155,7 @@ def encode_question(
 ) -> Question:
     """A question as tokens; `DataError` where an ending does not fit the model."""
     try:
-        rows = [encode_row(tokenizer, query, f" {ending}", block_size) for ending in endings]
+        rows = encode_rows(tokenizer, query, [f" {ending}" for ending in endings], block_size)
     except UserError as error:  # a character that the tokenizer lacks
         raise DataError(f"{where} cannot be encoded: {error}") from None
     for ending, row in zip(endings, rows, strict=True):
@@ -167,16 +167,17 @@ def encode_question(
     return Question(tuple(rows), tuple(map(len, endings)), label)
 
 
-def encode_row(tokenizer: Tokenizer, context: str, ending: str, block_size: int) -> Row:
-    """Tokens of both as one text; those after as many as `context` alone has are the ending's.
+def encode_rows(
+    tokenizer: Tokenizer, context: str, endings: Sequence[str], block_size: int
+) -> list[Row]:
+    """Tokens of context and ending as one text; those beyond as many as the context alone has are
+    the ending's.
 
     Spaces at the end of `context` belong to the ending. What is too long loses its beginning.
     """
-    stripped = context.rstrip()
-    ending = context[len(stripped) :] + ending
-    whole = tokenizer.encode(stripped + ending)
-    count = len(whole) - len(tokenizer.encode(stripped))
-    return Row(tuple(whole[-(block_size + 1) :]), count)
+    before = len(tokenizer.encode(context.rstrip()))
+    wholes = [tokenizer.encode(context + ending) for ending in endings]
+    return [Row(tuple(whole[-(block_size + 1) :]), len(whole) - before) for whole in wholes]
 
 
 # --------------------------------------------------------------------------- scoring

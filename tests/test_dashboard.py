@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from accel_gpt.config import Config, LogConfig
+from accel_gpt.config import Config, LogConfig, TrainConfig
 from accel_gpt.errors import UserError
 from accel_gpt.run import dashboard
 from accel_gpt.run.dashboard import Dashboard
 from accel_gpt.run.trackers import chart_groups
+from accel_gpt.run.verify_resume import shortened
 from tests.browser import CHROMIUM, Browser
 from tests.conftest import QUIET, launch
 from tests.terminals import Terminal, in_python
@@ -98,6 +99,11 @@ def test_what_cannot_be_served_is_refused() -> None:
         LogConfig(dashboard=True, trackers=("wandb",))
     with pytest.raises(UserError, match="dashboard_port is 70000; it must lie between 1 and 65535"):
         LogConfig(dashboard_port=70000)
+
+
+def test_the_runs_of_verify_resume_have_none() -> None:
+    config = Config(train=TrainConfig(max_steps=9), log=LogConfig(dashboard=True))
+    assert not shortened(config, 4).log.dashboard
 
 
 @pytest.mark.parametrize(

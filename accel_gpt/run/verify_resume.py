@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from accel_gpt.config import Config
+from accel_gpt.config import Config, LogConfig
 from accel_gpt.data_config import TextStream
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
@@ -108,7 +108,7 @@ def shortened(config: Config, steps: int) -> Config:
         schedule=schedule,
         train=replace(config.train, max_steps=steps, max_tokens=None),
         sample=replace(config.sample, every=0),
-        log=replace(config.log, every=1, trackers=(), batch_hash=True, layer_stats_every=0),
+        log=LogConfig(every=1, trackers=(), batch_hash=True),
         hub=replace(config.hub, push="never"),
         checkpoint=replace(
             config.checkpoint,

@@ -1,5 +1,6 @@
 """Trackers: what they are told, that a resumed run goes on in the same one, and nothing leaks."""
 
+import contextlib
 import json
 import os
 import re
@@ -215,8 +216,9 @@ def test_trackio_on_this_machine(
     for options in (SHORT, LONGER):
         train_alone(small_run(*options, "--log.trackers", "trackio"), tmp_path, proxy, **place)
     (database,) = (tmp_path / "trackio").glob("accel_gpt*.db")
-    with sqlite3.connect(database) as connection:
-        rows = connection.execute("select run_name, step, metrics from metrics").fetchall()
+    asked = "select run_name, step, cast(metrics as text) from metrics"
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        rows = connection.execute(asked).fetchall()
     told = {step: json.loads(text) for _, step, text in rows if "train/loss" in text}
     assert {run for run, _, _ in rows} == {run_name(tmp_path / "run")}
     assert sorted(told) == list(range(1, 13))

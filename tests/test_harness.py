@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 
+from accel_gpt import cli
 from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer, load_tokenizer, train_bpe
-from accel_gpt.errors import UserError
+from accel_gpt.errors import UserError, run_main
 from accel_gpt.evals import harness
 from accel_gpt.evals.harness import evaluate_tasks, figures, run_tasks
 from accel_gpt.hub.convert import export_tensors
@@ -24,8 +26,9 @@ from accel_gpt.hub.shapes import write_shape
 from accel_gpt.hub.tokenizer_files import save_for_transformers
 from accel_gpt.model.gpt import GPT
 from accel_gpt.run.environment import plain_environment
-from tests.conftest import text_of, tiny
+from tests.conftest import launch, text_of, tiny
 from tests.harness_tasks import COUNT, write_tasks
+from tests.test_train import records
 
 GREEDY = "{until: ['king', 'of the'], max_gen_toks: 12}"
 TASKS = ["hellaswag", "piqa", "arc", "lambada", "wikitext", "answers"]
@@ -185,8 +188,7 @@ from accel_gpt.evals.harness import run_tasks
 from accel_gpt.hub.load import load_pretrained
 accelerator = Accelerator(cpu=True)
 found = run_tasks(*load_pretrained(sys.argv[1]), accelerator, sys.argv[4:], 9, 4, sys.argv[2])
-place = f"found_{accelerator.process_index}_{accelerator.num_processes}"
-with open(f"{sys.argv[1]}/{place}", "w") as out:
+with open(f"{sys.argv[1]}/found_{accelerator.process_index}", "w") as out:
     json.dump(found, out)
 """
 
@@ -197,21 +199,19 @@ def test_two_processes_find_what_one_finds(tasks: Path, tmp_path: Path) -> None:
     exported, script = tmp_path / "exported", tmp_path / "ask.py"
     export(exported, "gpt2", bpe_tokenizer())
     script.write_text(PROCESS)
-    for processes in ("1", "2"):  # 9 questions: 5 and 4
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
-        command = [sys.executable, *launcher, str(script), str(exported), str(tasks)]
-        done = subprocess.run(
-            [*command, str(tmp_path / "cache"), *NAMES],
-            env=plain_environment(),
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-    one, first, second = (
-        json.loads((exported / f"found_{place}").read_text()) for place in ("0_1", "0_2", "1_2")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, *launcher, str(script), str(exported), str(tasks)]
+    done = subprocess.run(
+        [*command, str(tmp_path / "cache"), *NAMES],  # 9 questions: 5 and 4
+        env=plain_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((exported / f"found_{rank}").read_text()) for rank in (0, 1))
+    one = figures(ask(exported, tasks, NAMES, limit=9))
     assert first == second
     assert {"eval/local_hellaswag_acc_norm", "eval/local_answers_exact_match"} < one.keys()
     assert first.keys() == one.keys()
@@ -313,6 +313,35 @@ def test_texts_end_where_a_task_says() -> None:
             asked.generate_until([Request("a", {"max_gen_toks": 64})])
         with pytest.raises(UserError, match="generation with num_beams, which is not offered"):
             asked.generate_until([Request("a", {**plain, "num_beams": 4})])
+
+
+@needs_lm_eval
+@pytest.mark.slow
+def test_the_command_keeps_the_figures_of_tasks_with_the_run(
+    small_run: Callable[..., list[str]],
+    tasks: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert launch(small_run("--train.max_steps", "4", "--sample.every", "0")) == 0
+    run = tmp_path / "run"
+    command = ["evaluate", str(run), "--include_path", str(tasks), "--json", "--tasks"]
+    before = records(run)[-1]
+    capsys.readouterr()
+    assert run_main(cli.dispatch, [*command, "local_piqa,local_lambada"]) == 0
+    told = json.loads(capsys.readouterr().out)  # nothing else on standard output
+    after = records(run)[-1]
+    assert before.items() < after.items()
+    new = after.keys() - before.keys()
+    names = {"piqa_acc", "piqa_acc_norm", "lambada_acc", "lambada_perplexity"}
+    assert new == {f"eval/local_{name}{end}" for name in names for end in ("", "_stderr")}
+    assert {key: told["figures"][key] for key in new} == {key: after[key] for key in new}
+    assert run_main(cli.dispatch, [*command, "local_piqa", "--limit", "3"]) == 0
+    assert records(run)[-1] == after  # a quick look is not kept
+    capsys.readouterr()
+    assert run_main(cli.dispatch, [*command, "local_piga"]) == 2
+    told = capsys.readouterr().err
+    assert "error: unknown task 'local_piga'; the nearest are local_piqa" in told
 
 
 # --------------------------------------------------------------------------- mistakes

@@ -18,6 +18,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data_config import Weighted
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.evals.figures import open_evaluation
+from accel_gpt.evals.harness import open_tasks, run_tasks
 from accel_gpt.evals.hellaswag import read_questions, score_questions
 from accel_gpt.evals.table import as_json, as_table
 from accel_gpt.evals.validation import evaluate_part, evaluate_splits, named_figures
@@ -173,6 +174,7 @@ def measure(
     """All that is asked; a collective. Faults in the questions are told before losses are taken."""
     findings, batch_size = Findings(), asked.batch_size or config.train.micro_batch_size
     place, limit = asked.hellaswag or config.eval.hellaswag, asked.limit
+    manager = open_tasks(asked.tasks, asked.include_path) if asked.tasks else None
     limit = limit or config.eval.hellaswag_limit
     questions = read_questions(place, tokenizer, model.config.block_size, limit) if place else ()
     tokens = config.eval.tokens
@@ -191,9 +193,7 @@ def measure(
         as_run = config.eval.hellaswag in (None, place) and limit == config.eval.hellaswag_limit
         findings.note(score_questions(model, questions, accelerator, batch_size), as_run)
     if asked.tasks:
-        from accel_gpt.evals.harness import run_tasks
-
-        settings = (asked.tasks, asked.limit, batch_size, asked.include_path)
+        settings = (asked.tasks, asked.limit, batch_size, asked.include_path, manager)
         findings.note(run_tasks(model, tokenizer, accelerator, *settings), asked.limit is None)
     return findings
 

@@ -36,14 +36,18 @@ def run_tasks(
     limit: int | None,
     batch_size: int,
     include_path: str | None = None,
+    manager: Any = None,
 ) -> dict[str, float]:
     """The figures of `tasks`, `eval/TASK_METRIC`, on all processes; a collective.
 
     `limit`: only so many questions of each task. `include_path`: a folder with YAML files of more
-    tasks; the Python functions that they name are run. Raises `UserError` where lm_eval is not
-    installed, for an unknown task, and for one whose data cannot be had.
+    tasks; the Python functions that they name are run. `manager`: what `open_tasks` gave, where it
+    was called before. Raises `UserError` where lm_eval is not installed, for an unknown task, and
+    for one whose data cannot be had.
     """
-    results = evaluate_tasks(model, tokenizer, accelerator, tasks, limit, batch_size, include_path)
+    results = evaluate_tasks(
+        model, tokenizer, accelerator, tasks, limit, batch_size, include_path, manager
+    )
     found = [figures(results) if results else {}]
     if accelerator.num_processes > 1:
         broadcast_object_list(found)
@@ -58,13 +62,14 @@ def evaluate_tasks(
     limit: int | None = None,
     batch_size: int = 16,
     include_path: str | None = None,
+    manager: Any = None,
     log_samples: bool = False,
 ) -> Results | None:
     """What lm_eval tells about `tasks`, None on all processes but the first; a collective.
 
     `log_samples`: with each question and its answers.
     """
-    check_installed()
+    manager = manager or open_tasks(tasks, include_path)
     from lm_eval.evaluator import evaluate
 
     from accel_gpt.evals.harness_model import HarnessModel
@@ -73,7 +78,7 @@ def evaluate_tasks(
     asked = HarnessModel(model.eval(), tokenizer, accelerator, batch_size)
     try:
         with torch.no_grad(), seeded(), quiet_bootstrap():
-            loaded = load_tasks(tasks, include_path, accelerator)
+            loaded = load_tasks(tasks, manager, accelerator)
             check_shares(loaded["tasks"], limit, accelerator.num_processes)
             found: Results | None = evaluate(
                 lm=asked,
@@ -105,20 +110,24 @@ def figures(results: Results) -> dict[str, float]:
 # --------------------------------------------------------------------------- tasks
 
 
-def check_installed() -> None:
-    """Raise `UserError` unless lm_eval can be imported."""
+def open_tasks(names: Sequence[str], include_path: str | None) -> Any:
+    """lm_eval's index of its tasks and those of a folder, which takes seconds to read.
+
+    Raises `UserError` unless it is installed and knows all `names`.
+    """
     require(
         importlib.util.find_spec("lm_eval") is not None,
         "tasks are asked by lm-evaluation-harness, which is not installed; "
         "pip install 'accel-gpt[lm-eval]'",
     )
-
-
-def load_tasks(
-    names: Sequence[str], include_path: str | None, accelerator: Accelerator
-) -> dict[str, Any]:
-    """The tasks, groups and tags of these names with their data; the first process loads first."""
     manager = task_manager(names, include_path)
+    for name in names:
+        matches(name, manager)
+    return manager
+
+
+def load_tasks(names: Sequence[str], manager: Any, accelerator: Accelerator) -> dict[str, Any]:
+    """The tasks, groups and tags of these names with their data; the first process loads first."""
     known = [match for name in names for match in matches(name, manager)]
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     with accelerator.main_process_first():

@@ -70,17 +70,18 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     @property
     def device(self) -> torch.device:
         """Of this process."""
-        return self.accelerator.device
+        device: torch.device = self.accelerator.device
+        return device
 
     @property
     def rank(self) -> int:
         """Number of this process."""
-        return self.accelerator.process_index
+        return int(self.accelerator.process_index)
 
     @property
     def world_size(self) -> int:
         """Processes that share the questions."""
-        return self.accelerator.num_processes
+        return int(self.accelerator.num_processes)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all processes, one after another."""
@@ -137,7 +138,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         self,
         requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
         disable_tqdm: bool = False,
-        **_: Any,
+        **ignored: Any,
     ) -> list[tuple[float, bool]]:
         """What `loglikelihood` answers, of ids."""
         for (_, text), _, continuation in requests:

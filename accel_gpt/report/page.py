@@ -43,7 +43,7 @@ def build_page(runs: Sequence[RunFolder], reference: Mapping[str, Any] | None) -
                 evaluations(runs),
                 samples(runs),
                 config(runs),
-                section("Where they ran", "where", several) if several else "",
+                section("What ran", "what", several) if several else "",
             ]
         ),
         "footer": text(f"accel-gpt {__version__} report"),

@@ -111,12 +111,17 @@ def comparison(runs: Sequence[RunFolder]) -> Markup:
 
 
 def facts_card(runs: Sequence[RunFolder]) -> Markup:
-    """What ran, on what and where: a row each, a column for each run."""
+    """What ran, on what and where: a row each; of several runs a column each, unless all agree."""
     each = [facts(run) for run in runs]
-    names = list(dict.fromkeys(name for one in each for name in one))
+    rows: list[tuple[object, list[object]]] = []
+    for name in each[0]:
+        values = [one[name] for one in each]
+        same = len(set(values)) == 1
+        whole = tag("td", values[0], colspan=str(len(runs)))
+        rows.append((name, [whole] if same else list(values)))
     head = ["", *(run.name for run in runs)] if len(runs) > 1 else []
-    rows = [(name, [one.get(name, "") for one in each]) for name in names]
-    return tag("div", table(rows, head, "facts"), class_="padded scroll card")
+    kind = "several" if len(runs) > 1 else "facts"
+    return tag("div", table(rows, head, kind), class_="padded scroll card")
 
 
 def facts(run: RunFolder) -> dict[str, object]:

@@ -4,10 +4,8 @@ import csv
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,15 +145,15 @@ def test_tasks_go_to_the_harness(
 ) -> None:
     def run_tasks(
         model: Any, tokenizer: Any, accelerator: Any, tasks: Any, limit: Any, batch_size: int,
-        include_path: str | None = None,
+        include_path: str | None = None, manager: Any = None,
     ) -> dict[str, float]:  # fmt: skip
         assert (tasks, limit, batch_size, include_path) == (("arc_easy", "piqa"), None, 4, "here")
+        assert manager == (tasks, include_path)
         assert not model.training
         return {"eval/arc_easy_acc": 0.25}
 
-    monkeypatch.setitem(
-        sys.modules, "accel_gpt.evals.harness", SimpleNamespace(run_tasks=run_tasks)
-    )
+    monkeypatch.setattr("accel_gpt.evals.command.open_tasks", lambda tasks, place: (tasks, place))
+    monkeypatch.setattr("accel_gpt.evals.command.run_tasks", run_tasks)
     assert call(str(trained), "--tasks", "arc_easy,piqa", "--include_path", "here") == 0
     assert records(trained)[-1]["eval/arc_easy_acc"] == 0.25
     assert "arc_easy_acc" in capsys.readouterr().out

@@ -101,22 +101,31 @@ def evaluate_part(
 
 def split_figures(name: str, score: Score) -> dict[str, float]:
     """The figures of a whole split."""
-    return {
-        f"eval/{name}_loss": score.loss,
-        f"eval/{name}_loss_se": score.loss_se,
-        f"eval/{name}_perplexity": score.perplexity,
-        f"eval/{name}_bits_per_byte": score.bits_per_byte,
-        f"eval/{name}_bits_per_byte_se": score.bits_per_byte_se,
-    }
+    return known(
+        {
+            f"eval/{name}_loss": score.loss,
+            f"eval/{name}_loss_se": score.loss_se,
+            f"eval/{name}_perplexity": score.perplexity,
+            f"eval/{name}_bits_per_byte": score.bits_per_byte,
+            f"eval/{name}_bits_per_byte_se": score.bits_per_byte_se,
+        }
+    )
 
 
 def named_figures(score: Score, name: str) -> dict[str, float]:
     """The figures of one of several val sets."""
-    return {
-        f"eval/val_loss/{name}": score.loss,
-        f"eval/val_loss_se/{name}": score.loss_se,
-        f"eval/val_bits_per_byte/{name}": score.bits_per_byte,
-    }
+    return known(
+        {
+            f"eval/val_loss/{name}": score.loss,
+            f"eval/val_loss_se/{name}": score.loss_se,
+            f"eval/val_bits_per_byte/{name}": score.bits_per_byte,
+        }
+    )
+
+
+def known(figures: dict[str, float]) -> dict[str, float]:
+    """Without the standard errors of a single window, which has none."""
+    return {k: v for k, v in figures.items() if "_se" not in k or not math.isnan(v)}
 
 
 def weighted(scores: list[Score], shares: list[float]) -> Score:

@@ -30,6 +30,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model_config import ModelConfig
 from accel_gpt.parse import load_config
 from accel_gpt.run.corpus import open_shards
+from accel_gpt.run.text_corpus import open_corpus
 from tests.conftest import launch, text_of
 from tests.processes import together
 from tests.test_train import records
@@ -297,3 +298,20 @@ def test_a_named_set_of_another_tokenizer_is_refused(
 def test_names_and_folders_of_val_sets(given: str, message: str, small_run: Arguments) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         load_config(small_run("--data.val", given), "test")
+
+
+def test_named_sets_beside_streamed_text(
+    small_run: Arguments, corpus: Path, other: Path, tmp_path: Path
+) -> None:
+    stream = f"{{path: {tmp_path / 'text.txt'}, streaming: true, val_fraction: 0.5}}"
+    options = ["--data.train", stream, "--data.tokenizer", "bytes"]
+    options += ["--data.val", f"{{web: {corpus}, code: {other}}}"]
+    opened = open_corpus(load_config(small_run(*options), "test"))
+    held = opened.evaluated["val"]
+    assert [(part.name, part.share, part.tokens) for part in held] == [
+        ("web", 0.5, 512),
+        ("code", 0.5, 512),
+    ]
+    options[3] = "gpt2"
+    with pytest.raises(DataError, match=r"has another tokenizer \(bytes\) than data.tokenizer"):
+        open_corpus(load_config(small_run(*options), "test"))

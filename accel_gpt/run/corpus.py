@@ -258,7 +258,7 @@ def parts(
     Of one that is fetched these are its first tokens. Raises `UserError` for the whole of it.
     """
     total = sum(source.weight for source in sources)
-    names = given or (names_of(sources) if len(sources) > 1 else [None] * len(sources))
+    names = given or (names_of(sources) if len(sources) != 1 else (None,))
     found = []
     for name, source, split in zip(names, sources, splits, strict=True):
         share = source.weight / total

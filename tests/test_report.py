@@ -22,6 +22,7 @@ from accel_gpt.config import OptimConfig
 from accel_gpt.data_config import DataConfig, PrepareConfig
 from accel_gpt.errors import run_main
 from accel_gpt.model_config import ModelConfig
+from accel_gpt.parse import load_config
 from accel_gpt.report.figures import means, read_figures, thin
 from accel_gpt.report.payload import MOST_POINTS, all_marks, payload
 from accel_gpt.report.references import FOLDERS, find_reference, matches, read_reference
@@ -368,6 +369,23 @@ def test_only_a_finished_run_becomes_a_reference(
     assert report(run, "--as_reference", tmp_path / "x.json") == 2
     assert "is stopped at 10 of 40 steps; let it end first" in capsys.readouterr().err
     assert not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.parametrize("name", ["shakespeare_char_cpu"])
+def test_our_own_references_are_those_of_our_configs(name: str, tmp_path: Path) -> None:
+    path = FOLDERS[1].parent / f"{name}.yaml"
+    config = load_config([str(path)], "test")
+    reference = read_reference(FOLDERS[1] / f"{name}.json")
+    curve, match = reference["curve"], reference["match"]
+    assert curve["step"][-1] == config.train.max_steps
+    assert curve["tokens"][-1] == curve["step"][-1] * config.train.tokens_per_step
+    assert re.fullmatch(r"[0-9a-f]{12}", reference["commit"])  # nothing changed beside it
+    launch = {**LAUNCH, "command": f"accel-gpt train configs/{name}.yaml"}
+    launch |= {"model": {"vocab_size": match["vocab_size"]}, "data": {}}
+    run = make_run(tmp_path / "run", None, [launch], model=config.model)
+    found = find_reference("auto", open_runs([str(run)]))
+    assert found
+    assert found["name"] == name
 
 
 def test_the_references_that_we_ship(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.model_config import ModelConfig
+from accel_gpt.plan import plural
 from accel_gpt.report.figures import number
 from accel_gpt.report.run_folder import RunFolder, config_name, read_text
 from accel_gpt.run.changes import changed
@@ -134,7 +135,8 @@ def hardware(run: RunFolder) -> str:
     if not isinstance(device, str) or not isinstance(processes, int):
         return "not recorded"
     parts = [f"{processes} x {' '.join(device.split())}"]
-    if threads := run.fact("threads_per_process"):
-        parts += [f"{threads} threads"] if "cpu" in str(run.fact("versions", "torch")) else []
+    threads = run.fact("threads_per_process")
+    if isinstance(threads, int) and "cpu" in str(run.fact("versions", "torch")):
+        parts.append(plural(threads, "thread"))
     parts += [f"precision {run.fact('mixed_precision')}"]
     return ", ".join([*parts, f"torch {run.fact('versions', 'torch')}"])

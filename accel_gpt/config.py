@@ -234,7 +234,6 @@ class LogConfig:
     batch_hash: bool = False
     """Also log data/batch_hash: a fingerprint of the tokens of each step, the same at any number of
     processes."""
-
     layer_stats_every: int = 0
     """Steps between statistics of each layer (norms, activations, entropy of attention, dead
     units), which go to the trackers alone; 0: never. That step holds a second copy of the weights

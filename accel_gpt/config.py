@@ -10,8 +10,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from accel_gpt.data_config import DataConfig, TextStream
-from accel_gpt.errors import below_one, duration, not_negative, positive, require
+from accel_gpt.errors import duration, not_negative, positive, require
 from accel_gpt.model_config import ModelConfig
+from accel_gpt.optim_config import OptimConfig
 
 # nanoGPT's names (and llm.c's common ones) and ours, for the hint after an unknown key
 ANCESTORS: Mapping[str, str] = MappingProxyType(
@@ -87,31 +88,6 @@ class TrainConfig:
             "train.reproducible and train.compile are both true, but each number of processes "
             "compiles other kernels; set one of the two",
         )
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """The optimizer."""
-
-    name: Literal["adamw"] = "adamw"
-    """Optimizer."""
-    lr: float = 6e-4
-    """Peak learning rate."""
-    beta1: float = 0.9
-    """Decay of the first moment per step."""
-    beta2: float = 0.95
-    """Decay of the second moment per step."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled, per step and unit of lr; on matrices only."""
-    grad_clip: float = 1.0
-    """Largest norm of the whole gradient; 0: no clipping, the norm is still logged."""
-
-    def __post_init__(self) -> None:
-        positive("optim", self, "lr", "eps")
-        below_one("optim", self, "beta1", "beta2")
-        not_negative("optim", self, "weight_decay", "grad_clip")
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,10 @@ def positive(section: str, config: object, *names: str) -> None:
 
 
 def not_negative(section: str, config: object, *names: str) -> None:
-    """Require each named field of `config` to be at least zero."""
+    """Require each named field of `config`, where it is set, to be at least zero."""
     for name in names:
         value = getattr(config, name)
-        require(value >= 0, f"{section}.{name} is {value}; it must be 0 or more")
+        require(value is None or value >= 0, f"{section}.{name} is {value}; it must be 0 or more")
 
 
 def below_one(section: str, config: object, *names: str) -> None:

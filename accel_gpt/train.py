@@ -32,8 +32,7 @@ from accel_gpt.hub.push import fetch_resume
 from accel_gpt.hub.sources import inherit
 from accel_gpt.hub.uploads import Uploads, start_uploads
 from accel_gpt.model.gpt import GPT
-from accel_gpt.optim.groups import configure, make_optimizer, set_lr
-from accel_gpt.optim.schedule import lr_fraction
+from accel_gpt.optim.groups import configure, make_optimizer, set_rates
 from accel_gpt.parse import load_config
 from accel_gpt.plan import Plan, make_plan
 from accel_gpt.run.batches import batch_figures, micro_batches, pass_over
@@ -125,7 +124,8 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     torch.manual_seed(derive_seed(config.seed, "dropout", accelerator.process_index))
     if config.train.compile:
         gpt.compile()  # in place: no wrapper, the names of the weights stay
-    model, optimizer = accelerator.prepare(gpt, make_optimizer(gpt, config.optim))
+    made = make_optimizer(gpt, config.optim, config.train.compile)
+    model, optimizer = accelerator.prepare(gpt, made)
     gradients = make_gradients(config, accelerator, model)
     if path:
         state = restore(accelerator, path, state, gpt, optimizer, say)
@@ -171,16 +171,16 @@ def step(run: Run, stop: StopSignal) -> bool:
 def update(run: Run) -> None:
     """One optimizer update, or none where loss or gradient are not finite; nothing waits for it."""
     accelerator, plan, state = run.accelerator, run.plan, run.state
-    schedule, optim = run.config.schedule, run.config.optim
     pass_over(run.loader, plan, state)
-    set_lr(run.optimizer, lr_fraction(state.step, schedule.name, plan, schedule.min_lr / optim.lr))
+    set_rates(run.optimizer, run.config, plan, state.step)
     batches = micro_batches(run.loader, accelerator, plan, run.corpus.document_end)
     firsts = plan.firsts(accelerator.process_index, state.sequences)
     for first, (tokens, targets, documents, weight) in zip(firsts, batches, strict=True):
         with run.gradients.micro_step(first):
             run.gradients.backward(run.model(tokens, targets, documents=documents) * weight)
     loss = run.gradients.finish()  # over all processes, as the gradient is
-    grad_norm = accelerator.clip_grad_norm_(run.model.parameters(), optim.grad_clip or float("inf"))
+    limit = run.config.optim.grad_clip or float("inf")
+    grad_norm = accelerator.clip_grad_norm_(run.model.parameters(), limit)
     run.optimizer.optimizer.skip = run.ledger.judge(state, loss, grad_norm)
     with run.reporter.layers(state.step + 1, grad_norm, tokens, documents):
         run.optimizer.step()

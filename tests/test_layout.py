@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # from the bottom up; a module imports its own level and those below
 LEVELS = [
     ["errors"],
-    ["files", "untrusted", "data_config", "model_config"],
+    ["files", "untrusted", "data_config", "model_config", "optim_config"],
     ["config", "options"],
     ["parse", "plan"],
     ["model", "data", "optim"],

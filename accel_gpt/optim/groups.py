@@ -3,48 +3,48 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from accel_gpt.config import OptimConfig
+from accel_gpt.config import Config
+from accel_gpt.errors import require
+from accel_gpt.optim.adamw import GuardedAdamW
+from accel_gpt.optim.muon import MOMENTUM, ROWS, MuonAdamW, hidden_matrices
+from accel_gpt.optim.schedule import lr_fraction, momentum_at
+from accel_gpt.optim_config import OptimConfig
+from accel_gpt.plan import Plan
 
 PEAK = "peak_lr"
 DECAYED = "decayed"
 
 
-class GuardedAdamW(torch.optim.AdamW):
-    """AdamW (fused) that does nothing where `skip` is 1: the device decides, nobody waits for it.
+def make_optimizer(
+    model: nn.Module, config: OptimConfig, compiled: bool = False
+) -> GuardedAdamW | MuonAdamW:
+    """AdamW with weight decay on matrices and embeddings and none on vectors; with `muon` the
+    matrices of the blocks are Muon's, whose steps are `compiled` or not.
 
-    The fused kernels know this as `found_inf`, with which `torch.amp.GradScaler` tells them of an
-    overflow in fp16; either is enough.
+    Loshchilov & Hutter 2019; the groups are those of minGPT and its descendants. AdamW's come
+    first.
     """
-
-    skip: Tensor | None = None  # (), float32
-
-    def step(self, closure: Any = None) -> Any:
-        """One update, or none."""
-        if self.skip is None:
-            return super().step(closure)
-        found: Tensor | None = getattr(self, "found_inf", None)
-        self.found_inf = self.skip if found is None else torch.maximum(found, self.skip)
-        try:
-            return super().step(closure)
-        finally:
-            del self.found_inf
-            if found is not None:
-                self.found_inf = found
-
-
-def make_optimizer(model: nn.Module, config: OptimConfig) -> GuardedAdamW:
-    """AdamW with weight decay on matrices and embeddings and none on vectors.
-
-    Loshchilov & Hutter 2019; the groups are those of minGPT and its descendants.
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices = hidden_matrices(model) if config.name == "muon" else {}
+    taken = {id(weight) for weights in matrices.values() for weight in weights}
+    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
     decayed = [p for p in parameters if p.dim() >= 2]
     undecayed = [p for p in parameters if p.dim() < 2]
-    groups = [{"params": decayed, DECAYED: True}, {"params": undecayed, DECAYED: False}]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, DECAYED: True},
+        {"params": undecayed, DECAYED: False},
+    ]
+    groups += [
+        {"params": weights, DECAYED: True, ROWS: list(rows)} for rows, weights in matrices.items()
+    ]
     filled = [group for group in groups if group["params"]]
-    optimizer = GuardedAdamW(filled, lr=config.lr, fused=True)
+    optimizer: GuardedAdamW
+    if config.name == "muon":
+        require(bool(matrices), "optim.name is muon but the model has no blocks; set it to adamw")
+        optimizer = MuonAdamW(filled, config.lr, compiled)
+    else:
+        optimizer = GuardedAdamW(filled, lr=config.lr, fused=True)
     configure(optimizer, config)
     return optimizer
 
@@ -52,9 +52,31 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> GuardedAdamW:
 def configure(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
     """Write the config into every group; also after a resume, which restores those of the past."""
     for group in optimizer.param_groups:
-        group[PEAK] = config.lr
-        group["weight_decay"] = config.weight_decay if group[DECAYED] else 0.0
-        group["betas"], group["eps"] = (config.beta1, config.beta2), config.eps
+        if ROWS in group:
+            decay = config.muon_weight_decay
+            group[PEAK] = config.muon_peak
+            group["weight_decay"] = config.weight_decay if decay is None else decay
+            group["momentum"] = config.muon_momentum
+            group["scale"], group["cautious"] = config.muon_scale, config.muon_cautious_decay
+        else:
+            group[PEAK] = config.lr
+            group["weight_decay"] = config.weight_decay if group[DECAYED] else 0.0
+            group["betas"], group["eps"] = (config.beta1, config.beta2), config.eps
+
+
+def state_names(group: dict[str, Any]) -> set[str]:
+    """What the optimizer keeps of each parameter of a group."""
+    return {MOMENTUM} if ROWS in group else {"step", "exp_avg", "exp_avg_sq"}
+
+
+def set_rates(optimizer: torch.optim.Optimizer, config: Config, plan: Plan, step: int) -> None:
+    """Learning rates and momenta of the update that follows `step` completed ones."""
+    schedule, optim = config.schedule, config.optim
+    floor = schedule.min_lr / optim.lr
+    set_lr(optimizer, lr_fraction(step, schedule.name, plan, floor))
+    for group in optimizer.param_groups:
+        if ROWS in group:
+            group["momentum"] = momentum_at(step, optim.muon_momentum, optim.muon_momentum_warmup)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, fraction: float) -> None:

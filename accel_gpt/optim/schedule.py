@@ -4,6 +4,8 @@ import math
 
 from accel_gpt.plan import Plan
 
+FIRST_MOMENTUM = 0.85
+
 
 def lr_fraction(step: int, name: str, plan: Plan, floor: float) -> float:
     """Share of the peak learning rate for the update that follows `step` completed ones.
@@ -21,3 +23,14 @@ def lr_fraction(step: int, name: str, plan: Plan, floor: float) -> float:
     done = min(max(step - start, 0) / plan.decay_steps, 1.0)
     left = (1 + math.cos(math.pi * done)) / 2 if name == "cosine" else 1 - done
     return floor + (1 - floor) * left
+
+
+def momentum_at(step: int, momentum: float, warmup_steps: int) -> float:
+    """Muon's momentum for the update that follows `step` completed ones.
+
+    Rises evenly from 0.85, or stays below that, over `warmup_steps` (modded-nanogpt, 2024: 0.85 to
+    0.95 in 300 steps).
+    """
+    start = min(FIRST_MOMENTUM, momentum)
+    done = min(step / warmup_steps, 1.0) if warmup_steps else 1.0
+    return start + (momentum - start) * done

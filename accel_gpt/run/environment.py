@@ -167,6 +167,8 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
         plugin.set_state_dict_type("FULL_STATE_DICT")
     if config.train.reproducible:
         check_reproducible(accelerator)
+    if config.optim.name == "muon":
+        check_whole_matrices(accelerator)
     if accelerator.device.type == "cpu":
         threads = 1 if config.train.reproducible else shared_cores()
         torch.set_num_threads(config.train.cpu_threads or threads)
@@ -196,6 +198,23 @@ def check_reproducible(accelerator: Accelerator) -> None:
     require(
         accelerator.device.type != "mps",
         "train.reproducible is true but the device is mps, which has no float64; use a CPU",
+    )
+
+
+def check_whole_matrices(accelerator: Accelerator) -> None:
+    """Raise `UserError` where parts of weights are not parts of matrices, which Muon needs."""
+    kind = accelerator.distributed_type
+    flat = [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM]
+    require(
+        kind not in flat,
+        f"optim.name is muon but the accelerate config asks for {kind.value}, which has optimizers "
+        "of its own; use plain processes, FSDP version 2, or optim.name adamw",
+    )
+    plugin = accelerator.state.fsdp_plugin if kind == DistributedType.FSDP else None
+    require(
+        plugin is None or plugin.fsdp_version == 2,
+        "optim.name is muon but the accelerate config asks for FSDP version 1, which flattens the "
+        "matrices that Muon needs whole; set fsdp_version: 2 there, or optim.name adamw",
     )
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from accel_gpt.data.order import derive_seed
 from accel_gpt.errors import CheckpointError
 from accel_gpt.model.gpt import GPT
+from accel_gpt.optim.groups import state_names
 from accel_gpt.run.checkpoint import TrainState, read_state
 
 
@@ -83,17 +84,20 @@ def said(error: Exception) -> str:
 def check_optimizer(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
     """Raise `CheckpointError` unless every parameter has its moments, of its shape."""
     names = {id(parameter): name for name, parameter in gpt.named_parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    wanted = {key for p in parameters for key in optimizer.state.get(p, {})}
-    for p in parameters:
+    file = path / "optimizer.bin"
+    kept = [(p, state_names(group)) for group in optimizer.param_groups for p in group["params"]]
+    for p, wanted in kept:
         name, found = names.get(id(p), "a parameter"), optimizer.state.get(p, {})
-        lacking = sorted(wanted - found.keys()) or ([] if found else ["state"])
-        if lacking:
-            raise CheckpointError(f"{path / 'optimizer.bin'} lacks {', '.join(lacking)} of {name}")
+        if lacking := sorted(wanted - found.keys()):
+            raise CheckpointError(f"{file} lacks {', '.join(lacking)} of {name}")
+        if foreign := sorted(found.keys() - wanted):
+            raise CheckpointError(
+                f"{file} has {', '.join(foreign)} of {name}, which another optimizer keeps"
+            )
         for key, value in found.items():
             if torch.is_tensor(value) and value.dim() and value.shape != p.shape:
                 raise CheckpointError(
-                    f"{path / 'optimizer.bin'} has {key} of {name} in the shape "
+                    f"{file} has {key} of {name} in the shape "
                     f"{tuple(value.shape)}; the parameter has {tuple(p.shape)}"
                 )
 

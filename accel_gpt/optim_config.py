@@ -1,0 +1,64 @@
+"""The optimizer: every knob with its unit and its checks. No torch."""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from accel_gpt.errors import below_one, not_negative, positive, require
+
+MUON_LR = 0.02  # Jordan et al. 2024, for the original scale
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw; or muon for the weights of attention and MLP (Jordan et al. 2024), with adamw for
+    embeddings, head and vectors."""
+    lr: float = 6e-4
+    """Peak learning rate of adamw."""
+    beta1: float = 0.9
+    """Decay of the first moment per step."""
+    beta2: float = 0.95
+    """Decay of the second moment per step."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled, per step and unit of lr; on matrices only."""
+    grad_clip: float = 1.0
+    """Largest norm of the whole gradient; 0: no clipping, the norm is still logged."""
+    muon_lr: float | None = None
+    """Peak learning rate of muon, on the schedule of lr; null: lr, with muon_scale original 0.02
+    (Jordan's)."""
+    muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor on muon_lr by a matrix's shape: match_rms_adamw, 0.2 sqrt(max(rows, columns)), which
+    makes updates as large as adamw's (Liu et al. 2025); original, sqrt(max(1, rows / columns))."""
+    muon_weight_decay: float | None = None
+    """Decoupled, per step and unit of muon_lr; null: weight_decay."""
+    muon_momentum: float = 0.95
+    """Share of the mean gradient that a step keeps (Jordan's), with Nesterov's look ahead."""
+    muon_momentum_warmup: int = 0
+    """Steps from 0.85 to muon_momentum (modded-nanogpt: 300); 0: none."""
+    muon_cautious_decay: bool = False
+    """Decay a weight only where muon's update makes it smaller, too (Chen et al. 2025)."""
+
+    @property
+    def muon_peak(self) -> float:
+        """Peak learning rate of muon, given or not."""
+        return self.muon_lr or (MUON_LR if self.muon_scale == "original" else self.lr)
+
+    def __post_init__(self) -> None:
+        positive("optim", self, "lr", "eps", "muon_lr")
+        below_one("optim", self, "beta1", "beta2", "muon_momentum")
+        not_negative("optim", self, "weight_decay", "grad_clip", "muon_weight_decay")
+        not_negative("optim", self, "muon_momentum_warmup")
+        given = [
+            f.name
+            for f in fields(self)
+            if f.name.startswith("muon_") and getattr(self, f.name) != f.default
+        ]
+        require(
+            self.name == "muon" or not given,
+            f"optim.{given[0] if given else ''} is set but optim.name is {self.name}; "
+            "leave it out, or set optim.name to muon",
+        )

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import yaml
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_gpt.config import OptimConfig
-from accel_gpt.model.cost import parameter_counts
+from accel_gpt.config import Config
+from accel_gpt.model.cost import hidden_matrices, parameter_counts
 from accel_gpt.model.documents import separate
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.memory import (
@@ -27,11 +28,14 @@ from accel_gpt.model.memory import (
     logits_bytes,
 )
 from accel_gpt.model_config import PRESETS, ModelConfig
+from accel_gpt.optim import muon
 from accel_gpt.optim.groups import make_optimizer
+from accel_gpt.optim_config import OptimConfig
 from accel_gpt.options import PlanCommand
 from accel_gpt.parse import load_config
+from accel_gpt.planning import memory
 from accel_gpt.planning.forecast import forecast
-from accel_gpt.planning.memory import IMPORTED_CPU
+from accel_gpt.planning.memory import IMPORTED_CPU, muon_work, optimizer_bytes
 from tests.conftest import tiny
 
 V, B = 100, 3
@@ -105,6 +109,43 @@ def test_gradients_lie_beside_the_buckets_of_ddp_until_they_are_reduced() -> Non
         torch.distributed.destroy_process_group()
 
 
+def most_alive(step: Callable[[], None]) -> int:
+    """The most bytes of tensors that a step makes and that are alive at once."""
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+        step()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    now = top = 0
+    for _, change in changes:
+        now += change
+        top = max(top, now)
+    return top
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_muon_keeps_one_moment_and_works_on_a_stack(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(preset, n_embd=64, n_layer=5)
+    config = Config(model=model, optim=OptimConfig("muon"))
+    gpt = GPT(model, V)
+    optimizer = make_optimizer(gpt, config.optim)
+    for p in gpt.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    moments = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
+    assert optimizer_bytes(config, V) == sum(t.nbytes for t in moments)
+    for blocks in (5, 2):
+        for module in (muon, memory):
+            monkeypatch.setattr(module, "STACK", blocks * max(hidden_matrices(model)))
+        found = most_alive(optimizer.step)
+        assert found == pytest.approx(muon_work(config)["muon at work"], rel=0.01)
+    adamw = Config(model=model)
+    assert optimizer_bytes(adamw, V) == 8 * parameter_counts(model, V)["total"]
+    assert muon_work(adamw) == {}
+
+
 def live(config: ModelConfig, vocab_size: int, sequences: int, half: bool) -> int:
     """The most bytes of tensors alive in a step, with weights, optimizer and no older gradients."""
     model = GPT(config, vocab_size).train()
@@ -120,15 +161,7 @@ def live(config: ModelConfig, vocab_size: int, sequences: int, half: bool) -> in
         optimizer.zero_grad()
 
     step()
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
-        step()
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    now = top = 0
-    for _, change in changes:
-        now += change
-        top = max(top, now)
+    top = most_alive(step)
     return top + 12 * parameter_counts(config, vocab_size)["total"]
 
 

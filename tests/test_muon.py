@@ -1,23 +1,29 @@
 """Muon: the updates of torch's own, on each matrix of a fused weight, and none where it is told."""
 
+import contextlib
 import copy
-import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim import muon
-from accel_gpt.optim.groups import configure, make_optimizer, set_lr
+from accel_gpt.optim.groups import PEAK, configure, make_optimizer, set_lr
 from accel_gpt.optim.muon import MuonAdamW, hidden_matrices, orthogonalize
 from accel_gpt.optim.schedule import momentum_at
 from accel_gpt.optim_config import OptimConfig
+from accel_gpt.run.environment import check_whole_matrices
 from tests.conftest import launch, tiny
+from tests.faults.test_fsdp import launch as launch_sharded
+from tests.faults.test_fsdp import moments
+from tests.test_gradients import EXACT, assert_same_run, torchrun
 from tests.test_train import assert_same_weights, records, signal_after, weights
 
 Arguments = Callable[..., list[str]]
@@ -53,9 +59,10 @@ def matrices(net: GPT) -> dict[str, Tensor]:
         q, k, v = attn.qkv.weight.detach().split([H, K, K])
         found |= {f"{i}.q": q, f"{i}.k": k, f"{i}.v": v, f"{i}.o": attn.proj.weight.detach()}
         up = mlp.up.weight.detach()
-        found |= dict(zip((f"{i}.gate", f"{i}.up"), up.chunk(2) if mlp.gated else (up, up[:0])))
+        halves = up.chunk(2) if mlp.gated else (up,)
+        found |= {f"{i}.up.{half}": matrix for half, matrix in enumerate(halves)}
         found[f"{i}.down"] = mlp.down.weight.detach()
-    return {name: matrix for name, matrix in found.items() if len(matrix)}
+    return found
 
 
 def gradient_of(net: GPT) -> dict[str, Tensor]:
@@ -73,7 +80,9 @@ def oracle(net: GPT, config: OptimConfig) -> tuple[dict[str, nn.Parameter], list
     Muon: Any = pytest.importorskip("torch.optim._muon").Muon
     split = {name: nn.Parameter(m.clone()) for name, m in matrices(net).items()}
     taken = {id(w) for weights in hidden_matrices(net).values() for w in weights}
-    rest = {n: nn.Parameter(p.detach().clone()) for n, p in net.named_parameters() if id(p) not in taken}
+    rest = {
+        n: nn.Parameter(p.detach().clone()) for n, p in net.named_parameters() if id(p) not in taken
+    }
     decayed = [p for p in rest.values() if p.dim() > 1]
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
@@ -84,6 +93,8 @@ def oracle(net: GPT, config: OptimConfig) -> tuple[dict[str, nn.Parameter], list
              adjust_lr_fn=config.muon_scale),
         torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), config.eps, fused=True),
     ]  # fmt: skip
+    for group in both[0].param_groups + both[1].param_groups:
+        group[PEAK] = group["lr"]
     return split | rest, both
 
 
@@ -96,11 +107,7 @@ def follow(net: GPT, config: OptimConfig, optimizer: MuonAdamW, tolerance: float
         for name, p in copies.items():
             p.grad = of_matrices[name] if name in of_matrices else named[name].grad
         for one in (optimizer, *both):
-            set_lr(optimizer, 1 - step / 10)
-            for group in one.param_groups:
-                if one is not optimizer:
-                    group["lr"] = group["initial"] = group.get("initial", group["lr"])
-                    group["lr"] *= 1 - step / 10
+            set_lr(one, 1 - step / 10)
             one.step()
         now = matrices(net)
         for name, p in copies.items():
@@ -132,3 +139,322 @@ def test_updates_in_bfloat16_are_those_of_torch(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(optimizer, MuonAdamW)
     optimizer.dtype = torch.bfloat16
     follow(net, config, optimizer, 5e-3)
+
+
+def test_stacks_are_cut_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = model(n_layer=3), model(n_layer=3)
+    for net, stack in ((one, 2**24), (other, 2 * 32 * 32)):
+        monkeypatch.setattr(muon, "STACK", stack)
+        optimizer = make_optimizer(net, OptimConfig("muon"))
+        gradients(net, 0)
+        optimizer.step()
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-7, rtol=0)
+
+
+def test_a_matrix_becomes_nearly_orthogonal() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((3, 20, 48), (2, 48, 20), (1, 1, 7), (2, 24, 24)):
+        found = orthogonalize(torch.randn(shape, generator=generator), torch.float32)
+        values = torch.linalg.svdvals(found)
+        assert values.min() > 0.3 or shape[1] == shape[2]  # random squares are nearly singular
+        assert values.max() < 1.3
+    nothing = torch.zeros(1, 3, 4)
+    assert torch.equal(orthogonalize(nothing, torch.float32), nothing)
+
+
+# --------------------------------------------------------------------------- which and how
+
+
+def test_the_blocks_are_muons_and_all_else_is_adamws() -> None:
+    net = model()
+    optimizer = make_optimizer(net, OptimConfig("muon", lr=0.1, muon_lr=0.3, muon_weight_decay=0.2))
+    names = {id(p): name for name, p in net.named_parameters()}
+    of_muon = {
+        names[id(p)]: (group["rows"], group["weight_decay"], group["peak_lr"])
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if "rows" in group
+    }
+    width = net.config.hidden_size
+    kinds = {"attn.qkv": [32, 16, 16], "attn.proj": [], "mlp.up": [width, width], "mlp.down": []}
+    assert of_muon == {
+        f"blocks.{i}.{kind}.weight": (rows, 0.2, 0.3)
+        for i in (0, 1)
+        for kind, rows in kinds.items()
+    }
+    counted = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in counted} == set(names)
+    assert len(counted) == len(names)
+    gradients(net, 0)
+    optimizer.step()
+    for p in counted:
+        muons = names[id(p)] in of_muon
+        assert optimizer.state[p].keys() == (
+            {"momentum_buffer"} if muons else {"step", "exp_avg", "exp_avg_sq"}
+        )
+    assert optimizer.param_groups[0]["peak_lr"] == 0.1  # the one that is logged
+    set_lr(optimizer, 0.5)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.05, 0.15}
+
+
+def test_frozen_weights_are_nobodys() -> None:
+    net = model()
+    net.blocks[0].requires_grad_(False)
+    net.blocks[1].mlp.up.weight.grad = None
+    before = everything(net, make_optimizer(net, OptimConfig("muon")))
+    optimizer = make_optimizer(net, OptimConfig("muon"))
+    for p in net.parameters():
+        if p.requires_grad and p is not net.blocks[1].mlp.up.weight:
+            p.grad = torch.ones_like(p)
+    optimizer.step()
+    same = {name for name, p in net.named_parameters() if torch.equal(p, before[name])}
+    assert same == {n for n in before if n.startswith("blocks.0")} | {"blocks.1.mlp.up.weight"}
+
+
+def test_the_learning_rate_that_is_not_given() -> None:
+    assert OptimConfig("muon", lr=0.003).muon_peak == 0.003
+    assert OptimConfig("muon", lr=0.003, muon_scale="original").muon_peak == 0.02
+    assert OptimConfig("muon", lr=0.003, muon_scale="original", muon_lr=0.05).muon_peak == 0.05
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "adamw", "muon_lr": 0.1}, "muon_lr is set but optim.name is adamw; leave it out"),
+        ({"muon_lr": 0.0}, "optim.muon_lr is 0.0; it must be above 0"),
+        ({"muon_momentum": 1.0}, "optim.muon_momentum is 1.0"),
+        ({"muon_weight_decay": -1.0}, "optim.muon_weight_decay is -1.0"),
+        ({"muon_momentum_warmup": -1}, "optim.muon_momentum_warmup is -1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        OptimConfig(**{"name": "muon", **changes})
+
+
+def test_the_momentum_warms_up() -> None:
+    assert [momentum_at(s, 0.95, 100) for s in (0, 50, 100, 999)] == pytest.approx(
+        [0.85, 0.9, 0.95, 0.95]
+    )
+    assert momentum_at(0, 0.95, 0) == 0.95
+    assert momentum_at(0, 0.5, 100) == 0.5
+
+
+def test_cautious_decay_spares_what_grows() -> None:
+    """Against the plain update: the same where a weight shrinks, no decay where it grows."""
+    plain, cautious, none = model(), model(), model()
+    for net, changes in (
+        (plain, {}),
+        (cautious, {"muon_cautious_decay": True}),
+        (none, {"muon_weight_decay": 0.0}),
+    ):
+        gradients(net, 0)
+        make_optimizer(net, OptimConfig("muon", lr=0.1, weight_decay=0.5, **changes)).step()  # type: ignore[arg-type]
+    seen = set()
+    for new, a, b, c in zip(*map(matrices_of, (model(), plain, cautious, none)), strict=True):
+        shrinks = (c - new) * new <= 0
+        assert torch.equal(b, torch.where(shrinks, a, c))
+        seen |= set(shrinks.flatten().tolist())
+    assert seen == {True, False}
+
+
+def matrices_of(net: GPT) -> list[Tensor]:
+    return list(matrices(net).values())
+
+
+# --------------------------------------------------------------------------- updates left out
+
+
+@pytest.mark.parametrize(("skip", "found"), [(0.0, None), (1.0, None), (0.0, 1.0), (None, 1.0)])
+def test_an_update_that_is_left_out_leaves_weights_and_state(
+    skip: float | None, found: float | None
+) -> None:
+    net = model()
+    optimizer = make_optimizer(net, OptimConfig("muon", lr=0.1))
+    gradients(net, 0)
+    optimizer.step()
+    before = everything(net, optimizer)
+    left_out = bool(skip or found)
+    for p in net.parameters():
+        p.grad = torch.full_like(p, float("nan") if left_out else 1.0)
+    optimizer.skip = None if skip is None else torch.tensor(skip)
+    if found is not None:
+        optimizer.found_inf = torch.tensor(found)
+    optimizer.step()
+    after = everything(net, optimizer)
+    assert after.keys() == before.keys()
+    for name, old in before.items():
+        assert torch.equal(old, after[name]) == left_out, name
+
+
+@pytest.mark.parametrize("unscaled", [True, False])
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_loss_scaler_is_understood(finite: bool, unscaled: bool) -> None:
+    """As `torch.amp.GradScaler` in fp16: scaled gradients, and none that overflowed."""
+    scaled, plain = model(), model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizers = [make_optimizer(net, OptimConfig("muon", lr=0.1)) for net in (scaled, plain)]
+    start = everything(scaled, optimizers[0])
+    for net in (scaled, plain):
+        gradients(net, 0)
+    scaler.scale(torch.ones(()))
+    for p in scaled.parameters():
+        assert p.grad is not None
+        p.grad *= 1024
+    if not finite:
+        scaled.blocks[0].attn.qkv.weight.grad[0, 0] = float("inf")
+    if unscaled:
+        scaler.unscale_(optimizers[0])
+    scaler.step(optimizers[0])
+    scaler.update()
+    optimizers[1].step()
+    expected = dict(plain.named_parameters()) if finite else start
+    for name, p in scaled.named_parameters():
+        assert torch.equal(p, expected[name]), name
+    assert scaler.get_scale() == (1024 if finite else 512)
+
+
+# --------------------------------------------------------------------------- state
+
+
+def test_state_comes_back_and_settings_are_those_of_now() -> None:
+    one, other = model(), model()
+    first = make_optimizer(one, OptimConfig("muon", lr=0.1))
+    second = make_optimizer(other, OptimConfig("muon", lr=0.3, muon_scale="original"))
+    gradients(one, 0)
+    first.step()
+    other.load_state_dict(one.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    configure(second, OptimConfig("muon", lr=0.1))
+    for seed in (1, 2):
+        for net, optimizer in ((one, first), (other, second)):
+            gradients(net, seed)
+            optimizer.step()
+    assert_same_weights(everything(one, first), everything(other, second))
+
+
+def test_stopped_and_launched_again_equals_never_stopped(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [*MUON, "--optim.muon_momentum_warmup", "8", "--sample.every", "0"]
+    assert launch(small_run(*options, "--out_dir", str(tmp_path / "whole"))) == 0
+    with monkeypatch.context() as patch:
+        signal_after(patch, 5, 15)
+        assert launch(small_run(*options)) == 75
+    assert launch(small_run(*options)) == 0
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+    assert_same_weights(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+def test_a_checkpoint_of_adamw_is_refused(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ["--sample.every", "0", "--train.max_steps", "4"]
+    assert launch(small_run(*short)) == 0
+    assert launch(small_run(*short, *MUON)) == 4
+    assert "optim.name was adamw, is muon" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- processes
+
+
+@pytest.mark.slow
+def test_two_processes_reach_the_losses_of_one(small_run: Arguments, tmp_path: Path) -> None:
+    alike = [*MUON, "--model.dropout", "0", "--train.micro_batch_size", "2", "--sample.every", "0"]
+    assert launch(small_run(*alike, "--out_dir", str(tmp_path / "one"))) == 0
+    torchrun(2, tmp_path, small_run(*alike, "--out_dir", str(tmp_path / "two")))
+    for alone, shared in zip(records(tmp_path / "one"), records(tmp_path / "two"), strict=True):
+        assert list(shared.values()) == pytest.approx(list(alone.values()), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_one_and_two_processes_give_the_same_bits(small_run: Arguments, tmp_path: Path) -> None:
+    options = [*EXACT, *MUON]
+    assert launch(small_run(*options, "--out_dir", str(tmp_path / "1"))) == 0
+    torchrun(2, tmp_path, small_run(*options, "--out_dir", str(tmp_path / "2")))
+    assert_same_run(tmp_path / "1", tmp_path / "2")
+
+
+@pytest.mark.slow
+def test_a_sharded_run_skips_resumes_and_follows_a_whole_one(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    """FSDP2 on three processes, among which the rows do not divide evenly."""
+    alike = [*MUON, "--model.dropout", "0", "--train.tokens_per_step", "288"]
+    alike += ["--train.micro_batch_size", "1", "--train.max_steps", "4", "--sample.every", "0"]
+    alike += ["--checkpoint.every", "1", "--checkpoint.keep_last", "9", "--eval.every", "0"]
+    launch_sharded(3, tmp_path, small_run(*alike, "--out_dir", "whole"), POISON_AT=2)
+    own = small_run(*alike, "--out_dir", "parted")
+    launch_sharded(3, tmp_path, own, 75, POISON_AT=2, STOP_AT=3)
+    launch_sharded(3, tmp_path, own)
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert records(whole) == records(parted)
+    assert_same_weights(weights(whole, 4), weights(parted, 4))
+    first, second = moments(whole, 4), moments(parted, 4)
+    for name in first:
+        assert_same_weights(first[name], second[name])
+    for name, before in moments(whole, 1).items():
+        assert_same_weights(before, moments(whole, 2)[name])
+    launch_sharded(3, tmp_path, small_run(*alike, "--out_dir", "clean"))
+    assert launch(small_run(*alike, "--out_dir", str(tmp_path / "one"))) == 0
+    expected = weights(tmp_path / "one", 4)
+    for name, found in weights(tmp_path / "clean", 4).items():
+        torch.testing.assert_close(found, expected[name], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "message"),
+    [
+        ("FSDP", 1, "asks for FSDP version 1, which flattens the matrices that Muon needs whole"),
+        ("DEEPSPEED", None, "asks for DEEPSPEED, which has optimizers of its own"),
+        ("FSDP", 2, None),
+        ("MULTI_GPU", None, None),
+    ],
+)
+def test_parts_that_are_no_matrices_are_refused(
+    kind: str, version: int | None, message: str | None
+) -> None:
+    plugin = SimpleNamespace(fsdp_version=version)
+    given: Any = SimpleNamespace(
+        distributed_type=DistributedType(kind), state=SimpleNamespace(fsdp_plugin=plugin)
+    )
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        check_whole_matrices(given)
+
+
+# --------------------------------------------------------------------------- what it is for
+
+
+@pytest.mark.slow
+def test_compiled_equals_eager() -> None:
+    nets = [model(n_layer=3), model(n_layer=3)]
+    optimizers = [
+        make_optimizer(net, OptimConfig("muon", muon_cautious_decay=True), compiled)
+        for net, compiled in zip(nets, (False, True), strict=True)
+    ]
+    for step in range(4):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            gradients(net, step)
+            set_lr(optimizer, 1 / (1 + step))
+            optimizer.skip = torch.tensor(float(step == 2))
+            optimizer.step()
+    both = [everything(*pair) for pair in zip(nets, optimizers, strict=True)]
+    for name, found in both[0].items():
+        torch.testing.assert_close(both[1][name], found, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_it_learns_faster_than_adamw(small_run: Arguments, tmp_path: Path) -> None:
+    """The same steps and data; AdamW at the best of three peaks, Muon at its first guess."""
+    alike = ["--model.dropout", "0", "--train.max_steps", "60", "--eval.every", "0"]
+    alike += ["--sample.every", "0", "--checkpoint.every", "0", "--log.trackers", "[]"]
+
+    def last(name: str, *options: str) -> float:
+        out = tmp_path / name
+        assert launch(small_run(*alike, *options, "--out_dir", str(out))) == 0
+        return records(out)[-1]["eval/val_loss"]
+
+    adamw = {lr: last(lr, "--optim.lr", lr) for lr in ("3e-3", "1e-2", "3e-2")}
+    muon = last("muon", *MUON)
+    assert muon < min(adamw.values()) - 0.02

@@ -60,6 +60,14 @@ def _mlp_parameters(config: ModelConfig) -> tuple[int, int]:
     return C * up + hidden * C, (up + C) * config.bias
 
 
+def hidden_matrices(config: ModelConfig) -> list[int]:
+    """Parameters of each weight of one block's attention and MLP, biases left out."""
+    C, D = config.n_embd, config.head_size
+    up = config.hidden_size * (2 if config.mlp == "swiglu" else 1)
+    rows = ((config.n_head + 2 * config.kv_heads) * D, config.n_head * D, up, config.hidden_size)
+    return [C * count for count in rows]
+
+
 def flops_per_token(config: ModelConfig, vocab_size: int) -> int:
     """FLOPs to train on one token in a sequence of `block_size`, forward and backward.
 

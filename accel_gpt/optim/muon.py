@@ -20,15 +20,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accel_gpt.model.gpt import MLP, CausalSelfAttention
 from accel_gpt.optim.adamw import GuardedAdamW
+from accel_gpt.optim_config import STACK
 
 ROWS = "rows"  # of each matrix in the weights of a group; only Muon's groups have it
 MOMENTUM = "momentum_buffer"
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024; those of torch.optim.Muon
 ITERATIONS = 5  # the same
 TINY = 1e-7  # the same: least norm that a matrix is divided by
-STACK = 2**24
-"""Elements of a stack, unless one weight has more: 64 MiB each in float32, so that what an update
-needs besides its state does not grow with the number of blocks."""
 Parts = dict[tuple[int, ...], list[nn.Parameter]]
 
 
@@ -188,7 +186,16 @@ class MuonAdamW(GuardedAdamW):
             torch.full((), value, device=device)  # no copy from the host, and nothing compiled anew
             for value in (group["lr"], group["lr"] * group["weight_decay"], group["momentum"])
         )
+        whole = gathered(self._estimates(parameters, decay, go), parameters)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        whole = self._directions(whole, group[ROWS], group["scale"], self.dtype or dtype)
+        updates = parted(whole, parameters[0])
         weights = [own(p) for p in parameters]
+        result = self._moved(torch.stack(weights), updates, lr, shrink, go, group["cautious"])
+        torch._foreach_copy_(weights, list(result.unbind()))
+
+    def _estimates(self, parameters: list[nn.Parameter], decay: Tensor, go: Tensor) -> Tensor:
+        """Nesterov's estimates of the gradients, stacked; the momenta are brought up to date."""
         momenta = [own(self.state[p][MOMENTUM]) for p in parameters]
         gradients = torch.stack([own(p.grad) for p in parameters if p.grad is not None])
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
@@ -196,12 +203,8 @@ class MuonAdamW(GuardedAdamW):
             gradients = gradients / grad_scale
         new, estimates = self._advance(torch.stack(momenta), gradients, decay, go)
         torch._foreach_copy_(momenta, list(new.unbind()))
-        whole = gathered(estimates, parameters)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        updates = self._directions(whole, group[ROWS], group["scale"], self.dtype or dtype)
-        updates = parted(updates, parameters[0])
-        result = self._moved(torch.stack(weights), updates, lr, shrink, go, group["cautious"])
-        torch._foreach_copy_(weights, list(result.unbind()))
+        found: Tensor = estimates
+        return found
 
 
 def own(tensor: Tensor) -> Tensor:

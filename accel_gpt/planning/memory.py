@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from accel_gpt.config import Config
 from accel_gpt.model import memory as model_memory
-from accel_gpt.model.cost import padded_vocab_size, parameter_counts
+from accel_gpt.model.cost import hidden_matrices, padded_vocab_size, parameter_counts
 from accel_gpt.model.memory import DOUBLE, FLOAT
+from accel_gpt.optim_config import STACK
 from accel_gpt.planning.machine import Machine
 
-ADAM = 2  # of AdamW, in float32
+ADAM, MUON = 2, 1  # values a parameter, in float32
+STACKS = 6  # that Muon holds at once, as tests/test_memory.py counts
 # measured, as docs/cost.md tells; without them what grows is the rest
 IMPORTED_CPU = 290_000_000  # Python, torch and what they import
 KERNELS_CPU = 95_000_000  # what the first step loads
@@ -57,7 +59,7 @@ def footprint(config: Config, vocab_size: int, machine: Machine, accumulation: i
     moments = {
         "the loss's backward pass": held | gaps(kept | {"logits and loss": logits}, machine),
         "the backward pass of a block": held | gaps(kept | {"work of a block": work}, machine),
-        "the update": standing | size | exact_work(config, vocab_size),
+        "the update": standing | size | exact_work(config, vocab_size) | muon_work(config),
     }
     name, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
     host = {"snapshot of async_save": snapshot} if machine.gpu and snapshot else {}
@@ -79,7 +81,7 @@ def state(config: Config, vocab_size: int, machine: Machine) -> dict[str, int]:
     parts = {
         "libraries": LIBRARIES_CUDA if machine.gpu else IMPORTED_CPU + KERNELS_CPU,
         "weights": FLOAT * total // share,
-        "optimizer": ADAM * FLOAT * total // share,
+        "optimizer": optimizer_bytes(config, vocab_size) // share,
         "gradient buckets of ddp": FLOAT * total if grouped else 0,
         "exact gradients": DOUBLE * total if reproducible else 0,
     }
@@ -119,4 +121,22 @@ def snapshot_bytes(config: Config, vocab_size: int) -> int:
 
 def checkpoint_bytes(config: Config, vocab_size: int) -> int:
     """Weights and optimizer: what a checkpoint holds, too."""
-    return (1 + ADAM) * FLOAT * parameter_counts(config.model, vocab_size)["total"]
+    weights = FLOAT * parameter_counts(config.model, vocab_size)["total"]
+    return weights + optimizer_bytes(config, vocab_size)
+
+
+def optimizer_bytes(config: Config, vocab_size: int) -> int:
+    """Two moments of AdamW, or one of Muon where the parameter is its."""
+    total = parameter_counts(config.model, vocab_size)["total"]
+    blocks = config.model.n_layer if config.optim.name == "muon" else 0
+    of_muon = blocks * sum(hidden_matrices(config.model))
+    return FLOAT * (ADAM * (total - of_muon) + MUON * of_muon)
+
+
+def muon_work(config: Config) -> dict[str, int]:
+    """Copies of the weights that Muon updates at once."""
+    if config.optim.name != "muon":
+        return {}
+    blocks = config.model.n_layer
+    stacks = [min(blocks, max(1, STACK // n)) * n for n in hidden_matrices(config.model)]
+    return {"muon at work": STACKS * FLOAT * max(stacks)}

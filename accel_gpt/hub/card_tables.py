@@ -78,12 +78,15 @@ def training(facts: CardFacts) -> str:
         rows += [("Tokens per step", batch), ("Steps planned", f"{plan.max_steps:,}")]
         rows += [("Learning rate", f"{c.get('optim.lr')}"), ("Schedule", fall)]
     betas = f"betas {c.get('optim.beta1')}, {c.get('optim.beta2')}, eps {c.get('optim.eps')}"
+    named = c.get("optim.name")
+    if named == "muon":
+        named += f" (momentum {c.get('optim.muon_momentum')}) on matrices of the blocks, else adamw"
     clip = c.get("optim.grad_clip")
     hours = facts.seconds * facts.processes / 3600
     total = f", {hours:,.1f} device hours" if facts.processes > 1 and hours >= 0.1 else ""
     cost = flops_per_token(facts.model, facts.vocab_size) * facts.tokens
     rows += [
-        ("Optimizer", f"{c.get('optim.name')}, {betas}" if "optim.name" in c else None),
+        ("Optimizer", f"{named}, {betas}" if "optim.name" in c else None),
         ("Weight decay", given(c.get("optim.weight_decay"), " on matrices")),
         ("Gradient clipping", (f"norm {clip}" if clip else "none") if clip is not None else None),
         ("Dropout", f"{facts.model.dropout:g}"),

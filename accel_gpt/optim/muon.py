@@ -27,7 +27,7 @@ MOMENTUM = "momentum_buffer"
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024; those of torch.optim.Muon
 ITERATIONS = 5  # the same
 TINY = 1e-7  # the same: least norm that a matrix is divided by
-Parts = dict[tuple[int, ...], list[nn.Parameter]]
+Parts = dict[tuple[int, ...], list[Tensor]]
 
 
 def hidden_matrices(model: nn.Module) -> Parts:
@@ -84,7 +84,7 @@ def directions(stack: Tensor, rows: Sequence[int], rule: str, dtype: torch.dtype
     found = []
     kinds = [(size, len(list(same))) for size, same in groupby(rows or stack.shape[1:2])]
     for part, (size, count) in zip(
-        stack.split([size * count for size, count in kinds], 1), kinds, strict=True
+        stack.split_with_sizes([size * count for size, count in kinds], 1), kinds, strict=True
     ):
         matrices = part.reshape(-1, size, stack.shape[2])  # matrices of one height are one stack
         result = orthogonalize(matrices, dtype).to(stack.dtype)
@@ -134,7 +134,8 @@ class MuonAdamW(GuardedAdamW):
         def made(function: Callable[..., Any]) -> Callable[..., Any]:
             return torch.compile(function, dynamic=True) if compiled else function
 
-        self._advance, self._directions, self._moved = map(made, (advance, directions, moved))
+        self._advance, self._directions = made(advance), made(directions)
+        self._moved = made(moved)
 
     @contextmanager
     def _rest(self) -> Iterator[None]:
@@ -150,7 +151,7 @@ class MuonAdamW(GuardedAdamW):
         """AdamW looks for its own state in all groups that it sees."""
         self.__dict__.update(state)
         with self._rest():
-            super().__setstate__({})
+            super().__setstate__({})  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

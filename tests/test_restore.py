@@ -52,7 +52,14 @@ def edit(path: Path, change: Callable[[Any], None]) -> None:
     [
         (lambda s: s["state"].pop(3), "optimizer.bin lacks exp_avg, exp_avg_sq, step of blocks.0"),
         (lambda s: s["state"][2].pop("exp_avg"), "optimizer.bin lacks exp_avg of blocks.0"),
-        (lambda s: s["state"].clear(), "optimizer.bin lacks state of "),
+        (
+            lambda s: s["state"].clear(),
+            "optimizer.bin lacks exp_avg, exp_avg_sq, step of wte",
+        ),
+        (
+            lambda s: s["state"][2].update(momentum_buffer=torch.zeros(96, 32)),
+            "optimizer.bin has momentum_buffer of blocks.0.attn.qkv.weight, which another",
+        ),
         (
             lambda s: s["state"][2].update(exp_avg=torch.zeros(3, 3)),
             "in the shape (3, 3); the parameter has (96, 32)",

@@ -17,9 +17,7 @@ PEAK = "peak_lr"
 DECAYED = "decayed"
 
 
-def make_optimizer(
-    model: nn.Module, config: OptimConfig, compiled: bool = False
-) -> GuardedAdamW | MuonAdamW:
+def make_optimizer(model: nn.Module, config: OptimConfig, compiled: bool = False) -> GuardedAdamW:
     """AdamW with weight decay on matrices and embeddings and none on vectors; with `muon` the
     matrices of the blocks are Muon's, whose steps are `compiled` or not.
 

@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
@@ -177,7 +185,8 @@ def test_the_blocks_are_muons_and_all_else_is_adamws() -> None:
         if "rows" in group
     }
     width = net.config.hidden_size
-    kinds = {"attn.qkv": [32, 16, 16], "attn.proj": [], "mlp.up": [width, width], "mlp.down": []}
+    kinds: dict[str, Any] = {"attn.qkv": (32, 16, 16), "attn.proj": None, "mlp.up": (width, width)}
+    kinds["mlp.down"] = None
     assert of_muon == {
         f"blocks.{i}.{kind}.weight": (rows, 0.2, 0.3)
         for i in (0, 1)
@@ -401,6 +410,41 @@ def test_a_sharded_run_skips_resumes_and_follows_a_whole_one(
     expected = weights(tmp_path / "one", 4)
     for name, found in weights(tmp_path / "clean", 4).items():
         torch.testing.assert_close(found, expected[name], atol=1e-4, rtol=1e-3)
+
+
+def test_weights_that_fsdp_holds_and_their_state_are_those_of_a_plain_model() -> None:
+    """In a group of one process; the slow test above has three."""
+    plain = model()
+    sharded = copy.deepcopy(plain)
+    tokens = torch.arange(32).view(2, 16)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        for part in (*sharded.blocks, sharded):
+            fully_shard(part, mesh=mesh)
+        nets = (plain, sharded)
+        optimizers = [make_optimizer(net, OptimConfig("muon", lr=0.1)) for net in nets]
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            for _ in range(2):
+                optimizer.zero_grad()
+                net(tokens, tokens).backward()
+                optimizer.step()
+        whole = StateDictOptions(full_state_dict=True)
+        state = get_optimizer_state_dict(sharded, optimizers[1], options=whole)
+        again = make_optimizer(sharded, OptimConfig("muon", lr=0.3))
+        again.zero_grad()
+        set_optimizer_state_dict(sharded, again, state, options=whole)
+        for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
+            assert isinstance(q, DTensor)
+            assert torch.equal(p, q.full_tensor())
+            assert again.state[q].keys() == optimizers[0].state[p].keys()
+            for key, value in optimizers[0].state[p].items():
+                found = again.state[q][key]
+                found = found.full_tensor() if isinstance(found, DTensor) else found
+                assert torch.equal(found, value)
+        assert [group["lr"] for group in again.param_groups] == [0.1] * len(again.param_groups)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, compiled: bool = False
         {"params": undecayed, DECAYED: False},
     ]
     groups += [
-        {"params": weights, DECAYED: True, ROWS: list(rows)} for rows, weights in matrices.items()
+        {"params": weights, DECAYED: True, ROWS: rows or None} for rows, weights in matrices.items()
     ]
     filled = [group for group in groups if group["params"]]
     optimizer: GuardedAdamW

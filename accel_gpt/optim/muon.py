@@ -22,7 +22,7 @@ from accel_gpt.model.gpt import MLP, CausalSelfAttention
 from accel_gpt.optim.adamw import GuardedAdamW
 from accel_gpt.optim_config import STACK
 
-ROWS = "rows"  # of each matrix in the weights of a group; only Muon's groups have it
+ROWS = "rows"  # of each matrix in a weight of the group, None: it is one; Muon's groups have it
 MOMENTUM = "momentum_buffer"
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024; those of torch.optim.Muon
 ITERATIONS = 5  # the same
@@ -79,7 +79,7 @@ def scale(rows: int, columns: int, rule: str) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-def directions(stack: Tensor, rows: Sequence[int], rule: str, dtype: torch.dtype) -> Tensor:
+def directions(stack: Tensor, rows: Sequence[int] | None, rule: str, dtype: torch.dtype) -> Tensor:
     """Every matrix of the weights (N, R, C), `rows` in each, orthogonalized and scaled."""
     found = []
     kinds = [(size, len(list(same))) for size, same in groupby(rows or stack.shape[1:2])]

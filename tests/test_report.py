@@ -371,7 +371,7 @@ def test_only_a_finished_run_becomes_a_reference(
     assert not (tmp_path / "x.json").exists()
 
 
-@pytest.mark.parametrize("name", ["shakespeare_char_cpu"])
+@pytest.mark.parametrize("name", ["quickstart", "shakespeare_char_cpu"])
 def test_our_own_references_are_those_of_our_configs(name: str, tmp_path: Path) -> None:
     path = FOLDERS[1].parent / f"{name}.yaml"
     config = load_config([str(path)], "test")

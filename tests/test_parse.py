@@ -1,8 +1,8 @@
 """YAML and command line: precedence, conversion, and the sentences that users read."""
 
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -160,13 +160,19 @@ def test_exit_code_and_stderr_of_a_mistake(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err == "error: the value is 3; it must be 4\n"
 
 
+def cpu_seconds() -> float:
+    """Of all processes started by this one that have ended: whatever else runs on the machine."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_help_and_config_error_are_quick(config_file: str) -> None:
     for options, code in ((["--help"], 0), (["train", config_file, "--modl.n_layer", "3"], 2)):
         times = []
         for _ in range(3):
-            start = time.monotonic()
+            start = cpu_seconds()
             done = subprocess.run([sys.executable, "-m", "accel_gpt.cli", *options], check=False,
                                   capture_output=True)  # fmt: skip
-            times.append(time.monotonic() - start)
+            times.append(cpu_seconds() - start)
             assert done.returncode == code
         assert min(times) < 0.5

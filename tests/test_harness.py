@@ -365,13 +365,6 @@ def test_what_is_no_task_is_told(tasks: Path, tmp_path: Path) -> None:
         ask_for("local_piqa", tasks, CharsTokenizer("abc"))
 
 
-@needs_lm_eval
-@pytest.mark.slow
-def test_an_unknown_task_is_told_with_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"unknown task 'helaswag'; the nearest are .*hellaswag"):
-        run_tasks(*a_model(), Accelerator(cpu=True), ["helaswag"], None, 4)
-
-
 def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'accel-gpt\[lm-eval\]'"):

@@ -157,6 +157,8 @@ def test_a_pushed_checkpoint_of_an_attacker_is_never_executed(
 # --------------------------------------------------------------------------- the runtime guard
 
 GUARDED = """
+import collections
+import dataclasses
 import os
 import sys
 from accel_gpt import cli, train
@@ -167,7 +169,9 @@ def hook(name, arguments):
     if name in names:
         sys.stdout.write(f"EVENT {name} {arguments!r}\\n")
     elif name == "exec" and not arguments[0].co_filename.startswith(INSTALLED):
-        sys.stdout.write(f"EVENT exec {arguments[0].co_filename}\\n")
+        if sys._getframe(1).f_code.co_filename not in MAKERS:
+            sys.stdout.write(f"EVENT exec {arguments[0].co_filename}\\n")
+MAKERS = (collections.__file__, dataclasses.__file__)  # of classes, which an import may need
 INSTALLED = (sys.prefix, sys.base_prefix, os.path.dirname(accel_gpt.__file__), "<frozen ")
 sys.addaudithook(hook)
 place, *words = sys.argv[1:]

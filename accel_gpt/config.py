@@ -51,6 +51,9 @@ class TrainConfig:
     """float32 products: highest = IEEE, high = TF32, medium = bfloat16, where the device has it."""
     compile: bool = False
     """torch.compile the model in place."""
+    activation_checkpointing: Literal["none", "blocks"] = "none"
+    """blocks: keep only what goes into each block and compute the rest again in the backward pass;
+    a quarter to a third more time for a fraction of the memory."""
     cpu_threads: int | None = None
     """Threads per process on a CPU; null: all cores, shared by the processes of the machine, or 1
     with reproducible, as kernels split their sums by threads."""

@@ -47,6 +47,7 @@ from accel_gpt.run.numerics import Ledger, TooManySkippedError, check_weights
 from accel_gpt.run.reporter import Reporter, shown
 from accel_gpt.run.restore import restore
 from accel_gpt.run.resume import step_back, take_up
+from accel_gpt.run.setup import set_up_model
 from accel_gpt.run.signals import PREEMPTED, StopSignal, die_with_launcher, listen_for_stop
 from accel_gpt.run.terminal import Display, last_words
 from accel_gpt.run.text_corpus import open_corpus
@@ -122,8 +123,7 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     torch.manual_seed(config.seed)
     gpt = start_model(config, corpus, path is not None, say)
     torch.manual_seed(derive_seed(config.seed, "dropout", accelerator.process_index))
-    if config.train.compile:
-        gpt.compile()  # in place: no wrapper, the names of the weights stay
+    set_up_model(gpt, config.train)
     made = make_optimizer(gpt, config.optim, config.train.compile)
     model, optimizer = accelerator.prepare(gpt, made)
     gradients = make_gradients(config, accelerator, model)

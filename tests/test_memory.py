@@ -17,13 +17,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_gpt.config import Config
-from accel_gpt.model.cost import hidden_matrices, parameter_counts
+from accel_gpt.model.cost import hidden_matrices, padded_vocab_size, parameter_counts
 from accel_gpt.model.documents import separate
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.memory import (
     Numerics,
     activation_bytes,
     cast_bytes,
+    chunked,
     kept_logits_bytes,
     logits_bytes,
 )
@@ -53,9 +54,9 @@ SHAPES = {
 }
 
 
-def kept(config: ModelConfig, half: bool, masked: bool) -> int:
+def kept(config: ModelConfig, half: bool, masked: bool, vocab_size: int = V) -> int:
     """Bytes of the storages that autograd keeps of a micro-batch, without weights and tokens."""
-    model = GPT(config, V).train()
+    model = GPT(config, vocab_size).train()
     tokens = torch.randint(0, V, (B, config.block_size))
     given = (*model.parameters(), *model.buffers(), tokens)
     known = {tensor.untyped_storage().data_ptr() for tensor in given}
@@ -85,10 +86,25 @@ def test_the_formula_counts_every_byte_that_autograd_keeps(
     numerics = Numerics(half)
     expected = (
         activation_bytes(config, B, numerics, masked)
-        + kept_logits_bytes(config, V, B)
+        + kept_logits_bytes(config, V, B, numerics)
         + cast_bytes(config, V, numerics)
     )
     assert kept(config, half, masked) - expected == 12  # sum and number of the targets
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("preset", ["gpt2", "fast"])
+def test_the_formula_counts_every_byte_that_is_kept_of_chunks(preset: str, half: bool) -> None:
+    config, numerics, vocab_size = tiny(preset, block_size=64), Numerics(half), 400_000
+    assert chunked(config, vocab_size, B, numerics)
+    expected = (
+        activation_bytes(config, B, numerics)
+        + kept_logits_bytes(config, vocab_size, B, numerics)
+        + cast_bytes(config, vocab_size, numerics)
+    )
+    # the number of the targets alone; a copy of the head lives while the chunks are at work
+    head = 2 * padded_vocab_size(vocab_size) * config.n_embd if half else 0
+    assert kept(config, half, False, vocab_size) - expected == 8 - head
 
 
 def test_gradients_lie_beside_the_buckets_of_ddp_until_they_are_reduced() -> None:
@@ -146,9 +162,12 @@ def test_muon_keeps_one_moment_and_works_on_a_stack(
     assert muon_work(adamw) == {}
 
 
-def live(config: ModelConfig, vocab_size: int, sequences: int, half: bool) -> int:
+def live(
+    config: ModelConfig, vocab_size: int, sequences: int, half: bool, recompute: bool = False
+) -> int:
     """The most bytes of tensors alive in a step, with weights, optimizer and no older gradients."""
     model = GPT(config, vocab_size).train()
+    model.recompute = recompute
     optimizer = make_optimizer(model, OptimConfig())
     tokens = torch.randint(0, vocab_size, (sequences, config.block_size))
 
@@ -177,9 +196,27 @@ def test_the_fullest_moment_is_where_the_loss_begins_its_backward_pass(
         12 * parameter_counts(config, vocab_size)["total"]
         + activation_bytes(config, sequences, numerics)
         + cast_bytes(config, vocab_size, numerics)
-        + logits_bytes(config, vocab_size, sequences)
+        + logits_bytes(config, vocab_size, sequences, numerics)
     )
     assert live(config, vocab_size, sequences, half) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("preset", ["gpt2", "fast"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_with_chunks_it_is_while_one_is_at_work(preset: str, half: bool, recompute: bool) -> None:
+    config = tiny(preset, n_layer=4, n_embd=64, block_size=256)
+    numerics, vocab_size, sequences = Numerics(half), 40_000, 32
+    assert chunked(config, vocab_size, sequences, numerics)
+    expected = (
+        12 * parameter_counts(config, vocab_size)["total"]
+        + activation_bytes(config, sequences, numerics, recomputed=recompute)
+        + cast_bytes(config, vocab_size, numerics)
+        + logits_bytes(config, vocab_size, sequences, numerics)
+    )
+    found = live(config, vocab_size, sequences, half, recompute)
+    assert found == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.gpu
@@ -205,7 +242,7 @@ def test_cuda_allocates_what_is_planned(preset: str, half: bool) -> None:
         12 * parameter_counts(config, vocab_size)["total"]
         + activation_bytes(config, sequences, numerics)
         + cast_bytes(config, vocab_size, numerics)
-        + logits_bytes(config, vocab_size, sequences)
+        + logits_bytes(config, vocab_size, sequences, numerics)
     )
     assert torch.cuda.max_memory_allocated() - before == pytest.approx(expected, rel=0.15)
 

@@ -152,7 +152,7 @@ FREE = {
     *("out_dir", "data.train", "data.tokenizer", "data.cache_dir", "data.cache_gb"),
     *("data.allow_change", "model.init_from", "model.allow_pickle", "train.micro_batch_size"),
     *("train.mixed_precision", "train.matmul_precision", "train.compile", "train.cpu_threads"),
-    *("train.time_limit", "train.step_timeout", "eval.every"),
+    *("train.time_limit", "train.step_timeout", "train.activation_checkpointing", "eval.every"),
     *("eval.only", "eval.hellaswag", "eval.hellaswag_limit"),
     *(key for key in leaves(Config) if key.startswith(("sample.", "checkpoint.", "log.", "hub."))),
     *(key for key in leaves(Config) if key.startswith("data.prepare.")),

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
 
 from accel_gpt.errors import require
 from accel_gpt.model.cost import padded_vocab_size
 from accel_gpt.model.documents import attend, attention_mask, positions
-from accel_gpt.model.loss import next_token_loss, row_losses
+from accel_gpt.model.head import Head
 from accel_gpt.model_config import ModelConfig
 
 
@@ -34,8 +35,7 @@ class KVCache:
         """Keep `k` and `v`, both (B, K, T, D), and return all that `layer` holds."""
         room = self._layers[layer]
         if room is None:
-            B, K, _, D = k.shape
-            shape = (B, K, self._room, D)
+            shape = (*k.shape[:2], self._room, k.shape[3])
             room = self._layers[layer] = (k.new_empty(shape), v.new_empty(shape))
         end = self.position + k.shape[2]
         keys, values = room
@@ -251,7 +251,8 @@ class GPT(nn.Module):
         self.norm_e = build_norm(config) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm_f = build_norm(config)
-        self.head = nn.Linear(config.n_embd, self.padded_vocab_size, bias=False)
+        self.head = Head(config, vocab_size)
+        self.recompute = False  # activations of blocks in the backward pass, rather than keep them
         self.register_buffer("rotary", None, persistent=False)
         self.init_weights()
 
@@ -339,12 +340,11 @@ class GPT(nn.Module):
         if self.norm_e is not None:
             x = self.norm_e(x)
         for block in self.blocks:
-            x = block(x, rotary, cache, mask)
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, rotary, None, mask, use_reentrant=False)
+            else:
+                x = block(x, rotary, cache, mask)
         if cache is not None:
             cache.position = end
-        x = self.norm_f(x[:, -1:] if last_only else x)
-        logits: Tensor = self.head(x)[..., : self.vocab_size]
-        if cap := self.config.logit_softcap:  # Gemma 2 technical report 2024, section 2
-            logits = cap * torch.tanh(logits.float() / cap)
-        loss = row_losses if by_row else next_token_loss
-        return logits if targets is None else loss(logits, targets)
+        out: Tensor = self.head(self.norm_f(x[:, -1:] if last_only else x), targets, by_row)
+        return out

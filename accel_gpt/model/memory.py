@@ -9,7 +9,7 @@ heads, D head size, V vocabulary.
 
 from dataclasses import dataclass
 
-from accel_gpt.model.cost import padded_vocab_size, parameter_counts
+from accel_gpt.model.cost import chunk_tokens, padded_vocab_size, parameter_counts
 from accel_gpt.model_config import ModelConfig
 
 FLOAT = 4  # bytes of float32, in which weights, gradients and statistics are
@@ -36,23 +36,41 @@ class Numerics:
 
 
 def activation_bytes(
+    config: ModelConfig,
+    sequences: int,
+    numerics: Numerics,
+    documents: bool = False,
+    recomputed: bool = False,
+) -> int:
+    """What autograd keeps of a micro-batch, all but of the head and the cast weights.
+
+    `recomputed`: of each block only what goes into it.
+    """
+    N = sequences * config.block_size
+    layers = config.n_layer * block_bytes(config, sequences, numerics, documents)
+    if recomputed:
+        layers = config.n_layer * N * numerics.stream * config.n_embd
+    ends = norm(config, numerics) + dropout_mask(config, numerics, numerics.stream)
+    if config.embedding_norm:  # what it gives is the stream, which the first block keeps
+        ends += norm(config, numerics) - numerics.narrow * config.n_embd
+    if documents:
+        ends += document_positions(config)
+    return layers + N * ends
+
+
+def block_bytes(
     config: ModelConfig, sequences: int, numerics: Numerics, documents: bool = False
 ) -> int:
-    """What autograd keeps of a micro-batch, all but the logits and the cast weights."""
-    N = sequences * config.block_size
+    """What autograd keeps of one block."""
     layer = (
         2 * norm(config, numerics)
         + attention(config, numerics)
         + mlp(config, numerics)
         + 2 * dropout_mask(config, numerics, numerics.narrow)
     )
-    ends = norm(config, numerics) + dropout_mask(config, numerics, numerics.stream)
-    if config.embedding_norm:  # what it gives is the stream, which the first block keeps
-        ends += norm(config, numerics) - numerics.narrow * config.n_embd
     if documents:
-        ends += document_positions(config)
         layer += document_mask(config, numerics)
-    return N * (config.n_layer * layer + ends)
+    return sequences * config.block_size * layer
 
 
 def norm(config: ModelConfig, numerics: Numerics) -> int:
@@ -127,20 +145,44 @@ def backward_bytes(config: ModelConfig, sequences: int, numerics: Numerics) -> i
     return tokens * (max(of_mlp, of_attention) + numerics.stream * config.n_embd)
 
 
-def logits_bytes(config: ModelConfig, vocab_size: int, sequences: int) -> int:
-    """The most that logits and loss take at once: where the loss's backward pass begins.
+def chunked(config: ModelConfig, vocab_size: int, sequences: int, numerics: Numerics) -> bool:
+    """Whether head and loss go by chunks of tokens."""
+    chunk = chunk_tokens(padded_vocab_size(vocab_size), not numerics.cuda)
+    return sequences * config.block_size > chunk
 
-    Three times the float32 logits: log-probabilities, their gradient, that of the logits. With a
-    cap the tanh besides.
+
+def logits_bytes(config: ModelConfig, vocab_size: int, sequences: int, numerics: Numerics) -> int:
+    """The most that logits and loss take at once.
+
+    In one piece that is where the loss's backward pass begins: three times the float32 logits, as
+    log-probabilities, their gradient, that of the logits; with a cap the tanh besides. In chunks
+    it is while the last one is at work, or where what is kept is scaled.
     """
-    copies = 4 if config.logit_softcap else 3
-    return copies * FLOAT * sequences * config.block_size * vocab_size
+    if not chunked(config, vocab_size, sequences, numerics):
+        copies = 4 if config.logit_softcap else 3
+        return copies * FLOAT * sequences * config.block_size * vocab_size
+    rows = padded_vocab_size(vocab_size)
+    chunk = chunk_tokens(rows, not numerics.cuda)
+    copies = 3 if config.logit_softcap else 2
+    half = numerics.narrow if numerics.half else 0  # the product as it comes
+    at_work = chunk * rows * (copies * FLOAT + half)
+    kept = kept_logits_bytes(config, vocab_size, sequences, numerics)
+    return kept + max(at_work, kept)
 
 
-def kept_logits_bytes(config: ModelConfig, vocab_size: int, sequences: int) -> int:
-    """The part of `logits_bytes` that autograd keeps: log-probabilities and, with a cap, tanh."""
+def kept_logits_bytes(
+    config: ModelConfig, vocab_size: int, sequences: int, numerics: Numerics
+) -> int:
+    """The part of `logits_bytes` that autograd keeps.
+
+    Log-probabilities and, with a cap, tanh; of chunks the gradients of head and hidden states.
+    """
+    tokens, C = sequences * config.block_size, config.n_embd
+    if chunked(config, vocab_size, sequences, numerics):  # and not what the last norm gives
+        hidden = tokens * (numerics.stream - numerics.narrow) * C
+        return FLOAT * padded_vocab_size(vocab_size) * C + hidden
     copies = 2 if config.logit_softcap else 1
-    return copies * FLOAT * sequences * config.block_size * vocab_size
+    return copies * FLOAT * tokens * vocab_size
 
 
 def cast_bytes(config: ModelConfig, vocab_size: int, numerics: Numerics) -> int:

@@ -46,15 +46,18 @@ def footprint(config: Config, vocab_size: int, machine: Machine, accumulation: i
     if machine.gpu is None and snapshot:
         standing["snapshot of async_save"] = snapshot
     model, sequences = config.model, config.train.micro_batch_size
-    numerics = machine.numerics
+    numerics, documents = machine.numerics, config.data.document_mask
+    recomputed = config.train.activation_checkpointing == "blocks"
     kept = {
         "activations": model_memory.activation_bytes(
-            model, sequences, numerics, config.data.document_mask
+            model, sequences, numerics, documents, recomputed
         ),
         "weights in half precision": model_memory.cast_bytes(model, vocab_size, numerics),
     }
-    logits = model_memory.logits_bytes(model, vocab_size, sequences)
+    logits = model_memory.logits_bytes(model, vocab_size, sequences, numerics)
     work = model_memory.backward_bytes(model, sequences, numerics)
+    if recomputed:
+        work += model_memory.block_bytes(model, sequences, numerics, documents)
     held = standing | early
     moments = {
         "the loss's backward pass": held | gaps(kept | {"logits and loss": logits}, machine),

@@ -44,6 +44,7 @@ FREE = (
     "train.mixed_precision",
     "train.matmul_precision",
     "train.compile",
+    "train.activation_checkpointing",
     "train.cpu_threads",
     "train.time_limit",
     "train.step_timeout",

@@ -1,4 +1,4 @@
-"""The speedometer of a run, and the record of each launch."""
+"""How a model is run, the speedometer of a run, and the record of each launch."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from accel_gpt.config import Config
+from accel_gpt.config import Config, TrainConfig
 from accel_gpt.files import write_file
 from accel_gpt.model.cost import flops_per_token, mfu, parameter_counts, peak_flops
 from accel_gpt.model.gpt import GPT
@@ -45,6 +45,13 @@ class Speed:
         if self.peak:
             figures["perf/mfu"] = mfu(rate, self.flops_per_token, self.peak, self.plan.world_size)
         return figures
+
+
+def set_up_model(gpt: GPT, train: TrainConfig) -> None:
+    """Have `gpt` compiled and its activations recomputed, as `train` asks; before Accelerate."""
+    gpt.recompute = train.activation_checkpointing == "blocks"
+    if train.compile:
+        gpt.compile()  # in place: no wrapper, the names of the weights stay
 
 
 def describe_run(config: Config, plan: Plan, corpus: Corpus, speed: Speed, machine: Any) -> str:

@@ -1,0 +1,222 @@
+"""Head and loss by chunks of tokens, against the plain form; activations computed again."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accel_gpt.model import chunks
+from accel_gpt.model.chunks import chunked_next_token_loss, chunked_row_losses
+from accel_gpt.model.cost import chunk_tokens, padded_vocab_size
+from accel_gpt.model.gpt import GPT
+from accel_gpt.model.loss import IGNORE
+from tests.conftest import tiny
+
+VOCAB, ROWS, C = 100, 128, 32
+caps = pytest.mark.parametrize("cap", [None, 2.0], ids=["plain", "capped"])
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 16 tokens."""
+    monkeypatch.setattr(chunks, "chunk_tokens", lambda rows, cpu: 16)
+
+
+def draw(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states (3, 14, C), a head whose padded rows are no zeros, targets; the last chunk is
+    a part of one, and a whole chunk and more is ignored.
+    """
+    x = torch.randn(3, 14, C, dtype=dtype, requires_grad=True)
+    weight = torch.randn(ROWS, C, dtype=dtype)
+    weight[VOCAB:] = 100.0
+    targets = torch.randint(VOCAB, (3, 14))
+    targets[0], targets[1, :5], targets[2, 3] = IGNORE, IGNORE, IGNORE
+    return x, weight.requires_grad_(), targets
+
+
+def plain(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None) -> Tensor:
+    """The mean loss as its definition says, in the type of `x`."""
+    logits = F.linear(x, weight)[..., :VOCAB].flatten(0, 1)
+    logits = cap * torch.tanh(logits / cap) if cap else logits
+    real = targets.flatten() != IGNORE
+    picked = logits.log_softmax(-1)[real].gather(1, targets.flatten()[real, None])
+    return -picked.sum() / real.sum()
+
+
+@caps
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 3e-6)])
+def test_loss_and_gradients_equal_the_definition(
+    cap: float | None, dtype: torch.dtype, tolerance: float
+) -> None:
+    x, weight, targets = draw(dtype)
+    loss = chunked_next_token_loss(x, weight, targets, VOCAB, cap)
+    found = torch.autograd.grad(3 * loss, (x, weight))
+    wide, table = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    expected = plain(wide, table, targets, cap)
+    wanted = torch.autograd.grad(3 * expected, (wide, table))
+    close = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
+    torch.testing.assert_close(loss, expected, **close)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one, other, **close)
+    assert not found[0][0].any()  # ignored
+    assert not found[1][VOCAB:].any()  # padded
+
+
+@caps
+@pytest.mark.usefixtures("small_chunks")
+def test_gradients_are_the_differences_of_the_loss(cap: float | None) -> None:
+    x, weight, targets = draw(torch.float64)
+    x, weight = x[1:2, 3:8].detach().requires_grad_(), weight[:, :8].detach().requires_grad_()
+    x = x[..., :8].detach().requires_grad_()
+    targets = targets[1:2, 3:8]
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        return chunked_next_token_loss(x, weight, targets, VOCAB, cap)
+
+    assert torch.autograd.gradcheck(loss, (x, weight), fast_mode=True)
+
+
+@caps
+@pytest.mark.usefixtures("small_chunks")
+def test_the_operation_keeps_the_contract_of_torch(cap: float | None) -> None:
+    x, weight, targets = draw()
+    rest = (targets.flatten(), VOCAB, cap or 0.0, torch.float32, False)
+    for operation in (chunks._loss_and_gradients, chunks._token_losses):
+        inputs = [x.flatten(0, 1).detach(), weight.detach()]
+        if operation is chunks._loss_and_gradients:
+            inputs = [tensor.requires_grad_() for tensor in inputs]
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(operation, (*inputs, *rest), test_utils=tests)
+
+
+@caps
+@pytest.mark.usefixtures("small_chunks")
+def test_rows_have_the_sums_of_their_tokens(cap: float | None) -> None:
+    x, weight, targets = draw()
+    with torch.no_grad():
+        found = chunked_row_losses(x, weight, targets, VOCAB, cap)
+        for row, loss in enumerate(found[1:], 1):
+            count = (targets[row] != IGNORE).sum()
+            expected = plain(x[row : row + 1], weight, targets[row], cap) * count
+            torch.testing.assert_close(loss, expected)
+    assert found[0] == 0
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_nothing_but_ignored_targets_gives_zero() -> None:
+    x, weight, targets = draw()
+    loss = chunked_next_token_loss(x, weight, targets.fill_(IGNORE), VOCAB, None)
+    loss.backward()
+    assert loss == 0
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def gradients(
+    model: GPT, half: bool = False, call: Callable[..., Tensor] | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of the same tokens, and the gradients by name."""
+    tokens = torch.arange(48).view(3, 16) * 7 % VOCAB
+    targets = tokens.roll(-1, 1)
+    targets[1, :9] = IGNORE
+    cast = torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext()
+    torch.manual_seed(1)  # dropout
+    with cast:
+        loss = (call or model)(tokens, targets)
+    loss.backward()
+    found = {name: w.grad.clone() for name, w in model.named_parameters() if w.grad is not None}
+    model.zero_grad()
+    return loss.detach(), found
+
+
+def both(model: GPT, monkeypatch: pytest.MonkeyPatch, half: bool) -> Iterator[tuple[Tensor, ...]]:
+    """Loss and gradients in one piece, and in chunks."""
+    whole = gradients(model, half)
+    with monkeypatch.context() as patch:
+        patch.setattr(chunks, "chunk_tokens", lambda rows, cpu: 16)
+        parts = gradients(model, half)
+    yield whole[0], parts[0]
+    for name, gradient in whole[1].items():
+        yield gradient, parts[1][name]
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "fast"])
+def test_a_model_has_the_same_gradients_in_chunks(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = GPT(tiny(preset), VOCAB).train()
+    for whole, parts in both(model, monkeypatch, half=False):
+        torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "fast"])
+def test_in_bf16_chunks_are_as_exact_as_one_piece(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = GPT(tiny(preset), VOCAB).train()
+    exact = gradients(model)
+    halves = list(both(model, monkeypatch, half=True))
+    errors = torch.zeros(2)
+    for (whole, parts), true in zip(halves[1:], exact[1].values(), strict=True):
+        assert parts.dtype == torch.float32
+        errors += torch.stack([(whole - true).norm(), (parts - true).norm()]) / true.norm()
+    assert errors[0] > 0
+    assert errors[1] < 1.1 * errors[0]
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_no_more_than_a_chunk_of_logits_is_held() -> None:
+    model = GPT(tiny(block_size=256), 1000).train()
+    tokens = torch.randint(1000, (1, 256))
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+        model(tokens, tokens).backward()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    largest = max(e.nbytes() for e in events if e.name() == "[memory]")
+    assert largest == 4 * padded_vocab_size(1000) * C  # the gradient of the head
+    assert 4 * 16 * 1000 < largest < 4 * 256 * 1000
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_a_compiled_model_has_one_graph_and_the_same_gradients(recompute: bool) -> None:
+    model = GPT(tiny("fast"), VOCAB).train()
+    model.recompute = recompute
+    expected = gradients(model)
+    torch._dynamo.reset()
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loss, found = gradients(model, call=call)
+    torch.testing.assert_close(loss, expected[0])
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_gpt2s_vocabulary_goes_in_chunks_and_small_ones_at_once() -> None:
+    assert chunk_tokens(padded_vocab_size(50257), cpu=True) == 1024
+    assert chunk_tokens(padded_vocab_size(50257), cpu=False) == 4096
+    assert chunk_tokens(128, cpu=True) > 64 * 1024
+    assert chunk_tokens(2**30, cpu=True) == 1
+    x, weight = torch.empty(2, 512, 1, device="meta"), torch.empty(50304, 1, device="meta")
+    assert chunks.fits_at_once(x, weight)
+    assert not chunks.fits_at_once(x.expand(-1, -1, 1).repeat(5, 1, 1), weight)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_activations_computed_again_change_no_bit(dropout: float) -> None:
+    model = GPT(tiny(dropout=dropout), VOCAB).train()
+    loss, kept = gradients(model)
+    model.recompute = True
+    again, found = gradients(model)
+    assert torch.equal(again, loss)
+    assert all(torch.equal(found[name], gradient) for name, gradient in kept.items())

@@ -2,8 +2,8 @@
 
     python benchmarks/memory.py NANOGPT_FOLDER [--sequences 8] [--steps 2] [--rounds 3] [--json OUT]
 
-NANOGPT_FOLDER is a checkout of karpathy/nanoGPT, driven unmodified. Each figure comes from a process
-of its own, in turn: GPT-2 124M in nanoGPT's form (no biases, vocabulary 50,304), float32, forward,
+NANOGPT_FOLDER is a checkout of karpathy/nanoGPT, driven unmodified. Each figure is of a process of
+its own, in turn: GPT-2 124M in nanoGPT's form (no biases, vocabulary 50,304), float32, forward,
 backward, clip, AdamW. Memory is the highest resident set less that of the process after its
 imports; time is that of the last step. Ours also with train.activation_checkpointing: blocks and
 with train.compile. Prints medians over the rounds and their ratios. Linux.

@@ -129,7 +129,12 @@ def test_each_setting_changes_the_part_that_it_should(capsys: pytest.CaptureFixt
     assert fsdp["gradients not yet reduced"] == 4 * total
     bf16 = held(capsys, "--gpu", "h100", "--train.mixed_precision", "bf16")
     assert alone["activations"] / 2 < bf16["activations"] < alone["activations"]
-    assert bf16["logits and loss"] == alone["logits and loss"]  # float32 in any case
+    chunk = 2 * 4096 * padded_vocab_size(50257)  # in bf16 before it is widened
+    hidden = 2 * 32 * 1024 * 768  # their gradient is as wide as they, not as what the head takes
+    assert bf16["logits and loss"] == alone["logits and loss"] + chunk + hidden
+    blocks = held(capsys, "--gpu", "h100", "--train.activation_checkpointing", "blocks")
+    kept = 4 * 32 * 1024 * 768
+    assert 12 * kept < blocks["activations"] < 16 * kept < alone["activations"] / 10
     exact = held(capsys, "--train.reproducible", "true", "--train.compile", "false")
     assert exact["exact gradients"] == 8 * total
     assert "gradients" not in exact
@@ -142,7 +147,7 @@ def test_each_setting_changes_the_part_that_it_should(capsys: pytest.CaptureFixt
 def test_a_remedy_is_one_and_the_next_larger_size_is_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = (GPT2, "--gpus", 2, "--gpu", "l40", "--memory_gb", 35)
+    asked = (GPT2, "--gpus", 2, "--gpu", "l40", "--memory_gb", 17)
     report = plan(capsys, *asked)
     assert report["memory"]["fits"] is False
     remedies = report["memory"]["remedies"]

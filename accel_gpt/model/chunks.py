@@ -28,7 +28,7 @@ def chunked_next_token_loss(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float | None
 ) -> Tensor:
     """`loss.next_token_loss` of the logits of `x` (B, T, C), which are never held together."""
-    total, _, _ = _loss_and_gradients(*_flat(x, weight, targets, vocab_size, softcap))
+    total: Tensor = _loss_and_gradients(*_flat(x, weight, targets, vocab_size, softcap))[0]
     return total / (targets != IGNORE).sum().clamp(min=1)
 
 
@@ -36,7 +36,7 @@ def chunked_row_losses(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float | None
 ) -> Tensor:
     """`loss.row_losses` of the logits of `x` (B, T, C), without gradients."""
-    losses = _token_losses(*_flat(x, weight, targets, vocab_size, softcap))
+    losses: Tensor = _token_losses(*_flat(x, weight, targets, vocab_size, softcap))
     return losses.view_as(targets).sum(-1)
 
 

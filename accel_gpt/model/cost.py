@@ -25,7 +25,8 @@ def chunk_tokens(rows: int, cpu: bool) -> int:
     """Tokens whose logits are held at a time in training: a power of two.
 
     Their float32 logits over the `rows` of the head take at most 256 MiB on a CPU and 1 GiB
-    elsewhere (assumption: products of a GPU want more tokens at a time); up to 1,024 and 4,096 tokens of GPT-2's vocabulary.
+    elsewhere (assumption: products of a GPU want more tokens at a time): 1,024 and 4,096 tokens
+    over GPT-2's vocabulary.
     """
     room = (2**26 if cpu else 2**28) // rows
     return 1 << (max(room, 1).bit_length() - 1)

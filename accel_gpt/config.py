@@ -53,7 +53,7 @@ class TrainConfig:
     """torch.compile the model in place."""
     activation_checkpointing: Literal["none", "blocks"] = "none"
     """blocks: keep only what goes into each block and compute the rest again in the backward pass;
-    a quarter to a third more time for a fraction of the memory."""
+    by arithmetic a quarter to a third more work, for a fraction of the memory."""
     cpu_threads: int | None = None
     """Threads per process on a CPU; null: all cores, shared by the processes of the machine, or 1
     with reproducible, as kernels split their sums by threads."""

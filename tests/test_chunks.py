@@ -132,7 +132,7 @@ def gradients(
     cast = torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext()
     torch.manual_seed(1)  # dropout
     with cast:
-        loss = (call or model)(tokens, targets)
+        loss = (model if call is None else call)(tokens, targets)
     loss.backward()
     found = {name: w.grad.clone() for name, w in model.named_parameters() if w.grad is not None}
     model.zero_grad()
@@ -190,6 +190,7 @@ def test_no_more_than_a_chunk_of_logits_is_held() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile uses torch.jit
 def test_a_compiled_model_has_one_graph_and_the_same_gradients(recompute: bool) -> None:
     model = GPT(tiny("fast"), VOCAB).train()
     model.recompute = recompute

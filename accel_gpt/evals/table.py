@@ -4,7 +4,7 @@ import json
 import math
 import re
 
-from accel_gpt.run.metrics import Record
+from accel_gpt.run.metrics import Record, without_inf
 
 LOSS = re.compile(r"eval/(train|val)_loss(/.+)?")
 
@@ -33,8 +33,7 @@ def as_table(place: str, step: int | None, figures: Record, fate: str) -> str:
 
 def as_json(place: str, step: int | None, figures: Record, fate: str) -> str:
     """One JSON object; null for what is not finite."""
-    finite = {key: v if math.isfinite(v) else None for key, v in figures.items()}
-    content = {"place": place, "step": step, "figures": finite, "kept": fate}
+    content = {"place": place, "step": step, "figures": without_inf(figures), "kept": fate}
     return json.dumps(content, ensure_ascii=False) + "\n"
 
 

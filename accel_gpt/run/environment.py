@@ -155,11 +155,7 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
             InitProcessGroupKwargs(timeout=collective_timeout(config)),
         ],
     )
-    require(
-        accelerator.num_processes == plan.world_size,
-        f"the launcher started {plan.world_size} processes but Accelerate sees "
-        f"{accelerator.num_processes}; start with accelerate launch or with torchrun",
-    )
+    check_processes(accelerator, plan.world_size)
     if accelerator.distributed_type == DistributedType.FSDP:
         # parts (SHARDED_STATE_DICT) come with a list that torch unpickles, and runs what it holds
         plugin = accelerator.state.fsdp_plugin
@@ -180,6 +176,15 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
             "set train.mixed_precision to bf16 or no"
         )
     return accelerator
+
+
+def check_processes(accelerator: Accelerator, started: int) -> None:
+    """Raise `UserError` unless the processes that were `started` form one group."""
+    require(
+        accelerator.num_processes == started,
+        f"the launcher started {started} processes but Accelerate sees "
+        f"{accelerator.num_processes}; start with accelerate launch or with torchrun",
+    )
 
 
 def check_reproducible(accelerator: Accelerator) -> None:

@@ -53,6 +53,11 @@ CSV_ONLY = ("progress", "tokens_this_launch", "train/perplexity")
 Record = dict[str, float]
 
 
+def without_inf(record: Record) -> dict[str, float | None]:
+    """What JSON can hold of a record: None for what is not finite."""
+    return {k: v if math.isfinite(v) else None for k, v in record.items()}
+
+
 class MetricsLog:
     """The two files of figures, cut back to the step that a run resumes from."""
 
@@ -71,8 +76,7 @@ class MetricsLog:
 
         Raises `OSError` where it waits.
         """
-        finite = {k: v if math.isfinite(v) else None for k, v in record.items()}  # JSON has no inf
-        line = json.dumps(finite) + "\n"
+        line = json.dumps(without_inf(record)) + "\n"
         loss = record.get("train/loss")
         row: dict[str, float] = {
             **record,

@@ -6,12 +6,11 @@ the run's folder.
 
 import csv
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from accel_gpt.files import write_file
-from accel_gpt.run.metrics import COLUMNS, Record, csv_line, read_lines
+from accel_gpt.run.metrics import COLUMNS, Record, csv_line, read_lines, without_inf
 from accel_gpt.untrusted import load_json
 
 
@@ -30,7 +29,7 @@ def merge_record(out_dir: Path, record: Record) -> None:
 
 def merged_lines(lines: list[str], record: Record) -> list[str]:
     """The lines of a metrics.jsonl with the figures of `record` in them."""
-    finite = {k: v if math.isfinite(v) else None for k, v in record.items()}  # JSON has no inf
+    finite = without_inf(record)
     step, numbers = int(record["step"]), [step_of(line) for line in lines]
     if step in numbers:
         at = len(numbers) - 1 - numbers[::-1].index(step)

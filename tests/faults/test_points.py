@@ -82,6 +82,4 @@ def test_kill_at_every_point(
 def test_error_of_the_disk_at_some_points(
     action: str, server: Server, tiny: Tiny, short: Path, tmp_path: Path
 ) -> None:
-    names = points(short)
-    disk = [number for number in spread(short) if names[number - 1] != "step"]
-    fail_at(disk, action, server, tiny, short, tmp_path)
+    fail_at(spread(short), action, server, tiny, short, tmp_path)

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from accel_gpt.model.decode import Decoder
 from accel_gpt.model.generate import context_start, generate, sample_token, stream
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.gpt import GPT, KVCache
 from accel_gpt.model_config import ModelConfig
 from tests.conftest import tiny
 
@@ -39,14 +40,14 @@ def run(model: GPT, prompt: Tensor, count: int, **changes: Any) -> Tensor:
 PROMPT = torch.tensor([[1, 2, 3], [7, 8, 9]])
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        *(tiny(), tiny(n_kv_head=1), tiny("llama"), tiny("llama", n_kv_head=2)),
-        *(tiny("qwen3", n_kv_head=2), tiny("fast"), tiny(block_size=7)),
-    ],
-    ids=["gpt2", "gpt2 grouped", "llama", "llama grouped", "qwen3", "fast", "odd block"],
-)
+SHAPES = [
+    *(tiny(), tiny(n_kv_head=1), tiny("llama"), tiny("llama", n_kv_head=2)),
+    *(tiny("qwen3", n_kv_head=2), tiny("fast"), tiny(block_size=7)),
+]
+SHAPE_NAMES = ["gpt2", "gpt2 grouped", "llama", "llama grouped", "qwen3", "fast", "odd block"]
+
+
+@pytest.mark.parametrize("config", SHAPES, ids=SHAPE_NAMES)
 @pytest.mark.parametrize("prompt_length", [3, 40])
 def test_greedy_text_is_the_same_with_and_without_cache(
     config: ModelConfig, prompt_length: int
@@ -66,10 +67,29 @@ def test_sampled_text_is_the_same_with_and_without_cache_and_follows_the_seed() 
     assert not torch.equal(first, run(model, PROMPT, 30, top_k=20, generator=seeded(1)))
 
 
-def test_the_cache_spares_the_model_all_but_the_new_token() -> None:
+@pytest.mark.parametrize("config", SHAPES, ids=SHAPE_NAMES)
+def test_a_decoded_token_is_a_token_of_the_forward_pass(config: ModelConfig) -> None:
+    model = make(config).eval()
+    tokens = torch.randint(VOCAB, (2, 7), generator=seeded(5))
+    cache = KVCache(config)
+    decoder = Decoder(model, cache)
+    with torch.no_grad():
+        expected = model(tokens)
+        model(tokens[:, :3], cache=cache)
+        for place in range(3, 7):
+            torch.testing.assert_close(decoder(tokens[:, place]), expected[:, place])
+    assert cache.position == 7
+
+
+def test_the_cache_spares_the_model_all_but_the_new_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(tiny())
     lengths: list[int] = []
     model.wte.register_forward_hook(lambda _, args, __: lengths.append(args[0].shape[1]))
+    run(model, PROMPT, 16)
+    assert lengths == [3, 9]  # the decoder does the rest
+    forward = model.forward  # as Accelerate wraps it for bfloat16
+    monkeypatch.setattr(model, "forward", lambda *given, **named: forward(*given, **named))
+    lengths.clear()
     run(model, PROMPT, 16)
     assert lengths == [3] + [1] * 13 + [9, 1]
 

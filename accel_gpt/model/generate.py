@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_gpt.errors import require
+from accel_gpt.model.decode import Decoder
 from accel_gpt.model.gpt import GPT, KVCache
 
 
@@ -90,10 +91,11 @@ def stream(
         tokens = torch.cat((prompt_ids, prompt_ids.new_zeros(B, max_new_tokens)), dim=1)
         ended = torch.zeros(B, dtype=torch.bool, device=tokens.device)
         cache = KVCache(model.config, tokens.shape[1]) if use_cache else None
+        decoder = Decoder(model, cache) if cache and Decoder.suits(model) else None
         modules = list(model.modules())
         for length in range(T, T + max_new_tokens):
             with _evaluating(modules):
-                logits = _next_logits(model, tokens[:, :length], cache)[:, :choices]
+                logits = _next_logits(model, tokens[:, :length], cache, decoder)[:, :choices]
                 chosen = sample_token(logits, temperature, top_k, top_p, generator)
                 if eot_id is not None:
                     chosen = chosen.masked_fill(ended, eot_id)
@@ -156,10 +158,12 @@ def context_start(length: int, block_size: int) -> int:
     return -(-excess // half) * half
 
 
-def _next_logits(model: GPT, tokens: Tensor, cache: KVCache | None) -> Tensor:
+def _next_logits(
+    model: GPT, tokens: Tensor, cache: KVCache | None, decoder: Decoder | None
+) -> Tensor:
     """Logits (B, V) after `tokens`, float32; only those that `cache` lacks are computed.
 
-    Calls the model, not its `forward`: FSDP gathers the weights in hooks.
+    Without a decoder it calls the model, not its `forward`: FSDP gathers the weights in hooks.
     """
     length = tokens.shape[1]
     start = context_start(length, model.config.block_size)
@@ -167,6 +171,8 @@ def _next_logits(model: GPT, tokens: Tensor, cache: KVCache | None) -> Tensor:
         # the cache holds all but the newest token, unless it is empty or the context has moved
         if cache.position and start == context_start(length - 1, model.config.block_size):
             start = length - 1
+            if decoder is not None:
+                return decoder(tokens[:, -1]).float()
         else:
             cache.position = 0
     logits: Tensor = model(tokens[:, start:], cache=cache, last_only=True)

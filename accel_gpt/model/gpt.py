@@ -191,16 +191,15 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.n_embd, width, bias=config.bias)
         self.down = ResidualProjection(config.hidden_size, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
+    def activate(self, h: Tensor) -> Tensor:
+        """The hidden channels of what `up` made."""
         if self.gated:
             gate, h = h.chunk(2, dim=-1)
-            h = F.silu(gate) * h
-        elif self.squared:
-            h = F.relu(h).square()
-        else:
-            h = F.gelu(h, approximate=self.approximate)
-        out: Tensor = self.down(h)
+            return F.silu(gate) * h
+        return F.relu(h).square() if self.squared else F.gelu(h, approximate=self.approximate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.activate(self.up(x)))
         return F.dropout(out, self.dropout) if self.training and self.dropout else out
 
 

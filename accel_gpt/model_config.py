@@ -14,6 +14,9 @@ class ModelConfig:
 
     preset: Literal["gpt2", "llama", "qwen3", "fast"] = "gpt2"
     """Defaults for the fields below; each can be set over it."""
+    depth: int | None = None
+    """The depth dial: blocks, from which width, heads, batch, length, learning rates and schedule
+    of the fast recipe follow where they are not set (docs/fast.md); null: none of them does."""
     init_from: str = "scratch"
     """scratch, or whose weights to start from: a run or checkpoint of ours, a folder that
     transformers wrote, a Hub id (gpt2, Qwen/Qwen3-0.6B, user/name@revision). It brings its shape
@@ -72,11 +75,13 @@ class ModelConfig:
     """Of llama3: the original context in tokens."""
     init_std: float = 0.02
     """Spread of the initial weights; GPT-2's, small for few channels."""
+    zero_init: bool = False
+    """Projections onto the residual stream start at zero: every block passes on what it gets."""
     norm_eps: float = 1e-5
     """Added to the variance in the norms."""
 
     def __post_init__(self) -> None:
-        positive("model", self, "n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
+        positive("model", self, "depth", "n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
         positive("model", self, "vocab_size", "mlp_hidden", "init_std", "head_dim", "norm_eps")
         positive("model", self, "logit_softcap", "rope_theta", "rope_factor")
         positive("model", self, "rope_low_freq_factor", "rope_original_block_size")
@@ -128,7 +133,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
         # Qwen3 technical report 2025, section 2, and the configuration of its 0.6B model
         "qwen3": {**LLAMA, "qk_norm": True, "rope_theta": 1e6, "norm_eps": 1e-6},
         # NanoChat in transformers: norms without weights, also of queries, keys and embeddings,
-        # squared ReLU, logits capped at 15
+        # squared ReLU, logits capped at 15; zeros at the start as in nanochat's gpt.py, 2025
         "fast": {
             "bias": False,
             "position": "rope",
@@ -140,6 +145,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
             "mlp": "relu2",
             "tie_embeddings": False,
             "logit_softcap": 15.0,
+            "zero_init": True,
         },
     }
 )

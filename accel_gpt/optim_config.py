@@ -20,6 +20,10 @@ class OptimConfig:
     embeddings, head and vectors."""
     lr: float = 6e-4
     """Peak learning rate of adamw."""
+    embedding_lr: float | None = None
+    """That of the embeddings, and of a head that shares their weights; null: lr."""
+    head_lr: float | None = None
+    """That of an output head with weights of its own; null: lr."""
     beta1: float = 0.9
     """Decay of the first moment per step."""
     beta2: float = 0.95
@@ -51,7 +55,7 @@ class OptimConfig:
         return self.muon_lr or (MUON_LR if self.muon_scale == "original" else self.lr)
 
     def __post_init__(self) -> None:
-        positive("optim", self, "lr", "eps", "muon_lr")
+        positive("optim", self, "lr", "embedding_lr", "head_lr", "eps", "muon_lr")
         below_one("optim", self, "beta1", "beta2", "muon_momentum")
         not_negative("optim", self, "weight_decay", "grad_clip", "muon_weight_decay")
         not_negative("optim", self, "muon_momentum_warmup")

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 
 from accel_gpt.config import ANCESTORS, Config
+from accel_gpt.depth import turn
 from accel_gpt.errors import UserError, require
 from accel_gpt.model_config import PRESETS
 from accel_gpt.untrusted import load_yaml
@@ -46,6 +47,7 @@ def load_config(
     checked.update(read_options(Config, argv))
     if checked.get("model.init_from", "scratch") != "scratch":
         checked.update(inherit(checked))
+    checked = turn(checked) | checked
     preset = checked.get("model.preset", "gpt2")
     for key, value in PRESETS[preset].items():
         checked.setdefault(f"model.{key}", value)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from accel_gpt.model.gpt import GPT, KVCache
 from accel_gpt.model.loss import IGNORE, next_token_loss
-from accel_gpt.model_config import ModelConfig
+from accel_gpt.model_config import PRESETS, ModelConfig
 from tests.conftest import tiny
 
 VOCAB = 65  # padded to 128
@@ -297,3 +297,14 @@ def test_bf16_autocast_computes_in_bf16_and_gives_a_float32_loss(config: ModelCo
 def test_matrices_have_two_dimensions_and_norms_and_biases_one() -> None:
     for name, weight in GPT(tiny(), VOCAB).named_parameters():
         assert weight.ndim == (1 if "norm" in name or name.endswith("bias") else 2), name
+
+
+def test_with_zero_init_every_block_passes_on_what_it_gets_and_learns() -> None:
+    model, tokens = GPT(tiny("fast", zero_init=True), VOCAB), draw()
+    inputs = torch.randn(2, 16, 32)
+    for block in model.blocks:
+        assert torch.equal(block(inputs, model.rotary), inputs)
+        assert block.attn.qkv.weight.std() > 0
+    assert PRESETS["fast"]["zero_init"] is True
+    model(tokens, tokens).backward()
+    assert all(block.mlp.down.weight.grad.norm() > 0 for block in model.blocks)

@@ -5,7 +5,10 @@ import torch
 from torch import nn
 
 from accel_gpt.config import OptimConfig
-from accel_gpt.optim.groups import configure, make_optimizer, set_lr
+from accel_gpt.errors import UserError
+from accel_gpt.model.gpt import GPT
+from accel_gpt.optim.groups import PART, configure, make_optimizer, set_lr
+from tests.conftest import tiny
 
 
 def model() -> nn.Module:
@@ -68,3 +71,31 @@ def test_an_update_is_left_out_by_either_reason(skip: float, found: float | None
     left_out = all(torch.equal(p, q) for p, q in zip(before, net.parameters(), strict=True))
     assert left_out == bool(skip or found)
     assert hasattr(optimizer, "found_inf") == (found is not None)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_embedding_and_head_have_their_own_learning_rates(name: str) -> None:
+    gpt = GPT(tiny("fast", norm_weight=True), 64)
+    settings = OptimConfig(name, lr=0.1, embedding_lr=0.2, weight_decay=0.3)  # type: ignore[arg-type]
+    optimizer = make_optimizer(gpt, settings)
+    of = {id(p): g for g in optimizer.param_groups for p in g["params"]}
+    assert len(of) == sum(len(g["params"]) for g in optimizer.param_groups)
+    assert len(of) == len(list(gpt.parameters()))
+    assert (of[id(gpt.wte.weight)][PART], of[id(gpt.head.weight)][PART]) == ("embedding", "head")
+    assert of[id(gpt.wte.weight)]["peak_lr"] == 0.2
+    assert of[id(gpt.head.weight)]["peak_lr"] == of[id(gpt.norm_f.weight)]["peak_lr"] == 0.1
+    assert of[id(gpt.head.weight)]["weight_decay"] == 0.3
+    restored = make_optimizer(gpt, settings)
+    restored.load_state_dict(optimizer.state_dict())
+    configure(restored, OptimConfig(name, lr=0.1, head_lr=0.5))  # type: ignore[arg-type]
+    rates = {g[PART]: g["peak_lr"] for g in restored.param_groups if PART in g}
+    assert rates == {"embedding": 0.1, "head": 0.5}
+
+
+def test_a_tied_head_has_the_rate_of_the_embedding() -> None:
+    gpt = GPT(tiny(), 64)
+    optimizer = make_optimizer(gpt, OptimConfig(lr=0.1, embedding_lr=0.2))
+    groups = [g for g in optimizer.param_groups if any(p is gpt.head.weight for p in g["params"])]
+    assert [g["peak_lr"] for g in groups] == [0.2]
+    with pytest.raises(UserError, match=r"head_lr is 0\.3 but .*set optim\.embedding_lr"):
+        make_optimizer(gpt, OptimConfig(head_lr=0.3))

@@ -16,6 +16,7 @@ LEVELS = [
     ["errors"],
     ["files", "untrusted", "data_config", "model_config", "optim_config"],
     ["config", "options"],
+    ["depth"],
     ["parse", "plan"],
     ["model", "data", "optim"],
     ["run"],

@@ -18,7 +18,7 @@ SMALL_FILES = ("config.json", "tokenizer*.json", "chat_template.jinja", "vocab.j
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 # what may be set over a source; everything else is its shape
 CHANGEABLE = ("init_std", "norm_eps", "rope_")
-NOT_SHAPE = ("init_from", "allow_pickle", "dropout")
+NOT_SHAPE = ("init_from", "allow_pickle", "dropout", "zero_init", "depth")
 
 
 @dataclass(frozen=True)

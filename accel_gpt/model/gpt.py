@@ -109,7 +109,7 @@ class QKNorm(nn.Module):
 
 
 class ResidualProjection(nn.Linear):
-    """A linear layer onto the residual stream; starts smaller than the others."""
+    """A linear layer onto the residual stream; starts smaller than the others, or at zero."""
 
 
 class CausalSelfAttention(nn.Module):
@@ -280,7 +280,7 @@ class GPT(nn.Module):
         """Draw all weights anew from the global generator, and complete the model.
 
         GPT-2, Radford et al. 2019, section 2.3: normal(0, init_std), projections onto the residual
-        stream divided by the root of their number, 2 n_layer.
+        stream divided by the root of their number, 2 n_layer; zero with `zero_init`.
         """
         self.complete()
         for module in self.modules():
@@ -289,7 +289,7 @@ class GPT(nn.Module):
             elif isinstance(module, nn.Linear | nn.Embedding):
                 std = self.config.init_std
                 if isinstance(module, ResidualProjection):
-                    std /= math.sqrt(2 * self.config.n_layer)
+                    std = 0.0 if self.config.zero_init else std / math.sqrt(2 * len(self.blocks))
                 nn.init.normal_(module.weight, std=std)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)

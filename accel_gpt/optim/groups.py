@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accel_gpt.config import Config
 from accel_gpt.errors import require
+from accel_gpt.model.head import Head
 from accel_gpt.optim.adamw import GuardedAdamW
 from accel_gpt.optim.muon import MOMENTUM, ROWS, MuonAdamW, hidden_matrices
 from accel_gpt.optim.schedule import lr_fraction, momentum_at
@@ -15,6 +16,7 @@ from accel_gpt.plan import Plan
 
 PEAK = "peak_lr"
 DECAYED = "decayed"
+PART = "part"  # of a group with a learning rate of its own: embedding, head
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig, compiled: bool = False) -> GuardedAdamW:
@@ -22,10 +24,12 @@ def make_optimizer(model: nn.Module, config: OptimConfig, compiled: bool = False
     matrices of the blocks are Muon's, whose steps are `compiled` or not.
 
     Loshchilov & Hutter 2019; the groups are those of minGPT and its descendants. AdamW's come
-    first.
+    first. With `embedding_lr` or `head_lr` embeddings and head are groups of their own.
     """
     matrices = hidden_matrices(model) if config.name == "muon" else {}
-    taken = {id(weight) for weights in matrices.values() for weight in weights}
+    parts = own_parts(model, config)
+    special = [*matrices.values(), *parts.values()]
+    taken = {id(weight) for weights in special for weight in weights}
     parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
     decayed = [p for p in parameters if p.dim() >= 2]
     undecayed = [p for p in parameters if p.dim() < 2]
@@ -33,6 +37,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, compiled: bool = False
         {"params": decayed, DECAYED: True},
         {"params": undecayed, DECAYED: False},
     ]
+    groups += [{"params": weights, DECAYED: True, PART: part} for part, weights in parts.items()]
     groups += [
         {"params": weights, DECAYED: True, ROWS: rows or None} for rows, weights in matrices.items()
     ]
@@ -47,6 +52,25 @@ def make_optimizer(model: nn.Module, config: OptimConfig, compiled: bool = False
     return optimizer
 
 
+def own_parts(model: nn.Module, config: OptimConfig) -> dict[str, list[Tensor]]:
+    """Embeddings and head, where the config gives one of them its learning rate.
+
+    Raises `UserError` for `head_lr` where the head's weights are the embedding's.
+    """
+    if config.embedding_lr is None and config.head_lr is None:
+        return {}
+    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    known = {id(weight) for weight in embeddings}
+    heads = [m.weight for m in model.modules() if isinstance(m, Head) and id(m.weight) not in known]
+    require(
+        bool(heads) or config.head_lr is None,
+        f"optim.head_lr is {config.head_lr} but model.tie_embeddings is true: the head has the "
+        "weights of the embedding; set optim.embedding_lr",
+    )
+    parts = {"embedding": embeddings, "head": heads}
+    return {part: [w for w in weights if w.requires_grad] for part, weights in parts.items()}
+
+
 def configure(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
     """Write the config into every group; also after a resume, which restores those of the past."""
     for group in optimizer.param_groups:
@@ -57,7 +81,8 @@ def configure(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
             group["momentum"] = config.muon_momentum
             group["scale"], group["cautious"] = config.muon_scale, config.muon_cautious_decay
         else:
-            group[PEAK] = config.lr
+            own = {"embedding": config.embedding_lr, "head": config.head_lr}
+            group[PEAK] = own.get(group.get(PART, "")) or config.lr
             group["weight_decay"] = config.weight_decay if group[DECAYED] else 0.0
             group["betas"], group["eps"] = (config.beta1, config.beta2), config.eps
 

@@ -3,8 +3,10 @@
 from typing import Any
 
 from accel_gpt.config import Config
+from accel_gpt.depth import describe
 from accel_gpt.model.cost import flops_per_token, parameter_counts
 from accel_gpt.options import PlanCommand
+from accel_gpt.parse import to_flat, to_plain
 from accel_gpt.plan import Plan, make_plan
 from accel_gpt.planning.advice import largest_size, remedies
 from accel_gpt.planning.machine import Machine, make_machine
@@ -27,6 +29,7 @@ def forecast(asked: PlanCommand, config: Config) -> dict[str, Any]:
         "vocabulary": {"tokens": vocab_size, "source": source},
         "parameters": parameter_counts(config.model, vocab_size),
         "length": length(config, vocab_size, plan),
+        "depth": list(describe(to_flat(to_plain(config)))),
         "memory": memory(config, vocab_size, machine, plan),
         "time": time(asked, config, vocab_size, machine, plan),
         "disk": disk(config, vocab_size, plan),

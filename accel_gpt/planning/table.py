@@ -13,9 +13,12 @@ LABEL, VALUE = 28, 16  # columns
 def table(report: Mapping[str, Any]) -> str:
     """The whole report as text."""
     precision = report["precision"]
-    title = (
-        f"{report['config']} on {report['machine']}\n"
-        f"precision {precision['is']}: {precision['source']}"
+    title = "\n".join(
+        [
+            f"{report['config']} on {report['machine']}",
+            f"precision {precision['is']}: {precision['source']}",
+            *report["depth"],
+        ]
     )
     sections = (parameters, length, memory, time, disk)
     blocks = ["\n".join(lines(section(report))) for section in sections]

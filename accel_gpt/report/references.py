@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from accel_gpt.errors import UserError, require
@@ -26,7 +27,11 @@ from accel_gpt.run.changes import changed
 from accel_gpt.untrusted import load_json
 
 # of the config, what changes neither the shape nor what is computed at the start
-NO_SHAPE = ("preset", "init_from", "allow_pickle", "vocab_size", "norm_eps")
+NO_SHAPE = ("preset", "depth", "init_from", "allow_pickle", "vocab_size", "norm_eps")
+# of fields that an older reference, or the config of an older run, lacks
+DEFAULTS = MappingProxyType(
+    {name: value for name, value in asdict(ModelConfig()).items() if name not in NO_SHAPE}
+)
 FOLDERS = (Path("configs/references"), Path(__file__).resolve().parents[2] / "configs/references")
 
 
@@ -83,7 +88,8 @@ def matches(match: Mapping[str, Any], run: RunFolder) -> bool:
         "data_folder": Path(folder).name if isinstance(folder, str) else None,
         "config": config_name(run.fact("command")),
     }
-    same_model = match.get("model") == shape(run)
+    model = match.get("model")
+    same_model = isinstance(model, dict) and DEFAULTS | model == DEFAULTS | shape(run)
     same_vocabulary = match.get("vocab_size") == run.fact("model", "vocab_size")
     same_data = any(value and match.get(key) == value for key, value in found.items())
     return same_model and same_vocabulary and same_data
@@ -91,8 +97,7 @@ def matches(match: Mapping[str, Any], run: RunFolder) -> bool:
 
 def shape(run: RunFolder) -> dict[str, Any]:
     """The fields of the model that decide its shape."""
-    names = [name for name in asdict(ModelConfig()) if name not in NO_SHAPE]
-    return {name: run.config.get(f"model.{name}") for name in names}
+    return {name: run.config.get(f"model.{name}", value) for name, value in DEFAULTS.items()}
 
 
 def write_reference(run: RunFolder, path: Path) -> None:

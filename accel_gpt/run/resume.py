@@ -40,6 +40,8 @@ FREE = (
     "data.prepare.",
     "model.init_from",
     "model.allow_pickle",
+    "model.zero_init",
+    "model.depth",  # what it set is compared itself
     "train.micro_batch_size",
     "train.mixed_precision",
     "train.matmul_precision",

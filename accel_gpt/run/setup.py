@@ -10,10 +10,11 @@ import torch
 from accelerate import Accelerator
 
 from accel_gpt.config import Config, TrainConfig
+from accel_gpt.depth import describe
 from accel_gpt.files import write_file
 from accel_gpt.model.cost import flops_per_token, mfu, parameter_counts, peak_flops
 from accel_gpt.model.gpt import GPT
-from accel_gpt.parse import to_yaml
+from accel_gpt.parse import to_flat, to_plain, to_yaml
 from accel_gpt.plan import Plan
 from accel_gpt.run.checkpoint import TrainState
 from accel_gpt.run.command import command_line, without_secrets
@@ -64,6 +65,7 @@ def describe_run(config: Config, plan: Plan, corpus: Corpus, speed: Speed, machi
             f"{speed.flops_per_token / 1e6:,.1f} MFLOP a token",
             *corpus.lines(plan),
             *(f"plan     {line}" for line in plan.describe().splitlines()),
+            *(f"plan     {line}" for line in describe(to_flat(to_plain(config)))),
             f"device   {machine['processes']} x {machine['device']}, precision "
             f"{machine['mixed_precision']}, {machine['threads_per_process']} threads{unknown}",
         ]

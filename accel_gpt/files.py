@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import io
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,3 +55,16 @@ def wait_for_lock(path: Path, doing: str) -> Iterator[None]:
             sys.stderr.write(f"another process holds {path}; waiting until it has {doing}\n")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def link_tree(folder: Path, to: Path) -> None:
+    """A copy of a folder that takes no room where the file system has hard links."""
+    shutil.copytree(folder, to, copy_function=link)
+
+
+def link(source: str, target: str) -> None:
+    """Copy a file, without its content where the file system has hard links."""
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copy2(source, target)

@@ -8,7 +8,6 @@ newest checkpoint; writes the run's folder: config, metrics, samples, checkpoint
 """
 
 import contextlib
-import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -24,11 +23,10 @@ from accel_gpt.config import Config
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.order import derive_seed
 from accel_gpt.errors import run_main
-from accel_gpt.evals.command import evaluate_only
 from accel_gpt.evals.figures import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.hub.load import start_model
-from accel_gpt.hub.push import fetch_resume
+from accel_gpt.hub.resume import fetch_resume
 from accel_gpt.hub.sources import inherit
 from accel_gpt.hub.uploads import Uploads, start_uploads
 from accel_gpt.model.gpt import GPT
@@ -47,7 +45,7 @@ from accel_gpt.run.numerics import Ledger, TooManySkippedError, check_weights
 from accel_gpt.run.reporter import Reporter, shown
 from accel_gpt.run.restore import restore
 from accel_gpt.run.resume import step_back, take_up
-from accel_gpt.run.setup import set_up_model
+from accel_gpt.run.setup import freeze, prepared, set_up_model
 from accel_gpt.run.signals import PREEMPTED, StopSignal, die_with_launcher, listen_for_stop
 from accel_gpt.run.terminal import Display, last_words
 from accel_gpt.run.text_corpus import open_corpus
@@ -89,6 +87,8 @@ def launch(config: Config) -> int:
         ensure_data(config.data)
         with peers(plan.world_size):
             if config.eval.only:
+                from accel_gpt.evals.command import evaluate_only
+
                 return evaluate_only(config)
             return train(fetch_resume(config), plan, started)
 
@@ -125,7 +125,7 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     torch.manual_seed(derive_seed(config.seed, "dropout", accelerator.process_index))
     set_up_model(gpt, config.train)
     made = make_optimizer(gpt, config.optim, config.train.compile)
-    model, optimizer = accelerator.prepare(gpt, made)
+    model, optimizer = prepared(accelerator, gpt, made)
     gradients = make_gradients(config, accelerator, model)
     if path:
         state = restore(accelerator, path, state, gpt, optimizer, say)
@@ -139,8 +139,7 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     take_place(run)
     reporter.launch(run.corpus, state)
     model.train()  # evaluation and sampling give it back as they found it
-    gc.collect()
-    gc.freeze()  # what lives until the end need not be searched for garbage
+    freeze()
     return run
 
 
@@ -179,8 +178,7 @@ def update(run: Run) -> None:
         with run.gradients.micro_step(first):
             run.gradients.backward(run.model(tokens, targets, documents=documents) * weight)
     loss = run.gradients.finish()  # over all processes, as the gradient is
-    limit = run.config.optim.grad_clip or float("inf")
-    grad_norm = accelerator.clip_grad_norm_(run.model.parameters(), limit)
+    grad_norm = run.gradients.clip(run.config.optim.grad_clip)
     run.optimizer.optimizer.skip = run.ledger.judge(state, loss, grad_norm)
     with run.reporter.layers(state.step + 1, grad_norm, tokens, documents):
         run.optimizer.step()

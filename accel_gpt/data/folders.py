@@ -11,10 +11,13 @@ from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import DataError
 
 
-def open_place(place: str, split: str, data: DataConfig) -> tuple[Split, Tokenizer]:
+def open_place(
+    place: str, split: str, data: DataConfig, known: Tokenizer | None = None
+) -> tuple[Split, Tokenizer]:
     """A split of `place` (folder or URL) and the tokenizer that made it.
 
-    `data` tells the tokenizer where the place does not, and where fetched shards are kept. Raises
+    `data` tells the tokenizer where the place does not, and where fetched shards are kept; `known`
+    is that of a folder of ours, where another split of it was opened before. Raises
     `UserError` when there is no such place or its tokenizer is not known, `DataError` when it
     cannot be trained on.
     """
@@ -25,7 +28,7 @@ def open_place(place: str, split: str, data: DataConfig) -> tuple[Split, Tokeniz
         sizes = {file.name: file.stat().st_size for file in os.scandir(folder) if file.is_file()}
         return open_foreign(folder, sizes, folder.joinpath, split, data.tokenizer)
     read_index(folder)
-    return checked(open_split(folder, split), load_tokenizer(folder))
+    return checked(open_split(folder, split), known or load_tokenizer(folder))
 
 
 def open_remote(remote: RemoteFolder, split: str, data: DataConfig) -> tuple[Split, Tokenizer]:

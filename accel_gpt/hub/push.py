@@ -8,34 +8,30 @@ on main with a tag step-N, or one on the branch that was asked for.
 """
 
 import contextlib
-import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TypeVar
 
 from safetensors import SafetensorError
 
-from accel_gpt.config import Config
-from accel_gpt.errors import UserError, require
-from accel_gpt.files import sha256
+from accel_gpt.errors import UserError
+from accel_gpt.files import link, sha256
 from accel_gpt.hub.card import write_card
-from accel_gpt.hub.client import SCHEME, Unreachable, check_repo, fetch, told
+from accel_gpt.hub.client import Unreachable, check_repo, told
 from accel_gpt.hub.export import write_model
 from accel_gpt.hub.facts import public_launch
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.logs import copy_logs
 from accel_gpt.hub.privacy import source_name
+from accel_gpt.hub.resume import STATE
 from accel_gpt.hub.sources import Source
 from accel_gpt.options import PushCommand
 from accel_gpt.run.checkpoint import (
-    checkpoints,
     find_checkpoint,
-    is_checkpoint,
     read_json,
     read_state,
     verify,
@@ -45,7 +41,6 @@ from accel_gpt.run.resume import FREE, NOT_TOLD
 
 T = TypeVar("T")
 
-STATE = "checkpoint"  # folder of the repository
 OURS = (
     *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
     *("tensorboard/events.out.tfevents.*.accel_gpt", f"{STATE}/*"),
@@ -146,37 +141,6 @@ def public_versions(versions: Mapping[str, str]) -> dict[str, str]:
     launch = public_launch({"versions": versions, "commit": versions.get("commit")})
     found: dict[str, str] = launch["versions"]
     return found | ({"commit": launch["commit"]} if launch["commit"] else {})
-
-
-def link_tree(folder: Path, to: Path) -> None:
-    """A copy of a folder that takes no room where the file system has hard links."""
-    shutil.copytree(folder, to, copy_function=link)
-
-
-def link(source: str, target: str) -> None:
-    """Copy a file, without its content where the file system has hard links."""
-    try:
-        os.link(os.path.realpath(source), target)
-    except OSError:
-        shutil.copy2(source, target)
-
-
-def fetch_resume(config: Config) -> Config:
-    """`config` with the folder of a pushed checkpoint in `checkpoint.resume` for its `hf://` place.
-
-    Fetched only while the run has no checkpoint of its own. Raises `UserError` where it was pushed
-    without its state.
-    """
-    place = config.checkpoint.resume
-    if not place.startswith(SCHEME) or checkpoints(Path(config.out_dir) / "checkpoints"):
-        return config
-    folder = fetch(place, [f"{STATE}/*"]) / STATE
-    require(
-        is_checkpoint(folder),
-        f"{place} holds no state to resume from; push it with hub.include_state, or start from its "
-        "weights with model.init_from",
-    )
-    return replace(config, checkpoint=replace(config.checkpoint, resume=str(folder)))
 
 
 # --------------------------------------------------------------------------- the Hub

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from accel_gpt.config import Config, HubConfig
-from accel_gpt.hub.push import link_tree
+from accel_gpt.files import link_tree
 from accel_gpt.run.checkpoint import checkpoints, step_name
 from accel_gpt.run.environment import plain_environment
 

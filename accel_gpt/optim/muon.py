@@ -12,15 +12,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accel_gpt.model.gpt import MLP, CausalSelfAttention
 from accel_gpt.optim.adamw import GuardedAdamW
+from accel_gpt.optim.sharded import is_sharded
 from accel_gpt.optim_config import STACK
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 ROWS = "rows"  # of each matrix in a weight of the group, None: it is one; Muon's groups have it
 MOMENTUM = "momentum_buffer"
@@ -210,19 +213,23 @@ class MuonAdamW(GuardedAdamW):
 
 def own(tensor: Tensor) -> Tensor:
     """This process's part of a tensor that FSDP2 sharded, or all of one that it did not."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local() if is_sharded(tensor) else tensor.detach()
 
 
-def stacked_placements(like: DTensor) -> list[Any]:
+def stacked_placements(like: "DTensor") -> list[Any]:
     """How a stack of tensors like this one is sharded."""
+    from torch.distributed.tensor import Shard
+
     return [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in like.placements]
 
 
 def gathered(stack: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Stacked parts of the parameters as whole matrices (N, R, C); a collective where sharded."""
     like = parameters[0]
-    if not isinstance(like, DTensor):
+    if not is_sharded(like):
         return stack
+    from torch.distributed.tensor import DTensor
+
     shape = torch.Size((len(parameters), *like.shape))
     stride = (like.shape.numel(), *like.stride())
     placements = stacked_placements(like)
@@ -232,7 +239,9 @@ def gathered(stack: Tensor, parameters: Sequence[Tensor]) -> Tensor:
 
 def parted(stack: Tensor, like: Tensor) -> Tensor:
     """This process's part of whole matrices, where `like` is sharded."""
-    if not isinstance(like, DTensor):
+    if not is_sharded(like):
         return stack
+    from torch.distributed.tensor import distribute_tensor
+
     placements = stacked_placements(like)
     return distribute_tensor(stack, like.device_mesh, placements, src_data_rank=None).to_local()

@@ -162,7 +162,8 @@ def open_shards(config: Config) -> ShardCorpus:
     pattern = Pattern(tuple(source.weight for source in sources))
     train = Mixture(names_of(sources), splits, orders, pattern)
     held = val_sources(data) or sources
-    opened_val = [open_place(source.path, "val", data) for source in held]
+    known = {source.path: tokenizer for source, (_, tokenizer) in zip(sources, opened, strict=True)}
+    opened_val = [open_place(s.path, "val", data, known.get(s.path)) for s in held]
     check_cache(splits, data)
     same_tokenizer([*sources, *held], [*opened, *opened_val])
     budget = config.eval.tokens

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from accel_gpt.model.documents import dense_mask
 from accel_gpt.model.gpt import GPT, CausalSelfAttention
+from accel_gpt.optim.sharded import is_sharded
 
 ENTROPY_ROWS = 2
 CHUNK = 2**24
@@ -119,7 +119,7 @@ def norm(tensors: list[Tensor]) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """What FSDP's processes hold a part of each, put together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 @dataclass

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from accel_gpt.config import TrainConfig
 from accel_gpt.errors import DivergedError
+from accel_gpt.optim.sharded import is_sharded
 from accel_gpt.run.checkpoint import TrainState
 
 SPIKE_WINDOW = 128  # steps; OLMo 2 (2025), whose trainer looks at as many
@@ -53,7 +53,7 @@ class Ledger:
         deviations above the mean of the window; there is none before the window is full: its mean
         is not a number then.
         """
-        if isinstance(grad_norm, DTensor):  # of FSDP
+        if is_sharded(grad_norm):  # of FSDP
             grad_norm = grad_norm.full_tensor()
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
         if self.config.spike_sigma:
@@ -134,7 +134,7 @@ def check_weights(model: nn.Module, accelerator: Accelerator, step: int) -> None
     """
     weights = [p.detach() for p in model.parameters()]
     # FSDP leaves some whole after an evaluation, of the others each process has a part
-    own = [w.to_local() if isinstance(w, DTensor) else w for w in weights]
+    own = [w.to_local() if is_sharded(w) else w for w in weights]
     norms = torch.stack(torch._foreach_norm(own))
     bad = accelerator.reduce((~torch.isfinite(norms)).sum(), "sum")
     if bad.item():

@@ -12,17 +12,19 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
-from torch.utils.tensorboard import SummaryWriter
 
 from accel_gpt.config import Config
 from accel_gpt.errors import UserError
 from accel_gpt.files import write_file
 from accel_gpt.parse import to_flat, to_plain, to_yaml
 from accel_gpt.run.command import without_secrets
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 Charts = dict[str, dict[str, list[Any]]]
 PROJECT = "accel_gpt"
@@ -93,6 +95,8 @@ def run_name(out_dir: Path) -> str:
 
 def reopen_tensorboard(accelerator: Accelerator, purge_step: int, charts: Charts) -> None:
     """A new file of curves, which forgets the steps from `purge_step` on."""
+    from torch.utils.tensorboard import SummaryWriter
+
     for tracker in accelerator.trackers:
         if isinstance(tracker, TensorBoardTracker):
             with contextlib.suppress(OSError):  # of a full disk: once more
@@ -132,7 +136,7 @@ def chart_groups(config: Config, has_mfu: bool) -> Charts:
     }
 
 
-def group_charts(writer: SummaryWriter, charts: Charts) -> None:
+def group_charts(writer: "SummaryWriter", charts: Charts) -> None:
     """Begin a file of curves with what belongs together; each file of a run tells the same."""
     writer.add_custom_scalars(charts)
     writer.flush()

@@ -70,13 +70,16 @@ class TrainConfig:
     """Skip the update of a spike, as one that is not finite."""
     time_limit: str | None = None
     """Save and stop before a launch has taken so long, as 3h50m: the wall clock of a job."""
+    profile: int = 0
+    """Steps of each launch that PyTorch's profiler records, after three: traces and a table of
+    operations in profile/ of the run; 0: none."""
     step_timeout: str | None = "30m"
     """End a process that completes nothing for so long, with the stacks of its threads; limit of
     each collective, too."""
 
     def __post_init__(self) -> None:
         positive("train", self, "max_skipped")
-        not_negative("train", self, "spike_sigma")
+        not_negative("train", self, "spike_sigma", "profile")
         for name in ("time_limit", "step_timeout"):
             duration(f"train.{name}", getattr(self, name))
         positive("train", self, "tokens_per_step", "micro_batch_size")

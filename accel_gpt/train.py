@@ -99,7 +99,8 @@ def train(config: Config, plan: Plan, started: float) -> int:
     stop = listen_for_stop(config, accelerator, started)
     with shown(config, plan, accelerator) as display:
         run = start(config, plan, accelerator, display)
-        with Watchdog(config.train.step_timeout) as watchdog, contextlib.closing(run.writer):
+        writing, profiling = contextlib.closing(run.writer), run.reporter.profile
+        with Watchdog(config.train.step_timeout) as watchdog, writing, profiling:
             run.reporter.beat, stopping = watchdog.beat, False
             while run.state.step < plan.max_steps and not stopping:
                 stopping = step(run, stop)

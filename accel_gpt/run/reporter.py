@@ -17,6 +17,7 @@ from accel_gpt.run.corpus import Corpus
 from accel_gpt.run.dashboard import Dashboard
 from accel_gpt.run.layer_stats import copies, layer_stats
 from accel_gpt.run.metrics import MetricsLog, Record, Stopwatch, losses
+from accel_gpt.run.profiling import Profile
 from accel_gpt.run.setup import Speed, record_run
 from accel_gpt.run.terminal import Display
 from accel_gpt.run.trackers import (
@@ -51,6 +52,7 @@ class Reporter:
         self.metrics: MetricsLog | None = None  # of the main process
         self.settle = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
         self.watch = Stopwatch(0.0, 0)
+        self.profile = Profile(config, accelerator, self.say)
         self.beat: Callable[[], None] = lambda: None  # of the watchdog
 
     def launch(self, corpus: Corpus, state: TrainState) -> None:
@@ -77,6 +79,7 @@ class Reporter:
         """A step was completed, with all that followed it."""
         self.beat()
         self.display.advance(step)
+        self.profile.completed(self.watch.pause)
 
     def pace(self, step: int) -> Record:
         """Speed since the last time it was asked for."""

@@ -50,6 +50,7 @@ FREE = (
     "train.cpu_threads",
     "train.time_limit",
     "train.step_timeout",
+    "train.profile",
     "eval.every",
     "eval.only",
     "eval.hellaswag",

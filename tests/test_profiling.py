@@ -1,0 +1,89 @@
+"""`train.profile`: a trace that a browser opens, a table, and training as without."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from accel_gpt import train
+from tests.conftest import QUIET, launch
+from tests.test_train import assert_same_weights, records, weights
+
+Arguments = Callable[..., list[str]]
+
+STEP = "Optimizer.step#GuardedAdamW.step"
+
+
+def events(folder: Path) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = json.loads((folder / "profile_0.json").read_text())[
+        "traceEvents"
+    ]
+    return found
+
+
+def count(folder: Path, name: str) -> int:
+    return sum(event.get("name") == name and event.get("ph") == "X" for event in events(folder))
+
+
+def test_a_profile_records_its_steps_and_changes_nothing(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run(*QUIET)) == 0
+    assert not (tmp_path / "run" / "profile").exists()
+    capsys.readouterr()
+    assert launch(small_run(*QUIET, "--out_dir", str(tmp_path / "p"), "--train.profile", "3")) == 0
+    assert_same_weights(weights(tmp_path / "run"), weights(tmp_path / "p"))
+    assert records(tmp_path / "run") == records(tmp_path / "p")
+    folder = tmp_path / "p" / "profile"
+    assert count(folder, STEP) == 3
+    assert count(folder, "aten::embedding") == 3 * 2  # micro-steps
+    text = (folder / "operations.txt").read_text()
+    lines = text.splitlines()
+    assert len(lines) == 1 + 10 + 1
+    shares = [float(line.split("%")[0]) for line in lines[1:-1]]
+    assert shares == sorted(shares, reverse=True)
+    assert 30 < sum(shares) <= 100.1
+    assert "aten::addmm" in text or "aten::mm" in text
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "recorded"), [(3, None), (5, 2)])
+def test_a_launch_too_short_for_its_profile(
+    small_run: Arguments, tmp_path: Path, steps: int, recorded: int | None
+) -> None:
+    options = ("--train.max_steps", str(steps), "--train.profile", "100")
+    assert launch(small_run(*QUIET, *options)) == 0
+    folder = tmp_path / "run" / "profile"
+    assert folder.exists() == (recorded is not None)
+    if recorded:
+        assert count(folder, STEP) == recorded
+
+
+@pytest.mark.slow
+def test_an_error_ends_the_recording(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next launch can record again: there is one profiler in a process."""
+    update = train.update
+
+    def failing(run: train.Run) -> None:
+        if run.state.step == 4:
+            raise RuntimeError("broken")
+        update(run)
+
+    monkeypatch.setattr(train, "update", failing)
+    with pytest.raises(RuntimeError, match="broken"):
+        launch(small_run(*QUIET, "--train.profile", "4"))
+    monkeypatch.setattr(train, "update", update)
+    again = ("--out_dir", str(tmp_path / "again"), "--train.profile", "1")
+    assert launch(small_run(*QUIET, *again)) == 0
+    assert count(tmp_path / "again" / "profile", "aten::embedding") == 2
+
+
+def test_a_negative_number_is_refused(
+    small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run("--train.profile", "-1")) == 2
+    assert "train.profile is -1; it must be 0 or more" in capsys.readouterr().err

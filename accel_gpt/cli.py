@@ -22,6 +22,7 @@ from accel_gpt.errors import (
     run_main,
 )
 from accel_gpt.options import (
+    BenchCommand,
     EvaluateCommand,
     ExportCommand,
     InspectCommand,
@@ -208,6 +209,21 @@ def verify_resume_command(argv: Sequence[str]) -> int:
     return verify_resume(asked, config)
 
 
+def bench_command(argv: Sequence[str]) -> int:
+    """Measure the training step of a config on this machine."""
+    from accel_gpt.hub.sources import inherit
+
+    own, rest = parted(BenchCommand, argv)
+    asked = parse_command(BenchCommand, own, "accel-gpt bench")
+    config = load_config([asked.config, *rest], "accel-gpt bench", inherit)
+    exit_on_sigterm()
+    from accel_gpt.bench import bench, table
+
+    if report := bench(asked, config):
+        sys.stdout.write(json.dumps(report, indent=1) + "\n" if asked.json else table(report))
+    return 0
+
+
 def plan_command(argv: Sequence[str]) -> int:
     """Print what a config will take, and what would make it fit."""
     from accel_gpt.planning.forecast import forecast
@@ -272,6 +288,7 @@ COMMANDS: Mapping[str, tuple[Command, str]] = MappingProxyType(
         "push": (push_command, "the same to the Hub, with a model card"),
         "inspect": (inspect_command, "verify data or a checkpoint; compare tokenizers"),
         "plan": (plan_command, "size, FLOPs, memory, hours and cost of a config; does it fit?"),
+        "bench": (bench_command, "tokens/s, MFU, memory of a config; where a step's time goes"),
         "report": (report_command, "curves and samples of runs, one HTML file"),
         "verify-resume": (
             verify_resume_command,

@@ -257,6 +257,30 @@ class PlanCommand:
 
 
 @dataclass(frozen=True)
+class BenchCommand:
+    """Measure the training step of a config: tokens a second, MFU, memory, where its time goes.
+
+    Any --section.key of the config may be set as well. Nothing is kept. On several processes:
+    accelerate launch -m accel_gpt.cli bench CONFIG ...
+    """
+
+    config: Annotated[str, tyro.conf.Positional]
+    """YAML file, as for train."""
+    warmup: int = 5
+    """Steps before those that are measured."""
+    steps: int = 20
+    """Steps that are measured."""
+    parts: int = 5
+    """Further steps, in which each part is waited for and timed by itself; 0: none."""
+    json: bool = False
+    """One JSON object in place of text."""
+
+    def __post_init__(self) -> None:
+        positive("bench", self, "warmup", "steps")
+        not_negative("bench", self, "parts")
+
+
+@dataclass(frozen=True)
 class ReportCommand:
     """Write curves, samples and configs of runs as one HTML file, which needs no network.
 

@@ -21,7 +21,7 @@ LEVELS = [
     ["model", "data", "optim"],
     ["run"],
     ["evals", "hub", "report", "planning"],
-    ["train", "cli"],
+    ["train", "bench", "cli"],
 ]
 # what could execute a file's content, or shows a wish to hide behaviour
 UNSAFE = {"exec", "eval", "compile", "globals", "locals", "__import__"}

@@ -1,0 +1,119 @@
+"""`accel-gpt bench`: the real training step, measured; nothing of it is kept."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_gpt import bench, train
+from accel_gpt.cli import dispatch
+from accel_gpt.errors import run_main
+
+Arguments = Callable[..., list[str]]
+SHORT = ("--warmup", "1", "--steps", "3", "--parts", "2")
+
+
+def call(*words: str) -> int:
+    return run_main(dispatch, ("bench", *words))
+
+
+def test_bench_times_the_training_step_and_keeps_nothing(
+    small_run: Arguments,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[int] = []
+    update = train.update
+
+    def counted(run: Any) -> None:
+        update(run)
+        steps.append(run.state.step)
+
+    monkeypatch.setattr(train, "update", counted)
+    before = sorted(tmp_path.rglob("*"))
+    assert call(*small_run(*SHORT, "--json", "--train.micro_batch_size", "2")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert sorted(tmp_path.rglob("*")) == sorted({*before, tmp_path / "small.yaml"})
+    assert report["plan"]["accumulation_steps"] == 4
+    assert report["plan"]["tokens_per_step"] == 256
+    low, high = report["tokens_per_second_quartiles"]
+    assert low <= report["tokens_per_second"] <= high
+    assert report["tokens_per_second"] == pytest.approx(256_000 / report["step_ms"])
+    assert list(report["parts_ms"]) == [*bench.PARTS, "rest"]
+    assert min(report["parts_ms"].values()) > 0
+    assert report["mfu"] is None
+    assert report["memory_gb"] > 0
+
+
+def test_the_table_names_the_formula_of_mfu(
+    small_run: Arguments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_gpt.run.setup.peak_flops", lambda name, dtype: 1e12)
+    assert call(*small_run(*SHORT, "--parts", "0")) == 0
+    shown = capsys.readouterr().out
+    assert "MFLOP / (1 x 1.0 TFLOP/s of fp32)" in shown
+    assert "median of 3 steps" in shown
+    assert "where a step" not in shown
+
+
+def test_parts_are_those_that_take_the_time(
+    small_run: Arguments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import time
+
+    from accel_gpt.data.loader import Loader
+
+    following = Loader.__next__
+
+    def slow(loader: Loader) -> Any:
+        time.sleep(0.1)
+        return following(loader)
+
+    monkeypatch.setattr(Loader, "__next__", slow)
+    assert call(*small_run(*SHORT, "--json")) == 0
+    parts = json.loads(capsys.readouterr().out)["parts_ms"]
+    assert max(parts, key=parts.__getitem__) == "data"
+    assert 200 <= parts["data"] < 400  # two micro-steps
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "0"], "bench.steps is 0; it must be above 0"),
+        (["--train.micro_batch", "2"], "did you mean train.micro_batch_size?"),
+        (["--train.micro_batch_size", "3"], "train.tokens_per_step is 256, not a multiple"),
+        (["--data.train", "nowhere"], "nowhere"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    small_run: Arguments, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(*small_run(*words)) in (2, 3)
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_two_processes_tell_one_table(small_run: Arguments, tmp_path: Path) -> None:
+    import os
+    import subprocess
+
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = ["-m", "accel_gpt.cli", "bench", *small_run(*SHORT, "--json")]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [sys.executable, *launcher, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["processes"], report["plan"]["accumulation_steps"]) == (2, 1)

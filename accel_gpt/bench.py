@@ -22,6 +22,7 @@ from accel_gpt.config import Config
 from accel_gpt.model.cost import parameter_counts
 from accel_gpt.options import BenchCommand
 from accel_gpt.plan import in_steps, make_plan, plural
+from accel_gpt.planning.sizing import sized
 from accel_gpt.run.environment import (
     code_versions,
     describe_machine,
@@ -46,6 +47,7 @@ def bench(asked: BenchCommand, config: Config) -> Report | None:
         plan = make_plan(config, world_size())
         ensure_data(config.data)
         accelerator = start_accelerator(config, plan)
+        config, plan = sized(config, plan, accelerator)
         with Display(False, config, plan) as display:
             run = train.start(config, plan, accelerator, display)
         try:

@@ -39,8 +39,8 @@ class TrainConfig:
 
     tokens_per_step: int = 524_288
     """Tokens per optimizer update over all processes; accumulation is derived from it."""
-    micro_batch_size: int = 16
-    """Sequences per process per micro-step."""
+    micro_batch_size: int | Literal["auto"] = 16
+    """Sequences per process per micro-step; auto: the most that fit the memory, found at start."""
     max_steps: int | None = None
     """Optimizer updates in the run; set this or max_tokens."""
     max_tokens: int | None = None
@@ -77,12 +77,22 @@ class TrainConfig:
     """End a process that completes nothing for so long, with the stacks of its threads; limit of
     each collective, too."""
 
+    @property
+    def known_size(self) -> tuple[str, ...]:
+        """The name of micro_batch_size where it is a number."""
+        return () if self.micro_batch_size == "auto" else ("micro_batch_size",)
+
+    @property
+    def sequences(self) -> int:
+        """micro_batch_size as a number: 1 where it is auto and not found yet."""
+        return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
+
     def __post_init__(self) -> None:
         positive("train", self, "max_skipped")
         not_negative("train", self, "spike_sigma", "profile")
         for name in ("time_limit", "step_timeout"):
             duration(f"train.{name}", getattr(self, name))
-        positive("train", self, "tokens_per_step", "micro_batch_size")
+        positive("train", self, "tokens_per_step", *self.known_size)
         positive("train", self, "max_steps", "max_tokens", "cpu_threads")
         require(
             self.max_steps is None or self.max_tokens is None,

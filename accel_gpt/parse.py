@@ -183,9 +183,10 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         nothing = value is None or value in ("null", "None", "none")
         if nothing and len(options) < len(get_args(hint)):
             return None
-        if len(options) > 1:
+        if len(options) == 1:
+            return convert(key, value, options[0])
+        if int not in options:
             return convert_shaped(key, value, options)
-        return convert(key, value, options[0])
     try:
         return convert_plain(value, hint)
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -229,6 +230,9 @@ def convert_plain(value: Any, hint: Any) -> Any:
     """`value` as a plain type; raises `ValueError`, `TypeError` or `KeyError` where it is none."""
     if get_origin(hint) is tuple:
         return tuple(convert_plain(item, get_args(hint)[0]) for item in as_list(value))
+    if get_origin(hint) in (types.UnionType, Union):  # a number or a word
+        number, word = get_args(hint)
+        return value if value in get_args(word) else convert_plain(value, number)
     if get_origin(hint) is Literal:
         value = "no" if value is False else value  # YAML 1.1 reads an unquoted no as false
         return {choice: choice for choice in get_args(hint)}[value]

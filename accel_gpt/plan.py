@@ -80,7 +80,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     )
     return Plan(
         world_size=world_size,
-        micro_batch_size=train.micro_batch_size,
+        micro_batch_size=train.sequences,
         block_size=config.model.block_size,
         accumulation_steps=accumulation(config, world_size),
         max_steps=max_steps,
@@ -98,7 +98,7 @@ def accumulation(config: Config, world_size: int) -> int:
     """Micro-steps per step; `UserError` naming what would divide exactly."""
     total, micro, block = (
         config.train.tokens_per_step,
-        config.train.micro_batch_size,
+        config.train.sequences,
         config.model.block_size,
     )
     unit = micro * block * world_size

@@ -30,9 +30,10 @@ from accel_gpt.hub.resume import fetch_resume
 from accel_gpt.hub.sources import inherit
 from accel_gpt.hub.uploads import Uploads, start_uploads
 from accel_gpt.model.gpt import GPT
-from accel_gpt.optim.groups import configure, make_optimizer, set_rates
+from accel_gpt.optim.groups import configure, set_rates
 from accel_gpt.parse import load_config
 from accel_gpt.plan import Plan, make_plan
+from accel_gpt.planning.sizing import sized
 from accel_gpt.run.batches import batch_figures, micro_batches, pass_over
 from accel_gpt.run.checkpoint import TrainState, is_due
 from accel_gpt.run.corpus import Corpus
@@ -45,7 +46,7 @@ from accel_gpt.run.numerics import Ledger, TooManySkippedError, check_weights
 from accel_gpt.run.reporter import Reporter, shown
 from accel_gpt.run.restore import restore
 from accel_gpt.run.resume import step_back, take_up
-from accel_gpt.run.setup import freeze, prepared, set_up_model
+from accel_gpt.run.setup import freeze, prepared
 from accel_gpt.run.signals import PREEMPTED, StopSignal, die_with_launcher, listen_for_stop
 from accel_gpt.run.terminal import Display, last_words
 from accel_gpt.run.text_corpus import open_corpus
@@ -96,6 +97,7 @@ def launch(config: Config) -> int:
 def train(config: Config, plan: Plan, started: float) -> int:
     """Run from wherever the run stands to its end, or to a signal; returns the exit code."""
     accelerator = start_accelerator(config, plan)
+    config, plan = sized(config, plan, accelerator)
     stop = listen_for_stop(config, accelerator, started)
     with shown(config, plan, accelerator) as display:
         run = start(config, plan, accelerator, display)
@@ -124,9 +126,7 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     torch.manual_seed(config.seed)
     gpt = start_model(config, corpus, path is not None, say)
     torch.manual_seed(derive_seed(config.seed, "dropout", accelerator.process_index))
-    set_up_model(gpt, config.train)
-    made = make_optimizer(gpt, config.optim, config.train.compile)
-    model, optimizer = prepared(accelerator, gpt, made)
+    model, optimizer = prepared(config, accelerator, gpt)
     gradients = make_gradients(config, accelerator, model)
     if path:
         state = restore(accelerator, path, state, gpt, optimizer, say)

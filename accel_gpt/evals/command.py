@@ -83,6 +83,8 @@ def evaluate(asked: EvaluateCommand) -> str:
 
 def evaluate_only(config: Config) -> int:
     """Measure the newest checkpoint of a run, or what it would start from; the lock is held."""
+    if config.train.micro_batch_size == "auto":
+        config = with_batch_size(config)
     accelerator = start_accelerator(config)
     corpus, out = open_corpus(config), Path(config.out_dir)
     evaluation = open_evaluation(config, corpus)
@@ -122,6 +124,11 @@ def run_of(source: Source) -> Path | None:
     return root.parent if known else None
 
 
+def with_batch_size(config: Config) -> Config:
+    """`config` with a number of windows where it knows none."""
+    return replace(config, train=replace(config.train, micro_batch_size=BATCH_SIZE))
+
+
 def run_config(source: Source, run: Path | None) -> Config:
     """The config that a run was last launched with, or one that knows the tokenizer alone.
 
@@ -131,7 +138,7 @@ def run_config(source: Source, run: Path | None) -> Config:
     if run:
         config = load_config([str(run / "config.yaml")], "accel-gpt evaluate")
     else:
-        config = replace(config, train=replace(config.train, micro_batch_size=BATCH_SIZE))
+        config = with_batch_size(config)
     own = source.folder / "tokenizer.json"
     if config.data.tokenizer is None and own.is_file():
         config = replace(config, data=replace(config.data, tokenizer=str(own)))
@@ -173,7 +180,7 @@ def measure(
     accelerator: Accelerator,
 ) -> Findings:
     """All that is asked; a collective. Faults in the questions are told before losses are taken."""
-    findings, batch_size = Findings(), asked.batch_size or config.train.micro_batch_size
+    findings, batch_size = Findings(), asked.batch_size or config.train.sequences
     place, limit = asked.hellaswag or config.eval.hellaswag, asked.limit
     manager = open_tasks(asked.tasks, asked.include_path) if asked.tasks else None
     limit = limit or config.eval.hellaswag_limit
@@ -215,7 +222,7 @@ def data_figures(
     token_bytes[: len(sizes)] = sizes
     name = Path(place).name
     (part,) = parts([Weighted(place)], [split], config.eval.tokens, (name,))
-    batch_size = asked.batch_size or config.train.micro_batch_size
+    batch_size = asked.batch_size or config.train.sequences
     end = document_end(config.data, tokenizer)
     return named_figures(
         evaluate_part(model, part, accelerator, batch_size, token_bytes, end), name

@@ -37,4 +37,4 @@ def open_evaluation(config: Config, corpus: Corpus) -> Evaluation:
     if config.eval.hellaswag is not None:
         parts = (config.eval.hellaswag, corpus.tokenizer, config.model.block_size)
         questions = read_questions(*parts, config.eval.hellaswag_limit)
-    return Evaluation(corpus, config.train.micro_batch_size, questions)
+    return Evaluation(corpus, config.train.sequences, questions)

@@ -21,9 +21,9 @@ def fitting_sizes(config: Config, devices: int) -> list[int]:
 def need(config: Config, vocab_size: int, machine: Machine) -> int | None:
     """Bytes of one device; None where the step does not divide."""
     sequences = config.train.tokens_per_step // config.model.block_size
-    if config.train.micro_batch_size not in fitting_sizes(config, machine.devices):
+    if config.train.sequences not in fitting_sizes(config, machine.devices):
         return None
-    accumulation = sequences // (config.train.micro_batch_size * machine.devices)
+    accumulation = sequences // (config.train.sequences * machine.devices)
     return footprint(config, vocab_size, machine, accumulation).total
 
 
@@ -61,11 +61,11 @@ def remedies(config: Config, vocab_size: int, machine: Machine) -> list[str]:
         return []
     found, best = [], 0
     for words, other in variants(config, machine):
-        size = min(largest_size(config, vocab_size, other) or 0, config.train.micro_batch_size)
+        size = min(largest_size(config, vocab_size, other) or 0, config.train.sequences)
         if size <= best:
             continue  # more of a change for no larger a micro-batch
         best = size
-        if size < config.train.micro_batch_size:
+        if size < config.train.sequences:
             words = [*words, f"--train.micro_batch_size {size}"]
         taken = need(with_size(config, size), vocab_size, other) or 0
         found.append(f"{' '.join(words)}: {taken / 1e9:.1f} GB")

@@ -8,7 +8,7 @@ from accel_gpt.model.cost import flops_per_token, parameter_counts
 from accel_gpt.options import PlanCommand
 from accel_gpt.parse import to_flat, to_plain
 from accel_gpt.plan import Plan, make_plan
-from accel_gpt.planning.advice import largest_size, remedies
+from accel_gpt.planning.advice import largest_size, remedies, with_size
 from accel_gpt.planning.machine import Machine, make_machine
 from accel_gpt.planning.memory import checkpoint_bytes, footprint
 from accel_gpt.planning.pace import FORWARD_SHARE, evaluation_tokens, pace
@@ -20,8 +20,10 @@ CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
 def forecast(asked: PlanCommand, config: Config) -> dict[str, Any]:
     """The numbers of a run, as JSON; `UserError` where they do not fit together."""
     machine = make_machine(asked, config)
-    plan = make_plan(config, machine.devices)
     vocab_size, source = vocabulary(config, asked.vocab_size)
+    if config.train.micro_batch_size == "auto":
+        config = with_size(config, largest_size(config, vocab_size, machine) or 1)
+    plan = make_plan(config, machine.devices)
     return {
         "config": asked.config,
         "machine": machine.spoken(),

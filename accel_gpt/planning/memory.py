@@ -45,7 +45,7 @@ def footprint(config: Config, vocab_size: int, machine: Machine, accumulation: i
     snapshot = snapshot_bytes(config, vocab_size)
     if machine.gpu is None and snapshot:
         standing["snapshot of async_save"] = snapshot
-    model, sequences = config.model, config.train.micro_batch_size
+    model, sequences = config.model, config.train.sequences
     numerics, documents = machine.numerics, config.data.document_mask
     recomputed = config.train.activation_checkpointing == "blocks"
     kept = {

@@ -18,6 +18,7 @@ from accel_gpt.depth import describe
 from accel_gpt.files import write_file
 from accel_gpt.model.cost import flops_per_token, mfu, parameter_counts, peak_flops
 from accel_gpt.model.gpt import GPT
+from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.parse import to_flat, to_plain, to_yaml
 from accel_gpt.plan import Plan
 from accel_gpt.run.checkpoint import TrainState
@@ -60,9 +61,11 @@ def set_up_model(gpt: GPT, train: TrainConfig) -> None:
 
 
 def prepared(
-    accelerator: Accelerator, gpt: GPT, optimizer: torch.optim.Optimizer
+    config: Config, accelerator: Accelerator, gpt: GPT
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """Both as Accelerate wraps them for training."""
+    """The model, set up as `config` asks, and its optimizer, as Accelerate wraps them."""
+    set_up_model(gpt, config.train)
+    optimizer = make_optimizer(gpt, config.optim, config.train.compile)
     # told where to put them it does not look for FSDP's tensors, whose import takes 0.6 s
     alone = accelerator.distributed_type == DistributedType.NO
     placement = [True, True] if alone else None

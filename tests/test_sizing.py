@@ -1,0 +1,204 @@
+"""`train.micro_batch_size: auto`: the largest that fits all processes, found without a hang."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_gpt.errors import UserError
+from accel_gpt.parse import load_config
+from accel_gpt.plan import make_plan
+from accel_gpt.planning import sizing
+from tests.conftest import QUIET, launch
+from tests.processes import together
+from tests.test_train import assert_same_weights, records, weights
+
+Arguments = Callable[..., list[str]]
+AUTO = ("--train.micro_batch_size", "auto")
+
+
+def member() -> Any:
+    """The accelerator of a process that is alone."""
+    device = torch.device("cpu")
+    return SimpleNamespace(num_processes=1, device=device, reduce=lambda value, how: value)
+
+
+@given(st.sets(st.integers(1, 5000), min_size=1), st.integers(0, 6000))
+def test_bisection_finds_the_largest_that_fits(found: set[int], limit: int) -> None:
+    sizes = sorted(found)
+    fitting = [size for size in sizes if size <= limit]
+    if fitting:
+        assert sizing.largest(sizes, lambda size: size <= limit, member()) == fitting[-1]
+    else:
+        with pytest.raises(UserError, match="not even 1 sequence fits"):
+            sizing.largest(sizes, lambda size: size <= limit, member())
+
+
+def test_processes_take_what_fits_the_fullest_of_them() -> None:
+    """Each tries by itself, and all ask the same questions: else one would wait for ever."""
+    limits, asked = [64, 5, 64], [[], [], []]  # type: ignore[var-annotated]
+
+    def find(one: Any) -> int:
+        def fits(size: int) -> bool:
+            asked[one.process_index].append(size)
+            return size <= limits[one.process_index]
+
+        return sizing.largest([1, 2, 4, 8, 16, 32, 64], fits, one)
+
+    assert together(3, find) == [4, 4, 4]
+    assert asked[0] == asked[1] == asked[2]
+
+
+def test_the_answer_divides_the_step_and_is_kept(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(small_run(*AUTO, "--train.tokens_per_step", "384"), "test")
+    (tmp_path / "run").mkdir()
+    plan = make_plan(config, 1)
+    assert (plan.micro_batch_size, plan.accumulation_steps) == (1, 12)
+    accelerator = Accelerator(cpu=True)
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= 5
+
+    config, plan = sizing.sized(config, plan, accelerator, fits)
+    assert config.train.micro_batch_size == plan.micro_batch_size == 4
+    assert plan.accumulation_steps == accelerator.gradient_accumulation_steps == 3
+    assert set(tried) <= {1, 2, 3, 4, 6, 12}
+    told = "4 sequences a process and micro-step, the most that fits"
+    assert told in capsys.readouterr().err
+
+    def again(*words: str) -> int:
+        asked = load_config(small_run(*AUTO, "--train.tokens_per_step", "384", *words), "test")
+        found, _ = sizing.sized(asked, make_plan(asked, 1), accelerator, lambda size: size == 1)
+        return found.train.sequences
+
+    assert again("--optim.lr", "1e-3") == 4  # remembered
+    assert "as found before, in " in capsys.readouterr().err
+    (tmp_path / "run" / sizing.KEPT).write_text('{"micro_batch_size": "many"')
+    assert again() == 1
+    assert again("--model.n_embd", "64") == 1
+    accelerator.gradient_accumulation_steps = 1
+
+
+def test_auto_trains_as_the_number_that_it_finds(small_run: Arguments, tmp_path: Path) -> None:
+    """On a CPU by arithmetic; resume goes on with any number."""
+    assert launch(small_run(*QUIET, *AUTO)) == 0
+    size = json.loads((tmp_path / "run" / sizing.KEPT).read_text())["micro_batch_size"]
+    assert size == 8  # the whole step
+    other = ("--out_dir", str(tmp_path / "other"), "--train.micro_batch_size", "8")
+    assert launch(small_run(*QUIET, *other)) == 0
+    assert records(tmp_path / "run") == records(tmp_path / "other")
+    assert_same_weights(weights(tmp_path / "run"), weights(tmp_path / "other"))
+
+
+@pytest.mark.parametrize(("gigabytes", "found"), [(0.42, 8), (0.05, None)])
+def test_on_a_cpu_the_memory_decides(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch, gigabytes: float, found: int | None
+) -> None:
+    monkeypatch.setattr(sizing, "available_memory", lambda: gigabytes * 1e9)
+    config = load_config(small_run(*AUTO), "test")
+    accelerator = SimpleNamespace(**vars(member()), mixed_precision="no")
+    fits = sizing.trial(config, 257, accelerator)  # type: ignore[arg-type]
+    assert [size for size in (1, 2, 4, 8) if fits(size)][-1:] == ([found] if found else [])
+
+
+def test_another_word_is_refused(small_run: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(small_run("--train.micro_batch_size", "most")) == 2
+    expected = "train.micro_batch_size is 'most'; expected a whole number or one of auto"
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--optim.name", "muon", "--data.document_mask", "--train.mixed_precision", "bf16"),
+        ("--train.reproducible", "--train.activation_checkpointing", "blocks"),
+    ],
+)
+def test_a_trial_runs_with_each_option(small_run: Arguments, options: tuple[str, ...]) -> None:
+    config = load_config(small_run(*options), "test")
+    accelerator = Accelerator(cpu=True, mixed_precision=config.train.mixed_precision)
+    sizing.try_step(config, 257, accelerator)
+    assert accelerator.gradient_accumulation_steps == 1
+
+
+def test_running_out_of_memory_is_an_answer(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another error is not."""
+    calls: list[Any] = []
+    for name in ("set_per_process_memory_fraction", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *given: calls.append(given))
+    config = load_config(small_run(), "test")
+
+    def step(error: Exception | None) -> Callable[..., None]:
+        def tried(*_: Any) -> None:
+            if error:
+                raise error
+
+        return tried
+
+    expected = [(None, True), (torch.OutOfMemoryError("full"), False)]
+    for error, fits in expected:
+        monkeypatch.setattr(sizing, "try_step", step(error))
+        assert sizing.fits_cuda(config, 257, member()) is fits
+        assert calls[0][0] == sizing.CUDA_SHARE
+        assert calls[-2][0] == 1.0  # put back
+        calls.clear()
+    monkeypatch.setattr(sizing, "try_step", step(RuntimeError("broken")))
+    with pytest.raises(RuntimeError, match="broken"):
+        sizing.fits_cuda(config, 257, member())
+
+
+TWO = """
+import os, sys
+from accelerate import Accelerator
+from accel_gpt.parse import load_config
+from accel_gpt.plan import make_plan
+from accel_gpt.planning import sizing
+config = load_config(sys.argv[1:], "test")
+accelerator = Accelerator(cpu=True)
+rank = accelerator.process_index
+def fits(size):
+    try:
+        if rank == 1 and size > 2:
+            raise MemoryError
+        return True
+    except MemoryError:
+        return False
+config, plan = sizing.sized(config, make_plan(config, 2), accelerator, fits)
+assert accelerator.gradient_accumulation_steps == plan.accumulation_steps
+sys.stdout.write(f"{rank} {plan.micro_batch_size} {plan.accumulation_steps}\\n")
+accelerator.end_training()
+"""
+
+
+@pytest.mark.slow
+def test_two_gloo_processes_of_which_one_runs_out_of_memory(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(TWO)
+    (tmp_path / "run").mkdir()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    words = [sys.executable, *launcher, str(script), *small_run(*AUTO)]
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, timeout=120, env={**os.environ}
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 2 2", "1 2 2"]
+    assert done.stderr.count("the most that fits") == 1

@@ -45,12 +45,13 @@ class TrainConfig:
     """Optimizer updates in the run; set this or max_tokens."""
     max_tokens: int | None = None
     """Tokens in the run; set this or max_steps."""
-    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
-    """null: what the accelerate config of `accelerate launch` says, and no without one."""
+    mixed_precision: Literal["no", "bf16", "fp16", "fp8"] | None = None
+    """null: what the accelerate config of `accelerate launch` says, and no without one. fp8: the
+    products in torchao's float8, the rest in bf16; needs compute capability 8.9 and torchao."""
     matmul_precision: Literal["highest", "high", "medium"] = "high"
     """float32 products: highest = IEEE, high = TF32, medium = bfloat16, where the device has it."""
     compile: bool = False
-    """torch.compile the model in place."""
+    """torch.compile the model in place; what it makes is kept in ~/.cache/accel_gpt/compiled."""
     activation_checkpointing: Literal["none", "blocks"] = "none"
     """blocks: keep only what goes into each block and compute the rest again in the backward pass;
     by arithmetic a quarter to a third more work, for a fraction of the memory."""

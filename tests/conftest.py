@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from accel_gpt.model_config import PRESETS, ModelConfig
 from accel_gpt.run.signals import SIGNALS
 
 QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
+# what is compiled is not put into the user's cache
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_tests")
 WORDS = [
     "the",
     "king",

@@ -148,9 +148,10 @@ def run_config(source: Source, run: Path | None) -> Config:
 def start_accelerator(config: Config) -> Accelerator:
     """Processes, device and precision as for training; all cores of a CPU."""
     torch.set_float32_matmul_precision(config.train.matmul_precision)
+    precision = config.train.mixed_precision
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),
-        mixed_precision=config.train.mixed_precision,
+        mixed_precision="bf16" if precision == "fp8" else precision,  # fp8 is for training
         kwargs_handlers=[InitProcessGroupKwargs(timeout=collective_timeout(config))],
     )
     check_processes(accelerator, world_size())

@@ -13,7 +13,7 @@ from accel_gpt.options import PlanCommand
 from accel_gpt.parse import read_yaml
 
 SHARDING = "FSDP"
-PRECISIONS = ("no", "bf16", "fp16")
+PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,15 @@ def make_machine(asked: PlanCommand, config: Config) -> Machine:
 def check(machine: Machine, config: Config) -> None:
     """Raise `UserError` for what training would refuse."""
     require(
-        machine.precision != "fp16" or machine.gpu is not None,
-        "the precision is fp16 but no --gpu is given, and a CPU has no fp16 training; give --gpu, "
-        "or --train.mixed_precision bf16",
+        machine.precision not in ("fp16", "fp8") or machine.gpu is not None,
+        f"the precision is {machine.precision} but no --gpu is given, and a CPU has no "
+        f"{machine.precision} training; give --gpu, or --train.mixed_precision bf16",
     )
     require(
-        not (config.train.reproducible and (machine.sharded or machine.precision == "fp16")),
-        "train.reproducible is true, which goes neither with fsdp nor with fp16; leave it out, or "
+        not (
+            config.train.reproducible and (machine.sharded or machine.precision in ("fp16", "fp8"))
+        ),
+        "train.reproducible is true, which goes neither with fsdp, fp16 nor fp8; leave it out, or "
         "plan for --distribution ddp in bf16 or float32",
     )
 

@@ -38,6 +38,7 @@ from accel_gpt.data.remote.folder import is_url
 from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import UserError, duration, require
 from accel_gpt.plan import Plan
+from accel_gpt.run.compiler import check_fp8
 from accel_gpt.run.dashboard import check_port
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # where train.step_timeout is null
@@ -126,10 +127,12 @@ def ensure_data(data: DataConfig) -> None:
 def start_accelerator(config: Config, plan: Plan) -> Accelerator:
     """The `Accelerator` of a run, on the right device, with threads and precision set.
 
-    Raises `UserError` for fp16 on a CPU, which Accelerate would silently run in float32, and for
+    Raises `UserError` for fp16 on a CPU, which Accelerate would silently run in float32, for fp8
+    where the device or a package lacks, and for
     processes that do not form one group, which would train apart in one folder.
     """
     check_trackers(config.log.trackers)
+    check_fp8(config)
     if config.log.dashboard and is_main():
         check_port(config.log.dashboard_port)
     # at every save it would tell that tied weights are stored once
@@ -196,9 +199,9 @@ def check_reproducible(accelerator: Accelerator) -> None:
         "gradients in float32; use plain processes or leave train.reproducible out",
     )
     require(
-        precision != "fp16",
-        "train.reproducible is true but the precision is fp16, whose scaled gradients it cannot "
-        "sum; set train.mixed_precision to bf16 or no",
+        precision not in ("fp16", "fp8"),
+        f"train.reproducible is true but the precision is {precision}, whose scaled numbers it "
+        "cannot sum; set train.mixed_precision to bf16 or no",
     )
     require(
         accelerator.device.type != "mps",

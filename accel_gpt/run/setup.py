@@ -23,6 +23,7 @@ from accel_gpt.parse import to_flat, to_plain, to_yaml
 from accel_gpt.plan import Plan
 from accel_gpt.run.checkpoint import TrainState
 from accel_gpt.run.command import command_line, without_secrets
+from accel_gpt.run.compiler import keep_compiled
 from accel_gpt.run.corpus import Corpus
 from accel_gpt.run.environment import describe_machine, device_name, memory_gb
 from accel_gpt.untrusted import load_json
@@ -57,6 +58,7 @@ def set_up_model(gpt: GPT, train: TrainConfig) -> None:
     """Have `gpt` compiled and its activations recomputed, as `train` asks; before Accelerate."""
     gpt.recompute = train.activation_checkpointing == "blocks"
     if train.compile:
+        keep_compiled()
         gpt.compile()  # in place: no wrapper, the names of the weights stay
 
 

@@ -1,0 +1,95 @@
+"""fp8 is refused by name where it would not be; compiled code is kept where only we write."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_gpt.config import Config, TrainConfig
+from accel_gpt.errors import UserError
+from accel_gpt.run import compiler
+from tests.conftest import launch
+
+Arguments = Callable[..., list[str]]
+FP8 = Config(train=TrainConfig(mixed_precision="fp8"))
+
+
+def card(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], torchao: bool) -> None:
+    """A machine with such a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    monkeypatch.setattr(compiler, "find_spec", lambda name: object() if torchao else None)
+
+
+def test_fp8_on_a_cpu_is_refused(
+    small_run: Arguments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert launch(small_run("--train.mixed_precision", "fp8")) == 2
+    error = capsys.readouterr().err
+    assert "needs a GPU of compute capability 8.9 or more, of which there is none" in error
+    assert "set train.mixed_precision to bf16" in error
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")  # of accelerate launch
+    assert launch(small_run()) == 2
+    assert launch(small_run("--train.mixed_precision", "no", "--train.max_steps", "3")) == 0
+
+
+@pytest.mark.parametrize(
+    ("capability", "torchao", "named", "unnamed"),
+    [
+        ((8, 0), True, "A100 has 8.0", "torchao"),
+        ((8, 0), False, "A100 has 8.0 and the package torchao", "none"),
+        ((9, 0), False, "needs the package torchao", "capability"),
+    ],
+)
+def test_what_fp8_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    torchao: bool,
+    named: str,
+    unnamed: str,
+) -> None:
+    card(monkeypatch, capability, torchao)
+    with pytest.raises(UserError) as error:
+        compiler.check_fp8(FP8)
+    assert named in str(error.value)
+    assert unnamed not in str(error.value)
+
+
+def test_fp8_is_taken_where_all_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    card(monkeypatch, (8, 9), True)
+    compiler.check_fp8(FP8)
+
+
+def test_compiled_code_is_kept_where_nobody_else_writes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(compiler.CACHE, "given")
+    compiler.keep_compiled()
+    assert os.environ[compiler.CACHE] == "given"
+    assert not list(tmp_path.iterdir())
+    monkeypatch.delenv(compiler.CACHE)
+    compiler.keep_compiled()
+    folder = tmp_path / "accel_gpt" / "compiled"
+    assert os.environ[compiler.CACHE] == str(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.delenv(compiler.CACHE)
+    folder.chmod(0o770)
+    with pytest.raises(UserError, match="can be written by others; chmod 700 it"):
+        compiler.keep_compiled()
+    assert compiler.CACHE not in os.environ
+
+
+@pytest.mark.slow
+def test_a_compiled_run_fills_the_cache(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(compiler.CACHE, "")  # put back what was there afterwards
+    monkeypatch.delenv(compiler.CACHE)
+    quiet = ("--eval.every", "0", "--sample.every", "0", "--model.n_layer", "1")
+    assert launch(small_run(*quiet, "--train.compile", "--train.max_steps", "3")) == 0
+    assert any((tmp_path / "cache" / "accel_gpt" / "compiled").rglob("*.so"))

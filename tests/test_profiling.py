@@ -82,6 +82,16 @@ def test_an_error_ends_the_recording(
     assert count(tmp_path / "again" / "profile", "aten::embedding") == 2
 
 
+def test_a_profile_without_room_does_not_end_the_run(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").write_text("in the way")
+    options = ("--train.profile", "1", "--train.max_steps", "5")
+    assert launch(small_run(*QUIET, *options)) == 0
+    assert "training goes on without the profile" in capsys.readouterr().err
+
+
 def test_a_negative_number_is_refused(
     small_run: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,7 +120,7 @@ class Mixture:
         source, index = self.pattern.locate(k - self.origin)
         index += np.array(self.start)[source]
         shard, first = np.empty_like(k), np.empty_like(k)
-        for number in sorted(set(source.tolist())):
+        for number in sorted(set(source.ravel().tolist())):
             here = source == number
             shard[here], first[here] = self.orders[number].locate(index[here])
         return source, shard, first
@@ -145,7 +145,7 @@ class Mixture:
         if len(self.splits) == 1:
             return self.splits[0].windows(shard, first, length)
         rows = np.empty((len(source), length), self.dtype)
-        for number in sorted(set(source.tolist())):
+        for number in sorted(set(source.ravel().tolist())):
             here = source == number
             rows[here] = self.splits[number].windows(shard[here], first[here], length)
         return rows

@@ -61,9 +61,9 @@ class Order:
             return self.random_crops(k)
         shard, start = np.empty_like(k), np.empty_like(k)
         epochs, index = np.divmod(k, self.windows_per_epoch)
-        for epoch in np.unique(epochs):
+        for epoch in sorted(set(epochs.ravel().tolist())):
             here = epochs == epoch
-            shard[here], start[here] = self.within_epoch(int(epoch), index[here])
+            shard[here], start[here] = self.within_epoch(epoch, index[here])
         return shard, start
 
     def within_epoch(self, epoch: int, index: Ints) -> tuple[Ints, Ints]:

@@ -24,8 +24,6 @@ from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.plan import Plan, make_plan, plural
-from accel_gpt.planning.advice import fitting_sizes, need, with_size
-from accel_gpt.planning.machine import Machine
 from accel_gpt.run.environment import device_name
 from accel_gpt.run.resume import main_decides
 from accel_gpt.run.setup import set_up_model
@@ -48,6 +46,8 @@ def sized(
     """
     if config.train.micro_batch_size != "auto":
         return config, plan
+    from accel_gpt.planning.advice import fitting_sizes, with_size
+
     kind, world = accelerator.distributed_type, accelerator.num_processes
     require(
         kind in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU),
@@ -97,6 +97,9 @@ def largest(sizes: Sequence[int], fits: Fits, accelerator: Accelerator) -> int:
 
 def trial(config: Config, vocab_size: int, accelerator: Accelerator) -> Fits:
     """How a process finds out whether so many sequences fit: by trying, on a CPU by arithmetic."""
+    from accel_gpt.planning.advice import need, with_size
+    from accel_gpt.planning.machine import Machine
+
     if accelerator.device.type == "cuda":
         return lambda size: fits_cuda(with_size(config, size), vocab_size, accelerator)
     available = available_memory()

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from accelerate import Accelerator
@@ -21,10 +22,6 @@ PLAIN = 2  # steps before, in which kernels are chosen and memory is found: assu
 FOLDER = "profile"
 SHOWN = 10
 LONGEST = 80  # characters of a name; those of CUDA's kernels go on for lines
-
-
-class CutShortError(Exception):
-    """The launch ended before a step was recorded."""
 
 
 class Profile:
@@ -62,29 +59,37 @@ class Profile:
                 self.finish(self.steps)
 
     def begin(self) -> None:
-        """Start the profiler; a collective, as its end is."""
+        """Start the profiler."""
         kinds = ["cpu"] + (["cuda"] if self.accelerator.device.type == "cuda" else [])
         asked = ProfileKwargs(
             activities=kinds,
             schedule_option={"wait": 0, "warmup": 1, "active": self.steps, "repeat": 1},
-            output_trace_dir=str(self.folder),
-        )
+        )  # no output_trace_dir: there processes wait for each other, also for one without room
         self.profiler = self.stack.enter_context(self.accelerator.profile(asked))
 
     def finish(self, steps: int) -> None:
         """Write the trace and the table of so many steps."""
         profiler, self.profiler = self.profiler, None
         self.stack.close()
-        if self.accelerator.is_main_process:
-            text = table(profiler.key_averages(), steps, self.accelerator.device.type)
-            write_file(self.folder / "operations.txt", [text.encode()])
-            self.say(
-                f"{text}profile  {plural(steps, 'step')}, slower than without: {self.folder}/, a "
-                "trace of each process for ui.perfetto.dev"
-            )
+        main, rank = self.accelerator.is_main_process, self.accelerator.process_index
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self.folder / f"profile_{rank}.json"))
+            if main:
+                text = table(profiler.key_averages(), steps, self.accelerator.device.type)
+                write_file(self.folder / "operations.txt", [text.encode()])
+                self.say(
+                    f"{text}profile  {plural(steps, 'step')}, slower than without: {self.folder}/, "
+                    "a trace of each process for ui.perfetto.dev"
+                )
+        except OSError as error:
+            self.say(f"WARNING: {error}; training goes on without the profile")
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """End a recording that the end of the launch cut short, if it has steps."""
         if self.profiler is None:
@@ -92,9 +97,8 @@ class Profile:
         recorded = self.done - PLAIN - 1
         if kind is None and recorded > 0:
             self.finish(recorded)
-        else:  # processes do not wait for each other then
-            reason = error or CutShortError()
-            self.stack.__exit__(type(reason), reason, trace)
+        else:
+            self.stack.close()
             self.profiler = None
 
 

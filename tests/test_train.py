@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from accel_gpt.evals.samples import is_sample_step
 from accel_gpt.optim.schedule import lr_fraction
 from accel_gpt.parse import load_config
 from accel_gpt.plan import make_plan
-from tests.conftest import launch, text_of
+from tests.conftest import QUIET, launch, text_of
 
 Arguments = Callable[..., list[str]]
 
@@ -376,3 +377,26 @@ def test_sampling_interval_grows() -> None:
     assert due == [10, 30, 70, 150, 310]
     assert [s for s in range(1, 50) if is_sample_step(s, 10, 1.0)] == [10, 20, 30, 40]
     assert not any(is_sample_step(s, 0, 1.0) for s in range(50))
+
+
+def test_a_step_searches_for_no_module(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.delitem(sys.modules, "lomo_optim", raising=False)
+    update = train.update
+
+    class Listening:
+        @staticmethod
+        def find_spec(name: str, *_: Any) -> None:
+            asked.append(name)
+
+    def listened(run: train.Run) -> None:
+        with monkeypatch.context() as patch:
+            if run.state.step > 1:  # the first steps import what torch and Accelerate put off
+                patch.setattr(sys, "meta_path", [Listening, *sys.meta_path])
+            update(run)
+
+    monkeypatch.setattr(train, "update", listened)
+    assert launch(small_run(*QUIET)) == 0
+    assert not asked

@@ -1,0 +1,145 @@
+"""What a training step cannot be faster than: its matrix products alone, beside the step itself.
+
+    python benchmarks/limit.py [--sizes char4 char6 gpt2] [--steps 5] [--peers FILE] [--json FILE]
+
+Of each size of benchmarks/peers.py: the time of our step (forward, backward, clip, AdamW, eager, on
+a batch in memory), what its matrix products and its attention take of it by PyTorch's profiler, and
+what products of the same shapes take by themselves, in the fastest order of their factors. With
+FILE, the JSON of benchmarks/peers.py, the ratios that are left where everything but products and
+attention took no time, and where only products did.
+"""
+
+import argparse
+import json
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import facts, headline, median, save, table, timed
+from peers import SIZES
+from systems import VOCABULARIES, Job
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from accel_gpt.model.gpt import GPT
+from accel_gpt.model_config import ModelConfig
+from accel_gpt.optim.groups import make_optimizer
+from accel_gpt.optim_config import OptimConfig
+from accel_gpt.run.environment import keep_freed_memory
+
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+ATTENTION = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+)
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def main() -> None:
+    """Measure every size."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    keep_freed_memory()
+    torch.set_flush_denormal(True)
+    known = facts()
+    found = {size: measure(SIZES[size], asked.steps) for size in asked.sizes}
+    head = ["ms", *next(iter(found.values()))]
+    print(headline(known))
+    print(table(head, [[s, *(f"{ms:.1f}" for ms in f.values())] for s, f in found.items()]))
+    if asked.peers:
+        print("\n" + limits(json.loads(asked.peers.read_text())["sizes"], found))
+    save(asked.json, {"facts": known, "ms": found})
+
+
+def measure(job: Job, steps: int) -> dict[str, float]:
+    """Milliseconds of a step, of its parts, and of the products alone."""
+    shape = ModelConfig(
+        n_layer=job.n_layer,
+        n_head=job.n_head,
+        n_embd=job.n_embd,
+        block_size=job.block_size,
+        bias=False,
+        mlp="gelu_erf",
+    )
+    gpt = GPT(shape, VOCABULARIES[job.data])
+    optimizer = make_optimizer(gpt, OptimConfig())
+    tokens = torch.randint(VOCABULARIES[job.data], (job.batch, job.block_size + 1))
+
+    def step() -> None:
+        gpt(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).backward()
+        torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    step()
+    whole = statistics.median(timed(step) for _ in range(steps))
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
+        step()
+    events = trace.key_averages(group_by_input_shape=True)
+    shapes: Counter[Shapes] = Counter()
+    inside = attention = 0.0
+    for event in events:
+        if event.key in PRODUCTS:
+            inside += event.self_cpu_time_total
+            factors = event.input_shapes[1:] if event.key == "aten::addmm" else event.input_shapes
+            shapes[tuple(factors[0]), tuple(factors[1])] += event.count
+        elif event.key in ATTENTION:
+            attention += event.self_cpu_time_total
+    alone = sum(count * product_alone(*pair) for pair, count in shapes.items())
+    return {
+        "step": 1e3 * whole,
+        "products in it": inside / 1e3,
+        "attention in it": attention / 1e3,
+        "the rest": 1e3 * whole - (inside + attention) / 1e3,
+        "the same products alone": 1e3 * alone,
+    }
+
+
+def product_alone(left: tuple[int, ...], right: tuple[int, ...]) -> float:
+    """Seconds of one product, in the fastest of the layouts of its factors."""
+    times = []
+    for first in (False, True):
+        for second in (False, True):
+            a, b = made(left, first), made(right, second)
+            out = a @ b
+            multiply = torch.bmm if a.dim() == 3 else torch.mm
+
+            def work(a: Tensor = a, b: Tensor = b, out: Tensor = out, by: Any = multiply) -> None:
+                by(a, b, out=out)
+
+            work()
+            times.append(statistics.median(timed(work) for _ in range(5)))
+    return min(times)
+
+
+def made(shape: tuple[int, ...], transposed: bool) -> Tensor:
+    """Random numbers, the last two dimensions exchanged in memory or not."""
+    if transposed:
+        return torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+    return torch.randn(shape)
+
+
+def limits(peers: dict[str, Any], found: dict[str, dict[str, float]]) -> str:
+    """The best ratios to each peer that products and attention leave."""
+    rows = []
+    for size, ms in found.items():
+        products = ms["the same products alone"]
+        for name, rounds in peers.get(size, {"rounds": {}})["rounds"].items():
+            step = median(rounds, "step_ms")
+            least = products + ms["attention in it"]
+            rows.append(
+                [size, name, f"{step:.1f}", f"{step / least:.2f}", f"{step / products:.2f}"]
+            )
+    head = ["", "", "ms", "products and attention alone would be", "products alone would be"]
+    return table(head, rows)
+
+
+if __name__ == "__main__":
+    main()

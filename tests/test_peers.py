@@ -1,7 +1,8 @@
-"""The data scripts of other projects, run as they are, write what is read here.
+"""What other projects write is read here, and what they compute is computed here.
 
-Set ACCEL_GPT_PEERS to a folder with checkouts of nanoGPT, build-nanogpt and llm.c (they need
-requests, tqdm, tiktoken and transformers), and ACCEL_GPT_DATATROVE to a Python with datatrove.
+Their scripts run as they are. Set ACCEL_GPT_PEERS to a folder with checkouts of nanoGPT,
+build-nanogpt and llm.c (they need requests, tqdm, tiktoken and transformers), and
+ACCEL_GPT_DATATROVE to a Python with datatrove.
 """
 
 import json
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.slow
 TEXT = text_of(60_000).replace(" king", ".\n\nKing") + "naïve ☃ end.\n"
 DOCUMENTS = TEXT.split("\n\n")
 EOT = "<|endoftext|>"
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def checkout(name: str, folder: str, to: Path) -> Path:
@@ -122,3 +124,24 @@ def test_datatrove(tmp_path: Path, shuffled: bool) -> None:
     documents = read.removesuffix(EOT).split(EOT)
     assert (sorted(documents) == sorted(DOCUMENTS)) if shuffled else (documents == DOCUMENTS)
     assert len(list((tmp_path / "written").glob("*.ds"))) > shuffled
+
+
+def benchmark(tmp_path: Path, name: str, *options: str) -> str:
+    """Output of a script of benchmarks/ that gets nanoGPT and a text."""
+    if "ACCEL_GPT_PEERS" not in os.environ:
+        pytest.skip("ACCEL_GPT_PEERS is not set")
+    text = tmp_path / "input.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    peer = Path(os.environ["ACCEL_GPT_PEERS"]) / "nanoGPT"
+    command = [sys.executable, str(ROOT / "benchmarks" / name), str(peer), str(text), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_losses_are_those_of_nanogpt(tmp_path: Path) -> None:
+    shown = benchmark(tmp_path, "parity.py", "--steps", "30", "--train.cpu_threads", "1")
+    assert "in 30 steps" in shown

@@ -46,7 +46,8 @@ VOCABULARIES: Mapping[str, int] = MappingProxyType({"gpt2": 50257, "bytes": 257}
 
 
 def turn(checked: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys that the dial sets beside those in `checked`, by dotted keys; none without a depth.
+    """Keys that the dial sets, by dotted keys: those that `checked` lacks or has as null; none
+    without a depth.
 
     Raises `UserError` where a model that is started from has its shape already.
     """
@@ -61,7 +62,8 @@ def turn(checked: Mapping[str, Any]) -> dict[str, Any]:
     full = {**KINDS, **checked}
     for key, value in PRESETS[full["model.preset"]].items():
         full.setdefault(f"model.{key}", value)
-    return {key: value for key, value in rules(full).items() if key not in checked}
+    given = {key: value for key, value in full.items() if value is not None}
+    return {key: value for key, value in rules(given).items() if checked.get(key) is None}
 
 
 def rules(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def load_config(
     checked.update(read_options(Config, argv))
     if checked.get("model.init_from", "scratch") != "scratch":
         checked.update(inherit(checked))
-    checked = turn(checked) | checked
+    checked |= turn(checked)
     preset = checked.get("model.preset", "gpt2")
     for key, value in PRESETS[preset].items():
         checked.setdefault(f"model.{key}", value)

@@ -78,6 +78,8 @@ def test_what_is_set_goes_before_what_follows_and_the_rest_follows_from_it(load:
     assert (own.model.n_embd, own.model.n_head, own.model.logit_softcap) == (512, 4, None)
     assert (own.train.max_steps, own.train.max_tokens) == (77, None)
     assert (own.schedule.decay_steps, own.optim.muon_lr) == (7, 0.5)
+    text = "model: {depth: 12}\ntrain: {max_tokens: 1_000_000}"
+    assert load(*GPT2, "--train.max_tokens", "null", text=text) == free
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 6, 20, 32])

@@ -15,9 +15,10 @@ import torch
 import yaml
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 
 from accel_gpt.config import Config
-from accel_gpt.model import chunks
+from accel_gpt.model import chunks, mlp
 from accel_gpt.model import memory as model_memory
 from accel_gpt.model.cost import hidden_matrices, padded_vocab_size, parameter_counts
 from accel_gpt.model.documents import separate
@@ -94,6 +95,48 @@ def test_the_formula_counts_every_byte_that_autograd_keeps(
         + cast_bytes(config, V, numerics)
     )
     assert kept(config, half, masked) - expected == 12  # sum and number of the targets
+
+
+@pytest.fixture
+def activating_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (mlp, model_memory):
+        monkeypatch.setattr(module, "activates_twice", lambda values: values > 0)
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.usefixtures("activating_twice")
+def test_of_a_large_micro_batch_the_results_of_activation_functions_are_not_kept(
+    preset: str, half: bool
+) -> None:
+    config, numerics = tiny(preset), Numerics(half)
+    expected = activation_bytes(config, B, numerics) + kept_logits_bytes(config, V, B, numerics)
+    expected += cast_bytes(config, V, numerics)
+    # half-precision copies of `down` are made again, too
+    copies = 2 * config.n_layer * config.n_embd * config.hidden_size if half else 0
+    assert kept(config, half, masked=False) - expected == 12 - copies
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_activating_twice_changes_no_bit_and_runs_no_product_twice(
+    preset: str, request: pytest.FixtureRequest
+) -> None:
+    model, tokens = GPT(tiny(preset), V).train(), torch.randint(0, V, (B, 16))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))  # projections of fast start at zero
+
+    def step() -> tuple[list[torch.Tensor | None], int]:
+        model.zero_grad()
+        with FlopCounterMode(display=False) as counter:
+            model(tokens, tokens).backward()
+        return [weight.grad for weight in model.parameters()], counter.get_total_flops()
+
+    expected, count = step()
+    request.getfixturevalue("activating_twice")
+    found, again = step()
+    assert all(map(torch.equal, found, expected))
+    assert again == count > 0
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
@@ -208,9 +251,16 @@ def test_the_fullest_moment_is_where_the_loss_begins_its_backward_pass(
 @pytest.mark.slow
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 def test_with_chunks_it_lies_between_those_of_the_loss_and_of_a_block(
-    half: bool, recompute: bool, monkeypatch: pytest.MonkeyPatch
+    half: bool,
+    recompute: bool,
+    large: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if large:
+        request.getfixturevalue("activating_twice")
     for module in (chunks, model_memory):
         monkeypatch.setattr(module, "chunk_tokens", lambda rows, cpu: 64)
     config = tiny("fast", n_layer=4, n_embd=64, block_size=64)

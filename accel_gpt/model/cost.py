@@ -32,6 +32,15 @@ def chunk_tokens(rows: int, cpu: bool) -> int:
     return 1 << (max(room, 1).bit_length() - 1)
 
 
+def activates_twice(values: int) -> bool:
+    """Whether the activation function of so many values is computed again in the backward pass.
+
+    Its results are a fifth of what GPT-2 would keep; below 2^23 values starting the work over
+    costs more than it is worth (assumption).
+    """
+    return values > 2**23
+
+
 def parameter_counts(config: ModelConfig, vocab_size: int) -> dict[str, int]:
     """Parameters by part, as the model holds them, and two totals.
 

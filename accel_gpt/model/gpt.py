@@ -16,6 +16,7 @@ from accel_gpt.errors import require
 from accel_gpt.model.cost import padded_vocab_size
 from accel_gpt.model.documents import attend, attention_mask, positions
 from accel_gpt.model.head import Head
+from accel_gpt.model.mlp import MLP, ResidualProjection
 from accel_gpt.model_config import ModelConfig
 
 
@@ -108,10 +109,6 @@ class QKNorm(nn.Module):
         return torch.cat((self.q(q), self.k(k)), dim=2).to(qk.dtype)
 
 
-class ResidualProjection(nn.Linear):
-    """A linear layer onto the residual stream; starts smaller than the others, or at zero."""
-
-
 class CausalSelfAttention(nn.Module):
     """Attention to this token and those before it; K < H heads share keys and values (GQA)."""
 
@@ -172,35 +169,6 @@ def _mask_after(past: int, T: int, device: torch.device) -> Tensor | None:
     if T == 1:
         return None
     return torch.ones(T, past + T, dtype=torch.bool, device=device).tril(diagonal=past)
-
-
-class MLP(nn.Module):
-    """The feed-forward layer: GELU (tanh form or exact), squared ReLU, or a gated SiLU.
-
-    Squared ReLU: So et al. 2021, section 3.2. SwiGLU: Shazeer 2020, equation 5; the first half of
-    the rows of `up` is its gate.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gated = config.mlp == "swiglu"
-        self.squared = config.mlp == "relu2"
-        self.approximate = "none" if config.mlp == "gelu_erf" else "tanh"
-        self.dropout = config.dropout
-        width = config.hidden_size * (2 if self.gated else 1)
-        self.up = nn.Linear(config.n_embd, width, bias=config.bias)
-        self.down = ResidualProjection(config.hidden_size, config.n_embd, bias=config.bias)
-
-    def activate(self, h: Tensor) -> Tensor:
-        """The hidden channels of what `up` made."""
-        if self.gated:
-            gate, h = h.chunk(2, dim=-1)
-            return F.silu(gate) * h
-        return F.relu(h).square() if self.squared else F.gelu(h, approximate=self.approximate)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.activate(self.up(x)))
-        return F.dropout(out, self.dropout) if self.training and self.dropout else out
 
 
 class Block(nn.Module):

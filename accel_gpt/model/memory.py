@@ -9,7 +9,7 @@ heads, D head size, V vocabulary.
 
 from dataclasses import dataclass
 
-from accel_gpt.model.cost import chunk_tokens, padded_vocab_size, parameter_counts
+from accel_gpt.model.cost import activates_twice, chunk_tokens, padded_vocab_size, parameter_counts
 from accel_gpt.model_config import ModelConfig
 
 FLOAT = 4  # bytes of float32, in which weights, gradients and statistics are
@@ -65,7 +65,7 @@ def block_bytes(
     layer = (
         2 * norm(config, numerics)
         + attention(config, numerics)
-        + mlp(config, numerics)
+        + mlp(config, sequences, numerics)
         + 2 * dropout_mask(config, numerics, numerics.narrow)
     )
     if documents:
@@ -108,11 +108,13 @@ def attention(config: ModelConfig, numerics: Numerics) -> int:
     return kept + 3 * FLOAT * H * (D + config.block_size) + H * D * size
 
 
-def mlp(config: ModelConfig, numerics: Numerics) -> int:
-    """Of one token: what goes into the activation function and what comes out, each half of a
-    gate, and their product.
+def mlp(config: ModelConfig, sequences: int, numerics: Numerics) -> int:
+    """Of one token: what goes into the activation function and, of a small micro-batch, what comes
+    out, each half of a gate, and their product.
     """
-    return (4 if config.mlp == "swiglu" else 2) * config.hidden_size * numerics.narrow
+    values = config.hidden_size * (2 if config.mlp == "swiglu" else 1)
+    kept = 1 if activates_twice(sequences * config.block_size * values) else 2
+    return kept * values * numerics.narrow
 
 
 def dropout_mask(config: ModelConfig, numerics: Numerics, size: int) -> int:
@@ -137,7 +139,8 @@ def backward_bytes(config: ModelConfig, sequences: int, numerics: Numerics) -> i
     """The most that the backward pass of one block takes besides what was kept for it."""
     H, K, D, size = config.n_head, config.kv_heads, config.head_size, numerics.narrow
     gradients = {"swiglu": 4, "relu2": 3}.get(config.mlp, 2)
-    of_mlp = gradients * config.hidden_size * size
+    again = mlp(config, 0, numerics) - mlp(config, sequences, numerics)  # computed again
+    of_mlp = gradients * config.hidden_size * size + again
     of_attention = 2 * (H + 2 * K) * D * size
     if config.dropout and not numerics.cuda:
         of_attention += 2 * FLOAT * H * config.block_size

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from accel_gpt.model.gpt import MLP, CausalSelfAttention
+from accel_gpt.model.gpt import CausalSelfAttention
+from accel_gpt.model.mlp import MLP
 from accel_gpt.optim.adamw import GuardedAdamW
 from accel_gpt.optim.sharded import is_sharded
 from accel_gpt.optim_config import STACK

@@ -2,7 +2,8 @@
 
     python benchmarks/startup.py CONFIG.yaml [--section.key value ...]
 
-Each launch is a process of its own, into an empty folder; the data must be prepared. Prints the
+In the order of `accel-gpt train`, each launch a process of its own, into an empty folder; the data
+must be prepared. Prints the
 medians of `LAUNCHES`, and which of the heavy modules were there when the first step ended.
 """
 
@@ -19,13 +20,14 @@ HEAVY = ("torch._dynamo", "torch.distributed.tensor", "sympy", "tensorboard", "t
 CODE = """
 import json, os, sys, time
 marks = [time.perf_counter()]
+from accel_gpt.cli import load_config
+from accel_gpt.hub.sources import inherit
+config = load_config(sys.argv[2:], "startup", inherit)
+marks.append(time.perf_counter())
 import torch
 marks.append(time.perf_counter())
 import accelerate
 marks.append(time.perf_counter())
-from accel_gpt.hub.sources import inherit
-from accel_gpt.parse import load_config
-config = load_config(sys.argv[2:], "startup", inherit)
 from accel_gpt import train
 marks.append(time.perf_counter())
 update = train.update
@@ -42,7 +44,14 @@ def first(run):
 train.update = first
 train.launch(config)
 """
-PARTS = ("import torch", "import accelerate", "config, import train", "start", "first step")
+PARTS = (
+    "command line, config",
+    "import torch",
+    "import accelerate",
+    "import train",
+    "start",
+    "first step",
+)
 
 
 def main(argv: list[str]) -> int:
@@ -56,7 +65,7 @@ def main(argv: list[str]) -> int:
         found.append([after - before for before, after in pairwise(marks)])
     for name, seconds in zip(PARTS, zip(*found, strict=True), strict=True):
         print(f"{name:22} {statistics.median(seconds):6.3f} s")
-    after_torch = [sum(spent[1:]) for spent in found]
+    after_torch = [sum(spent[2:]) for spent in found]
     print(
         f"{'after import torch':22} {statistics.median(after_torch):6.3f} s, "
         f"{min(after_torch):.3f} to {max(after_torch):.3f}; heavy: {', '.join(heavy) or 'none'}"

@@ -9,6 +9,7 @@ import torch
 
 from accel_gpt.config import Config, TrainConfig
 from accel_gpt.errors import UserError
+from accel_gpt.model.gpt import GPT
 from accel_gpt.run import compiler
 from tests.conftest import launch
 
@@ -83,13 +84,17 @@ def test_compiled_code_is_kept_where_nobody_else_writes(
     assert compiler.CACHE not in os.environ
 
 
-@pytest.mark.slow
-def test_a_compiled_run_fills_the_cache(
+def test_a_compiled_run_has_its_cache_before_it_compiles(
     small_run: Arguments, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv(compiler.CACHE, "")  # put back what was there afterwards
     monkeypatch.delenv(compiler.CACHE)
-    quiet = ("--eval.every", "0", "--sample.every", "0", "--model.n_layer", "1")
-    assert launch(small_run(*quiet, "--train.compile", "--train.max_steps", "3")) == 0
-    assert any((tmp_path / "cache" / "accel_gpt" / "compiled").rglob("*.so"))
+    places: list[str] = []
+    monkeypatch.setattr(GPT, "compile", lambda model: places.append(os.environ[compiler.CACHE]))
+    quiet = ("--eval.every", "0", "--sample.every", "0", "--train.max_steps", "3")
+    assert launch(small_run(*quiet)) == 0
+    assert not (tmp_path / "cache").exists()
+    again = ("--out_dir", str(tmp_path / "compiled"), "--train.compile")
+    assert launch(small_run(*quiet, *again)) == 0
+    assert places == [str(tmp_path / "cache" / "accel_gpt" / "compiled")]

@@ -3,8 +3,8 @@
     python benchmarks/startup.py CONFIG.yaml [--section.key value ...]
 
 In the order of `accel-gpt train`, each launch a process of its own, into an empty folder; the data
-must be prepared. Prints the
-medians of `LAUNCHES`, and which of the heavy modules were there when the first step ended.
+must be prepared. Prints the medians of `LAUNCHES`, by the clock and in seconds of the CPU, which
+other work disturbs less, and which heavy modules were there when the first step ended.
 """
 
 import json
@@ -19,24 +19,27 @@ HEAVY = ("torch._dynamo", "torch.distributed.tensor", "sympy", "tensorboard", "t
 # times are kept in a list, and the process ends with its first step
 CODE = """
 import json, os, sys, time
-marks = [time.perf_counter()]
+def now():
+    marks.append((time.perf_counter(), time.process_time()))
+marks = []
+now()
 from accel_gpt.cli import load_config
 from accel_gpt.hub.sources import inherit
 config = load_config(sys.argv[2:], "startup", inherit)
-marks.append(time.perf_counter())
+now()
 import torch
-marks.append(time.perf_counter())
+now()
 import accelerate
-marks.append(time.perf_counter())
+now()
 from accel_gpt import train
-marks.append(time.perf_counter())
+now()
 update = train.update
 def first(run):
-    marks.append(time.perf_counter())
+    now()
     update(run)
     if run.accelerator.device.type == "cuda":
         torch.cuda.synchronize()
-    marks.append(time.perf_counter())
+    now()
     heavy = [name for name in json.loads(sys.argv[1]) if name in sys.modules]
     sys.stdout.write(json.dumps([marks, heavy]))
     sys.stdout.flush()
@@ -56,20 +59,20 @@ PARTS = (
 
 def main(argv: list[str]) -> int:
     """Launch and print."""
-    found, heavy = [], []
+    wall, cpu, heavy = [], [], []
     for _ in range(LAUNCHES):
         with tempfile.TemporaryDirectory() as out:
             command = [sys.executable, "-c", CODE, json.dumps(HEAVY), *argv, "--out_dir", out]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
         marks, heavy = json.loads(done.stdout)
-        found.append([after - before for before, after in pairwise(marks)])
-    for name, seconds in zip(PARTS, zip(*found, strict=True), strict=True):
-        print(f"{name:22} {statistics.median(seconds):6.3f} s")
-    after_torch = [sum(spent[2:]) for spent in found]
-    print(
-        f"{'after import torch':22} {statistics.median(after_torch):6.3f} s, "
-        f"{min(after_torch):.3f} to {max(after_torch):.3f}; heavy: {', '.join(heavy) or 'none'}"
-    )
+        for spent, clock in zip((wall, cpu), zip(*marks, strict=True), strict=True):
+            parts = [after - before for before, after in pairwise(clock)]
+            spent.append([*parts, sum(parts[2:])])
+    print(f"{'':22} {'wall':>7} {'of the CPU':>12}")
+    for number, name in enumerate((*PARTS, "after import torch")):
+        seconds, work = (statistics.median(row[number] for row in rows) for rows in (wall, cpu))
+        print(f"{name:22} {seconds:6.3f} s {work:10.3f} s")
+    print(f"heavy modules: {', '.join(heavy) or 'none'}")
     return 0
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from common import Figures, call, last_json, pace, window_means
 
 CHARS, GPT2 = "shakespeare_char", "shakespeare"  # folders of nanoGPT's data
@@ -121,6 +122,7 @@ def ours(work: Path, job: Job, *options: str, start: Sequence[str] = OURS) -> Fi
         **{"train.max_steps": job.steps, "optim.lr": 1e-3, "schedule.warmup_steps": job.steps // 2},
         **{"log.every": job.window, "sample.every": 0, "checkpoint.every": 0},
         **{"eval.every": 0, "eval.tokens": job.block_size},
+        "train.cpu_threads": torch.get_num_threads(),  # as the others, OMP_NUM_THREADS or all
     }
     if job.data == GPT2:
         asked["data.tokenizer"] = "gpt2"

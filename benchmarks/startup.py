@@ -1,80 +1,95 @@
-"""Seconds from the start of Python to the end of the first step of a run.
+"""How long it takes until something happens: imports, the help, the first step, eager and compiled.
 
-    python benchmarks/startup.py CONFIG.yaml [--section.key value ...]
+    python benchmarks/startup.py CONFIG.yaml [--rounds 5] [--compiled 1] [--json FILE]
+        [--section.key value ...]
 
-In the order of `accel-gpt train`, each launch a process of its own, into an empty folder; the data
-must be prepared. Prints the medians of `LAUNCHES`, by the clock and in seconds of the CPU, which
-other work disturbs less, and which heavy modules were there when the first step ended.
+Whole processes in turn, with the data prepared. Imports and the help are the time of a process less
+that of one that does nothing. The first step is counted from the moment that `import torch` has
+returned to the end of the first update; compiled, from an empty cache (cold) and from the cache
+that this left (warm), in --compiled rounds. Prints medians.
 """
 
-import json
-import statistics
-import subprocess
+import argparse
+import functools
+import shutil
 import sys
 import tempfile
-from itertools import pairwise
+from pathlib import Path
 
-LAUNCHES = 7
-HEAVY = ("torch._dynamo", "torch.distributed.tensor", "sympy", "tensorboard", "transformers")
-# times are kept in a list, and the process ends with its first step
-CODE = """
+from common import Figures, call, facts, headline, interleave, last_json, median, save, table, timed
+
+from accel_gpt.parse import load_config
+from accel_gpt.run.environment import ensure_data
+
+GOALS = {"accel-gpt --help": 0.3, "first step": 1.5}  # seconds
+IMPORTS = ("accel_gpt.cli", "accel_gpt.parse", "torch", "accel_gpt.model.gpt", "accel_gpt.train")
+FIRST = """
 import json, os, sys, time
-def now():
-    marks.append((time.perf_counter(), time.process_time()))
-marks = []
-now()
-from accel_gpt.cli import load_config
-from accel_gpt.hub.sources import inherit
-config = load_config(sys.argv[2:], "startup", inherit)
-now()
 import torch
-now()
-import accelerate
-now()
+start = time.perf_counter()
+from accel_gpt.cli import main
 from accel_gpt import train
-now()
 update = train.update
 def first(run):
-    now()
     update(run)
-    if run.accelerator.device.type == "cuda":
-        torch.cuda.synchronize()
-    now()
-    heavy = [name for name in json.loads(sys.argv[1]) if name in sys.modules]
-    sys.stdout.write(json.dumps([marks, heavy]))
-    sys.stdout.flush()
+    print()
+    print(json.dumps({"s": time.perf_counter() - start}), flush=True)
     os._exit(0)
 train.update = first
-train.launch(config)
+sys.argv.insert(1, "train")
+main()
 """
-PARTS = (
-    "command line, config",
-    "import torch",
-    "import accelerate",
-    "import train",
-    "start",
-    "first step",
-)
 
 
-def main(argv: list[str]) -> int:
-    """Launch and print."""
-    wall, cpu, heavy = [], [], []
-    for _ in range(LAUNCHES):
-        with tempfile.TemporaryDirectory() as out:
-            command = [sys.executable, "-c", CODE, json.dumps(HEAVY), *argv, "--out_dir", out]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-        marks, heavy = json.loads(done.stdout)
-        for spent, clock in zip((wall, cpu), zip(*marks, strict=True), strict=True):
-            parts = [after - before for before, after in pairwise(clock)]
-            spent.append([*parts, sum(parts[2:])])
-    print(f"{'':22} {'wall':>7} {'of the CPU':>12}")
-    for number, name in enumerate((*PARTS, "after import torch")):
-        seconds, work = (statistics.median(row[number] for row in rows) for rows in (wall, cpu))
-        print(f"{name:22} {seconds:6.3f} s {work:10.3f} s")
-    print(f"heavy modules: {', '.join(heavy) or 'none'}")
-    return 0
+def main() -> None:
+    """Time everything."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compiled", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    asked, options = parser.parse_known_args()
+    words = [str(asked.config), *options]
+    ensure_data(load_config(words, "benchmarks/startup.py").data)
+    known = facts()
+    with tempfile.TemporaryDirectory() as folder:
+        run = functools.partial(first_step, Path(folder), words)
+        quick = {"nothing": lambda: seconds("-c", "pass")}
+        quick |= {f"import {n}": functools.partial(seconds, "-c", f"import {n}") for n in IMPORTS}
+        quick["accel-gpt --help"] = lambda: seconds("-m", "accel_gpt.cli", "--help")
+        quick["first step"] = run
+        found = interleave(quick, asked.rounds)
+        slow = {"first step, compiled, cold": functools.partial(run, compiled=True, cold=True)}
+        slow["first step, compiled, warm"] = functools.partial(run, compiled=True)
+        found |= interleave(slow, asked.compiled)
+    found = {name: rounds for name, rounds in found.items() if rounds}
+    nothing = median(found.pop("nothing"), "s")
+    rows = []
+    for name, rounds in found.items():
+        spent = median(rounds, "s") - (0 if name.startswith("first") else nothing)
+        rows.append([name, f"{spent:.3f}", GOALS.get(name, "")])
+    print(headline(known))
+    print(table([f"above {nothing:.3f} s of Python", "s", "goal"], rows))
+    save(asked.json, {"facts": known, "config": str(asked.config), "rounds": found})
+
+
+def seconds(*words: str) -> Figures:
+    """Of a whole process."""
+    return {"s": timed(lambda: call([sys.executable, *words]))}
+
+
+def first_step(
+    folder: Path, words: list[str], compiled: bool = False, cold: bool = False
+) -> Figures:
+    """From `import torch` to the end of the first update of a new run."""
+    out, cache = folder / "run", folder / "cache"
+    for old in (out, cache)[: 1 + cold]:
+        shutil.rmtree(old, ignore_errors=True)
+    asked = ["--out_dir", str(out), "--train.compile", str(compiled).lower()]
+    command = [sys.executable, "-c", FIRST, *words, *asked]
+    found: Figures = last_json(call(command, TORCHINDUCTOR_CACHE_DIR=str(cache)))
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -121,12 +121,24 @@ class ScheduleConfig:
     """Steps that the fall to min_lr takes; null: all that follow the warm-up (wsd: a fifth)."""
     decay_tokens: int | None = None
     """The same in tokens, in place of decay_steps."""
+    decay_share: float | None = None
+    """The same as a share of all steps, 0 to 1, in place of decay_steps."""
     min_lr: float = 0.0
     """Learning rate at the end of the fall."""
 
     def __post_init__(self) -> None:
         not_negative("schedule", self, "warmup_steps", "min_lr")
         positive("schedule", self, "warmup_tokens", "decay_steps", "decay_tokens")
+        positive("schedule", self, "decay_share")
+        require(
+            (self.decay_share or 0) <= 1,
+            f"schedule.decay_share is {self.decay_share}; it is a share of the run, at most 1",
+        )
+        require(
+            not (self.decay_share and (self.decay_steps or self.decay_tokens)),
+            f"schedule.decay_share is {self.decay_share} and schedule.decay_steps or decay_tokens "
+            "is set, too; set one of them",
+        )
         for what in ("warmup", "decay"):
             steps, tokens = getattr(self, f"{what}_steps"), getattr(self, f"{what}_tokens")
             require(

@@ -88,9 +88,9 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
     if not value("train.max_steps"):
         found["train.max_tokens"] = steps * B
         steps = max(1, -(-value("train.max_tokens") // B))
-    decays = ("schedule.decay_steps", "schedule.decay_tokens")
-    if value("schedule.name") == "wsd" and not value(decays[1]):
-        found[decays[0]] = max(1, round(COOLDOWN * steps))
+    by_hand = value("schedule.decay_steps") or value("schedule.decay_tokens")
+    if value("schedule.name") == "wsd" and not by_hand:
+        found["schedule.decay_share"] = COOLDOWN
     if not value("schedule.warmup_tokens"):
         found["schedule.warmup_steps"] = min(WARMUP, steps // 10)
     if value("model.preset") == "fast" and value("optim.name") == "muon":

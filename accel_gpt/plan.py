@@ -70,7 +70,8 @@ def make_plan(config: Config, world_size: int) -> Plan:
             f"the warm-up takes {warmup:,} steps but the run only {max_steps:,}; "
             "shorten schedule.warmup_steps or lengthen the run",
         )
-    everything = math.ceil(WSD_DECAY_SHARE * max_steps) if schedule.name == "wsd" else max_steps
+    share = schedule.decay_share or (WSD_DECAY_SHARE if schedule.name == "wsd" else 1)
+    everything = math.ceil(share * max_steps)
     decay = in_steps(schedule.decay_tokens, train.tokens_per_step) or schedule.decay_steps
     decay = decay or min(everything, max(1, max_steps - warmup))
     require(

@@ -18,6 +18,7 @@ Prints each run, means and spreads; --out writes them as JSON.
 
 import argparse
 import json
+import os
 import re
 import shutil
 import statistics
@@ -80,8 +81,10 @@ def main() -> None:
     parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=1.91)
     parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(asked.threads)
     found: list[Found] = []
     with tempfile.TemporaryDirectory() as folder:
         peer = copy_peer(Path(folder), asked.nanogpt, asked.text)
@@ -147,10 +150,9 @@ def ours(
     run = work / f"run{seed}"
     command = [sys.executable, "-m", "accel_gpt.cli", "train", str(CONFIG), "--seed", str(seed)]
     command += ["--data.prepare.path", str(asked.text.resolve()), "--out_dir", str(run)]
-    command += ["--eval.every", str(every)]
+    command += ["--eval.every", str(every), "--train.cpu_threads", str(asked.threads)]
     if steps:  # the same recipe, its cooldown as long a share of the run
-        cooldown = round(cooldown_share() * steps)
-        command += ["--train.max_steps", str(steps), "--schedule.decay_steps", str(cooldown)]
+        command += ["--train.max_steps", str(steps)]
     start = time.perf_counter()
     call(command, work)
     wall = time.perf_counter() - start
@@ -168,14 +170,6 @@ def ours(
         "all_tokens": last["tokens"],
         "last_loss": last["eval/val_loss"],
     }
-
-
-def cooldown_share() -> float:
-    """Share of the steps that the cooldown of our config takes."""
-    from accel_gpt.parse import load_config
-
-    config = load_config([str(CONFIG)], "benchmarks/time_to_loss.py")
-    return (config.schedule.decay_steps or 0) / (config.train.max_steps or 1)
 
 
 def crossing(losses: dict[int, float], target: float) -> tuple[int, bool]:

@@ -1,5 +1,6 @@
 """The depth dial: its rules at the reference, how they scale, and that all can be set over them."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def test_depth_12_is_the_reference(load: Load) -> None:
     assert (optim.name, optim.muon_lr, optim.lr) == ("muon", 0.025, 0.004)
     assert (optim.embedding_lr, optim.muon_weight_decay) == (0.014, 0.05)
     assert optim.muon_momentum_warmup == make_plan(config, 1).max_steps // 10
-    assert make_plan(config, 1).decay_steps == round(0.65 * make_plan(config, 1).max_steps)
+    assert make_plan(config, 1).decay_steps == math.ceil(0.65 * make_plan(config, 1).max_steps)
     assert config.schedule.min_lr == pytest.approx(0.05 * 0.004)
 
 
@@ -77,7 +78,8 @@ def test_what_is_set_goes_before_what_follows_and_the_rest_follows_from_it(load:
     )
     assert (own.model.n_embd, own.model.n_head, own.model.logit_softcap) == (512, 4, None)
     assert (own.train.max_steps, own.train.max_tokens) == (77, None)
-    assert (own.schedule.decay_steps, own.optim.muon_lr) == (7, 0.5)
+    assert (own.schedule.decay_steps, own.schedule.decay_share) == (7, None)
+    assert own.optim.muon_lr == 0.5
     text = "model: {depth: 12}\ntrain: {max_tokens: 1_000_000}"
     assert load(*GPT2, "--train.max_tokens", "null", text=text) == free
 

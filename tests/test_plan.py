@@ -88,3 +88,13 @@ def test_tokens_become_steps_rounded_up() -> None:
 def test_impossible_length_is_refused(asked: Config, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_plan(asked, world_size=1)
+
+
+def test_the_fall_may_be_a_share_of_the_run() -> None:
+    for name, share, steps in (("wsd", 0.7, 70), ("linear", 0.5, 50), ("wsd", None, 20)):
+        schedule = ScheduleConfig(name=name, decay_share=share)  # type: ignore[arg-type]
+        assert make_plan(config(schedule), 1).decay_steps == steps
+    with pytest.raises(UserError, match=r"decay_share is 0.5 and .* set, too"):
+        ScheduleConfig(decay_share=0.5, decay_steps=3)
+    with pytest.raises(UserError, match=r"decay_share is 1\.5; it is a share"):
+        ScheduleConfig(decay_share=1.5)

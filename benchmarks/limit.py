@@ -1,25 +1,29 @@
 """What a training step cannot be faster than: its matrix products alone, beside the step itself.
 
     python benchmarks/limit.py [--sizes char4 char6 gpt2] [--steps 5] [--peers FILE] [--json FILE]
+        [--batch N] [--processor]
 
 Of each size of benchmarks/peers.py: the time of our step (forward, backward, clip, AdamW, eager, on
 a batch in memory), what its matrix products and its attention take of it by PyTorch's profiler, and
 what products of the same shapes take by themselves, in the fastest order of their factors. With
 FILE, the JSON of benchmarks/peers.py, the ratios that are left where everything but products and
-attention took no time, and where only products did.
+attention took no time, and where only products did. `--processor` with OMP_NUM_THREADS=1 is what
+other work on the machine disturbs least.
 """
 
 import argparse
 import json
 import statistics
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import facts, headline, median, save, table, timed
 from peers import SIZES
-from systems import VOCABULARIES, Job
+from systems import VOCABULARIES, Job, smaller
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -34,6 +38,7 @@ ATTENTION = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
 )
+Clock = Callable[[], float]
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -42,13 +47,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--processor", action="store_true", help="count processor time, not wall")
+    parser.add_argument("--batch", type=int, help="sequences a step, in place of each size's own")
     parser.add_argument("--peers", type=Path)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     keep_freed_memory()
     torch.set_flush_denormal(True)
     known = facts()
-    found = {size: measure(SIZES[size], asked.steps) for size in asked.sizes}
+    clock = time.process_time if asked.processor else time.perf_counter
+    found = {}
+    for size in asked.sizes:
+        job = smaller(SIZES[size], batch=asked.batch) if asked.batch else SIZES[size]
+        found[size] = measure(job, asked.steps, clock)
     head = ["ms", *next(iter(found.values()))]
     print(headline(known))
     print(table(head, [[s, *(f"{ms:.1f}" for ms in f.values())] for s, f in found.items()]))
@@ -57,7 +68,7 @@ def main() -> None:
     save(asked.json, {"facts": known, "ms": found})
 
 
-def measure(job: Job, steps: int) -> dict[str, float]:
+def measure(job: Job, steps: int, clock: Clock) -> dict[str, float]:
     """Milliseconds of a step, of its parts, and of the products alone."""
     shape = ModelConfig(
         n_layer=job.n_layer,
@@ -79,7 +90,7 @@ def measure(job: Job, steps: int) -> dict[str, float]:
 
     step()
     step()
-    whole = statistics.median(timed(step) for _ in range(steps))
+    whole = statistics.median(timed(step, clock) for _ in range(steps))
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
         step()
     events = trace.key_averages(group_by_input_shape=True)
@@ -93,7 +104,7 @@ def measure(job: Job, steps: int) -> dict[str, float]:
             shapes[tuple(factors[0]), tuple(factors[1])] += event.count
         elif event.key in ATTENTION:
             attention += event.self_cpu_time_total
-    alone = sum(count * product_alone(*pair) for pair, count in shapes.items())
+    alone = sum(count * product_alone(*pair, clock) for pair, count in shapes.items())
     share = 1e3 * whole / total  # the profiler takes time of its own
     return {
         "step": 1e3 * whole,
@@ -104,7 +115,7 @@ def measure(job: Job, steps: int) -> dict[str, float]:
     }
 
 
-def product_alone(left: tuple[int, ...], right: tuple[int, ...]) -> float:
+def product_alone(left: tuple[int, ...], right: tuple[int, ...], clock: Clock) -> float:
     """Seconds of one product, in the fastest of the layouts of its factors."""
     times = []
     for first in (False, True):
@@ -117,7 +128,7 @@ def product_alone(left: tuple[int, ...], right: tuple[int, ...]) -> float:
                 by(a, b, out=out)
 
             work()
-            times.append(statistics.median(timed(work) for _ in range(5)))
+            times.append(statistics.median(timed(work, clock) for _ in range(5)))
     return min(times)
 
 

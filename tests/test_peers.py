@@ -136,7 +136,7 @@ def benchmark(tmp_path: Path, name: str, *options: str) -> str:
     command = [sys.executable, str(ROOT / "benchmarks" / name), str(peer), str(text), *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -145,3 +145,13 @@ def benchmark(tmp_path: Path, name: str, *options: str) -> str:
 def test_losses_are_those_of_nanogpt(tmp_path: Path) -> None:
     shown = benchmark(tmp_path, "parity.py", "--steps", "30", "--train.cpu_threads", "1")
     assert "in 30 steps" in shown
+
+
+def test_questions_of_a_card_are_answered_on_a_cpu(tmp_path: Path) -> None:
+    options = ("--device", "cpu", "--tiny", "--micro_batches", "2", "--rounds", "1")
+    found = tmp_path / "found.json"
+    shown = benchmark(tmp_path, "gpu.py", *options, "--json", str(found))
+    parts = json.loads(found.read_text())
+    assert set(parts) == {"facts", "speed", "ablations", "first", "checkpoint", "optimizer"}
+    assert set(parts["speed"]["2"]) == {"nanoGPT", "Trainer", "accel_gpt"}
+    assert shown.count("| Muon |") == 1

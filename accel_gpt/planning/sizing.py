@@ -60,7 +60,7 @@ def sized(
     how = f"as found before, in {kept}"
     if size is None:
         tried = fits or trial(config, vocab_size, accelerator)
-        size, how = largest(fitting_sizes(config, world)[::-1], tried, accelerator), "that fits"
+        size, how = largest(fitting_sizes(config, world)[::-1], tried, accelerator), "that fit"
         if accelerator.is_main_process:
             found = {"micro_batch_size": size, "asked": asked}
             write_file(kept, [json.dumps(found, indent=1).encode()])

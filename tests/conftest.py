@@ -1,5 +1,6 @@
 """Fixtures: small corpora in `tmp_path`, and a clean Accelerate for every test."""
 
+import getpass
 import os
 import random
 import shutil
@@ -20,8 +21,9 @@ from accel_gpt.model_config import PRESETS, ModelConfig
 from accel_gpt.run.signals import SIGNALS
 
 QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
-# what is compiled is not put into the user's cache
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_tests")
+# what is compiled goes where torch puts it, not into the user's cache
+PLACE = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", PLACE)
 WORDS = [
     "the",
     "king",

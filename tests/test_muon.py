@@ -471,6 +471,7 @@ def test_parts_that_are_no_matrices_are_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile uses torch.jit
 def test_compiled_equals_eager() -> None:
     nets = [model(n_layer=3), model(n_layer=3)]
     optimizers = [

@@ -134,7 +134,7 @@ def test_each_setting_changes_the_part_that_it_should(capsys: pytest.CaptureFixt
     assert bf16["logits and loss"] == alone["logits and loss"] + chunk + hidden
     blocks = held(capsys, "--gpu", "h100", "--train.activation_checkpointing", "blocks")
     kept = 4 * 32 * 1024 * 768
-    assert 12 * kept < blocks["activations"] < 16 * kept < alone["activations"] / 10
+    assert 12 * kept < blocks["activations"] < 16 * kept < alone["activations"] / 9
     exact = held(capsys, "--train.reproducible", "true", "--train.compile", "false")
     assert exact["exact gradients"] == 8 * total
     assert "gradients" not in exact

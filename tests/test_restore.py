@@ -156,6 +156,8 @@ FREE = {
         "train.time_limit",
         "train.step_timeout",
         "train.profile",
+        "model.depth",
+        "model.zero_init",
         "train.activation_checkpointing",
         "eval.every",
     ),

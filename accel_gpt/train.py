@@ -30,7 +30,7 @@ from accel_gpt.hub.resume import fetch_resume
 from accel_gpt.hub.sources import inherit
 from accel_gpt.hub.uploads import Uploads, start_uploads
 from accel_gpt.model.gpt import GPT
-from accel_gpt.optim.groups import configure, set_rates
+from accel_gpt.optim.groups import configure, fraction_at, set_rates
 from accel_gpt.parse import load_config
 from accel_gpt.plan import Plan, make_plan
 from accel_gpt.planning.sizing import sized
@@ -97,8 +97,8 @@ def launch(config: Config) -> int:
 def train(config: Config, plan: Plan, started: float) -> int:
     """Run from wherever the run stands to its end, or to a signal; returns the exit code."""
     accelerator = start_accelerator(config, plan)
-    config, plan = sized(config, plan, accelerator)
     stop = listen_for_stop(config, accelerator, started)
+    config, plan = sized(config, plan, accelerator)
     with shown(config, plan, accelerator) as display:
         run = start(config, plan, accelerator, display)
         writing, profiling = contextlib.closing(run.writer), run.reporter.profile
@@ -205,7 +205,8 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
     if logging or evaluating or saving:
         figures = run.ledger.read(state, reporter.say) | run.corpus.epoch_figures(state.sequences)
         if logging:
-            record = figures | {"train/lr": run.optimizer.param_groups[0]["lr"]}
+            fraction = fraction_at(state.step - 1, config, run.plan)
+            record = figures | {"train/lr": config.optim.lr * fraction}
             record |= reporter.pace(state.step) | batch_figures(run.loader, run.accelerator)
     with reporter.watch.pause() if evaluating or saving or sampling else contextlib.nullcontext():
         if evaluating:

@@ -65,7 +65,9 @@ def main() -> None:
                 del run["litgpt, compiled"]
             chosen = {name: run[name] for name in asked.systems or run if name in run}
             found = interleave(chosen, asked.rounds)
-            kept = report["sizes"].setdefault(size, {"job": vars(job), "rounds": {}})["rounds"]
+            if report["sizes"].get(size, {}).get("job") != json.loads(json.dumps(vars(job))):
+                report["sizes"][size] = {"job": vars(job), "rounds": {}}  # rounds of another job
+            kept = report["sizes"][size]["rounds"]
             for name, rounds in found.items():
                 kept.setdefault(name, []).extend(rounds)
             save(asked.json, report)

@@ -6,7 +6,7 @@
 Each text in quotes is one try: what is set over the config, and over --common, which all share. The
 runs follow one another, each in a process of its own, without samples and checkpoints but the last,
 and evaluate at their end unless --common says more. Prints val loss and bits per byte, means over
-the seeds, with tokens and the seconds of training (evaluation excluded); --out adds a line of JSON
+the seeds, with tokens and the seconds of training (evaluation included); --out adds a line of JSON
 for each run, with its whole curve.
 """
 
@@ -67,7 +67,6 @@ def run(asked: argparse.Namespace, options: str, seed: int) -> dict[str, Any] | 
 
 def launch(words: list[str]) -> None:
     """Train, without a word, in a child process."""
-    os.environ["OMP_NUM_THREADS"] = words[-1]
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     raise SystemExit(run_main(train.main, words))
 

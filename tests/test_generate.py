@@ -83,15 +83,22 @@ def test_a_decoded_token_is_a_token_of_the_forward_pass(config: ModelConfig) -> 
 
 def test_the_cache_spares_the_model_all_but_the_new_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(tiny())
-    lengths: list[int] = []
-    model.wte.register_forward_hook(lambda _, args, __: lengths.append(args[0].shape[1]))
+    forward, lengths = GPT.forward, []
+
+    def counted(self: GPT, tokens: Tensor, **named: Any) -> Tensor:
+        lengths.append(tokens.shape[1])
+        return forward(self, tokens, **named)
+
+    monkeypatch.setattr(GPT, "forward", counted)
     run(model, PROMPT, 16)
     assert lengths == [3, 9]  # the decoder does the rest
-    forward = model.forward  # as Accelerate wraps it for bfloat16
-    monkeypatch.setattr(model, "forward", lambda *given, **named: forward(*given, **named))
-    lengths.clear()
-    run(model, PROMPT, 16)
-    assert lengths == [3] + [1] * 13 + [9, 1]
+    for module in (model, model.blocks[1].mlp):  # as Accelerate wraps a model for bfloat16
+        before = module.forward
+        monkeypatch.setattr(module, "forward", lambda *g, b=before, **n: b(*g, **n))
+        lengths.clear()
+        run(model, PROMPT, 16)
+        assert lengths == [3] + [1] * 13 + [9, 1]
+        monkeypatch.delattr(module, "forward")
 
 
 @given(length=st.integers(1, 500), block_size=st.integers(1, 64))

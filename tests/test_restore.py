@@ -147,6 +147,7 @@ def test_metrics_are_cut_back_to_the_step_that_is_resumed(
 IDENTITY = {
     *(key for key in leaves(Config) if key.startswith("model.")),
     *("optim.name", "seed", "data.shuffle", "train.tokens_per_step"),
+    *("optim.embedding_lr", "optim.head_lr"),  # set or not set
 } - {"model.init_from", "model.allow_pickle"}
 FREE = {
     *("out_dir", "data.train", "data.tokenizer", "data.cache_dir", "data.cache_gb"),
@@ -183,6 +184,18 @@ def test_every_key_is_of_one_class(key: str) -> None:
             check_same_run(path, before, now, ())
         assert caught.value.exit_code == 2
         check_same_run(path, before, now, (key,))
+
+
+def test_a_rate_of_its_own_may_change_but_not_come_or_go() -> None:
+    """Without one the embeddings are no group of the optimizer."""
+    now = TrainState(config=to_flat(to_plain(Config())) | {"optim.embedding_lr": 0.1})
+    before = TrainState(config={**now.config, "optim.embedding_lr": 0.2})
+    check_same_run(Path("step"), before, now, ("optim.embedding_lr",))
+    with pytest.raises(UserError, match=r"allow_change optim.embedding_lr"):
+        check_same_run(Path("step"), before, now, ())
+    none = TrainState(config={**now.config, "optim.embedding_lr": None})
+    with pytest.raises(CheckpointError, match=r"optim.embedding_lr was None, is 0.1"):
+        check_same_run(Path("step"), none, now, ("optim.embedding_lr",))
 
 
 def test_all_that_differs_is_listed_at_once() -> None:

@@ -56,6 +56,15 @@ def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> Non
     monkeypatch.setattr(train, "update", interrupted)
 
 
+def test_the_rate_that_is_logged_is_optim_lr_whatever_the_groups(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    """Of the fast recipe with Muon the embedding is the first group."""
+    own = ["--optim.name", "muon", "--optim.lr", "0.01", "--optim.embedding_lr", "0.3"]
+    assert launch(small_run("--model.preset", "fast", *own, "--train.max_steps", "4")) == 0
+    assert records(tmp_path / "run")[0]["train/lr"] == pytest.approx(0.005)
+
+
 def test_run_learns_and_leaves_what_the_contract_names(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 Reads a run, a checkpoint or a model of transformers; adds the figures of a run to its metrics.
 """
 
+import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from accel_gpt.run.environment import (
 from accel_gpt.run.guards import locked, peers
 from accel_gpt.run.metrics import Record
 from accel_gpt.run.records import merge_record
+from accel_gpt.run.setup import set_up_model
 from accel_gpt.run.text_corpus import open_corpus
 
 BATCH_SIZE = 8  # windows, where no run says how many fit; assumption
@@ -102,8 +104,7 @@ def evaluate_only(config: Config) -> int:
         state = TrainState()
         model = start_model(config, corpus, False, lambda _: None)
         model = model.to(accelerator.device).eval()
-    if config.train.compile:
-        model.compile()
+    set_up_model(model, config.train)
     model = accelerator.prepare_model(model, evaluation_mode=True)
     figures = evaluation.figures(model, accelerator)
     accelerator.end_training()
@@ -148,7 +149,7 @@ def run_config(source: Source, run: Path | None) -> Config:
 def start_accelerator(config: Config) -> Accelerator:
     """Processes, device and precision as for training; all cores of a CPU."""
     torch.set_float32_matmul_precision(config.train.matmul_precision)
-    precision = config.train.mixed_precision
+    precision = config.train.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),
         mixed_precision="bf16" if precision == "fp8" else precision,  # fp8 is for training

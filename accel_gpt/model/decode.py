@@ -24,8 +24,15 @@ class Decoder:
 
     @staticmethod
     def suits(model: GPT) -> bool:
-        """Whether the weights are all there is to the model: neither sharded nor wrapped."""
-        return type(model) is GPT and "forward" not in vars(model)
+        """Whether the weights are all there is to the model: nothing is sharded, hooked, wrapped or
+        cast on the way.
+        """
+        changed = any(
+            "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+            for module in model.modules()
+        )
+        plain = type(model) is GPT and all(type(block) is Block for block in model.blocks)
+        return plain and not changed and not torch.is_autocast_enabled(model.wte.weight.device.type)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits (B, V) after `tokens` (B,), which are added to the cache."""

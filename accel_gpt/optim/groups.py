@@ -94,12 +94,16 @@ def state_names(group: dict[str, Any]) -> set[str]:
 
 def set_rates(optimizer: torch.optim.Optimizer, config: Config, plan: Plan, step: int) -> None:
     """Learning rates and momenta of the update that follows `step` completed ones."""
-    schedule, optim = config.schedule, config.optim
-    floor = schedule.min_lr / optim.lr
-    set_lr(optimizer, lr_fraction(step, schedule.name, plan, floor))
+    optim = config.optim
+    set_lr(optimizer, fraction_at(step, config, plan))
     for group in optimizer.param_groups:
         if ROWS in group:
             group["momentum"] = momentum_at(step, optim.muon_momentum, optim.muon_momentum_warmup)
+
+
+def fraction_at(step: int, config: Config, plan: Plan) -> float:
+    """Share of their peaks that all rates have in the update that follows `step` completed ones."""
+    return lr_fraction(step, config.schedule.name, plan, config.schedule.min_lr / config.optim.lr)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, fraction: float) -> None:

@@ -5,6 +5,7 @@ goes between the processes, after each has tried by itself: none waits for one t
 memory. The answer is kept in `micro_batch.json` of the run.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -120,8 +121,24 @@ def available_memory() -> float:
 
     mine = psutil.Process().memory_info().rss  # the arithmetic counts what is imported
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    available: float = psutil.virtual_memory().available / processes + mine
+    available: float = min(psutil.virtual_memory().available, group_memory()) / processes + mine
     return CPU_SHARE * available
+
+
+def group_memory() -> float:
+    """Bytes that control groups leave to this process, as those of containers and of Slurm's jobs
+    (Linux, version 2); infinity where none is limited.
+    """
+    root, least = Path("/sys/fs/cgroup"), float("inf")
+    try:
+        own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
+    except OSError:
+        return least
+    for folder in (root / own, *(root / own).parents):
+        with contextlib.suppress(OSError, ValueError):  # no such file, no limit: max
+            limit = int((folder / "memory.max").read_text())
+            least = min(least, limit - int((folder / "memory.current").read_text()))
+    return least
 
 
 def fits_cuda(config: Config, vocab_size: int, accelerator: Accelerator) -> bool:
@@ -174,7 +191,12 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
 def question(config: Config, vocab_size: int, accelerator: Accelerator) -> dict[str, Any]:
     """All that decides the answer, as JSON."""
     device, train = accelerator.device, config.train
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        import psutil
+
+        memory = psutil.virtual_memory().total
     return {
         "model": {k: v for k, v in asdict(config.model).items() if k != "init_from"},
         "vocab_size": vocab_size,

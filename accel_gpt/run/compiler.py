@@ -30,6 +30,8 @@ def check_fp8(config: Config) -> None:
         missing.append(f"compute capability 8.9 or more, where {name} has {major}.{minor}")
     if find_spec("torchao") is None:
         missing.append("the package torchao, which is not installed")
+    if (backend := os.environ.get("ACCELERATE_FP8_BACKEND", "NO")) not in ("NO", "AO"):
+        missing.append(f"the fp8 backend AO in the accelerate config, which has {backend}")
     require(
         not missing,
         f"mixed_precision is fp8, which needs {' and '.join(missing)}; set train.mixed_precision "
@@ -48,12 +50,14 @@ def keep_compiled() -> None:
     """
     if CACHE in os.environ:
         return
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "accel_gpt" / "compiled"
     try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = home / "accel_gpt" / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
-    except OSError:
+    except (OSError, RuntimeError):  # the latter: no home
+        return
+    if not os.access(folder, os.W_OK):
         return
     require(
         found.st_uid == os.geteuid() and not found.st_mode & 0o022,

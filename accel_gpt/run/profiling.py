@@ -92,10 +92,13 @@ class Profile:
         trace: TracebackType | None,
     ) -> None:
         """End a recording that the end of the launch cut short, if it has steps."""
-        if self.profiler is None:
-            return
         recorded = self.done - PLAIN - 1
-        if kind is None and recorded > 0:
+        if kind is None and self.steps and recorded <= 0:
+            self.say(
+                f"WARNING: train.profile is {self.steps}, but this launch made only "
+                f"{plural(self.done, 'step')}, of which the first {PLAIN + 1} are not recorded"
+            )
+        if self.profiler and kind is None and recorded > 0:
             self.finish(recorded)
         else:
             self.stack.close()

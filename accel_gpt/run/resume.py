@@ -68,6 +68,8 @@ IDENTITY = (
     "data.shuffle",
     "train.tokens_per_step",  # it maps steps to data
 )
+# Set or not set, these part the parameters into other groups.
+PARTS = ("optim.embedding_lr", "optim.head_lr")
 # What of it decides the bits that train.reproducible promises.
 BITS = (
     "train.micro_batch_size",
@@ -221,21 +223,28 @@ def check_same_run(
     """
     changes = differences(state.config, now.config)
     changes |= source_changes(state, now)
+    regrouped = parted(state.config) != parted(now.config)
+    identity = (*IDENTITY, *PARTS) if regrouped else IDENTITY
     refused = {
         key: change
         for key, change in changes.items()
-        if key.partition("[")[0] not in allowed or key.startswith(IDENTITY)
+        if key.partition("[")[0] not in allowed or key.startswith(identity)
     }
     if state.tokenizer_fingerprint != now.tokenizer_fingerprint:
         refused["tokenizer"] = (state.tokenizer_fingerprint[:12], now.tokenizer_fingerprint[:12])
     if not refused:
         return
-    kind = CheckpointError if any(key.startswith(IDENTITY) for key in refused) else UserError
+    kind = CheckpointError if any(key.startswith(identity) for key in refused) else UserError
     raise kind(
         f"{path} was made with another config: {listed(refused)}; restore "
         f"{'it' if len(refused) == 1 else 'them'}, set another out_dir"
-        + allow_hint([key.partition("[")[0] for key in refused if not key.startswith(IDENTITY)])
+        + allow_hint([key.partition("[")[0] for key in refused if not key.startswith(identity)])
     )
+
+
+def parted(config: Mapping[str, Any]) -> bool:
+    """Whether embeddings and head are groups of the optimizer of their own."""
+    return any(config.get(key) is not None for key in PARTS)
 
 
 def check_same_folder(config: Config) -> None:

@@ -58,6 +58,7 @@ class StopSignal:
         signal.set_wakeup_fd(self.mouth.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, self.handle)
+        os.register_at_fork(after_in_child=deafen)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         """Note the first signal."""
@@ -109,6 +110,13 @@ class StopSignal:
         reserve = 2 * (self.longest + save_seconds)
         reserve += max(RESERVE_SHARE * self.time_limit, RESERVE_SECONDS)
         return now - self.started + reserve > self.time_limit
+
+
+def deafen() -> None:
+    """Let signals do to a forked process what they do to any: the run is not its own."""
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def listen_for_stop(config: Config, accelerator: Accelerator, started: float) -> StopSignal:

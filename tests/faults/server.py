@@ -3,8 +3,8 @@
     python -m tests.faults.server
 
 Reads a `Request` from each line of stdin and answers with an `Answer`, a line of JSON, on stdout.
-It keeps to one thread, for a fork copies no other; what a training process imports late is found
-out by the first request and imported here, so that those after it need not.
+It keeps to one thread, for a fork copies no other; what training processes import late is found
+out by the first request for so many of them and imported here, so that those after it need not.
 """
 
 import contextlib
@@ -71,14 +71,16 @@ def main() -> None:
         setattr(environment, name, functools.cache(getattr(environment, name)))
     loader.PORTION, loader.LOCATE = PORTION, LOCATE
     environment.commit(), environment.package_versions()
-    warm = False
+    warm: set[int] = set()  # numbers of processes
     for line in sys.stdin:
         assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the second thread"
         with tempfile.TemporaryDirectory() as folder:
-            answer = serve(Request(**json.loads(line)), Path(folder), warm)
-            if not warm:
+            request = Request(**json.loads(line))
+            size = len(request.environment)
+            answer = serve(request, Path(folder), size in warm)
+            if size not in warm and not any(answer.codes):
                 preload(Path(folder))
-                warm = True
+                warm.add(size)
         answers.write(json.dumps(asdict(answer)) + "\n")
         answers.flush()
 
@@ -123,7 +125,7 @@ def fork(request: Request, variables: dict[str, str], output: Path, warm: bool) 
         faulthandler.enable()
         os.environ.update(variables)
         code = launch(request, output)
-        if not warm:
+        if not warm and variables.get("RANK", "0") == "0":
             (output.parent / "modules").write_text("\n".join(sys.modules))
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
@@ -186,7 +188,7 @@ def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
 
 
 def preload(folder: Path) -> None:
-    """Import what the first training process imported late."""
+    """Import what a training process imported late."""
     listed = folder / "modules"
     names = listed.read_text().split() if listed.exists() else []
     for name in names:

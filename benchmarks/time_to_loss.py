@@ -22,14 +22,14 @@ import os
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from common import ROOT, call
+
 CONFIG = ROOT / "configs/fast_shakespeare_cpu.yaml"
 STEPS, EVERY, FIRST = 2000, 50, 1500  # of nanoGPT: its steps, between checkpoints, first looked at
 TOKENS = STEPS * 12 * 64
@@ -210,14 +210,6 @@ def spread(values: list[float | None]) -> str:
     if None in values:
         return ""
     return f"{statistics.mean(values):.5g} ({min(values):.5g} to {max(values):.5g})"
-
-
-def call(command: list[str], folder: Path) -> str:
-    """Output of a command that must succeed."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
-    return done.stdout
 
 
 if __name__ == "__main__":

@@ -60,9 +60,10 @@ def export(folder: Path, preset: str, tokenizer: Tokenizer) -> None:
 
 @pytest.fixture
 def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of tasks; what `datasets` caches goes to `tmp_path`."""
+    """A folder of tasks; what `datasets` caches goes to `tmp_path`, and nothing is forked."""
     import datasets
 
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # lm_eval's pool: processes without our threads
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "tasks"
     folder.mkdir()

@@ -286,6 +286,7 @@ def test_no_worker_outlives_its_parent_with_the_lock(tmp_path: Path) -> None:
     if not children.parent.exists():
         pytest.skip("needs /proc")
     while not children.read_text():
+        assert holder.is_alive()
         time.sleep(0.01)
     time.sleep(0.2)
     os.kill(holder.pid or 0, signal.SIGKILL)

@@ -17,6 +17,7 @@ from accel_gpt.model.cost import padded_vocab_size
 from accel_gpt.model.documents import attend, attention_mask, positions
 from accel_gpt.model.head import Head
 from accel_gpt.model.mlp import MLP, ResidualProjection
+from accel_gpt.model.passes import RMSNorm, rotate
 from accel_gpt.model_config import ModelConfig
 
 
@@ -79,18 +80,11 @@ def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     return (1 - kept) * divided + kept * frequencies
 
 
-def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turn the channel pairs of `x` (B, T, heads, D) by their positions; computed in float32."""
-    cos, sin = rotary.unbind(0)  # (T, 1, D) or (B, T, 1, D)
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((second, first), dim=-1) * sin).to(x.dtype)
-
-
 def build_norm(config: ModelConfig) -> nn.Module:
     """LayerNorm or RMSNorm over the channels."""
     C, eps, weight = config.n_embd, config.norm_eps, config.norm_weight
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(C, eps=eps, elementwise_affine=weight)
+        return RMSNorm(C, eps=eps, elementwise_affine=weight)
     return nn.LayerNorm(C, eps=eps, elementwise_affine=weight, bias=config.bias)
 
 
@@ -101,10 +95,12 @@ class QKNorm(nn.Module):
         super().__init__()
         D, eps, weight = config.head_size, config.norm_eps, config.norm_weight
         self.heads = (config.n_head, config.kv_heads)
-        self.q = nn.RMSNorm(D, eps=eps, elementwise_affine=weight)
-        self.k = nn.RMSNorm(D, eps=eps, elementwise_affine=weight)
+        self.q = RMSNorm(D, eps=eps, elementwise_affine=weight)
+        self.k = RMSNorm(D, eps=eps, elementwise_affine=weight)
 
     def forward(self, qk: Tensor) -> Tensor:  # (B, T, H + K, D)
+        if self.q.weight is None:  # one norm for all heads
+            return self.q(qk.float()).to(qk.dtype)
         q, k = qk.float().split_with_sizes(self.heads, dim=2)  # as its weights are
         return torch.cat((self.q(q), self.k(k)), dim=2).to(qk.dtype)
 

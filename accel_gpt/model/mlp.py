@@ -7,6 +7,7 @@ from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from accel_gpt.model.cost import activates_twice
+from accel_gpt.model.passes import squared_relu
 from accel_gpt.model_config import ModelConfig
 
 
@@ -17,8 +18,7 @@ class ResidualProjection(nn.Linear):
 class MLP(nn.Module):
     """The feed-forward layer: GELU (tanh form or exact), squared ReLU, or a gated SiLU.
 
-    Squared ReLU: So et al. 2021, section 3.2. SwiGLU: Shazeer 2020, equation 5; the first half of
-    the rows of `up` is its gate.
+    SwiGLU: Shazeer 2020, equation 5; the first half of the rows of `up` is its gate.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -36,7 +36,7 @@ class MLP(nn.Module):
         if self.gated:
             gate, h = h.chunk(2, dim=-1)
             return F.silu(gate) * h
-        return F.relu(h).square() if self.squared else F.gelu(h, approximate=self.approximate)
+        return squared_relu(h) if self.squared else F.gelu(h, approximate=self.approximate)
 
     def project(self, h: Tensor) -> Tensor:
         """What the hidden channels add to the residual stream, before dropout."""

@@ -1,0 +1,102 @@
+"""Operations with a backward pass of their own: fewer passes over memory than autograd's.
+
+For a CPU without compiled code, where RMSNorm, squared ReLU and rotary positions are made of small
+operations that each read and write everything. Compiled, the plain forms are one pass anyway.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import Function, once_differentiable
+from torch.compiler import is_compiling
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm, Zhang & Sennrich 2019, over the last dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        single = x.device.type == "cpu" and x.dtype == torch.float32
+        if not single or self.eps is None or is_compiling():
+            return super().forward(x)
+        if torch.is_grad_enabled():
+            x = _apply(_Normalize, x, self.eps)
+        else:
+            x = x * _inverse_rms(x, self.eps)
+        return x if self.weight is None else x * self.weight
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """Squared ReLU, So et al. 2021, section 3.2."""
+    if is_compiling() or not torch.is_grad_enabled():
+        return F.relu(x).square()
+    return _apply(_SquaredReLU, x)
+
+
+def rotate(x: Tensor, rotary: Tensor, way: int = 1) -> Tensor:
+    """Turn the channel pairs of `x` (B, T, heads, D) by their positions; computed in float32.
+
+    `rotary`: cosines and signed sines (2, T, 1, D) or (2, B, T, 1, D), see `rotary_table`.
+    `way`: 1, or -1 to turn back.
+    """
+    if torch.is_grad_enabled() and not is_compiling():
+        return _apply(_Rotate, x, rotary, way)
+    cos, sin = rotary.unbind(0)
+    first, second = x.chunk(2, dim=-1)
+    return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin, value=way).to(x.dtype)
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _apply(function: type[Function], *given: Any) -> Tensor:
+    out: Tensor = function.apply(*given)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Normalize(Function):
+    """Over the root of the mean of the squares."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        scale = _inverse_rms(x, eps)
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, scale = ctx.saved_tensors
+        along = (grad * x).sum(-1, keepdim=True)  # what would only change the length
+        return (grad * scale).addcmul_(x, along.mul_(scale**3).div_(-x.shape[-1])), None
+
+
+class _SquaredReLU(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = F.relu(x)
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x: Tensor = ctx.saved_tensors[0]
+        return (grad * x).mul_(2)
+
+
+class _Rotate(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rotary: Tensor, way: int) -> Tensor:
+        ctx.save_for_backward(rotary)
+        ctx.way = way
+        return rotate(x, rotary, way)  # gradients are off in here
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (rotary,) = ctx.saved_tensors
+        return rotate(grad, rotary, -ctx.way), None, None

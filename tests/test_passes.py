@@ -1,0 +1,97 @@
+"""The backward passes of our own give the gradients of autograd, in fewer passes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from accel_gpt.model.gpt import rotary_table
+from accel_gpt.model.passes import RMSNorm, rotate, squared_relu
+from tests.conftest import tiny
+
+B, T, H, D = 3, 16, 4, 8  # as in `tiny`
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(out: Tensor, *given: Tensor) -> list[Tensor]:
+    """Of a sum that weighs each value differently."""
+    return list(torch.autograd.grad((out * drawn(*out.shape)).sum(), given))
+
+
+def plainly_rotated(x: Tensor, rotary: Tensor) -> Tensor:
+    """Each pair of channels as a complex number, times the one of its angle."""
+    pairs = torch.complex(*x.chunk(2, dim=-1))
+    (cos, _), (_, sin) = rotary[0].chunk(2, -1), rotary[1].chunk(2, -1)
+    turned = pairs * torch.complex(cos, sin)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])  # the first is near eps
+def test_rmsnorm_is_that_of_torch(weighted: bool, scale: float) -> None:
+    ours, theirs = (kind(D, 1e-6, weighted) for kind in (RMSNorm, nn.RMSNorm))
+    x = (scale * drawn(B, T, H, D)).transpose(1, 2).requires_grad_()  # as heads lie
+    given = [x]
+    if weighted:
+        for module in (ours, theirs):
+            module.weight.data.copy_(drawn(D))
+    found = gradients(ours(x), *given, *ours.parameters())
+    expected = gradients(theirs(x), *given, *theirs.parameters())
+    torch.testing.assert_close(ours(x), theirs(x))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 / scale)
+    with torch.no_grad():
+        assert torch.equal(ours(x), ours(x.detach().requires_grad_()))
+
+
+def test_rmsnorm_of_zeros_is_zero() -> None:
+    x = torch.zeros(2, D, requires_grad=True)
+    out = RMSNorm(D, 1e-6, False)(x)
+    assert not out.any()
+    assert gradients(out, x)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squared_relu_is_that_of_autograd(dtype: torch.dtype) -> None:
+    x = drawn(B, T, D).to(dtype).requires_grad_()
+    assert torch.equal(squared_relu(x), F.relu(x).square())
+    torch.testing.assert_close(gradients(squared_relu(x), x), gradients(F.relu(x).square(), x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_rotation_is_a_product_of_complex_numbers(dtype: torch.dtype, by_row: bool) -> None:
+    rotary = rotary_table(tiny("llama"), torch.device("cpu"))  # (2, T, 1, D)
+    if by_row:  # as with documents
+        rotary = rotary[:, torch.randint(T, (B, T))]
+    x = drawn(B, T, H, D).to(dtype).requires_grad_()
+    expected = plainly_rotated(x.float(), rotary)
+    close = {} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.01}
+    torch.testing.assert_close(rotate(x, rotary).float(), expected, **close)
+    torch.testing.assert_close(
+        gradients(rotate(x, rotary), x), gradients(expected, x), check_dtype=False, **close
+    )
+    torch.testing.assert_close(rotate(rotate(x, rotary), rotary, -1), x, **close)
+
+
+@pytest.mark.parametrize("function", ["norm", "activation", "rotation"])
+def test_nothing_beside_the_input_is_kept(function: str) -> None:
+    x = drawn(B, T, H, D).requires_grad_()
+    rotary = rotary_table(tiny("llama"), torch.device("cpu"))
+    calls = {
+        "norm": lambda: RMSNorm(D, 1e-6, False)(x),
+        "activation": lambda: squared_relu(x),
+        "rotation": lambda: rotate(x, rotary),
+    }
+    kept: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        calls[function]()
+    large = {"norm": [x.numel(), B * T * H], "activation": [x.numel()], "rotation": [2 * T * D]}
+    assert kept == large[function]

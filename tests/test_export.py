@@ -221,6 +221,7 @@ def finish(*command: str, cwd: Path, timeout: float = 300) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_shakespeare_is_exported_and_continued_by_a_pipeline(
     shakespeare: Path, tmp_path: Path
 ) -> None:
@@ -240,6 +241,7 @@ def test_shakespeare_is_exported_and_continued_by_a_pipeline(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_compiled_run_of_two_processes_is_exported_under_plain_names(
     small_run: Arguments, tmp_path: Path
 ) -> None:
@@ -270,6 +272,7 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_weights_that_fsdp_sharded_are_put_together(small_run: Arguments, tmp_path: Path) -> None:
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)

@@ -363,7 +363,10 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize(
+    "documents",
+    [pytest.param(False, id="whole"), pytest.param(True, id="documents", marks=pytest.mark.long)],
+)
 def test_one_two_and_four_processes_give_the_same_bits(
     documents: bool, small_run: Arguments, masked: list[str], tmp_path: Path
 ) -> None:
@@ -389,6 +392,7 @@ def test_another_number_of_processes_at_every_restart_equals_never_stopping(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_without_the_mode_four_processes_give_other_bits_but_close_losses(
     small_run: Arguments, tmp_path: Path
 ) -> None:

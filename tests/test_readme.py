@@ -88,6 +88,7 @@ def run(command: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_quickstart_reaches_what_the_readme_claims(elsewhere: Path) -> None:
     """Everything but the installation, which whoever runs this has behind him."""
     install, sample, _ = commands("Four minutes on a CPU")[:3]

@@ -105,6 +105,7 @@ def test_a_sharded_run_stops_skips_and_resumes_as_if_it_never_stopped(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_sharded_checkpoint_is_taken_up_by_one_process_with_and_without_fsdp(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,6 +94,7 @@ def test_kill9_at_random_times(server: Server, tiny: Tiny, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_kill9_at_many_random_times(server: Server, tiny: Tiny, tmp_path: Path) -> None:
     tally = kill_at_random(server, tiny, tmp_path, 100 * LONG, 2 * STEPS)
     assert tally.writing >= 2 * LONG, f"too few kills hit a checkpoint: {tally}"
@@ -150,6 +151,7 @@ def note_survivors(tally: Tally, answer: Answer, victim: int, run: Path) -> bool
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_kill9_of_one_of_two(server: Server, tiny: Tiny, tmp_path: Path) -> None:
     tally = kill_one_of_two(server, tiny, tmp_path, 40 * LONG)
     assert tally.writing >= LONG, f"too few kills hit a checkpoint: {tally}"

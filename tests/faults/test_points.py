@@ -70,6 +70,7 @@ def test_kill_at_some_points(server: Server, tiny: Tiny, short: Path, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("action", ["kill", "half"])
 def test_kill_at_every_point(
     action: str, server: Server, tiny: Tiny, short: Path, tmp_path: Path

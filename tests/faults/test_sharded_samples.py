@@ -64,6 +64,7 @@ def alone(run: Path, step: int, rank: int) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_sharded_processes_write_what_each_would_write_alone(
     small_run: Arguments,
@@ -90,6 +91,7 @@ def test_sharded_processes_write_what_each_would_write_alone(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_tell_of_layers_what_one_does(small_run: Arguments, tmp_path: Path) -> None:
     alike = ["--model.dropout", "0", "--train.max_steps", "4", "--sample.every", "0", *LAYERS]
     one = small_run(*alike, "--train.micro_batch_size", "8", "--out_dir", str(tmp_path / "one"))

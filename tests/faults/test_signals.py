@@ -86,6 +86,7 @@ def until_steps_change(run: Path) -> None:
     until(lambda: steps_told(run) != before, 120)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signals_at_random_moments(
     number: int,

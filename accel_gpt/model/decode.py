@@ -66,7 +66,7 @@ class _BlockStep:
         qkv = self.qkv(self.norm_1(x)).view(-1, H + 2 * K, 1, D)  # T = 1 after the heads
         qk, v = qkv.split_with_sizes((H + K, K), dim=1)
         if self.qk_norm is not None:
-            qk = self.qk_norm(qk.transpose(1, 2)).transpose(1, 2)
+            qk = self.qk_norm(qk, 1)
         if rotary is not None:
             qk = rotate(qk, rotary)
         q, k = qk.split_with_sizes((H, K), dim=1)

@@ -98,11 +98,12 @@ class QKNorm(nn.Module):
         self.q = RMSNorm(D, eps=eps, elementwise_affine=weight)
         self.k = RMSNorm(D, eps=eps, elementwise_affine=weight)
 
-    def forward(self, qk: Tensor) -> Tensor:  # (B, T, H + K, D)
+    def forward(self, qk: Tensor, dim: int = 2) -> Tensor:
+        """On (B, T, H + K, D), or with the heads in another dimension `dim`."""
         if self.q.weight is None:  # one norm for all heads
             return self.q(qk.float()).to(qk.dtype)
-        q, k = qk.float().split_with_sizes(self.heads, dim=2)  # as its weights are
-        return torch.cat((self.q(q), self.k(k)), dim=2).to(qk.dtype)
+        q, k = qk.float().split_with_sizes(self.heads, dim)  # as its weights are
+        return torch.cat((self.q(q), self.k(k)), dim).to(qk.dtype)
 
 
 class CausalSelfAttention(nn.Module):

@@ -43,13 +43,14 @@ def rotate(x: Tensor, rotary: Tensor, way: int = 1) -> Tensor:
     if torch.is_grad_enabled() and not is_compiling():
         return _apply(_Rotate, x, rotary, way)
     cos, sin = rotary.unbind(0)
-    first, second = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin, value=way).to(x.dtype)
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x * cos, swapped, sin, value=way).to(x.dtype)
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    margin = torch.scalar_tensor(eps)
+    return torch.addcmul(margin, length, length, value=1 / x.shape[-1]).rsqrt_()
 
 
 def _apply(function: type[Function], *given: Any) -> Tensor:

@@ -12,6 +12,11 @@ from accel_gpt.model.gpt import GPT, Block, KVCache
 from accel_gpt.model.passes import rotate
 
 
+SMALL = 2**20
+"""Values of a weight that a processor's cache holds: there a product by one row is half as long
+where the weight lies the other way round. From memory it makes no difference (measured)."""
+
+
 class Decoder:
     """The step from one token to the logits of the next, with the weights as they are when made.
 
@@ -21,6 +26,7 @@ class Decoder:
     def __init__(self, model: GPT, cache: KVCache) -> None:
         self.model = model
         self.cache = cache
+        self._head = _Product(model.head)
         self._blocks = [_BlockStep(block) for block in model.blocks if isinstance(block, Block)]
 
     @staticmethod
@@ -35,6 +41,7 @@ class Decoder:
         plain = type(model) is GPT and all(type(block) is Block for block in model.blocks)
         return plain and not changed and not torch.is_autocast_enabled(model.wte.weight.device.type)
 
+    @torch.inference_mode()
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits (B, V) after `tokens` (B,), which are added to the cache."""
         model, place = self.model, self.cache.position
@@ -47,7 +54,7 @@ class Decoder:
         for block in self._blocks:
             x = block(x, rotary, self.cache)
         self.cache.position += 1
-        return model.head.logits(model.norm_f.forward(x))
+        return model.head.real(self._head(model.norm_f.forward(x)))
 
 
 class _BlockStep:
@@ -81,6 +88,8 @@ class _Product:
 
     def __init__(self, layer: nn.Linear) -> None:
         self.weight, self.bias = layer.weight.t(), layer.bias
+        if layer.weight.device.type == "cpu" and layer.weight.numel() <= SMALL:
+            self.weight = self.weight.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.bias is None:

@@ -41,26 +41,13 @@ def generate(
     is asked after each token with the rows that have ended (processes that share a model agree
     there). The mode of the model is restored. Raises `ValueError` for settings out of range.
     """
-    steps = stream(
-        model,
-        prompt_ids,
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        generator=generator,
-        eot_id=eot_id,
-        use_cache=use_cache,
-        choices=choices,
-        done=done,
-    )
-    B, T = prompt_ids.shape
-    tokens = prompt_ids.new_full((B, T + max_new_tokens), 0 if eot_id is None else eot_id)
-    tokens[:, :T] = prompt_ids
-    with _evaluating(list(model.modules())):  # once, where each step would change every module
-        for length, chosen in enumerate(steps, start=T):
-            tokens[:, length] = chosen
-    return tokens
+    _check(prompt_ids, max_new_tokens, temperature, top_k, top_p)
+    how = (temperature, top_k, top_p, generator)
+    with _evaluating(list(model.modules())):
+        steps = _steps(model, prompt_ids, max_new_tokens, how, eot_id, use_cache, choices, done)
+        new = list(steps)
+    new += new[-1:] * (max_new_tokens - len(new))  # all rows have ended
+    return torch.cat((prompt_ids, *(chosen.unsqueeze(1) for chosen in new)), dim=1)
 
 
 def stream(
@@ -85,27 +72,46 @@ def stream(
     Raises `ValueError` for settings out of range at once, not at the first token.
     """
     _check(prompt_ids, max_new_tokens, temperature, top_k, top_p)
+    how, modules = (temperature, top_k, top_p, generator), list(model.modules())
+    steps = _steps(model, prompt_ids, max_new_tokens, how, eot_id, use_cache, choices, done)
 
-    def steps() -> Generator[Tensor, None, None]:
-        B, T = prompt_ids.shape
-        tokens = torch.cat((prompt_ids, prompt_ids.new_zeros(B, max_new_tokens)), dim=1)
-        ended = torch.zeros(B, dtype=torch.bool, device=tokens.device)
-        cache = KVCache(model.config, tokens.shape[1]) if use_cache else None
-        decoder = Decoder(model, cache) if cache and Decoder.suits(model) else None
-        modules = list(model.modules())
-        for length in range(T, T + max_new_tokens):
+    def one_at_a_time() -> Generator[Tensor, None, None]:
+        for _ in range(max_new_tokens):
             with _evaluating(modules):
-                logits = _next_logits(model, tokens[:, :length], cache, decoder)[:, :choices]
-                chosen = sample_token(logits, temperature, top_k, top_p, generator)
-                if eot_id is not None:
-                    chosen = chosen.masked_fill(ended, eot_id)
-                    ended |= chosen == eot_id
-                tokens[:, length] = chosen
-            yield chosen
-            if eot_id is not None and done(ended):
+                chosen = next(steps, None)
+            if chosen is None:
                 return
+            yield chosen
 
-    return steps()
+    return one_at_a_time()
+
+
+def _steps(
+    model: GPT,
+    prompt_ids: Tensor,
+    max_new_tokens: int,
+    how: tuple[float, int | None, float, torch.Generator],
+    eot_id: int | None,
+    use_cache: bool,
+    choices: int | None,
+    done: Callable[[Tensor], bool],
+) -> Iterator[Tensor]:
+    """The tokens of `stream`, of a model that is evaluating; `how` as `sample_token` takes it."""
+    B, T = prompt_ids.shape
+    tokens = torch.cat((prompt_ids, prompt_ids.new_zeros(B, max_new_tokens)), dim=1)
+    ended = torch.zeros(B, dtype=torch.bool, device=tokens.device)
+    cache = KVCache(model.config, tokens.shape[1]) if use_cache else None
+    decoder = Decoder(model, cache) if cache and Decoder.suits(model) else None
+    for length in range(T, T + max_new_tokens):
+        logits = _next_logits(model, tokens[:, :length], cache, decoder)[:, :choices]
+        chosen = sample_token(logits, *how)
+        if eot_id is not None:
+            chosen = chosen.masked_fill(ended, eot_id)
+            ended |= chosen == eot_id
+        tokens[:, length] = chosen
+        yield chosen
+        if eot_id is not None and done(ended):
+            return
 
 
 def _check(

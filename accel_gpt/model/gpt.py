@@ -39,11 +39,10 @@ class KVCache:
         if room is None:
             shape = (*k.shape[:2], self._room, k.shape[3])
             room = self._layers[layer] = (k.new_empty(shape), v.new_empty(shape))
-        end = self.position + k.shape[2]
-        keys, values = room
-        keys[:, :, self.position : end] = k
-        values[:, :, self.position : end] = v
-        return keys[:, :, :end], values[:, :, :end]
+        start, new = self.position, k.shape[2]
+        for held, added in zip(room, (k, v), strict=True):
+            held.narrow(2, start, new).copy_(added)
+        return room[0].narrow(2, 0, start + new), room[1].narrow(2, 0, start + new)
 
 
 def rotary_table(config: ModelConfig, device: torch.device) -> Tensor:

@@ -31,7 +31,11 @@ class Head(nn.Linear):
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits (B, T, V) over the real vocabulary."""
-        logits = super().forward(x)[..., : self.vocab_size]
+        return self.real(super().forward(x))
+
+    def real(self, products: Tensor) -> Tensor:
+        """Logits (..., V) of the products with the weight (..., V'), those of padded rows too."""
+        logits = products[..., : self.vocab_size]
         if cap := self.softcap:  # Gemma 2 technical report 2024, section 2
             logits = cap * torch.tanh(logits.float() / cap)
         return logits

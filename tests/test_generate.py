@@ -328,3 +328,12 @@ def test_an_empty_prompt_and_a_negative_length_are_refused() -> None:
     with pytest.raises(ValueError, match="max_new_tokens is -1"):
         run(make(tiny()), PROMPT, -1)
     assert torch.equal(run(make(tiny()), PROMPT, 0), PROMPT)
+
+
+def test_what_is_not_computed_any_more_is_end_of_text() -> None:
+    model = make(tiny())
+    whole = run(model, PROMPT, 6, temperature=0, eot_id=VOCAB)  # none ends by itself
+    cut = run(model, PROMPT, 6, temperature=0, eot_id=VOCAB, done=lambda _: True)
+    assert torch.equal(cut[:, :4], whole[:, :4])
+    assert (cut[:, 4:] == VOCAB).all()
+    assert not (whole == VOCAB).any()

@@ -121,4 +121,4 @@ def test_the_cache_makes_sampling_faster() -> None:
     shape = dataclasses.replace(config.model, block_size=NEW_TOKENS + PROMPT)
     found = compare(shape, config.data.prepare.vocab_size, torch.device("cpu"), rounds=3)
     assert found["same"]
-    assert found["ratio"] >= 2  # 3.1 on an idle machine: benchmarks/RESULTS.md
+    assert found["ratio"] >= 3  # 5.2 on an idle machine: benchmarks/RESULTS.md

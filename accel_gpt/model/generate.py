@@ -46,8 +46,12 @@ def generate(
     with _evaluating(list(model.modules())):
         steps = _steps(model, prompt_ids, max_new_tokens, how, eot_id, use_cache, choices, done)
         new = list(steps)
-    new += new[-1:] * (max_new_tokens - len(new))  # all rows have ended
-    return torch.cat((prompt_ids, *(chosen.unsqueeze(1) for chosen in new)), dim=1)
+    B, T = prompt_ids.shape
+    tokens = prompt_ids.new_full((B, T + max_new_tokens), 0 if eot_id is None else eot_id)
+    tokens[:, :T] = prompt_ids
+    if new:
+        tokens[:, T : T + len(new)] = torch.stack(new, dim=1)
+    return tokens
 
 
 def stream(

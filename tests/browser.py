@@ -116,7 +116,7 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait_for(self, expression: str, seconds: float = 30) -> Any:
+    def wait_for(self, expression: str, seconds: float = 120) -> Any:
         """The value of an expression as soon as it is truthy."""
         deadline = time.monotonic() + seconds
         while not (value := self.evaluate(expression)):

@@ -80,7 +80,7 @@ def stream(
     steps = _steps(model, prompt_ids, max_new_tokens, how, eot_id, use_cache, choices, done)
 
     def one_at_a_time() -> Generator[Tensor, None, None]:
-        for _ in range(max_new_tokens):
+        while True:
             with _evaluating(modules):
                 chosen = next(steps, None)
             if chosen is None:

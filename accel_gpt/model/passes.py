@@ -1,6 +1,6 @@
 """Operations with a backward pass of their own: fewer passes over memory than autograd's.
 
-For a CPU without compiled code, where RMSNorm, squared ReLU and rotary positions are made of small
+Without compiled code squared ReLU, rotary positions and, on a CPU, RMSNorm are made of small
 operations that each read and write everything. Compiled, the plain forms are one pass anyway.
 """
 

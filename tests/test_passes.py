@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel_gpt.model.gpt import rotary_table
-from accel_gpt.model.passes import RMSNorm, rotate, squared_relu
+from accel_gpt.model.gpt import GPT, rotary_table
+from accel_gpt.model.passes import LONGEST, ROWS, RMSNorm, causal_attention, rotate, squared_relu
 from tests.conftest import tiny
 
 B, T, H, D = 3, 16, 4, 8  # as in `tiny`
@@ -74,6 +74,61 @@ def test_rotation_is_a_product_of_complex_numbers(dtype: torch.dtype, by_row: bo
         gradients(rotate(x, rotary), x), gradients(expected, x), check_dtype=False, **close
     )
     torch.testing.assert_close(rotate(rotate(x, rotary), rotary, -1), x, **close)
+
+
+@pytest.mark.parametrize("tokens", [1, ROWS, ROWS + 1, LONGEST])
+@pytest.mark.parametrize("shared", [False, True])
+def test_attention_is_that_of_torch(tokens: int, shared: bool) -> None:
+    """In float32, where nothing is rounded away; heads lie as the model makes them."""
+    kv_heads = 2 if shared else H
+    drawing = torch.Generator().manual_seed(2)
+    q, k, v = (
+        torch.randn(2, tokens, heads, D, generator=drawing).transpose(1, 2).requires_grad_()
+        for heads in (H, kv_heads, kv_heads)
+    )
+    found = causal_attention(q, k, v)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+    torch.testing.assert_close(found, expected)
+    ours, theirs = gradients(found, q, k, v), gradients(expected, q, k, v)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile uses torch.jit
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("preset", ["gpt2", "llama"])
+def test_bf16_trains_by_attention_of_ours(
+    preset: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients are as near to those of float32 as those of PyTorch's backward pass."""
+    torch.manual_seed(3)
+    gpt = GPT(tiny(preset, n_embd=64, block_size=160), 97)
+    tokens = torch.randint(97, (2, 161))
+    calls: list[int] = []
+
+    def counted(*given: Tensor) -> Tensor:
+        calls.append(1)
+        return causal_attention(*given)
+
+    monkeypatch.setattr("accel_gpt.model.gpt.causal_attention", counted)
+
+    def gradient(dtype: torch.dtype | None) -> Tensor:
+        gpt.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = gpt(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        return torch.cat([weight.grad.flatten() for weight in gpt.parameters()])
+
+    exact = gradient(None)
+    assert not calls
+    monkeypatch.setattr("accel_gpt.model.gpt.products_pay", lambda *_: False)
+    theirs = (gradient(torch.bfloat16) - exact).norm()
+    monkeypatch.undo()
+    monkeypatch.setattr("accel_gpt.model.gpt.causal_attention", counted)
+    if compiled:
+        gpt.compile()
+    ours = (gradient(torch.bfloat16) - exact).norm()
+    assert calls
+    assert 0 < ours < 1.2 * theirs
 
 
 @pytest.mark.parametrize("function", ["norm", "activation", "rotation"])

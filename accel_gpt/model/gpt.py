@@ -17,7 +17,7 @@ from accel_gpt.model.cost import padded_vocab_size
 from accel_gpt.model.documents import attend, attention_mask, positions
 from accel_gpt.model.head import Head
 from accel_gpt.model.mlp import MLP, ResidualProjection
-from accel_gpt.model.passes import RMSNorm, rotate
+from accel_gpt.model.passes import RMSNorm, causal_attention, products_pay, rotate
 from accel_gpt.model_config import ModelConfig
 
 
@@ -146,6 +146,8 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.append(self.layer, k, v)
         if isinstance(mask, BlockMask):
             y = attend(q, k, v, mask)
+        elif causal and not (self.training and self.dropout) and products_pay(q, k):
+            y = causal_attention(q, k, v)
         else:
             y = F.scaled_dot_product_attention(
                 q,

@@ -1,9 +1,11 @@
 """Operations with a backward pass of their own: fewer passes over memory than autograd's.
 
 Without compiled code squared ReLU, rotary positions and, on a CPU, RMSNorm are made of small
-operations that each read and write everything. Compiled, the plain forms are one pass anyway.
+operations that each read and write everything. Compiled, the plain forms are one pass anyway. And
+attention in bf16 on a CPU, whose backward pass in PyTorch leaves the matrix units idle.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -11,6 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 from torch.compiler import is_compiling
+
+
+LONGEST = 512
+"""Tokens of a row up to which the backward pass of `causal_attention` pays."""
+ROWS = 128
+"""Queries whose scores are held at a time there: all keys of the heads of a batch by these."""
 
 
 class RMSNorm(nn.RMSNorm):
@@ -45,6 +53,25 @@ def rotate(x: Tensor, rotary: Tensor, way: int = 1) -> Tensor:
     cos, sin = rotary.unbind(0)
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * cos, swapped, sin, value=way).to(x.dtype)
+
+
+def products_pay(q: Tensor, k: Tensor) -> bool:
+    """Whether `causal_attention` is faster than PyTorch's for `q` (B, H, T, D) and `k`.
+
+    docs/speed.md has the figures; from 1,024 tokens on the two are level.
+    """
+    short = q.shape[2] == k.shape[2] <= LONGEST
+    return short and q.dtype == torch.bfloat16 and q.device.type == "cpu" and q.requires_grad
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of `q` (B, H, T, D) to `k` and `v` (B, K, T, D), as (B, H, T, D).
+
+    PyTorch's forward pass; the backward pass is made of whole products.
+    """
+    if group := q.shape[1] // k.shape[1] - 1:
+        k, v = (x.repeat_interleave(group + 1, 1) for x in (k, v))
+    return _apply(_Attend, q, k, v)
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -101,3 +128,34 @@ class _Rotate(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (rotary,) = ctx.saved_tensors
         return rotate(grad, rotary, -ctx.way), None, None
+
+
+class _Attend(Function):
+    """Scores are computed again, `ROWS` queries at a time, without the keys after the last."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shape = grad.shape
+        scale = 1 / math.sqrt(shape[-1])
+        q, k, v = (x.flatten(0, 1) for x in ctx.saved_tensors)  # (B H, T, D)
+        q, grad = q * scale, grad.flatten(0, 1)
+        by_k, by_v = k.mT.contiguous(), v.mT.contiguous()
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        later = torch.ones(ROWS, ROWS, dtype=torch.bool, device=q.device).triu(1)
+        for start in range(0, shape[2], ROWS):
+            end = min(start + ROWS, shape[2])
+            asked, above = q[:, start:end], grad[:, start:end]
+            scores = asked @ by_k[..., :end]
+            scores[..., start:].masked_fill_(later[: end - start, : end - start], float("-inf"))
+            p = scores.softmax(-1)
+            slopes = torch._softmax_backward_data(above @ by_v[..., :end], p, -1, p.dtype)
+            dq[:, start:end] = slopes @ k[:, :end]
+            dk[:, :end] += slopes.mT @ asked
+            dv[:, :end] += p.mT @ above
+        return dq.mul_(scale).view(shape), dk.view(shape), dv.view(shape)

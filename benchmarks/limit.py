@@ -1,7 +1,7 @@
 """What a training step cannot be faster than: its matrix products alone, beside the step itself.
 
     python benchmarks/limit.py [--sizes char4 char6 gpt2] [--steps 5] [--peers FILE] [--json FILE]
-        [--batch N] [--processor]
+        [--batch N] [--processor] [--bf16]
 
 Of each size of benchmarks/peers.py: the time of our step (forward, backward, clip, AdamW, eager, on
 a batch in memory), what its matrix products and its attention take of it by PyTorch's profiler, and
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--processor", action="store_true", help="count processor time, not wall")
+    parser.add_argument("--bf16", action="store_true", help="mixed precision, as autocast has it")
     parser.add_argument("--batch", type=int, help="sequences a step, in place of each size's own")
     parser.add_argument("--peers", type=Path)
     parser.add_argument("--json", type=Path)
@@ -59,7 +60,7 @@ def main() -> None:
     found = {}
     for size in asked.sizes:
         job = smaller(SIZES[size], batch=asked.batch) if asked.batch else SIZES[size]
-        found[size] = measure(job, asked.steps, clock)
+        found[size] = measure(job, asked.steps, clock, asked.bf16)
     head = ["ms", *next(iter(found.values()))]
     print(headline(known))
     print(table(head, [[s, *(f"{ms:.1f}" for ms in f.values())] for s, f in found.items()]))
@@ -68,7 +69,7 @@ def main() -> None:
     save(asked.json, {"facts": known, "ms": found})
 
 
-def measure(job: Job, steps: int, clock: Clock) -> dict[str, float]:
+def measure(job: Job, steps: int, clock: Clock, bf16: bool) -> dict[str, float]:
     """Milliseconds of a step, of its parts, and of the products alone."""
     shape = ModelConfig(
         n_layer=job.n_layer,
@@ -83,7 +84,9 @@ def measure(job: Job, steps: int, clock: Clock) -> dict[str, float]:
     tokens = torch.randint(VOCABULARIES[job.data], (job.batch, job.block_size + 1))
 
     def step() -> None:
-        gpt(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = gpt(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -104,7 +107,7 @@ def measure(job: Job, steps: int, clock: Clock) -> dict[str, float]:
             shapes[tuple(factors[0]), tuple(factors[1])] += event.count
         elif event.key in ATTENTION:
             attention += event.self_cpu_time_total
-    alone = sum(count * product_alone(*pair, clock) for pair, count in shapes.items())
+    alone = sum(count * product_alone(*pair, clock, bf16) for pair, count in shapes.items())
     share = 1e3 * whole / total  # the profiler takes time of its own
     return {
         "step": 1e3 * whole,
@@ -115,12 +118,12 @@ def measure(job: Job, steps: int, clock: Clock) -> dict[str, float]:
     }
 
 
-def product_alone(left: tuple[int, ...], right: tuple[int, ...], clock: Clock) -> float:
+def product_alone(left: tuple[int, ...], right: tuple[int, ...], clock: Clock, bf16: bool) -> float:
     """Seconds of one product, in the fastest of the layouts of its factors."""
-    times = []
+    times, kind = [], torch.bfloat16 if bf16 else torch.float32
     for first in (False, True):
         for second in (False, True):
-            a, b = made(left, first), made(right, second)
+            a, b = (made(*of).to(kind) for of in ((left, first), (right, second)))
             out = a @ b
             multiply = torch.bmm if a.dim() == 3 else torch.mm
 

@@ -4,10 +4,10 @@
         [--systems NAME ...] [--batch N] [--litgpt PYTHON] [--json FILE]
 
 NANOGPT_FOLDER is a checkout of karpathy/nanoGPT, TEXT is tinyshakespeare. All train the same model
-on the same tokens in float32 on a CPU, eager and compiled. A round's figure is the median time of a
-step after warm-up, as each system reports it. Prints medians over the rounds and ours to each, as
-tokens/s; rounds are added to those that FILE holds of the same commit. PYTHON is one that has
-litgpt (default: this one).
+on the same tokens on a CPU, in float32 or, where it says so, bf16, eager and compiled. A round's
+figure is the median time of a step after warm-up, as each system reports it. Prints medians over
+the rounds and ours to each, as tokens/s; rounds are added to those that FILE holds of the same
+commit. PYTHON is one that has litgpt (default: this one).
 """
 
 import argparse

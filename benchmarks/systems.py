@@ -47,9 +47,10 @@ class Job:
         """The figure of a process by the times of its steps."""
         return statistics.median(window_means(times[self.warmup :], self.window))
 
-    def json(self, work: Path, compiled: bool) -> str:
+    def json(self, work: Path, compiled: bool, bf16: bool = False) -> str:
         """What the scripts below read."""
         more = {
+            "bf16": bf16 or self.device == "cuda",
             "train": str(work / "nanoGPT/data" / self.data / "train.bin"),
             "vocab_size": VOCABULARIES[self.data],
             "compiled": compiled,
@@ -176,7 +177,7 @@ class Clock(TrainerCallback):
 
 asked = TrainingArguments(
     sys.argv[2], max_steps=job["steps"] + 1, per_device_train_batch_size=job["batch"],
-    learning_rate=1e-3, weight_decay=0.1, use_cpu=not cuda, bf16=cuda, save_strategy="no",
+    learning_rate=1e-3, weight_decay=0.1, use_cpu=not cuda, bf16=job["bf16"], save_strategy="no",
     torch_compile=job["compiled"], report_to=[], disable_tqdm=True, logging_steps=10**6,
 )
 collate = lambda rows: {"input_ids": torch.stack(rows), "labels": torch.stack(rows)}
@@ -225,9 +226,9 @@ tell({})
 )
 
 
-def trainer(work: Path, job: Job, compiled: bool = False) -> Figures:
+def trainer(work: Path, job: Job, compiled: bool = False, bf16: bool = False) -> Figures:
     """transformers' Trainer on GPT2LMHeadModel with random weights."""
-    words = ["-c", TRAINER, job.json(work, compiled), work / "trainer"]
+    words = ["-c", TRAINER, job.json(work, compiled, bf16), work / "trainer"]
     found = last_json(call([sys.executable, *words], work))
     return {"step_ms": job.step_ms(found.pop("times")), **found}
 
@@ -251,16 +252,20 @@ def has_litgpt(python: str) -> bool:
 
 
 def subjects(work: Path, job: Job, litgpt_python: str) -> dict[str, Callable[[], Figures]]:
-    """All systems by name; litgpt where it is installed."""
+    """All systems by name. nanoGPT has no bf16 on a CPU."""
     compiled = ("--train.compile", "true")
+    bf16 = ("--train.mixed_precision", "bf16")
     found: dict[str, Callable[[], Figures]] = {
         "nanoGPT": lambda: nanogpt(work, job),
         "nanoGPT, compiled": lambda: nanogpt(work, job, compiled=True),
         "Trainer": lambda: trainer(work, job),
         "Trainer, compiled": lambda: trainer(work, job, compiled=True),
+        "Trainer, bf16": lambda: trainer(work, job, bf16=True),
         "litgpt, compiled": lambda: litgpt(work, job, litgpt_python),
         "accel_gpt": lambda: ours(work, job),
         "accel_gpt, compiled": lambda: ours(work, job, *compiled),
+        "accel_gpt, bf16": lambda: ours(work, job, *bf16),
+        "accel_gpt, bf16 compiled": lambda: ours(work, job, *bf16, *compiled),
     }
     return found
 

@@ -9,7 +9,14 @@ heads, D head size, V vocabulary.
 
 from dataclasses import dataclass
 
-from accel_gpt.model.cost import activates_twice, chunk_tokens, padded_vocab_size, parameter_counts
+from accel_gpt.model.cost import (
+    ATTENTION_ROWS,
+    activates_twice,
+    attends_by_products,
+    chunk_tokens,
+    padded_vocab_size,
+    parameter_counts,
+)
 from accel_gpt.model_config import ModelConfig
 
 FLOAT = 4  # bytes of float32, in which weights, gradients and statistics are
@@ -64,7 +71,7 @@ def block_bytes(
     """What autograd keeps of one block."""
     layer = (
         2 * norm(config, numerics)
-        + attention(config, numerics)
+        + attention(config, numerics, documents)
         + mlp(config, sequences, numerics)
         + 2 * dropout_mask(config, numerics, numerics.narrow)
     )
@@ -86,11 +93,18 @@ def norm(config: ModelConfig, numerics: Numerics) -> int:
     return kept + numerics.narrow * C
 
 
-def attention(config: ModelConfig, numerics: Numerics) -> int:
+def by_products(config: ModelConfig, numerics: Numerics, documents: bool = False) -> bool:
+    """Whether the backward pass of attention is `passes.causal_attention`'s."""
+    plain = not (config.dropout or documents or numerics.cuda)
+    return plain and numerics.half and attends_by_products(config.block_size)
+
+
+def attention(config: ModelConfig, numerics: Numerics, documents: bool = False) -> int:
     """Of one token: queries, keys and values as they are and as they are multiplied, the result.
 
-    A flash kernel keeps one float32 a head and token. With dropout a CPU has none: there the
-    whole T x T weights are kept three times, in float32 (as softmax, mask and product).
+    A flash kernel keeps one float32 a head and token, where its backward pass is taken. With
+    dropout a CPU has none: there the whole T x T weights are kept three times, in float32 (as
+    softmax, mask and product).
     """
     H, K, D, size = config.n_head, config.kv_heads, config.head_size, numerics.narrow
     moved, kept = config.qk_norm or config.position == "rope", 0
@@ -104,7 +118,8 @@ def attention(config: ModelConfig, numerics: Numerics) -> int:
         if config.norm_weight and not numerics.cuda:
             kept += FLOAT * (H + K) * D
     if flash:
-        return kept + moved * (H + K) * D * size + H * D * size + FLOAT * H
+        kept += moved * (H + K) * D * size + H * D * size
+        return kept if by_products(config, numerics, documents) else kept + FLOAT * H
     return kept + 3 * FLOAT * H * (D + config.block_size) + H * D * size
 
 
@@ -144,6 +159,8 @@ def backward_bytes(config: ModelConfig, sequences: int, numerics: Numerics) -> i
     of_attention = 2 * (H + 2 * K) * D * size
     if config.dropout and not numerics.cuda:
         of_attention += 2 * FLOAT * H * config.block_size
+    if by_products(config, numerics):  # scores, their weights, gradients; others by head
+        of_attention += size * H * (3 * min(ATTENTION_ROWS, config.block_size) + 8 * D)
     tokens = sequences * config.block_size
     return tokens * (max(of_mlp, of_attention) + numerics.stream * config.n_embd)
 

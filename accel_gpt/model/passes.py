@@ -14,11 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 from torch.compiler import is_compiling
 
-
-LONGEST = 512
-"""Tokens of a row up to which the backward pass of `causal_attention` pays."""
-ROWS = 128
-"""Queries whose scores are held at a time there: all keys of the heads of a batch by these."""
+from accel_gpt.model.cost import ATTENTION_ROWS as ROWS
+from accel_gpt.model.cost import attends_by_products
 
 
 class RMSNorm(nn.RMSNorm):
@@ -56,12 +53,9 @@ def rotate(x: Tensor, rotary: Tensor, way: int = 1) -> Tensor:
 
 
 def products_pay(q: Tensor, k: Tensor) -> bool:
-    """Whether `causal_attention` is faster than PyTorch's for `q` (B, H, T, D) and `k`.
-
-    docs/speed.md has the figures; from 1,024 tokens on the two are level.
-    """
-    short = q.shape[2] == k.shape[2] <= LONGEST
-    return short and q.dtype == torch.bfloat16 and q.device.type == "cpu" and q.requires_grad
+    """Whether `causal_attention` is faster than PyTorch's for `q` (B, H, T, D) and `k`."""
+    new = q.shape[2] == k.shape[2] and attends_by_products(q.shape[2])
+    return new and q.dtype == torch.bfloat16 and q.device.type == "cpu" and q.requires_grad
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -69,8 +63,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     PyTorch's forward pass; the backward pass is made of whole products.
     """
-    if group := q.shape[1] // k.shape[1] - 1:
-        k, v = (x.repeat_interleave(group + 1, 1) for x in (k, v))
     return _apply(_Attend, q, k, v)
 
 
@@ -131,25 +123,27 @@ class _Rotate(Function):
 
 
 class _Attend(Function):
-    """Scores are computed again, `ROWS` queries at a time, without the keys after the last."""
+    """Scores are computed again, some queries at a time, without the keys after the last."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        shared = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        shape = grad.shape
-        scale = 1 / math.sqrt(shape[-1])
-        q, k, v = (x.flatten(0, 1) for x in ctx.saved_tensors)  # (B H, T, D)
-        q, grad = q * scale, grad.flatten(0, 1)
+        q, k, v = ctx.saved_tensors
+        (B, H, T, D), K = q.shape, k.shape[1]
+        scale = 1 / math.sqrt(D)
+        q, grad = (q * scale).flatten(0, 1), grad.flatten(0, 1)  # (B H, T, D)
+        k, v = (x.repeat_interleave(H // K, 1).flatten(0, 1) for x in (k, v))
         by_k, by_v = k.mT.contiguous(), v.mT.contiguous()
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         later = torch.ones(ROWS, ROWS, dtype=torch.bool, device=q.device).triu(1)
-        for start in range(0, shape[2], ROWS):
-            end = min(start + ROWS, shape[2])
+        for start in range(0, T, ROWS):
+            end = min(start + ROWS, T)
             asked, above = q[:, start:end], grad[:, start:end]
             scores = asked @ by_k[..., :end]
             scores[..., start:].masked_fill_(later[: end - start, : end - start], float("-inf"))
@@ -158,4 +152,5 @@ class _Attend(Function):
             dq[:, start:end] = slopes @ k[:, :end]
             dk[:, :end] += slopes.mT @ asked
             dv[:, :end] += p.mT @ above
-        return dq.mul_(scale).view(shape), dk.view(shape), dv.view(shape)
+        dk, dv = (x.view(B, K, H // K, T, D).sum(2) for x in (dk, dv))
+        return dq.mul_(scale).view(B, H, T, D), dk, dv

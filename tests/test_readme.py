@@ -131,7 +131,7 @@ def test_the_round_trip_as_the_readme_says(elsewhere: Path) -> None:
         known = " ".join(f"{k}={v}" for k, v in environment(hub, elsewhere / "home").items())
         shown = []
         for command in commands("Both ways with transformers, and the Hub"):
-            mine = command.replace("user/", "tester/").replace("step-640", "step-20")
+            mine = command.replace("user/", "tester/").replace("step-600", "step-20")
             if mine.startswith("accel-gpt train"):
                 mine += f" {short} --train.max_steps 22 --checkpoint.allow_change train.max_steps"
             shown.append(run(f"export {known}; {mine}", elsewhere))

@@ -7,8 +7,9 @@ Of each size of benchmarks/peers.py: the time of our step (forward, backward, cl
 a batch in memory), what its matrix products and its attention take of it by PyTorch's profiler, and
 what products of the same shapes take by themselves, in the fastest order of their factors. With
 FILE, the JSON of benchmarks/peers.py, the ratios that are left where everything but products and
-attention took no time, and where only products did. `--processor` with OMP_NUM_THREADS=1 is what
-other work on the machine disturbs least.
+attention took no time, and where only products did, at the pace that the machine had for FILE: by
+our eager step, which is in both. `--processor` with OMP_NUM_THREADS=1 is what other work on the
+machine disturbs least.
 """
 
 import argparse
@@ -37,6 +38,7 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 ATTENTION = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    *("aten::masked_fill_", "aten::_softmax", "aten::_softmax_backward_data"),  # ours in bf16
 )
 Clock = Callable[[], float]
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -65,7 +67,8 @@ def main() -> None:
     print(headline(known))
     print(table(head, [[s, *(f"{ms:.1f}" for ms in f.values())] for s, f in found.items()]))
     if asked.peers:
-        print("\n" + limits(json.loads(asked.peers.read_text())["sizes"], found))
+        ours = "accel_gpt, bf16" if asked.bf16 else "accel_gpt"
+        print("\n" + limits(json.loads(asked.peers.read_text())["sizes"], found, ours))
     save(asked.json, {"facts": known, "ms": found})
 
 
@@ -142,17 +145,18 @@ def made(shape: tuple[int, ...], transposed: bool) -> Tensor:
     return torch.randn(shape)
 
 
-def limits(peers: dict[str, Any], found: dict[str, dict[str, float]]) -> str:
+def limits(peers: dict[str, Any], found: dict[str, dict[str, float]], ours: str) -> str:
     """The best ratios to each peer that products and attention leave."""
     rows = []
     for size, ms in found.items():
-        products = ms["the same products alone"]
-        for name, rounds in peers.get(size, {"rounds": {}})["rounds"].items():
-            step = median(rounds, "step_ms")
-            least = products + ms["attention in it"]
-            rows.append(
-                [size, name, f"{step:.1f}", f"{step / least:.2f}", f"{step / products:.2f}"]
-            )
+        rounds = peers[size]["rounds"]
+        pace = median(rounds[ours], "step_ms") / ms["step"]
+        products = pace * ms["the same products alone"]
+        least = products + pace * ms["attention in it"]
+        for name, figures in rounds.items():
+            step = median(figures, "step_ms")
+            row = [f"{step:.1f}", f"{step / least:.2f}", f"{step / products:.2f}"]
+            rows.append([size, name, *row])
     head = ["", "", "ms", "products and attention alone would be", "products alone would be"]
     return table(head, rows)
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, call
+from systems import CHARS, gather
 
 CONFIG = ROOT / "configs/fast_shakespeare_cpu.yaml"
 STEPS, EVERY, FIRST = 2000, 50, 1500  # of nanoGPT: its steps, between checkpoints, first looked at
@@ -87,7 +88,8 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(asked.threads)
     found: list[Found] = []
     with tempfile.TemporaryDirectory() as folder:
-        peer = copy_peer(Path(folder), asked.nanogpt, asked.text)
+        gather(asked.nanogpt, asked.text, Path(folder), [CHARS])
+        peer = Path(folder) / "nanoGPT"
         for seed in range(asked.first_seed, asked.first_seed + asked.seeds):
             theirs = nanogpt(peer, seed, asked.target)
             mine = ours(Path(folder), asked, seed, "ours", every=asked.every)
@@ -105,15 +107,6 @@ def main() -> None:
     if asked.out:
         asked.out.write_text(json.dumps(found, indent=1))
     print(table(found, asked.target))
-
-
-def copy_peer(work: Path, nanogpt_folder: Path, text: Path) -> Path:
-    """A copy of nanoGPT with its data prepared."""
-    peer = work / "nanoGPT"
-    shutil.copytree(nanogpt_folder, peer)
-    shutil.copy(text, peer / "data/shakespeare_char/input.txt")
-    call([sys.executable, "prepare.py"], peer / "data/shakespeare_char")
-    return peer
 
 
 def nanogpt(peer: Path, seed: int, target: float) -> Found:

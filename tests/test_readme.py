@@ -95,7 +95,7 @@ def test_quickstart_reaches_what_the_readme_claims(elsewhere: Path) -> None:
     shown = run(install.rpartition("&& ")[2], elsewhere)
     assert "accel-gpt sample runs/quickstart" in shown
     last = json.loads((elsewhere / "runs/quickstart/metrics.jsonl").read_text().splitlines()[-1])
-    assert last["eval/val_bits_per_byte"] <= 1.75
+    assert last["eval/val_bits_per_byte"] <= 1.65  # the README says 1.62
     assert run(sample, elsewhere).count("def read(") == 3
 
 

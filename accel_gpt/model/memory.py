@@ -150,7 +150,19 @@ def document_positions(config: ModelConfig) -> int:
     return 2 * FLOAT * config.head_size if config.position == "rope" else 8
 
 
-def backward_bytes(config: ModelConfig, sequences: int, numerics: Numerics) -> int:
+def attention_work(config: ModelConfig) -> int:
+    """Of one token: what the backward pass of `passes.causal_attention` takes.
+
+    A portion's scores and their softmax, in float32, and the last one's slopes in bf16; factors and
+    gradients by head, two factors in float32; the gradient that comes.
+    """
+    rows = min(ATTENTION_ROWS, config.block_size)
+    return 2 * config.n_head * (5 * rows + 13 * config.head_size)
+
+
+def backward_bytes(
+    config: ModelConfig, sequences: int, numerics: Numerics, documents: bool = False
+) -> int:
     """The most that the backward pass of one block takes besides what was kept for it."""
     H, K, D, size = config.n_head, config.kv_heads, config.head_size, numerics.narrow
     gradients = {"swiglu": 4, "relu2": 3}.get(config.mlp, 2)
@@ -159,8 +171,8 @@ def backward_bytes(config: ModelConfig, sequences: int, numerics: Numerics) -> i
     of_attention = 2 * (H + 2 * K) * D * size
     if config.dropout and not numerics.cuda:
         of_attention += 2 * FLOAT * H * config.block_size
-    if by_products(config, numerics):  # scores, their weights, gradients; others by head
-        of_attention += size * H * (3 * min(ATTENTION_ROWS, config.block_size) + 8 * D)
+    if by_products(config, numerics, documents):
+        of_attention = attention_work(config)
     tokens = sequences * config.block_size
     return tokens * (max(of_mlp, of_attention) + numerics.stream * config.n_embd)
 

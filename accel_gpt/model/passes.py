@@ -17,6 +17,9 @@ from torch.compiler import is_compiling
 from accel_gpt.model.cost import ATTENTION_ROWS as ROWS
 from accel_gpt.model.cost import attends_by_products
 
+HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+"""Elsewhere products in bf16 are slower than PyTorch's backward pass of attention."""
+
 
 class RMSNorm(nn.RMSNorm):
     """RMSNorm, Zhang & Sennrich 2019, over the last dimension."""
@@ -55,7 +58,8 @@ def rotate(x: Tensor, rotary: Tensor, way: int = 1) -> Tensor:
 def products_pay(q: Tensor, k: Tensor) -> bool:
     """Whether `causal_attention` is faster than PyTorch's for `q` (B, H, T, D) and `k`."""
     new = q.shape[2] == k.shape[2] and attends_by_products(q.shape[2])
-    return new and q.dtype == torch.bfloat16 and q.device.type == "cpu" and q.requires_grad
+    half = q.dtype == torch.bfloat16 and q.device.type == "cpu" and q.requires_grad
+    return new and half and HAS_AVX512
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -123,7 +127,10 @@ class _Rotate(Function):
 
 
 class _Attend(Function):
-    """Scores are computed again, some queries at a time, without the keys after the last."""
+    """Scores are computed again, some queries at a time, without the keys after the last.
+
+    In float32, as PyTorch has them: rounded to bf16, large ones would be off by several percent.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -137,20 +144,21 @@ class _Attend(Function):
         q, k, v = ctx.saved_tensors
         (B, H, T, D), K = q.shape, k.shape[1]
         scale = 1 / math.sqrt(D)
-        q, grad = (q * scale).flatten(0, 1), grad.flatten(0, 1)  # (B H, T, D)
+        q, grad = q.flatten(0, 1), grad.flatten(0, 1)  # (B H, T, D)
         k, v = (x.repeat_interleave(H // K, 1).flatten(0, 1) for x in (k, v))
-        by_k, by_v = k.mT.contiguous(), v.mT.contiguous()
+        wide_q, by_k, by_v = q.float() * scale, k.float().mT, v.mT.contiguous()
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         later = torch.ones(ROWS, ROWS, dtype=torch.bool, device=q.device).triu(1)
         for start in range(0, T, ROWS):
             end = min(start + ROWS, T)
             asked, above = q[:, start:end], grad[:, start:end]
-            scores = asked @ by_k[..., :end]
-            scores[..., start:].masked_fill_(later[: end - start, : end - start], float("-inf"))
-            p = scores.softmax(-1)
+            p = wide_q[:, start:end] @ by_k[..., :end]
+            p[..., start:].masked_fill_(later[: end - start, : end - start], float("-inf"))
+            p = p.softmax(-1)
+            p = p.to(q.dtype)
             slopes = torch._softmax_backward_data(above @ by_v[..., :end], p, -1, p.dtype)
             dq[:, start:end] = slopes @ k[:, :end]
             dk[:, :end] += slopes.mT @ asked
             dv[:, :end] += p.mT @ above
         dk, dv = (x.view(B, K, H // K, T, D).sum(2) for x in (dk, dv))
-        return dq.mul_(scale).view(B, H, T, D), dk, dv
+        return dq.mul_(scale).view(B, H, T, D), dk.mul_(scale), dv

@@ -295,7 +295,7 @@ def test_attention_by_products_takes_what_is_planned(
     out = causal_attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
     coming = torch.ones_like(out).contiguous()
     found = most_alive(lambda: out.backward(coming)) + out.nbytes
-    assert 0.8 < found / (attention_work(config) * B * tokens) <= 1
+    assert 0.8 < found / (attention_work(config) * B * tokens) < 1.01
 
 
 def test_documents_take_no_work_of_attention_by_products() -> None:

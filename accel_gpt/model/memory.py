@@ -153,11 +153,11 @@ def document_positions(config: ModelConfig) -> int:
 def attention_work(config: ModelConfig) -> int:
     """Of one token: what the backward pass of `passes.causal_attention` takes.
 
-    A portion's scores and their softmax, in float32, and the last one's slopes in bf16; factors and
-    gradients by head, two factors in float32; the gradient that comes.
+    A portion's scores and their softmax, in float32; factors and gradients by head, two factors in
+    float32; the gradient that comes.
     """
     rows = min(ATTENTION_ROWS, config.block_size)
-    return 2 * config.n_head * (5 * rows + 13 * config.head_size)
+    return 2 * config.n_head * (4 * rows + 13 * config.head_size)
 
 
 def backward_bytes(

@@ -147,9 +147,9 @@ class _Attend(Function):
         q, grad = q.flatten(0, 1), grad.flatten(0, 1)  # (B H, T, D)
         k, v = (x.repeat_interleave(H // K, 1).flatten(0, 1) for x in (k, v))
         wide_q, by_k, by_v = q.float() * scale, k.float().mT, v.mT.contiguous()
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq = torch.empty_like(q)
         later = torch.ones(ROWS, ROWS, dtype=torch.bool, device=q.device).triu(1)
-        for start in range(0, T, ROWS):
+        for start in reversed(range(0, T, ROWS)):  # the last queries see all keys
             end = min(start + ROWS, T)
             asked, above = q[:, start:end], grad[:, start:end]
             p = wide_q[:, start:end] @ by_k[..., :end]
@@ -158,7 +158,12 @@ class _Attend(Function):
             p = p.to(q.dtype)
             slopes = torch._softmax_backward_data(above @ by_v[..., :end], p, -1, p.dtype)
             dq[:, start:end] = slopes @ k[:, :end]
-            dk[:, :end] += slopes.mT @ asked
-            dv[:, :end] += p.mT @ above
-        dk, dv = (x.view(B, K, H // K, T, D).sum(2) for x in (dk, dv))
-        return dq.mul_(scale).view(B, H, T, D), dk.mul_(scale), dv
+            if end == T:
+                dk, dv = slopes.mT @ asked, p.mT @ above
+            else:
+                dk[:, :end] += slopes.mT @ asked
+                dv[:, :end] += p.mT @ above
+        if H != K:
+            dk, dv = (x.view(B, K, H // K, T, D).sum(2) for x in (dk, dv))
+        dq, dk = dq.mul_(scale), dk.mul_(scale)
+        return dq.view(B, H, T, D), dk.view(B, K, T, D), dv.view(B, K, T, D)

@@ -48,7 +48,7 @@ ATTENTION_ROWS = 128
 def attends_by_products(tokens: int) -> bool:
     """Whether the backward pass of attention in bf16 on a CPU is made of whole products.
 
-    From 1,024 tokens a row on PyTorch's is as fast (docs/speed.md).
+    At most: see `passes.products_pay`. PyTorch's is faster at 768 tokens a row (docs/speed.md).
     """
     return tokens <= 512
 

@@ -379,6 +379,7 @@ def test_one_two_and_four_processes_give_the_same_bits(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_another_number_of_processes_at_every_restart_equals_never_stopping(
     small_run: Arguments, masked: list[str], tmp_path: Path
 ) -> None:

@@ -126,8 +126,15 @@ def test_products_are_left_alone_where_the_processor_has_no_wide_ones(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile uses torch.jit
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("preset", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("preset", "compiled"),
+    [
+        ("gpt2", False),
+        ("llama", False),
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        pytest.param("gpt2", True, marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
+)
 def test_bf16_trains_by_attention_of_ours(
     preset: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

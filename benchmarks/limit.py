@@ -8,7 +8,7 @@ a batch in memory), what its matrix products and its attention take of it by PyT
 what products of the same shapes take by themselves, in the fastest order of their factors. With
 FILE, the JSON of benchmarks/peers.py, the ratios that are left where everything but products and
 attention took no time, and where only products did, at the pace that the machine had for FILE: by
-our eager step, which is in both. `--processor` with OMP_NUM_THREADS=1 is what other work on the
+our eager step, where FILE has it. `--processor` with OMP_NUM_THREADS=1 is what other work on the
 machine disturbs least.
 """
 
@@ -149,7 +149,9 @@ def limits(peers: dict[str, Any], found: dict[str, dict[str, float]], ours: str)
     """The best ratios to each peer that products and attention leave."""
     rows = []
     for size, ms in found.items():
-        rounds = peers[size]["rounds"]
+        rounds = peers.get(size, {"rounds": {}})["rounds"]
+        if ours not in rounds:
+            continue
         pace = median(rounds[ours], "step_ms") / ms["step"]
         products = pace * ms["the same products alone"]
         least = products + pace * ms["attention in it"]

@@ -58,9 +58,10 @@ class Job:
         return json.dumps(asdict(self) | more)
 
 
-def gather(nanogpt: Path, text: Path, work: Path, data: Iterable[str]) -> None:
+def gather(nanogpt: Path, text: Path, work: Path, data: Iterable[str]) -> Path:
     """A copy of nanoGPT in `work`, and data folders of its from `text` by its own scripts.
 
+    Returns where the copy is.
     GPT-2 tokens need tiktoken and its vocabulary (without a network: TIKTOKEN_CACHE_DIR).
     """
     peer = work / "nanoGPT"
@@ -68,6 +69,7 @@ def gather(nanogpt: Path, text: Path, work: Path, data: Iterable[str]) -> None:
     for name in sorted(set(data)):
         shutil.copy(text, peer / "data" / name / "input.txt")
         call([sys.executable, "prepare.py"], peer / "data" / name)
+    return peer
 
 
 # runs a script unmodified and tells at its end what memory it took

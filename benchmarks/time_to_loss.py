@@ -88,8 +88,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(asked.threads)
     found: list[Found] = []
     with tempfile.TemporaryDirectory() as folder:
-        gather(asked.nanogpt, asked.text, Path(folder), [CHARS])
-        peer = Path(folder) / "nanoGPT"
+        peer = gather(asked.nanogpt, asked.text, Path(folder), [CHARS])
         for seed in range(asked.first_seed, asked.first_seed + asked.seeds):
             theirs = nanogpt(peer, seed, asked.target)
             mine = ours(Path(folder), asked, seed, "ours", every=asked.every)

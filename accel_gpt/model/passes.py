@@ -58,8 +58,8 @@ def rotate(x: Tensor, rotary: Tensor, way: int = 1) -> Tensor:
 def products_pay(q: Tensor, k: Tensor) -> bool:
     """Whether `causal_attention` is faster than PyTorch's for `q` (B, H, T, D) and `k`."""
     new = q.shape[2] == k.shape[2] and attends_by_products(q.shape[2])
-    half = q.dtype == torch.bfloat16 and q.device.type == "cpu" and q.requires_grad
-    return new and half and HAS_AVX512
+    trains = q.dtype == torch.bfloat16 and q.requires_grad
+    return new and trains and q.device.type == "cpu" and HAS_AVX512
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class _Attend(Function):
             p = wide_q[:, start:end] @ by_k[..., :end]
             p[..., start:].masked_fill_(later[: end - start, : end - start], float("-inf"))
             p = p.softmax(-1)
-            p = p.to(q.dtype)
+            p = p.to(q.dtype)  # a line of its own: the scores are freed before
             slopes = torch._softmax_backward_data(above @ by_v[..., :end], p, -1, p.dtype)
             dq[:, start:end] = slopes @ k[:, :end]
             if end == T:

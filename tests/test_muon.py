@@ -385,7 +385,6 @@ def test_one_and_two_processes_give_the_same_bits(small_run: Arguments, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_sharded_run_skips_resumes_and_follows_a_whole_one(
     small_run: Arguments, tmp_path: Path
 ) -> None:

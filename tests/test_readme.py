@@ -124,7 +124,6 @@ def test_own_data_as_the_readme_says(elsewhere: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_the_round_trip_as_the_readme_says(elsewhere: Path) -> None:
     short = "--train.max_steps 20 --schedule.warmup_steps 2 --sample.every 0"
     run(f"accel-gpt train configs/quickstart.yaml {short}", elsewhere)

@@ -17,7 +17,6 @@ from accel_gpt import train
 from accel_gpt.data.prepare import prepare
 from accel_gpt.data_config import PrepareConfig
 from accel_gpt.errors import run_main
-from accel_gpt.model import passes
 from accel_gpt.model_config import PRESETS, ModelConfig
 from accel_gpt.run.signals import SIGNALS
 
@@ -74,12 +73,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def avx512(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention in bf16 as where the processor has wide products."""
-    monkeypatch.setattr(passes, "HAS_AVX512", True)
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel_gpt.model.gpt import GPT, KVCache
+from accel_gpt.model.gpt import GPT, KVCache, dot_product_attention
 from accel_gpt.model.loss import IGNORE, next_token_loss
 from accel_gpt.model_config import PRESETS, ModelConfig
 from tests.conftest import tiny
@@ -292,6 +293,27 @@ def test_bf16_autocast_computes_in_bf16_and_gives_a_float32_loss(config: ModelCo
     assert loss.dtype == torch.float32
     assert all(weight.grad.dtype == torch.float32 for weight in model.parameters())
     torch.testing.assert_close(loss, model(tokens, targets), atol=0.1, rtol=0.02)
+
+
+@pytest.mark.parametrize("spread", [1, 8, 20])
+def test_attention_in_bf16_is_exact_to_rounding(spread: int) -> None:
+    """Also for scores as large as those of a trained model. A unit of bf16 is 0.8 %."""
+    draw = torch.Generator().manual_seed(5)
+    shapes = [(2, heads, 160, 32) for heads in (4, 2, 2, 4)]
+    q, k, v, grad = (torch.randn(shape, generator=draw).bfloat16() for shape in shapes)
+    given = [x.detach().requires_grad_() for x in (spread * q, k, v)]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = dot_product_attention(*given, None, 0.0, True)
+    expected = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
+    assert found.dtype == torch.bfloat16
+    pairs = zip(
+        [found, *torch.autograd.grad(found, given, grad)],
+        [expected, *torch.autograd.grad(expected, exact, grad.double())],
+        strict=True,
+    )
+    for ours, theirs in pairs:
+        assert (ours - theirs).norm() < 0.003 * theirs.norm()
 
 
 def test_matrices_have_two_dimensions_and_norms_and_biases_one() -> None:

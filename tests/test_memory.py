@@ -26,7 +26,6 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model.memory import (
     Numerics,
     activation_bytes,
-    attention_work,
     backward_bytes,
     block_bytes,
     cast_bytes,
@@ -34,7 +33,6 @@ from accel_gpt.model.memory import (
     kept_logits_bytes,
     logits_bytes,
 )
-from accel_gpt.model.passes import causal_attention
 from accel_gpt.model_config import PRESETS, ModelConfig
 from accel_gpt.optim import muon
 from accel_gpt.optim.groups import make_optimizer
@@ -46,7 +44,6 @@ from accel_gpt.planning.forecast import forecast
 from accel_gpt.planning.memory import IMPORTED_CPU, muon_work, optimizer_bytes
 from tests.conftest import tiny
 
-pytestmark = pytest.mark.usefixtures("avx512")
 V, B = 100, 3
 SHAPES = {
     "gpt2": tiny(),
@@ -279,29 +276,6 @@ def test_with_chunks_it_lies_between_those_of_the_loss_and_of_a_block(
     head = 4 * padded_vocab_size(vocab_size) * config.n_embd
     assert kept + logits_bytes(config, vocab_size, sequences, numerics) < found
     assert 0.95 * found < kept + head + work < 1.3 * found
-
-
-@pytest.mark.parametrize("tokens", [64, 128, 512])
-@pytest.mark.parametrize("kv_heads", [1, 4])
-@pytest.mark.parametrize("head_size", [16, 64])
-def test_attention_by_products_takes_what_is_planned(
-    tokens: int, kv_heads: int, head_size: int
-) -> None:
-    config = tiny("llama", n_head=4, n_kv_head=kv_heads, head_dim=head_size, block_size=tokens)
-    q, k, v = (
-        torch.randn(B, tokens, heads, head_size, dtype=torch.bfloat16).transpose(1, 2)
-        for heads in (4, kv_heads, kv_heads)
-    )
-    out = causal_attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
-    coming = torch.ones_like(out).contiguous()
-    found = most_alive(lambda: out.backward(coming)) + out.nbytes
-    assert 0.8 < found / (attention_work(config) * B * tokens) < 1.01
-
-
-def test_documents_take_no_work_of_attention_by_products() -> None:
-    config, numerics = tiny("llama", n_head=4, block_size=512), Numerics(half=True)
-    plain = backward_bytes(config, 1, numerics)
-    assert backward_bytes(config, 1, numerics, documents=True) < plain
 
 
 @pytest.mark.gpu

@@ -41,18 +41,6 @@ def activates_twice(values: int) -> bool:
     return values > 2**23
 
 
-ATTENTION_ROWS = 128
-"""Queries whose scores are held at a time where `attends_by_products`."""
-
-
-def attends_by_products(tokens: int) -> bool:
-    """Whether the backward pass of attention in bf16 on a CPU is made of whole products.
-
-    At most: see `passes.products_pay`. PyTorch's is faster at 768 tokens a row (docs/speed.md).
-    """
-    return tokens <= 512
-
-
 def parameter_counts(config: ModelConfig, vocab_size: int) -> dict[str, int]:
     """Parameters by part, as the model holds them, and two totals.
 

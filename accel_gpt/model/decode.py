@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel_gpt.model.gpt import GPT, Block, KVCache
-from accel_gpt.model.passes import rotate
+from accel_gpt.model.gpt import GPT, Block, KVCache, rotate
 
 SMALL = 2**20
 """Values of a weight that a processor's cache holds: there a product by one row takes a third less

@@ -5,6 +5,7 @@ V vocabulary.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,6 @@ from accel_gpt.model.cost import padded_vocab_size
 from accel_gpt.model.documents import attend, attention_mask, positions
 from accel_gpt.model.head import Head
 from accel_gpt.model.mlp import MLP, ResidualProjection
-from accel_gpt.model.passes import RMSNorm, causal_attention, products_pay, rotate
 from accel_gpt.model_config import ModelConfig
 
 
@@ -79,11 +79,38 @@ def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     return (1 - kept) * divided + kept * frequencies
 
 
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotate the channel pairs of `x` (B, T, heads, D) by their positions, in float32.
+
+    `rotary`: cosines and signed sines (2, T, 1, D) or (2, B, T, 1, D), see `rotary_table`.
+    """
+    cos, sin = rotary.unbind(0)
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
+
+
+def dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool
+) -> Tensor:
+    """Attention of `q` (B, H, T, D) to `k` and `v` (B, K, S, D), as (B, H, T, D).
+
+    On a CPU in float32: PyTorch 2.13 computes the backward pass in bf16 by many small products,
+    which takes 2.5 to 9 times as long as in float32 (benchmarks/RESULTS.md).
+    """
+    given: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal}
+    given["enable_gqa"] = q.shape[1] != k.shape[1]
+    if q.device.type != "cpu" or q.dtype != torch.bfloat16:
+        return F.scaled_dot_product_attention(q, k, v, **given)
+    with torch.autocast("cpu", enabled=False):
+        y = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **given)
+    return y.to(q.dtype)
+
+
 def build_norm(config: ModelConfig) -> nn.Module:
     """LayerNorm or RMSNorm over the channels."""
     C, eps, weight = config.n_embd, config.norm_eps, config.norm_weight
     if config.norm == "rmsnorm":
-        return RMSNorm(C, eps=eps, elementwise_affine=weight)
+        return nn.RMSNorm(C, eps=eps, elementwise_affine=weight)
     return nn.LayerNorm(C, eps=eps, elementwise_affine=weight, bias=config.bias)
 
 
@@ -94,8 +121,8 @@ class QKNorm(nn.Module):
         super().__init__()
         D, eps, weight = config.head_size, config.norm_eps, config.norm_weight
         self.heads = (config.n_head, config.kv_heads)
-        self.q = RMSNorm(D, eps=eps, elementwise_affine=weight)
-        self.k = RMSNorm(D, eps=eps, elementwise_affine=weight)
+        self.q = nn.RMSNorm(D, eps=eps, elementwise_affine=weight)
+        self.k = nn.RMSNorm(D, eps=eps, elementwise_affine=weight)
 
     def forward(self, qk: Tensor, dim: int = 2) -> Tensor:
         """On (B, T, H + K, D), or with the heads in another dimension `dim`."""
@@ -146,18 +173,8 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.append(self.layer, k, v)
         if isinstance(mask, BlockMask):
             y = attend(q, k, v, mask)
-        elif causal and not (self.training and self.dropout) and products_pay(q, k):
-            y = causal_attention(q, k, v)
         else:
-            y = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                dropout_p=self.dropout if self.training else 0.0,
-                is_causal=causal,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+            y = dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0, causal)
         out: Tensor = self.proj(y.transpose(1, 2).flatten(2))
         return F.dropout(out, self.dropout) if self.training and self.dropout else out
 

@@ -10,9 +10,7 @@ heads, D head size, V vocabulary.
 from dataclasses import dataclass
 
 from accel_gpt.model.cost import (
-    ATTENTION_ROWS,
     activates_twice,
-    attends_by_products,
     chunk_tokens,
     padded_vocab_size,
     parameter_counts,
@@ -71,7 +69,7 @@ def block_bytes(
     """What autograd keeps of one block."""
     layer = (
         2 * norm(config, numerics)
-        + attention(config, numerics, documents)
+        + attention(config, numerics)
         + mlp(config, sequences, numerics)
         + 2 * dropout_mask(config, numerics, numerics.narrow)
     )
@@ -93,23 +91,18 @@ def norm(config: ModelConfig, numerics: Numerics) -> int:
     return kept + numerics.narrow * C
 
 
-def by_products(config: ModelConfig, numerics: Numerics, documents: bool = False) -> bool:
-    """Whether the backward pass of attention is `passes.causal_attention`'s."""
-    plain = not (config.dropout or documents or numerics.cuda)
-    return plain and numerics.half and attends_by_products(config.block_size)
-
-
-def attention(config: ModelConfig, numerics: Numerics, documents: bool = False) -> int:
+def attention(config: ModelConfig, numerics: Numerics) -> int:
     """Of one token: queries, keys and values as they are and as they are multiplied, the result.
 
     A flash kernel keeps one float32 a head and token, where its backward pass is taken. With
     dropout a CPU has none: there the whole T x T weights are kept three times, in float32 (as
-    softmax, mask and product).
+    softmax, mask and product). In bf16 a CPU keeps float32 copies, see `gpt.dot_product_attention`.
     """
     H, K, D, size = config.n_head, config.kv_heads, config.head_size, numerics.narrow
     moved, kept = config.qk_norm or config.position == "rope", 0
     flash = numerics.cuda or not config.dropout
-    if flash or (config.qk_norm and not numerics.half):
+    widened = numerics.half and not numerics.cuda
+    if (flash and not widened) or (config.qk_norm and not numerics.half):
         kept += (H + 2 * K) * D * size
     if config.qk_norm:
         kept += FLOAT * (H + K)
@@ -118,8 +111,8 @@ def attention(config: ModelConfig, numerics: Numerics, documents: bool = False) 
         if config.norm_weight and not numerics.cuda:
             kept += FLOAT * (H + K) * D
     if flash:
-        kept += moved * (H + K) * D * size + H * D * size
-        return kept if by_products(config, numerics, documents) else kept + FLOAT * H
+        attended = H * D + (H + 2 * K) * D if widened else moved * (H + K) * D
+        return kept + attended * (FLOAT if widened else size) + H * D * size + FLOAT * H
     return kept + 3 * FLOAT * H * (D + config.block_size) + H * D * size
 
 
@@ -142,7 +135,7 @@ def document_mask(config: ModelConfig, numerics: Numerics) -> int:
 
     With dropout that kernel is not used; on CUDA a mask of blocks takes next to nothing.
     """
-    return 0 if numerics.cuda or config.dropout else config.block_size * numerics.narrow
+    return 0 if numerics.cuda or config.dropout else config.block_size * FLOAT
 
 
 def document_positions(config: ModelConfig) -> int:
@@ -150,19 +143,7 @@ def document_positions(config: ModelConfig) -> int:
     return 2 * FLOAT * config.head_size if config.position == "rope" else 8
 
 
-def attention_work(config: ModelConfig) -> int:
-    """Of one token: what the backward pass of `passes.causal_attention` takes.
-
-    A portion's scores and their softmax, in float32; factors and gradients by head, two factors in
-    float32; the gradient that comes.
-    """
-    rows = min(ATTENTION_ROWS, config.block_size)
-    return 2 * config.n_head * (4 * rows + 13 * config.head_size)
-
-
-def backward_bytes(
-    config: ModelConfig, sequences: int, numerics: Numerics, documents: bool = False
-) -> int:
+def backward_bytes(config: ModelConfig, sequences: int, numerics: Numerics) -> int:
     """The most that the backward pass of one block takes besides what was kept for it."""
     H, K, D, size = config.n_head, config.kv_heads, config.head_size, numerics.narrow
     gradients = {"swiglu": 4, "relu2": 3}.get(config.mlp, 2)
@@ -171,8 +152,6 @@ def backward_bytes(
     of_attention = 2 * (H + 2 * K) * D * size
     if config.dropout and not numerics.cuda:
         of_attention += 2 * FLOAT * H * config.block_size
-    if by_products(config, numerics, documents):
-        of_attention = attention_work(config)
     tokens = sequences * config.block_size
     return tokens * (max(of_mlp, of_attention) + numerics.stream * config.n_embd)
 

@@ -7,7 +7,6 @@ from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from accel_gpt.model.cost import activates_twice
-from accel_gpt.model.passes import squared_relu
 from accel_gpt.model_config import ModelConfig
 
 
@@ -36,7 +35,9 @@ class MLP(nn.Module):
         if self.gated:
             gate, h = h.chunk(2, dim=-1)
             return F.silu(gate) * h
-        return squared_relu(h) if self.squared else F.gelu(h, approximate=self.approximate)
+        if self.squared:  # So et al. 2021, section 3.2
+            return F.relu(h).square()
+        return F.gelu(h, approximate=self.approximate)
 
     def project(self, h: Tensor) -> Tensor:
         """What the hidden channels add to the residual stream, before dropout."""

@@ -55,7 +55,7 @@ def footprint(config: Config, vocab_size: int, machine: Machine, accumulation: i
         "weights in half precision": model_memory.cast_bytes(model, vocab_size, numerics),
     }
     logits = model_memory.logits_bytes(model, vocab_size, sequences, numerics)
-    work = model_memory.backward_bytes(model, sequences, numerics, documents)
+    work = model_memory.backward_bytes(model, sequences, numerics)
     work += FLOAT * padded_vocab_size(vocab_size) * model.n_embd  # the head's gradient is there
     if recomputed:
         work += model_memory.block_bytes(model, sequences, numerics, documents)

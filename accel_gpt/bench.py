@@ -23,12 +23,14 @@ from accel_gpt.model.cost import parameter_counts
 from accel_gpt.options import BenchCommand
 from accel_gpt.plan import in_steps, make_plan, plural
 from accel_gpt.planning.sizing import sized
+from accel_gpt.run.auto_precision import resolve_compile, resolve_precision
 from accel_gpt.run.environment import (
     code_versions,
     describe_machine,
     ensure_data,
     memory_gb,
     start_accelerator,
+    start_processes,
     world_size,
 )
 from accel_gpt.run.guards import peers
@@ -46,8 +48,11 @@ def bench(asked: BenchCommand, config: Config) -> Report | None:
         config = bare(config, out, asked.warmup + asked.steps + asked.parts)
         plan = make_plan(config, world_size())
         ensure_data(config.data)
+        start_processes(config)
+        config = resolve_precision(config)
         accelerator = start_accelerator(config, plan)
         config, plan = sized(config, plan, accelerator)
+        config = resolve_compile(config, plan)
         with Display(False, config, plan) as display:
             run = train.start(config, plan, accelerator, display)
         try:

@@ -45,13 +45,16 @@ class TrainConfig:
     """Optimizer updates in the run; set this or max_tokens."""
     max_tokens: int | None = None
     """Tokens in the run; set this or max_steps."""
-    mixed_precision: Literal["no", "bf16", "fp16", "fp8"] | None = None
-    """null: what the accelerate config of `accelerate launch` says, and no without one. fp8: the
-    products in torchao's float8, the rest in bf16; needs compute capability 8.9 and torchao."""
-    matmul_precision: Literal["highest", "high", "medium"] = "high"
-    """float32 products: highest = IEEE, high = TF32, medium = bfloat16, where the device has it."""
-    compile: bool = False
-    """torch.compile the model in place; what it makes is kept in ~/.cache/accel_gpt/compiled."""
+    mixed_precision: Literal["auto", "no", "bf16", "fp16", "fp8"] | None = None
+    """null: what the accelerate config of `accelerate launch` says, and no without one. auto: bf16
+    where the device computes it faster, else no. fp8: products in torchao's float8, the rest in
+    bf16; needs compute capability 8.9 and torchao."""
+    matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"
+    """float32 products: highest = IEEE, high = TF32, medium = bfloat16, where the device has it;
+    auto: high on CUDA, highest elsewhere."""
+    compile: bool | Literal["auto"] = False
+    """torch.compile the model in place; what it makes is kept in ~/.cache/accel_gpt/compiled.
+    auto: where a compiler works and the run is long enough to gain from it."""
     activation_checkpointing: Literal["none", "blocks"] = "none"
     """blocks: keep only what goes into each block and compute the rest again in the backward pass;
     by arithmetic a quarter to a third more work, for a fraction of the memory."""
@@ -101,7 +104,7 @@ class TrainConfig:
             "set one of the two",
         )
         require(
-            not (self.reproducible and self.compile),
+            not (self.reproducible and self.compile is True),
             "train.reproducible and train.compile are both true, but each number of processes "
             "compiles other kernels; set one of the two",
         )

@@ -153,7 +153,7 @@ def read_options(cls: type, argv: Sequence[str]) -> Iterator[tuple[str, Any]]:
         key = key.replace("-", "_")
         hint = check_key(cls, key, "on the command line")
         if not equals:
-            if hint is bool and (not words or words[0].startswith("--")):
+            if bool in (hint, *get_args(hint)) and (not words or words[0].startswith("--")):
                 text = "true"
             else:
                 require(bool(words), f"--{key} needs a value: {describe(hint)}")
@@ -185,7 +185,7 @@ def convert(key: str, value: Any, hint: Any) -> Any:
             return None
         if len(options) == 1:
             return convert(key, value, options[0])
-        if int not in options:
+        if not {int, bool} & set(options):
             return convert_shaped(key, value, options)
     try:
         return convert_plain(value, hint)
@@ -230,9 +230,9 @@ def convert_plain(value: Any, hint: Any) -> Any:
     """`value` as a plain type; raises `ValueError`, `TypeError` or `KeyError` where it is none."""
     if get_origin(hint) is tuple:
         return tuple(convert_plain(item, get_args(hint)[0]) for item in as_list(value))
-    if get_origin(hint) in (types.UnionType, Union):  # a number or a word
-        number, word = get_args(hint)
-        return value if value in get_args(word) else convert_plain(value, number)
+    if get_origin(hint) in (types.UnionType, Union):  # a number, or true or false, or a word
+        plain, word = get_args(hint)
+        return value if value in get_args(word) else convert_plain(value, plain)
     if get_origin(hint) is Literal:
         value = "no" if value is False else value  # YAML 1.1 reads an unquoted no as false
         return {choice: choice for choice in get_args(hint)}[value]

@@ -34,10 +34,17 @@ from accel_gpt.optim.groups import configure, fraction_at, set_rates
 from accel_gpt.parse import load_config
 from accel_gpt.plan import Plan, make_plan
 from accel_gpt.planning.sizing import sized
+from accel_gpt.run.auto_precision import resolve_compile, resolve_precision
 from accel_gpt.run.batches import batch_figures, micro_batches, pass_over
 from accel_gpt.run.checkpoint import TrainState, is_due
 from accel_gpt.run.corpus import Corpus
-from accel_gpt.run.environment import ensure_data, is_main, start_accelerator, world_size
+from accel_gpt.run.environment import (
+    ensure_data,
+    is_main,
+    start_accelerator,
+    start_processes,
+    world_size,
+)
 from accel_gpt.run.faults import reach
 from accel_gpt.run.gradients import Gradients, make_gradients
 from accel_gpt.run.guards import locked, peers
@@ -96,9 +103,12 @@ def launch(config: Config) -> int:
 
 def train(config: Config, plan: Plan, started: float) -> int:
     """Run from wherever the run stands to its end, or to a signal; returns the exit code."""
+    start_processes(config)
+    config = resolve_precision(config)
     accelerator = start_accelerator(config, plan)
     stop = listen_for_stop(config, accelerator, started)
     config, plan = sized(config, plan, accelerator)
+    config = resolve_compile(config, plan)
     with shown(config, plan, accelerator) as display:
         run = start(config, plan, accelerator, display)
         writing, profiling = contextlib.closing(run.writer), run.reporter.profile

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
 
 from accel_gpt.config import Config
 from accel_gpt.data.folders import open_place
@@ -28,14 +26,10 @@ from accel_gpt.hub.sources import Source, find_source
 from accel_gpt.model.gpt import GPT
 from accel_gpt.options import EvaluateCommand
 from accel_gpt.parse import load_config
+from accel_gpt.run.auto_precision import resolve_precision
 from accel_gpt.run.checkpoint import TrainState, checkpoints, find_checkpoint, read_state
 from accel_gpt.run.corpus import document_end, parts
-from accel_gpt.run.environment import (
-    check_processes,
-    collective_timeout,
-    shared_cores,
-    world_size,
-)
+from accel_gpt.run.environment import start_processes, world_size
 from accel_gpt.run.guards import locked, peers
 from accel_gpt.run.metrics import Record
 from accel_gpt.run.records import merge_record
@@ -148,17 +142,13 @@ def run_config(source: Source, run: Path | None) -> Config:
 
 def start_accelerator(config: Config) -> Accelerator:
     """Processes, device and precision as for training; all cores of a CPU."""
-    torch.set_float32_matmul_precision(config.train.matmul_precision)
+    state = start_processes(config)
+    config = resolve_precision(config)
     precision = config.train.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
-    accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(),
+    return Accelerator(
+        cpu=state.device.type == "cpu",
         mixed_precision="bf16" if precision == "fp8" else precision,  # fp8 is for training
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=collective_timeout(config))],
     )
-    check_processes(accelerator, world_size())
-    if accelerator.device.type == "cpu":
-        torch.set_num_threads(config.train.cpu_threads or shared_cores())
-    return accelerator
 
 
 def check_tokenizer(model: Tokenizer, data: Tokenizer, place: str) -> None:

@@ -11,6 +11,7 @@ from accel_gpt.model.cost import PEAK_FLOPS, device_key, device_memory, peak_flo
 from accel_gpt.model.memory import Numerics
 from accel_gpt.options import PlanCommand
 from accel_gpt.parse import read_yaml
+from accel_gpt.run.processor import MATRIX_UNITS, bf16_instructions
 
 SHARDING = "FSDP"
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
@@ -58,7 +59,7 @@ def make_machine(asked: PlanCommand, config: Config) -> Machine:
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(PEAK_FLOPS)}"
         require(device_key(gpu) is not None, f"--gpu {gpu} is not in the table of devices; {hint}")
     memory = asked.memory_gb * 1e9 if asked.memory_gb else device_memory(gpu) if gpu else None
-    precision, source = precision_of(config, said, asked.config_file)
+    precision, source = precision_of(config, said, asked.config_file, gpu)
     distribution = asked.distribution
     if distribution is None:
         distribution = "fsdp" if str(said.get("distributed_type")) == SHARDING else "ddp"
@@ -108,11 +109,19 @@ def processes(said: Mapping[str, Any], path: str | None) -> int:
     return int(number)
 
 
-def precision_of(config: Config, said: Mapping[str, Any], path: str | None) -> tuple[str, str]:
+def precision_of(
+    config: Config, said: Mapping[str, Any], path: str | None, gpu: str | None
+) -> tuple[str, str]:
     """The precision and who says it: the config goes before the accelerate config."""
-    if config.train.mixed_precision:
+    if config.train.mixed_precision not in (None, "auto"):
         return config.train.mixed_precision, "train.mixed_precision"
     found = said.get("mixed_precision") or "no"  # YAML reads a bare no as false
+    if config.train.mixed_precision == "auto" and found == "no":
+        if gpu is None:
+            fits = bf16_instructions() == MATRIX_UNITS
+        else:
+            fits = peak_flops(gpu, "bf16") is not None
+        return "bf16" if fits else "no", "train.mixed_precision auto"
     require(
         found in PRECISIONS,
         f"mixed_precision in {path} is {found!r}; planned is for {', '.join(PRECISIONS)}",

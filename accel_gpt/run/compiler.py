@@ -39,6 +39,16 @@ def check_fp8(config: Config) -> None:
     )
 
 
+def compiler_error(device: str) -> str | None:
+    """Why torch.compile fails on a device, as it fails on the smallest function; None: it works."""
+    keep_compiled()
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
+    except Exception as error:  # what a missing or broken compiler raises has no public class
+        return str(error).strip().splitlines()[0][:200] or type(error).__name__
+    return None
+
+
 def keep_compiled() -> None:
     """Let torch keep what it compiles where later launches find it, and nobody else writes.
 

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     GradientAccumulationPlugin,
-    InitProcessGroupKwargs,
     LoggerType,
     ProjectConfiguration,
 )
@@ -40,6 +39,7 @@ from accel_gpt.errors import UserError, duration, require
 from accel_gpt.plan import Plan
 from accel_gpt.run.compiler import check_fp8
 from accel_gpt.run.dashboard import check_port
+from accel_gpt.run.processor import bf16_instructions
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # where train.step_timeout is null
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # glibc, malloc.h
@@ -124,12 +124,42 @@ def ensure_data(data: DataConfig) -> None:
         sys.exit(code)
 
 
-def start_accelerator(config: Config, plan: Plan) -> Accelerator:
-    """The `Accelerator` of a run, on the right device, with threads and precision set.
+def start_processes(config: Config) -> PartialState:
+    """Join the processes into one group, and set what computing needs: threads, float32 products.
 
-    Raises `UserError` for fp16 on a CPU, which Accelerate would silently run in float32, for fp8
-    where the device or a package lacks, and for
-    processes that do not form one group, which would train apart in one folder.
+    Raises `UserError` for processes that do not form one group, which would train apart.
+    """
+    if config.train.reproducible:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
+    cpu = not torch.accelerator.is_available()
+    state = PartialState(cpu=cpu, timeout=collective_timeout(config))
+    check_processes(state, world_size())
+    set_float32_products(config.train.matmul_precision, state.device)
+    if state.device.type == "cpu":
+        threads = 1 if config.train.reproducible else shared_cores()
+        torch.set_num_threads(config.train.cpu_threads or threads)
+        torch.set_flush_denormal(True)  # Adam moments of unseen tokens decay into denormals
+        keep_freed_memory()
+    return state
+
+
+def set_float32_products(precision: str, device: torch.device) -> None:
+    """Let products of float32 compute as `train.matmul_precision` says; auto: TF32 on CUDA alone.
+
+    On a CPU TF32 sends small products, as those of attention, through a slower path of oneDNN.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = precision != "highest"
+    else:
+        torch.set_float32_matmul_precision("highest" if precision == "auto" else precision)
+
+
+def start_accelerator(config: Config, plan: Plan) -> Accelerator:
+    """The `Accelerator` of a run, after `start_processes`, with a precision that is not auto.
+
+    Raises `UserError` for fp16 on a CPU, which Accelerate would silently run in float32, and for
+    fp8 where the device or a package lacks it.
     """
     check_trackers(config.log.trackers)
     check_fp8(config)
@@ -141,12 +171,8 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
     sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]
     # torch 2.13 has another name for it, which Accelerate 1.15 cannot pass on
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-    torch.set_float32_matmul_precision(config.train.matmul_precision)
-    if config.train.reproducible:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-        torch.use_deterministic_algorithms(True)
     accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(),
+        cpu=PartialState().device.type == "cpu",
         mixed_precision=config.train.mixed_precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=plan.accumulation_steps, sync_with_dataloader=False
@@ -156,11 +182,9 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
             config.out_dir, logging_dir=str(Path(config.out_dir) / "tensorboard")
         ),
         kwargs_handlers=[
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            InitProcessGroupKwargs(timeout=collective_timeout(config)),
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
         ],
     )
-    check_processes(accelerator, plan.world_size)
     if accelerator.distributed_type == DistributedType.FSDP:
         # parts (SHARDED_STATE_DICT) come with a list that torch unpickles, and runs what it holds
         plugin = accelerator.state.fsdp_plugin
@@ -170,25 +194,31 @@ def start_accelerator(config: Config, plan: Plan) -> Accelerator:
         check_reproducible(accelerator)
     if config.optim.name == "muon":
         check_whole_matrices(accelerator)
-    if accelerator.device.type == "cpu":
-        threads = 1 if config.train.reproducible else shared_cores()
-        torch.set_num_threads(config.train.cpu_threads or threads)
-        torch.set_flush_denormal(True)  # Adam moments of unseen tokens decay into denormals
-        keep_freed_memory()
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise UserError(
             "mixed_precision is fp16 but the device is a CPU, which has no fp16 training; "
             "set train.mixed_precision to bf16 or no"
         )
+    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16" and is_main():
+        warn_of_slow_bf16()
     return accelerator
 
 
-def check_processes(accelerator: Accelerator, started: int) -> None:
+def warn_of_slow_bf16() -> None:
+    """Tell that this CPU computes bf16 more slowly than float32, where it does."""
+    if bf16_instructions() is None:
+        sys.stderr.write(
+            "WARNING: mixed_precision is bf16, for which this CPU has no instructions: a step "
+            "takes several times as long as in float32; set train.mixed_precision to auto or no\n"
+        )
+
+
+def check_processes(state: PartialState, started: int) -> None:
     """Raise `UserError` unless the processes that were `started` form one group."""
     require(
-        accelerator.num_processes == started,
+        state.num_processes == started,
         f"the launcher started {started} processes but Accelerate sees "
-        f"{accelerator.num_processes}; start with accelerate launch or with torchrun",
+        f"{state.num_processes}; start with accelerate launch or with torchrun",
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
 from accel_gpt.config import Config
@@ -127,7 +127,7 @@ def take_up(
     return Path(path) if path else None
 
 
-def main_decides(accelerator: Accelerator, decide: Callable[[], Any]) -> Any:
+def main_decides(accelerator: Accelerator | PartialState, decide: Callable[[], Any]) -> Any:
     """What `decide` gives on the main process, on all of them; where it refuses, the others leave
     with its exit code.
     """

@@ -57,7 +57,7 @@ class Speed:
 def set_up_model(gpt: GPT, train: TrainConfig) -> None:
     """Have `gpt` compiled and its activations recomputed, as `train` asks; before Accelerate."""
     gpt.recompute = train.activation_checkpointing == "blocks"
-    if train.compile:
+    if train.compile is True:
         keep_compiled()
         gpt.compile()  # in place: no wrapper, the names of the weights stay
 
@@ -67,7 +67,7 @@ def prepared(
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
     """The model, set up as `config` asks, and its optimizer, as Accelerate wraps them."""
     set_up_model(gpt, config.train)
-    optimizer = make_optimizer(gpt, config.optim, config.train.compile)
+    optimizer = make_optimizer(gpt, config.optim, config.train.compile is True)
     # told where to put them it does not look for FSDP's tensors, whose import takes 0.6 s
     alone = accelerator.distributed_type == DistributedType.NO
     placement = [True, True] if alone else None

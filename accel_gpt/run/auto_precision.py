@@ -1,0 +1,213 @@
+"""`train.mixed_precision: auto` and `train.compile: auto`, resolved at the start of a run.
+
+A table of devices decides; where it cannot know, a few real steps are timed. The main process
+decides for all ranks. The choice stands in `config.yaml` of the run, and a resume keeps it.
+"""
+
+import os
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from accel_gpt.config import Config
+from accel_gpt.errors import require
+from accel_gpt.model.cost import flops_per_token, peak_flops
+from accel_gpt.model.gpt import GPT
+from accel_gpt.optim.groups import make_optimizer
+from accel_gpt.parse import to_flat
+from accel_gpt.plan import Plan, make_plan
+from accel_gpt.run.checkpoint import read_state
+from accel_gpt.run.compiler import compiler_error
+from accel_gpt.run.environment import device_name, world_size
+from accel_gpt.run.processor import MATRIX_UNITS, bf16_instructions
+from accel_gpt.run.resume import main_decides
+from accel_gpt.run.text_corpus import open_corpus
+from accel_gpt.untrusted import load_yaml
+
+BF16_CAPABILITY = (8, 0)  # Ampere: NVIDIA's first matrix units for bf16
+TIMED_STEPS = 3
+SHORT = 60.0  # seconds; nothing is timed for a shorter run
+# FLOP/s of one core, between which any CPU is taken to train: assumptions
+SLOW_CORE, FAST_CORE = 1e10, 1e12
+GPU_MFU = 0.3  # of a step that is not compiled: PERFORMANCE of nanoGPT, assumption elsewhere
+# The share of a step that compiling saves, and the seconds that it takes. CPU: measured, see
+# benchmarks/RESULTS.md. CUDA: nanoGPT's README, 250 ms become 135; the seconds are an assumption.
+COMPILED_GAIN = {"cpu": 0.15, "cuda": 0.45}
+COMPILE_SECONDS = {"cpu": 40.0, "cuda": 60.0}
+
+
+def resolve_precision(config: Config) -> Config:
+    """`config` with a precision in place of auto; a collective."""
+    if config.train.mixed_precision != "auto":
+        return config
+    precision, reason = main_decides(PartialState(), lambda: choose_precision(config))
+    report(config, f"precision {'float32' if precision == 'no' else precision}", reason)
+    return replace(config, train=replace(config.train, mixed_precision=precision))
+
+
+def resolve_compile(config: Config, plan: Plan) -> Config:
+    """`config` with true or false in place of auto; a collective.
+
+    Raises `UserError` where `train.compile` is true and there is no compiler that works.
+    """
+    asked = config.train.compile
+    if asked is False:
+        return config
+    if asked is True:
+        main_decides(PartialState(), require_compiler)
+        return config
+    compiled, reason = main_decides(PartialState(), lambda: choose_compile(config, plan))
+    report(config, "compiled" if compiled else "not compiled", reason)
+    return replace(config, train=replace(config.train, compile=compiled))
+
+
+def report(config: Config, choice: str, reason: str) -> None:
+    """Print what was chosen, and why."""
+    if PartialState().is_main_process and config.log.level == "info":
+        sys.stderr.write(f"auto     {choice}: {reason}\n")
+
+
+def earlier_choice(config: Config, key: str) -> tuple[Any, Path] | None:
+    """The value of `key` in the last launch of the run that `config` resumes, and where it stands.
+
+    None for a new run.
+    """
+    path = Path(config.out_dir) / "config.yaml"
+    resumed = Path(config.checkpoint.resume)
+    try:
+        if path.is_file():
+            return to_flat(load_yaml(path.read_text(encoding="utf-8")))[key], path
+        if (resumed / "trainer_state.json").is_file():
+            return read_state(resumed).config[key], resumed
+    except (OSError, ValueError, KeyError, AttributeError):  # found and told when the run resumes
+        pass
+    return None
+
+
+def choose_precision(config: Config) -> tuple[str, str]:
+    """The precision and the reason."""
+    earlier = earlier_choice(config, "train.mixed_precision")
+    if earlier and earlier[0] in ("no", "bf16", "fp16", "fp8"):
+        return earlier[0], f"as {earlier[1]} has it"
+    launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launcher != "no":
+        return launcher, "accelerate launch asks for it"
+    device = PartialState().device
+    if device.type == "cuda":
+        units = torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
+        name = device_name(device)
+        return (
+            "bf16" if units else "no"
+        ), f"{name} has {'' if units else 'no '}matrix units for it"
+    if device.type != "cpu":
+        return "no", f"bf16 on {device.type} has not been measured"
+    instructions = bf16_instructions()
+    if instructions is None:
+        return "no", "this CPU has no bf16 instructions"
+    if instructions == MATRIX_UNITS:
+        return "bf16", f"this CPU has matrix units for it ({MATRIX_UNITS})"
+    plan = make_plan(config, world_size())
+    vocab_size = open_corpus(config).vocab_size
+    if (least_seconds(config, plan, vocab_size, SLOW_CORE)) < SHORT:
+        return "no", f"the run is too short to try {instructions}"
+    times = {p: step_seconds(config, plan, vocab_size, p) for p in ("no", "bf16")}
+    fastest = min(times, key=lambda precision: times[precision])
+    return fastest, (
+        f"a step takes {1000 * times['bf16']:,.0f} ms in bf16 ({instructions}) and "
+        f"{1000 * times['no']:,.0f} ms in float32"
+    )
+
+
+def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
+    """Whether to compile, and the reason."""
+    earlier = earlier_choice(config, "train.compile")
+    kind = PartialState().device.type
+    if config.train.reproducible:
+        return False, "train.reproducible excludes it"
+    if kind not in COMPILED_GAIN:
+        return False, f"torch.compile on {kind} has not been measured"
+    if earlier and isinstance(earlier[0], bool):
+        compiled, reason = earlier[0], f"as {earlier[1]} has it"
+    else:
+        seconds = run_seconds(config, plan)
+        compiled = seconds * COMPILED_GAIN[kind] > COMPILE_SECONDS[kind]
+        reason = (
+            f"it saves about {COMPILED_GAIN[kind]:.0%} of a step and takes about "
+            f"{COMPILE_SECONDS[kind]:.0f} s; the run takes about {seconds:,.0f} s without"
+        )
+    if compiled and (error := compiler_error(kind)):
+        return False, f"torch.compile does not work here ({error})"
+    return compiled, reason
+
+
+def require_compiler() -> None:
+    """Raise `UserError` where torch.compile does not work."""
+    error = compiler_error(PartialState().device.type)
+    require(
+        error is None,
+        f"train.compile is true but torch.compile does not work here ({error}); install a C++ "
+        "compiler such as g++, or set train.compile to auto or false",
+    )
+
+
+# --------------------------------------------------------------------------- how long a run takes
+
+
+def run_seconds(config: Config, plan: Plan) -> float:
+    """Seconds that the run takes without compiling, rounded where they decide nothing.
+
+    By arithmetic on CUDA; on a CPU by timing a step, unless any CPU would take far less, or longer.
+    """
+    device, vocab_size = PartialState().device, open_corpus(config).vocab_size
+    if device.type == "cuda":
+        dtype = "tf32" if config.train.mixed_precision in (None, "no") else "bf16"
+        peak = peak_flops(device_name(device), dtype) or 1e14
+        return least_seconds(config, plan, vocab_size, GPU_MFU * peak)
+    longest = least_seconds(config, plan, vocab_size, SLOW_CORE * torch.get_num_threads())
+    shortest = least_seconds(config, plan, vocab_size, FAST_CORE * torch.get_num_threads())
+    if longest < SHORT:
+        return longest
+    if shortest * COMPILED_GAIN["cpu"] > COMPILE_SECONDS["cpu"]:
+        return shortest
+    precision = config.train.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    return plan.max_steps * step_seconds(config, plan, vocab_size, precision)
+
+
+def least_seconds(config: Config, plan: Plan, vocab_size: int, flops: float) -> float:
+    """Seconds of the run where each process computes so many FLOP/s."""
+    work = plan.max_steps * plan.tokens_per_step * flops_per_token(config.model, vocab_size)
+    return work / flops / plan.world_size
+
+
+def step_seconds(config: Config, plan: Plan, vocab_size: int, precision: str) -> float:
+    """Seconds of an optimizer step of this process, timed with a model of its own on a CPU.
+
+    Its weights and tokens are random; the run draws its own after this.
+    """
+    gpt = GPT(config.model, vocab_size)
+    gpt.recompute = config.train.activation_checkpointing == "blocks"
+    optimizer = make_optimizer(gpt, config.optim)
+    shape = (plan.micro_batch_size, plan.block_size)
+    tokens, targets = (torch.randint(vocab_size, shape) for _ in range(2))
+    half = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
+    times = []
+    for _ in range(1 + TIMED_STEPS):
+        start = time.perf_counter()
+        with half:
+            loss = gpt(tokens, targets)
+        loss.backward()
+        middle = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        update = time.perf_counter() - middle
+        times.append(plan.accumulation_steps * (middle - start) + update)
+        if times[-1] > SHORT / 30:  # a few seconds for all of them
+            break
+    return statistics.median(times[1:] or times)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import Figures, call, facts, headline, last_json, save, table
+from common import Metrics, call, facts, headline, last_json, save, table
 
 from accel_gpt.model.cost import flops_per_token
 from accel_gpt.model_config import ModelConfig
@@ -74,36 +74,36 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=UNITS, default=[*UNITS])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--points", type=int, default=9, help="of each curve, from the left")
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    known = facts()
-    report: dict[str, Any] = {"facts": known, "curves": {}}
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    machine = facts()
+    report: dict[str, Any] = {"facts": machine, "curves": {}}
     rows = []
-    for name in asked.only:
-        found = shards(asked.points) if name == "shards" else curve(name, asked)
+    for name in args.only:
+        found = shards(args.points) if name == "shards" else curve(name, args)
         slopes = {key: slope(found["x"], found[key]) for key in found if key != "x"}
         report["curves"][name] = {"points": found, "slopes": slopes}
-        draw(asked.out / f"{name}.png", name, found, slopes)
+        draw(args.out / f"{name}.png", name, found, slopes)
         last = {key: slope(found["x"][-2:], found[key][-2:]) for key in slopes}
         rows.append([name, f"{found['x'][0]:,} to {found['x'][-1]:,}"])
         for each in (slopes, last):
             rows[-1] += [f"{each[key]:.2f}" if key in each else "" for key in ("s", "flops", "gb")]
         print(rows[-1], flush=True)
     head = ["", "from", "time", "FLOP model", "memory", "time, last two", "model", "memory"]
-    print(headline(known) + "\n" + table(head, rows))
-    save(asked.out / "curves.json", report)
+    print(headline(machine) + "\n" + table(head, rows))
+    save(args.out / "curves.json", report)
 
 
-def curve(name: str, asked: argparse.Namespace) -> dict[str, list[float]]:
+def curve(name: str, args: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds, bytes and model FLOPs of a step, by what grows."""
     key, values = CURVES[name]
     tokens = TOKENS[name]
     found: dict[str, list[float]] = {"x": [], "s": [], "flops": [], "gb": []}
-    for value in values[: asked.points]:
+    for value in values[: args.points]:
         shape = {**BASE, key: value}
         shape["n_head"] = shape["n_embd"] // 64
-        words = json.dumps([shape, tokens, VOCAB, asked.steps])
-        measured: Figures = last_json(call([sys.executable, "-c", POINT, words]))
+        words = json.dumps([shape, tokens, VOCAB, args.steps])
+        measured: Metrics = last_json(call([sys.executable, "-c", POINT, words]))
         flops = tokens * flops_per_token(ModelConfig(**shape), VOCAB)
         rates = (value, measured["s"], flops, measured["bytes"] / 1e9)
         for series, figure in zip(found.values(), rates, strict=True):

@@ -1,7 +1,8 @@
 """The questions of this folder on a CUDA card: GPT-2 124M, 1,024 tokens, bf16, compiled.
 
     python benchmarks/gpu.py NANOGPT_FOLDER TEXT [--only speed ablations first checkpoint optimizer]
-        [--micro_batches 16 32 64] [--rounds 3] [--json FILE] [--device cpu --tiny]
+        [--micro_batches 16 32 64] [--rounds 3] [--json FILE] [--allow_busy]
+        [--device cpu --tiny]
 
 NANOGPT_FOLDER is a checkout of karpathy/nanoGPT, TEXT is tinyshakespeare; `datasets` is not needed,
 without a network the vocabulary of GPT-2 is (TIKTOKEN_CACHE_DIR).
@@ -17,12 +18,25 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, Figures, call, facts, headline, interleave, median, save, table
-from systems import CHARS, GPT2, WHOLE_LOGITS, Job, gather, nanogpt, ours, smaller, trainer
+from common import (
+    ROOT,
+    Metrics,
+    OtherLoad,
+    add_report_options,
+    call,
+    facts,
+    headline,
+    interleave,
+    median,
+    save,
+    table,
+)
+from systems import CHARS, GPT2, WHOLE_LOGITS, Job, gather, nanogpt, ours, trainer
 
 from accel_gpt.model.cost import flops_per_token, mfu, peak_flops
 from accel_gpt.model_config import ModelConfig
@@ -44,40 +58,41 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    job = TINY if asked.tiny else JOB
-    known = facts()
-    report: dict[str, Any] = {"facts": known}
-    print(headline(known) + "\n" + GOALS)
+    add_report_options(parser)
+    args = parser.parse_args()
+    job = TINY if args.tiny else JOB
+    machine, load = facts(), OtherLoad(args)
+    report: dict[str, Any] = {"facts": machine, "load": {}}
+    print(headline(machine) + "\n" + GOALS)
     with tempfile.TemporaryDirectory() as folder:
-        gather(asked.nanogpt, asked.text, Path(folder), [job.data])
-        for name in asked.only:
+        gather(args.nanogpt, args.text, Path(folder), [job.data])
+        for name in args.only:
             print(f"\n{name}\n", flush=True)
-            report[name] = PARTS[name](asked, Path(folder), job)
-            save(asked.json, report)
+            report[name] = PARTS[name](args, Path(folder), job)
+            report["load"][name] = load.lap(name)
+            save(args.json, report, load)
 
 
-def speed(asked: argparse.Namespace, work: Path, job: Job) -> Any:
+def speed(args: argparse.Namespace, work: Path, job: Job) -> Any:
     """All systems at each micro-batch."""
-    found, on = {}, not asked.tiny  # to compile takes longer than a test may
-    for batch in asked.micro_batches:
-        at = smaller(job, batch=batch)
+    found, on = {}, not args.tiny  # to compile takes longer than a test may
+    for batch in args.micro_batches:
+        at = replace(job, batch=batch)
         subjects = {
             "nanoGPT": partial(nanogpt, work, at, on),
             "Trainer": partial(trainer, work, at, on),
             "accel_gpt": partial(ours, work, at, *compiled(on)),
         }
-        rounds = interleave({name: fitting(run) for name, run in subjects.items()}, asked.rounds)
+        rounds = interleave({name: fitting(run) for name, run in subjects.items()}, args.rounds)
         print(show(at, rounds) + "\n", flush=True)
         found[batch] = rounds
     return found
 
 
-def ablations(asked: argparse.Namespace, work: Path, job: Job) -> Any:
+def ablations(args: argparse.Namespace, work: Path, job: Job) -> Any:
     """Ours, and ours without one thing."""
-    at = smaller(job, batch=min(asked.micro_batches))
-    on = compiled(not asked.tiny)
+    at = replace(job, batch=min(args.micro_batches))
+    on = compiled(not args.tiny)
     subjects = {
         "accel_gpt": lambda: ours(work, at, *on),
         "not compiled": lambda: ours(work, at, *compiled(False)),
@@ -85,18 +100,18 @@ def ablations(asked: argparse.Namespace, work: Path, job: Job) -> Any:
         "float32": lambda: ours(work, at, *on, "--train.mixed_precision", "no"),
         "Muon": lambda: ours(work, at, *on, "--optim.name", "muon"),
     }
-    if asked.tiny:  # which is not compiled, and on a CPU in float32
+    if args.tiny:  # which is not compiled, and on a CPU in float32
         del subjects["not compiled"], subjects["float32"]
-    rounds = interleave({name: fitting(run) for name, run in subjects.items()}, asked.rounds)
+    rounds = interleave({name: fitting(run) for name, run in subjects.items()}, args.rounds)
     print(show(at, rounds), flush=True)
     return rounds
 
 
-def first(asked: argparse.Namespace, work: Path, job: Job) -> Any:
+def first(args: argparse.Namespace, work: Path, job: Job) -> Any:
     """Seconds to the first step."""
     words = [ROOT / "configs/gpt2_124m.yaml", "--data.prepare.source", "null", "--rounds", "1"]
     words += ["--data.train", work / "nanoGPT/data" / job.data]
-    words += ["--compiled", "0"] if asked.tiny else []
+    words += ["--compiled", "0"] if args.tiny else []
     if job.data == GPT2:
         words += ["--data.tokenizer", "gpt2"]
     if job.device == "cuda":
@@ -108,16 +123,16 @@ def first(asked: argparse.Namespace, work: Path, job: Job) -> Any:
     return shown([BENCHMARKS / "startup.py", *words])
 
 
-def checkpoint(asked: argparse.Namespace, work: Path, job: Job) -> Any:
+def checkpoint(args: argparse.Namespace, work: Path, job: Job) -> Any:
     """How long a save holds training up."""
-    small = ["--layers", "1", "--width", "48", "--rounds", "1"] if asked.tiny else []
+    small = ["--layers", "1", "--width", "48", "--rounds", "1"] if args.tiny else []
     return shown([BENCHMARKS / "checkpoint.py", work / "checkpoints", *small])
 
 
-def optimizer(asked: argparse.Namespace, work: Path, job: Job) -> Any:
+def optimizer(args: argparse.Namespace, work: Path, job: Job) -> Any:
     """AdamW and Muon."""
     words = ["--shapes", "gpt2_124m", "--compile"]
-    if asked.tiny:
+    if args.tiny:
         words = ["--shapes", "quickstart", "--rounds", "1", "--seconds", "0.05"]
     return shown([BENCHMARKS / "optimizer.py", *words])
 
@@ -136,10 +151,10 @@ def compiled(yes: bool) -> tuple[str, str]:
     return "--train.compile", str(yes).lower()
 
 
-def fitting(run: Callable[[], Figures]) -> Callable[[], Figures]:
+def fitting(run: Callable[[], Metrics]) -> Callable[[], Metrics]:
     """The same, infinite where the memory of the card does not suffice."""
 
-    def tried() -> Figures:
+    def tried() -> Metrics:
         try:
             return run()
         except SystemExit as stopped:
@@ -150,7 +165,7 @@ def fitting(run: Callable[[], Figures]) -> Callable[[], Figures]:
     return tried
 
 
-def show(job: Job, found: dict[str, list[Figures]]) -> str:
+def show(job: Job, found: dict[str, list[Metrics]]) -> str:
     """Medians, and their ratios to the first's."""
     import torch
 

@@ -1,7 +1,7 @@
 """Two processes of one thread each beside one process of two threads, at the same global batch.
 
     python benchmarks/scaling.py CONFIG.yaml [--rounds 5] [--steps 60] [--json FILE]
-        [--section.key value ...]
+        [--allow_busy] [--section.key value ...]
 
 Whole launches in turn on a CPU, through gloo; a round's figure is the median time of a step in
 metrics.jsonl, after warm-up. Each of the two processes takes half of train.micro_batch_size. Prints
@@ -15,7 +15,20 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from common import ROOT, Figures, call, facts, headline, interleave, median, pace, save, table
+from common import (
+    ROOT,
+    Metrics,
+    OtherLoad,
+    add_report_options,
+    call,
+    facts,
+    headline,
+    interleave,
+    median,
+    pace,
+    save,
+    table,
+)
 
 from accel_gpt.config import Config
 from accel_gpt.parse import load_config
@@ -30,33 +43,33 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--json", type=Path)
-    asked, options = parser.parse_known_args()
-    config = load_config([str(asked.config), *options], "benchmarks/scaling.py")
+    add_report_options(parser)
+    args, options = parser.parse_known_args()
+    config = load_config([str(args.config), *options], "benchmarks/scaling.py")
     ensure_data(config.data)
-    known = facts(threads=2)
+    machine, load = facts(threads=2), OtherLoad(args)
     with tempfile.TemporaryDirectory() as folder:
-        run = partial(launch, config, asked, options, Path(folder))
+        run = partial(launch, config, args, options, Path(folder))
         subjects = {f"{n} x {2 // n} threads": partial(run, n) for n in (1, 2)}
-        found = interleave(subjects, asked.rounds)
+        found = interleave(subjects, args.rounds, load)
     tokens = config.train.tokens_per_step
     one, two = (median(rounds, "step_ms") for rounds in found.values())
     rows = [
         [name, f"{ms:.1f}", f"{1e3 * tokens / ms:,.0f}", f"{one / ms:.3f}"]
         for name, ms in zip(found, (one, two), strict=True)
     ]
-    print(headline(known))
-    print(table([asked.config.name, "ms a step", "tokens/s", "of one process"], rows))
-    save(asked.json, {"facts": known, "config": str(asked.config), "rounds": found})
+    print(headline(machine))
+    print(table([args.config.name, "ms a step", "tokens/s", "of one process"], rows))
+    save(args.json, {"facts": machine, "config": str(args.config), "rounds": found}, load)
 
 
 def launch(
-    config: Config, asked: argparse.Namespace, options: list[str], folder: Path, processes: int
-) -> Figures:
+    config: Config, args: argparse.Namespace, options: list[str], folder: Path, processes: int
+) -> Metrics:
     """One run of one or two processes."""
     out = folder / f"run{processes}"
-    words = [str(asked.config), *options, "--out_dir", str(out)]
-    words += ["--train.cpu_threads", str(2 // processes), "--train.max_steps", str(asked.steps)]
+    words = [str(args.config), *options, "--out_dir", str(out)]
+    words += ["--train.cpu_threads", str(2 // processes), "--train.max_steps", str(args.steps)]
     words += ["--train.micro_batch_size", str(config.train.micro_batch_size // processes)]
     words += ["--log.every", str(WINDOW), "--eval.every", "0", "--checkpoint.every", "0"]
     words += ["--eval.tokens", str(config.model.block_size * 2), "--sample.every", "0"]

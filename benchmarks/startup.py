@@ -1,7 +1,7 @@
 """How long it takes until something happens: imports, the help, the first step, eager and compiled.
 
     python benchmarks/startup.py CONFIG.yaml [--rounds 5] [--compiled 1] [--json FILE]
-        [--section.key value ...]
+        [--allow_busy] [--section.key value ...]
 
 Whole processes in turn, with the data prepared. Imports and the help are the time of a process less
 that of one that does nothing. The first step is counted from the moment that `import torch` has
@@ -16,7 +16,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import Figures, call, facts, headline, interleave, last_json, median, save, table, timed
+from common import (
+    Metrics,
+    OtherLoad,
+    add_report_options,
+    call,
+    facts,
+    headline,
+    interleave,
+    last_json,
+    median,
+    save,
+    table,
+    timed,
+)
 
 from accel_gpt.parse import load_config
 from accel_gpt.run.environment import ensure_data
@@ -49,47 +62,47 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compiled", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    asked, options = parser.parse_known_args()
-    words = [str(asked.config), *options]
+    add_report_options(parser)
+    args, options = parser.parse_known_args()
+    words = [str(args.config), *options]
     ensure_data(load_config(words, "benchmarks/startup.py").data)
-    known = facts()
+    machine, load = facts(), OtherLoad(args)
     with tempfile.TemporaryDirectory() as folder:
         run = functools.partial(first_step, Path(folder), words)
         quick = {"nothing": lambda: seconds("-c", "pass")}
         quick |= {f"import {n}": functools.partial(seconds, "-c", f"import {n}") for n in IMPORTS}
         quick["accel-gpt --help"] = lambda: seconds("-m", "accel_gpt.cli", "--help")
         quick["first step"] = run
-        found = interleave(quick, asked.rounds)
+        found = interleave(quick, args.rounds, load)
         slow = {"first step, compiled, cold": functools.partial(run, compiled=True, cold=True)}
         slow["first step, compiled, warm"] = functools.partial(run, compiled=True)
-        found |= interleave(slow, asked.compiled)
+        found |= interleave(slow, args.compiled, load)
     found = {name: rounds for name, rounds in found.items() if rounds}
     nothing = median(found.pop("nothing"), "s")
     rows = []
     for name, rounds in found.items():
         spent = median(rounds, "s") - (0 if name.startswith("first") else nothing)
         rows.append([name, f"{spent:.3f}", GOALS.get(name, "")])
-    print(headline(known))
+    print(headline(machine))
     print(table([f"above {nothing:.3f} s of Python", "s", "goal"], rows))
-    save(asked.json, {"facts": known, "config": str(asked.config), "rounds": found})
+    save(args.json, {"facts": machine, "config": str(args.config), "rounds": found}, load)
 
 
-def seconds(*words: str) -> Figures:
+def seconds(*words: str) -> Metrics:
     """Of a whole process."""
     return {"s": timed(lambda: call([sys.executable, *words]))}
 
 
 def first_step(
     folder: Path, words: list[str], compiled: bool = False, cold: bool = False
-) -> Figures:
+) -> Metrics:
     """From `import torch` to the end of the first update of a new run."""
     out, cache = folder / "run", folder / "cache"
     for old in (out, cache)[: 1 + cold]:
         shutil.rmtree(old, ignore_errors=True)
-    asked = ["--out_dir", str(out), "--train.compile", str(compiled).lower()]
-    command = [sys.executable, "-c", FIRST, *words, *asked]
-    found: Figures = last_json(call(command, TORCHINDUCTOR_CACHE_DIR=str(cache)))
+    options = ["--out_dir", str(out), "--train.compile", str(compiled).lower()]
+    command = [sys.executable, "-c", FIRST, *words, *options]
+    found: Metrics = last_json(call(command, TORCHINDUCTOR_CACHE_DIR=str(cache)))
     return found
 
 

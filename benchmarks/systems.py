@@ -5,7 +5,6 @@ packages. Each reports its time of a step (median over windows of some steps, af
 peak memory: of the CUDA allocator, or on a CPU the highest resident set of the process.
 """
 
-import dataclasses
 import json
 import re
 import shutil
@@ -17,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from common import Figures, call, last_json, pace, window_means
+from common import Metrics, call, last_json, pace, window_means
 
 CHARS, GPT2 = "shakespeare_char", "shakespeare"  # folders of nanoGPT's data
 VOCABULARIES = {CHARS: 65, GPT2: 50304}  # as nanoGPT takes them
@@ -44,7 +43,7 @@ class Job:
         return self.batch * self.block_size
 
     def step_ms(self, times: list[float]) -> float:
-        """The figure of a process by the times of its steps."""
+        """Milliseconds of a step, by the times of all steps."""
         return statistics.median(window_means(times[self.warmup :], self.window))
 
     def json(self, work: Path, compiled: bool, bf16: bool = False) -> str:
@@ -59,9 +58,9 @@ class Job:
 
 
 def gather(nanogpt: Path, text: Path, work: Path, data: Iterable[str]) -> Path:
-    """A copy of nanoGPT in `work`, and data folders of its from `text` by its own scripts.
+    """Copy nanoGPT to `work` and prepare its data folders from `text` by its own scripts.
 
-    Returns where the copy is.
+    Returns the path of the copy.
     GPT-2 tokens need tiktoken and its vocabulary (without a network: TIKTOKEN_CACHE_DIR).
     """
     peer = work / "nanoGPT"
@@ -72,25 +71,25 @@ def gather(nanogpt: Path, text: Path, work: Path, data: Iterable[str]) -> Path:
     return peer
 
 
-# runs a script unmodified and tells at its end what memory it took
+# runs a script unmodified and prints at its end what memory it took
 PROBE = """
 import atexit, json, resource, runpy, sys
 sys.path.insert(0, "")
-def tell():
+def report():
     import torch
-    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_available():
-        found = torch.cuda.max_memory_allocated()
-    print(json.dumps({"memory_gb": found / 1e9}))
-atexit.register(tell)
+        peak = torch.cuda.max_memory_allocated()
+    print(json.dumps({"memory_gb": peak / 1e9}))
+atexit.register(report)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def nanogpt(work: Path, job: Job, compiled: bool = False) -> Figures:
+def nanogpt(work: Path, job: Job, compiled: bool = False) -> Metrics:
     """Its train.py; the times are those of its own log."""
-    asked = {
+    options = {
         **{"device": job.device, "compile": compiled, "dataset": job.data, "dropout": 0.0},
         **{"n_layer": job.n_layer, "n_head": job.n_head, "n_embd": job.n_embd},
         **{"block_size": job.block_size, "batch_size": job.batch, "log_interval": 1},
@@ -98,10 +97,10 @@ def nanogpt(work: Path, job: Job, compiled: bool = False) -> Figures:
         "dtype": "bfloat16" if job.device == "cuda" else "float32",
     }
     command = [sys.executable, "-c", PROBE, "train.py", "config/train_shakespeare_char.py"]
-    command += [f"--{key}={value}" for key, value in asked.items()]
-    shown = call(command, work / "nanoGPT")
-    times = [float(ms) for ms in re.findall(r"time ([\d.]+)ms", shown)][1:]  # the first has more
-    return {"step_ms": job.step_ms(times), **last_json(shown)}
+    command += [f"--{key}={value}" for key, value in options.items()]
+    output = call(command, work / "nanoGPT")
+    times = [float(ms) for ms in re.findall(r"time ([\d.]+)ms", output)][1:]  # the first has more
+    return {"step_ms": job.step_ms(times), **last_json(output)}
 
 
 OURS = ("-m", "accel_gpt.cli")
@@ -112,11 +111,11 @@ WHOLE_LOGITS = (  # ours without the loss in chunks
 )
 
 
-def ours(work: Path, job: Job, *options: str, start: Sequence[str] = OURS) -> Figures:
+def ours(work: Path, job: Job, *options: str, start: Sequence[str] = OURS) -> Metrics:
     """`accel-gpt train`; the times are those of its metrics.jsonl."""
     out = work / "ours"
     shutil.rmtree(out, ignore_errors=True)
-    asked: dict[str, object] = {
+    fixed: dict[str, object] = {
         "out_dir": out,
         "data.train": work / "nanoGPT/data" / job.data,
         **{f"model.{key}": getattr(job, key) for key in ("n_layer", "n_head", "n_embd")},
@@ -128,10 +127,10 @@ def ours(work: Path, job: Job, *options: str, start: Sequence[str] = OURS) -> Fi
         "train.cpu_threads": torch.get_num_threads(),  # as the others, OMP_NUM_THREADS or all
     }
     if job.data == GPT2:
-        asked["data.tokenizer"] = "gpt2"
+        fixed["data.tokenizer"] = "gpt2"
     if job.device == "cuda":
-        asked["train.mixed_precision"] = "bf16"
-    words = [word for key, value in asked.items() for word in (f"--{key}", str(value))]
+        fixed["train.mixed_precision"] = "bf16"
+    words = [word for key, value in fixed.items() for word in (f"--{key}", str(value))]
     config = work / "empty.yaml"
     config.write_text("{}\n")
     call([sys.executable, *start, "train", config, *words, *options], work)
@@ -147,17 +146,17 @@ job = json.loads(sys.argv[1])
 T, cuda = job["block_size"], job["device"] == "cuda"
 tokens = np.memmap(job["train"], dtype=np.uint16, mode="r")
 
-class Windows(torch.utils.data.Dataset):
-    more = 0
+class Sequences(torch.utils.data.Dataset):
+    extra = 0  # tokens after the last of a sequence
     def __len__(self):
-        return (len(tokens) - self.more) // T
+        return (len(tokens) - self.extra) // T
     def __getitem__(self, i):
-        return torch.from_numpy(tokens[i * T : (i + 1) * T + self.more].astype(np.int64))
+        return torch.from_numpy(tokens[i * T : (i + 1) * T + self.extra].astype(np.int64))
 
-def tell(figures):
+def report(metrics):
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak = torch.cuda.max_memory_allocated() if cuda else peak
-    print(json.dumps({"memory_gb": peak / 1e9} | figures))
+    print(json.dumps({"memory_gb": peak / 1e9} | metrics))
 """
 TRAINER = (
     SCRIPT
@@ -177,14 +176,16 @@ class Clock(TrainerCallback):
             torch.cuda.synchronize()
         ends.append(time.perf_counter())
 
-asked = TrainingArguments(
+args = TrainingArguments(
     sys.argv[2], max_steps=job["steps"] + 1, per_device_train_batch_size=job["batch"],
     learning_rate=1e-3, weight_decay=0.1, use_cpu=not cuda, bf16=job["bf16"], save_strategy="no",
     torch_compile=job["compiled"], report_to=[], disable_tqdm=True, logging_steps=10**6,
 )
-collate = lambda rows: {"input_ids": torch.stack(rows), "labels": torch.stack(rows)}
-Trainer(model, asked, collate, Windows(), callbacks=[Clock()]).train()
-tell({"times": [1e3 * (b - a) for a, b in zip(ends, ends[1:])]})
+def collate(sequences):
+    return {"input_ids": torch.stack(sequences), "labels": torch.stack(sequences)}
+
+Trainer(model, args, collate, Sequences(), callbacks=[Clock()]).train()
+report({"times": [1e3 * (b - a) for a, b in zip(ends, ends[1:])]})
 """
 )
 LITGPT = (
@@ -200,9 +201,9 @@ class Data(DataModule):
     def connect(self, tokenizer=None, batch_size=1, max_seq_length=None):
         self.batch = batch_size
     def train_dataloader(self):
-        rows = Windows()
-        rows.more = 1
-        return torch.utils.data.DataLoader(rows, self.batch, shuffle=True, drop_last=True)
+        sequences = Sequences()
+        sequences.extra = 1
+        return torch.utils.data.DataLoader(sequences, self.batch, shuffle=True, drop_last=True)
     val_dataloader = train_dataloader
 
 config = Config(
@@ -223,28 +224,28 @@ setup(
     optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3, "weight_decay": 0.1}},
     devices=1, logger_name="csv",
 )
-tell({})
+report({})
 """
 )
 
 
-def trainer(work: Path, job: Job, compiled: bool = False, bf16: bool = False) -> Figures:
+def trainer(work: Path, job: Job, compiled: bool = False, bf16: bool = False) -> Metrics:
     """transformers' Trainer on GPT2LMHeadModel with random weights."""
     words = ["-c", TRAINER, job.json(work, compiled, bf16), work / "trainer"]
     found = last_json(call([sys.executable, *words], work))
     return {"step_ms": job.step_ms(found.pop("times")), **found}
 
 
-def litgpt(work: Path, job: Job, python: str) -> Figures:
+def litgpt(work: Path, job: Job, python: str) -> Metrics:
     """litgpt's pretrain, which compiles; rotary positions, as it has no learned ones.
 
     Its times leave out the reading of the batch.
     """
     out = work / "litgpt"
-    shown = call([python, "-c", LITGPT, job.json(work, True), out], work)
-    times = [float(ms) for ms in re.findall(r"iter time: ([\d.]+) ms", shown)][1:]
+    output = call([python, "-c", LITGPT, job.json(work, True), out], work)
+    times = [float(ms) for ms in re.findall(r"iter time: ([\d.]+) ms", output)][1:]
     shutil.rmtree(out, ignore_errors=True)
-    return {"step_ms": job.step_ms(times), **last_json(shown)}
+    return {"step_ms": job.step_ms(times), **last_json(output)}
 
 
 def has_litgpt(python: str) -> bool:
@@ -253,11 +254,14 @@ def has_litgpt(python: str) -> bool:
     return done.returncode == 0
 
 
-def subjects(work: Path, job: Job, litgpt_python: str) -> dict[str, Callable[[], Figures]]:
+def subjects(work: Path, job: Job, litgpt_python: str) -> dict[str, Callable[[], Metrics]]:
     """All systems by name. nanoGPT has no bf16 on a CPU."""
-    compiled = ("--train.compile", "true")
-    bf16 = ("--train.mixed_precision", "bf16")
-    found: dict[str, Callable[[], Figures]] = {
+
+    def mine(precision: str, compiled: str) -> Callable[[], Metrics]:
+        options = ("--train.mixed_precision", precision, "--train.compile", compiled)
+        return lambda: ours(work, job, *options)
+
+    found: dict[str, Callable[[], Metrics]] = {
         "nanoGPT": lambda: nanogpt(work, job),
         "nanoGPT, compiled": lambda: nanogpt(work, job, compiled=True),
         "Trainer": lambda: trainer(work, job),
@@ -265,14 +269,10 @@ def subjects(work: Path, job: Job, litgpt_python: str) -> dict[str, Callable[[],
         "Trainer, bf16": lambda: trainer(work, job, bf16=True),
         "Trainer, bf16 compiled": lambda: trainer(work, job, compiled=True, bf16=True),
         "litgpt, compiled": lambda: litgpt(work, job, litgpt_python),
-        "accel_gpt": lambda: ours(work, job),
-        "accel_gpt, compiled": lambda: ours(work, job, *compiled),
-        "accel_gpt, bf16": lambda: ours(work, job, *bf16),
-        "accel_gpt, bf16 compiled": lambda: ours(work, job, *bf16, *compiled),
+        "accel_gpt": mine("no", "false"),
+        "accel_gpt, compiled": mine("no", "true"),
+        "accel_gpt, bf16": mine("bf16", "false"),
+        "accel_gpt, bf16 compiled": mine("bf16", "true"),
+        "accel_gpt, auto": mine("auto", "auto"),  # as the CPU configs ship
     }
     return found
-
-
-def smaller(job: Job, **changes: int) -> Job:
-    """The job with other numbers."""
-    return dataclasses.replace(job, **changes)

@@ -6,19 +6,23 @@ Runs `train.update` in a temporary folder, without evaluation, samples, checkpoi
 """
 
 import copy
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
 
 from accel_gpt import train
 from accel_gpt.config import Config
+from accel_gpt.errors import require
 from accel_gpt.model.cost import parameter_counts
 from accel_gpt.options import BenchCommand
 from accel_gpt.plan import in_steps, make_plan, plural
@@ -124,6 +128,36 @@ def measure(asked: BenchCommand, run: train.Run) -> Report:
         **describe_machine(run.accelerator),
         "versions": code_versions(),
     }
+
+
+def compare(asked: BenchCommand, options: Sequence[str]) -> str:
+    """The speed in float32 and bf16, compiled or not, each in a process of its own: a table, or
+    with `--json` one object. `options` are the keys set over the config.
+    """
+    require(world_size() == 1, "--compare measures one process; start it without a launcher")
+    reports: dict[str, Any] = {}
+    for precision, compiled in product(("no", "bf16"), ("false", "true")):
+        name = "float32" if precision == "no" else precision
+        name += ", compiled" if compiled == "true" else ""
+        words = [sys.executable, "-m", "accel_gpt.cli", "bench", asked.config, *options, "--json"]
+        words += ["--warmup", str(asked.warmup), "--steps", str(asked.steps), "--parts", "0"]
+        words += ["--train.mixed_precision", precision, "--train.compile", compiled]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        reports[name] = {"error": lines[-1]} if done.returncode else json.loads(done.stdout)
+    if asked.json:
+        return json.dumps(reports, indent=1) + "\n"
+    return "".join(compared_line(name, report) for name, report in reports.items())
+
+
+def compared_line(name: str, report: Report) -> str:
+    """One candidate: tokens/s, time of a step and of the first one, or why there are none."""
+    if "error" in report:
+        return f"{name:<18} {report['error']}\n"
+    return (
+        f"{name:<18} {report['tokens_per_second']:>12,.0f} tokens/s {report['step_ms']:>10,.1f} ms "
+        f"a step, the first {report['first_step_seconds']:.1f} s\n"
+    )
 
 
 def settle(device: torch.device) -> None:

@@ -217,9 +217,11 @@ def bench_command(argv: Sequence[str]) -> int:
     asked = parse_command(BenchCommand, own, "accel-gpt bench")
     config = load_config([asked.config, *rest], "accel-gpt bench", inherit)
     exit_on_sigterm()
-    from accel_gpt.bench import bench, table
+    from accel_gpt.bench import bench, compare, table
 
-    if report := bench(asked, config):
+    if asked.compare:
+        sys.stdout.write(compare(asked, rest))
+    elif report := bench(asked, config):
         sys.stdout.write(json.dumps(report, indent=1) + "\n" if asked.json else table(report))
     return 0
 

@@ -159,6 +159,9 @@ class EvalConfig:
     """Steps between evaluations; 0: only at the end."""
     tokens: int | None = 1_048_576
     """Tokens of each split, and of each named val set, the same ones every time; null: all."""
+    whole_at_end: bool = False
+    """At the last step report the val loss over the whole val split. The best checkpoint is still
+    chosen by the same tokens as before."""
     only: bool = False
     """Train nothing: evaluate the newest checkpoint of out_dir, else model.init_from, and end."""
     hellaswag: str | None = None

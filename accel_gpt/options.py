@@ -272,6 +272,8 @@ class BenchCommand:
     """Steps that are measured."""
     parts: int = 5
     """Further steps, in which each part is waited for and timed by itself; 0: none."""
+    compare: bool = False
+    """Measure float32 and bf16, compiled or not, side by side: what auto chooses between."""
     json: bool = False
     """One JSON object in place of text."""
 

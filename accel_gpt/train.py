@@ -220,9 +220,12 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
             record |= reporter.pace(state.step) | batch_figures(run.loader, run.accelerator)
     with reporter.watch.pause() if evaluating or saving or sampling else contextlib.nullcontext():
         if evaluating:
-            record |= run.evaluation.figures(run.gpt, run.accelerator, reporter.beat)
+            parts = (run.gpt, run.accelerator, reporter.beat)
+            record |= run.evaluation.figures(*parts)
             state.val_loss = record["eval/val_loss"]
             saving |= state.note_best() and config.checkpoint.keep_best
+            if last and config.eval.whole_at_end:
+                record |= run.evaluation.whole_val(*parts)
         if record:
             reporter.publish(state, record)
         if saving:

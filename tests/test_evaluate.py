@@ -20,6 +20,7 @@ from accel_gpt.errors import run_main
 from accel_gpt.evals.table import as_json, as_table
 from accel_gpt.evals.validation import windows
 from accel_gpt.hub.export import export
+from accel_gpt.run.checkpoint import read_state
 from accel_gpt.run.guards import locked
 from accel_gpt.run.metrics import COLUMNS, MetricsLog
 from accel_gpt.run.records import merge_record
@@ -311,3 +312,20 @@ def test_equal_to_transformers_on_the_exported_model(
 
     losses = ending_losses(model, read, Accelerator(cpu=True), 4)
     assert (-losses).tolist() == pytest.approx([x for row in likely for x in row], abs=1e-4)
+
+
+def test_the_whole_val_split_at_the_end_leaves_the_best_step_to_the_usual_tokens(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    words = ("--train.max_steps", "8", "--eval.tokens", "64", "--eval.whole_at_end", "true")
+    assert launch(small_run(*words)) == 0
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    losses = {r["step"]: r["eval/val_loss"] for r in records if "eval/val_loss" in r}
+    state = read_state(tmp_path / "run" / "checkpoints" / "step_00000008")
+    assert state.val_loss != losses[8]
+    assert state.best_val_loss == min(losses[4], state.val_loss or 0)
+    whole = ("--train.max_steps", "8", "--eval.tokens", "null", "--out_dir", str(tmp_path / "all"))
+    assert launch(small_run(*whole)) == 0
+    last = json.loads((tmp_path / "all" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["eval/val_loss"] == losses[8]
+    assert last["eval/val_loss_se"] == records[-1]["eval/val_loss_se"]

@@ -16,11 +16,11 @@ from accel_gpt.data.folders import open_place
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data_config import Weighted
 from accel_gpt.errors import DataError, UserError, require
-from accel_gpt.evals.figures import open_evaluation
+from accel_gpt.evals.figures import Evaluation, open_evaluation
 from accel_gpt.evals.harness import open_tasks, run_tasks
 from accel_gpt.evals.hellaswag import read_questions, score_questions
 from accel_gpt.evals.table import as_json, as_table
-from accel_gpt.evals.validation import evaluate_part, evaluate_splits, named_figures
+from accel_gpt.evals.validation import evaluate_part, named_figures
 from accel_gpt.hub.load import load_pretrained, start_model
 from accel_gpt.hub.sources import Source, find_source
 from accel_gpt.model.gpt import GPT
@@ -101,6 +101,8 @@ def evaluate_only(config: Config) -> int:
     set_up_model(model, config.train)
     model = accelerator.prepare_model(model, evaluation_mode=True)
     figures = evaluation.figures(model, accelerator)
+    if config.eval.whole_at_end:
+        figures |= evaluation.whole_val(model, accelerator)
     accelerator.end_training()
     if accelerator.is_main_process:
         merge_record(out, record_of(state, figures))
@@ -188,7 +190,11 @@ def measure(
     elif config.data.train:
         corpus = open_corpus(budgeted)
         check_tokenizer(tokenizer, corpus.tokenizer, asked.run)
-        findings.note(evaluate_splits(model, corpus, accelerator, batch_size), as_run)
+        evaluation = Evaluation(corpus, batch_size)
+        found = evaluation.figures(model, accelerator)
+        if config.eval.whole_at_end and asked.tokens == "run":
+            found |= evaluation.whole_val(model, accelerator)
+        findings.note(found, as_run)
     if questions:
         as_run = config.eval.hellaswag in (None, place) and limit == config.eval.hellaswag_limit
         findings.note(score_questions(model, questions, accelerator, batch_size), as_run)

@@ -1,7 +1,7 @@
 """All figures of an evaluation: the loss of both splits, and questions."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from accelerate import Accelerator
 
@@ -29,6 +29,14 @@ class Evaluation:
             parts = (model, self.questions, accelerator, self.batch_size)
             found |= score_questions(*parts, beat)
         return found
+
+    def whole_val(
+        self, model: GPT, accelerator: Accelerator, beat: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """The eval/val figures over all tokens of the val split; a collective."""
+        val = tuple(replace(part, tokens=None) for part in self.corpus.evaluated["val"])
+        whole = replace(self.corpus, evaluated={"val": val})
+        return evaluate_splits(model, whole, accelerator, self.batch_size, beat)
 
 
 def open_evaluation(config: Config, corpus: Corpus) -> Evaluation:

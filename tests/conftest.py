@@ -72,10 +72,15 @@ def text_of(words: int, seed: int = 0) -> str:
     return " ".join(draw.choice(WORDS) for _ in range(words)) + "\n"
 
 
-def launch(arguments: Sequence[str]) -> int:
-    """Train in this process, whose global settings are kept; the exit code."""
+def run_here(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
+    """Run a command in this process, whose global settings are kept; the exit code."""
     with kept_settings():
-        return run_main(train.main, arguments)
+        return run_main(main, words)
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """Train in this process; the exit code."""
+    return run_here(train.main, arguments)
 
 
 def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:

@@ -16,14 +16,13 @@ from accel_gpt.cli import dispatch
 from accel_gpt.data.prepare import prepare
 from accel_gpt.data.shards import open_split
 from accel_gpt.data_config import PrepareConfig
-from accel_gpt.errors import run_main
 from accel_gpt.evals.table import as_json, as_table
 from accel_gpt.evals.validation import windows
 from accel_gpt.hub.export import export
 from accel_gpt.run.guards import locked
 from accel_gpt.run.metrics import COLUMNS, MetricsLog
 from accel_gpt.run.records import merge_record
-from tests.conftest import launch
+from tests.conftest import launch, run_here
 from tests.test_hellaswag import short
 from tests.test_launch import ACCELERATE, PLAIN
 from tests.test_train import records
@@ -33,7 +32,7 @@ FOUR = ("--train.max_steps", "4", "--sample.every", "0")
 
 
 def call(*words: str) -> int:
-    return run_main(dispatch, ["evaluate", *words])
+    return run_here(dispatch, ["evaluate", *words])
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +251,7 @@ def test_real_processes_give_the_same_bits(
 
     words = ["evaluate", str(trained), "--json", "--tokens", "null"]
     words += ["--hellaswag", str(short(tmp_path / "h.jsonl"))]
-    assert run_main(dispatch, words) == 0
+    assert run_here(dispatch, words) == 0
     alone = json.loads(capsys.readouterr().out)
     launcher = [*ACCELERATE, "--multi_gpu", "--num_processes", str(processes)]
     done = subprocess.run(

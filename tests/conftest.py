@@ -1,5 +1,6 @@
 """Fixtures: small corpora, a clean Accelerate; no network, and no global setting left changed."""
 
+import functools
 import getpass
 import itertools
 import os
@@ -105,8 +106,10 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    """Note the global settings before any fixture."""
+    """Note the global settings before any fixture; skip what needs a card where there is none."""
     item.stash[BEFORE] = read_settings()
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
     return (yield)
 
 
@@ -170,14 +173,13 @@ def corpus(prepared: Path, tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-@pytest.fixture
-def small_run(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """Arguments of a tiny training run, two layers of 32 channels; more options may follow."""
-    path = tmp_path / "small.yaml"
+def small_config(folder: Path) -> str:
+    """The path of the config of a tiny training run in `folder`, of the data in its `corpus`."""
+    path = folder / "small.yaml"
     path.write_text(
         f"""
-out_dir: {tmp_path / "run"}
-data: {{train: {corpus}}}
+out_dir: {folder / "run"}
+data: {{train: {folder / "corpus"}}}
 model: {{n_layer: 2, n_head: 2, n_embd: 32, block_size: 32, dropout: 0.1}}
 train: {{tokens_per_step: 256, micro_batch_size: 4, max_steps: 12, cpu_threads: 1}}
 optim: {{lr: 1e-2}}
@@ -188,11 +190,47 @@ checkpoint: {{every: 4, keep_best: false}}
 log: {{every: 1}}
 """
     )
+    return str(path)
+
+
+@pytest.fixture
+def small_run(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """Arguments of a tiny training run, two layers of 32 channels; more options may follow."""
+    path = small_config(corpus.parent)
 
     def arguments(*options: str) -> list[str]:
-        return [str(path), *options]
+        return [path, *options]
 
     return arguments
+
+
+@pytest.fixture(scope="session")
+def train_once(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a finished run of `small_run(*options)`, trained when first asked for."""
+
+    @functools.cache
+    def trained(*options: str) -> Path:
+        folder = tmp_path_factory.mktemp("trained")
+        shutil.copytree(prepared, folder, dirs_exist_ok=True)
+        assert launch([small_config(folder), *options]) == 0
+        return folder
+
+    return trained
+
+
+@pytest.fixture
+def trained(train_once: Callable[..., Path], corpus: Path) -> Callable[..., Path]:
+    """What `launch(small_run(*options))` leaves; of the same options copied, not trained again."""
+
+    def copied(*options: str, to: str = "run") -> Path:
+        source, run = train_once(*options), corpus.parent / to
+        shutil.copytree(source / "run", run)
+        for path in (run / "config.yaml", run / "run.json"):
+            text = path.read_text().replace(str(source / "run"), str(run))
+            path.write_text(text.replace(str(source), str(corpus.parent)))
+        return run
+
+    return copied
 
 
 @pytest.fixture(autouse=True)

@@ -25,13 +25,13 @@ from accel_gpt.run.writer import clean, prune
 from tests.conftest import launch
 
 Arguments = Callable[..., list[str]]
+Trained = Callable[..., Path]
 
 
 @pytest.fixture
-def run(small_run: Arguments, tmp_path: Path) -> Path:
+def run(trained: Trained) -> Path:
     """A finished run with checkpoints at 8 and 12 (4 is pruned)."""
-    assert launch(small_run()) == 0
-    return tmp_path / "run"
+    return trained()
 
 
 def test_files_of_a_checkpoint(run: Path) -> None:

@@ -23,6 +23,7 @@ from accel_gpt.model.gpt import GPT
 from tests.conftest import launch, run_here
 
 Arguments = Callable[..., list[str]]
+Trained = Callable[..., Path]
 QUICK = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]
 QUICK += ["--schedule.warmup_steps", "0"]
 
@@ -41,20 +42,18 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(small_run: Arguments, tmp_path: Path) -> Path:
+def run(trained: Trained) -> Path:
     """A run of 4 steps."""
-    assert launch(small_run("--train.max_steps", "4", "--sample.every", "0")) == 0
-    return tmp_path / "run"
+    return trained("--train.max_steps", "4", "--sample.every", "0")
 
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("preset", ["gpt2", "llama", "qwen3", "fast"])
 def test_every_preset_is_exported_and_read_back(
-    preset: str, small_run: Arguments, tmp_path: Path
+    preset: str, trained: Trained, tmp_path: Path
 ) -> None:
-    assert launch(small_run(*QUICK, "--model.preset", preset)) == 0
     to = tmp_path / "out"
-    exported = export(str(tmp_path / "run"), to)
+    exported = export(str(trained(*QUICK, "--model.preset", preset)), to)
     assert exported.difference < 1e-5
     assert "2 windows of 32 val tokens" in exported.compared_on
     ours, tokenizer = load_pretrained(str(tmp_path / "run"))
@@ -71,11 +70,10 @@ def test_every_preset_is_exported_and_read_back(
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("preset", ["gpt2", "qwen3"])
 def test_bf16_halves_the_file_and_large_files_are_parted(
-    preset: str, small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    preset: str, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert launch(small_run(*QUICK, "--model.preset", preset)) == 0
     monkeypatch.setattr(exporting, "SHARD_SIZE", "30KB")
-    run, to = tmp_path / "run", tmp_path / "out"
+    run, to = trained(*QUICK, "--model.preset", preset), tmp_path / "out"
     exported = export(str(run), to, dtype="bf16")
     assert exported.difference < 1e-5
     assert exported.bytes == 2 * exported.parameters

@@ -35,6 +35,8 @@ TASKS = ["hellaswag", "piqa", "arc", "lambada", "wikitext", "answers"]
 NAMES = [f"local_{name}" for name in TASKS]
 BLOCK_SIZE = 40  # shorter than some questions
 
+# importing lm_eval sets variables of the environment
+pytestmark = pytest.mark.usefixtures("settings_kept")
 needs_lm_eval = pytest.mark.skipif(
     harness.importlib.util.find_spec("lm_eval") is None, reason="needs the extra lm-eval"
 )

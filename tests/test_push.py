@@ -23,6 +23,7 @@ from tests.hub_server import HubServer, environment, no_waiting, point_at
 from tests.test_train import assert_same_weights, records, weights
 
 Arguments = Callable[..., list[str]]
+Trained = Callable[..., Path]
 REPO = "tester/tiny"
 
 
@@ -44,10 +45,9 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(small_run: Arguments, tmp_path: Path) -> Path:
+def run(trained: Trained) -> Path:
     """A run with checkpoints of steps 4 and 8."""
-    assert launch(small_run("--train.max_steps", "8")) == 0
-    return tmp_path / "run"
+    return trained("--train.max_steps", "8")
 
 
 def push(run: Path, *options: str) -> int:

@@ -18,14 +18,15 @@ from tests.conftest import QUIET, launch
 from tests.test_train import records
 
 Arguments = Callable[..., list[str]]
+Trained = Callable[..., Path]
 LONGER = ("--train.max_steps", "16", "--checkpoint.allow_change", "train.max_steps")
 
 
 @pytest.fixture
-def newest(small_run: Arguments, tmp_path: Path) -> Path:
+def newest(trained: Trained) -> Path:
     """The newest checkpoint of a finished run, the only one."""
-    assert launch(small_run(*QUIET, "--checkpoint.keep_last", "1")) == 0
-    return tmp_path / "run" / "checkpoints" / "step_00000012"
+    run = trained(*QUIET, "--checkpoint.keep_last", "1")
+    return run / "checkpoints" / "step_00000012"
 
 
 def reseal(path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from accel_gpt import train
 from tests.conftest import run_here
 from tests.test_export import SHARDED
 from tests.test_train import assert_same_weights, records, weights
@@ -24,7 +25,6 @@ ALIKE += ["--eval.every", "3", "--checkpoint.every", "1", "--checkpoint.keep_las
 # a signal to one process while step STOP_AT is under way; a loss that is no number on the other
 FAULTY = """
 import os, signal
-from accel_gpt import train
 from accel_gpt import train
 stop, poison = (int(os.environ.get(name, 0)) for name in ("STOP_AT", "POISON_AT"))
 update, micro_batches = train.update, train.micro_batches

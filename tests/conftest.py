@@ -3,6 +3,7 @@
 import functools
 import getpass
 import itertools
+import json
 import os
 import random
 import shutil
@@ -23,8 +24,10 @@ from accel_gpt.data.prepare import prepare
 from accel_gpt.data.tokenizer import Tokenizer, load_gpt2
 from accel_gpt.data_config import PrepareConfig
 from accel_gpt.errors import UserError, run_main
+from accel_gpt.files import sha256
 from accel_gpt.model import passes
 from accel_gpt.model_config import PRESETS, ModelConfig
+from accel_gpt.run.checkpoint import verify
 from accel_gpt.run.environment import shared_cores
 from accel_gpt.run.signals import SIGNALS
 from tests.hermetic import (
@@ -204,6 +207,17 @@ def small_run(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
     return arguments
 
 
+def reseal(path: Path) -> None:
+    """Rewrite the manifest of a checkpoint so that it fits the files there are."""
+    files = {
+        p.name: {"size": p.stat().st_size, "sha256": sha256(p)}
+        for p in path.iterdir()
+        if p.name != "manifest.json"
+    }
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+    verify(path)
+
+
 @pytest.fixture(scope="session")
 def train_once(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The folder of a finished run of `small_run(*options)`, trained when first asked for."""
@@ -225,9 +239,13 @@ def trained(train_once: Callable[..., Path], corpus: Path) -> Callable[..., Path
     def copied(*options: str, to: str = "run") -> Path:
         source, run = train_once(*options), corpus.parent / to
         shutil.copytree(source / "run", run)
-        for path in (run / "config.yaml", run / "run.json"):
+        checkpoints = sorted(run.glob("checkpoints/step_*"))
+        states = [path / "trainer_state.json" for path in checkpoints]
+        for path in (run / "config.yaml", run / "run.json", *states):
             text = path.read_text().replace(str(source / "run"), str(run))
             path.write_text(text.replace(str(source), str(corpus.parent)))
+        for path in checkpoints:
+            reseal(path)
         return run
 
     return copied

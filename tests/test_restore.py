@@ -10,11 +10,10 @@ import torch
 
 from accel_gpt.config import Config
 from accel_gpt.errors import CheckpointError, UserError
-from accel_gpt.files import sha256
 from accel_gpt.parse import leaves, to_flat, to_plain
-from accel_gpt.run.checkpoint import TrainState, checkpoints, verify
+from accel_gpt.run.checkpoint import TrainState, checkpoints
 from accel_gpt.run.resume import check_same_run, differences
-from tests.conftest import QUIET, launch
+from tests.conftest import QUIET, launch, reseal
 from tests.test_train import records
 
 Arguments = Callable[..., list[str]]
@@ -27,17 +26,6 @@ def newest(trained: Trained) -> Path:
     """The newest checkpoint of a finished run, the only one."""
     run = trained(*QUIET, "--checkpoint.keep_last", "1")
     return run / "checkpoints" / "step_00000012"
-
-
-def reseal(path: Path) -> None:
-    """Rewrite the manifest so that it fits the files there are."""
-    files = {
-        p.name: {"size": p.stat().st_size, "sha256": sha256(p)}
-        for p in path.iterdir()
-        if p.name != "manifest.json"
-    }
-    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
-    verify(path)
 
 
 def edit(path: Path, change: Callable[[Any], None]) -> None:

@@ -107,12 +107,18 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(shared_cores(), MOST_WORKERS)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a card where there is none."""
+    needy = [item for item in items if item.get_closest_marker("gpu")]
+    if needy and not torch.cuda.is_available():
+        for item in needy:
+            item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    """Note the global settings before any fixture; skip what needs a card where there is none."""
+    """Note the global settings before any fixture."""
     item.stash[BEFORE] = read_settings()
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
     return (yield)
 
 

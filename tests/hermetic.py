@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,20 @@ FP32_PRECISION: dict[str, Any] = {
 # --------------------------------------------------------------------------- network
 
 
+def address_of(host: Any) -> IPv4Address | IPv6Address | None:
+    """The address that a host is written as; None of a name."""
+    try:
+        return ip_address(str(host).partition("%")[0])
+    except ValueError:
+        return None
+
+
 def is_loopback(host: Any) -> bool:
     """Whether an address, or a name of this machine, leads to this machine."""
-    name = host.decode() if isinstance(host, bytes) else host
-    if name is None or name in LOOPBACK_NAMES:
+    if host is None or host in LOOPBACK_NAMES:
         return True
-    try:
-        address = ip_address(str(name).partition("%")[0])
-    except ValueError:
-        return False
-    return address.is_loopback or address.is_unspecified
+    address = address_of(host)
+    return address is not None and (address.is_loopback or address.is_unspecified)
 
 
 def cut_network() -> None:
@@ -65,7 +69,8 @@ def cut_network() -> None:
         return 101 if outside(sock, address) else connect_ex(sock, address)
 
     def guarded_getaddrinfo(host: Any, *args: Any, **options: Any) -> Any:
-        if not is_loopback(host):
+        name = host.decode() if isinstance(host, bytes) else host
+        if not is_loopback(name) and address_of(name) is None:
             message = f"Temporary failure in name resolution: tests look up {host!r} no more"
             raise socket.gaierror(socket.EAI_AGAIN, message)
         return getaddrinfo(host, *args, **options)
@@ -93,6 +98,14 @@ def set_environ(variables: dict[str, str]) -> None:
     os.environ.update(variables)
 
 
+def matmul_precision() -> str:
+    """What torch tells, which is nothing where a backend has another than it would set."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "mixed"
+
+
 def fp32_precision() -> dict[str, str]:
     return {name: backend.fp32_precision for name, backend in FP32_PRECISION.items()}
 
@@ -108,10 +121,7 @@ def set_deterministic(mode: int) -> None:
 
 Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 SETTINGS: dict[str, Setting] = {
-    "float32 matmul precision": (
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-    ),
+    "float32 matmul precision": (matmul_precision, torch.set_float32_matmul_precision),
     "fp32_precision of the backends": (fp32_precision, set_fp32_precision),
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),

@@ -36,6 +36,7 @@ from tests.hermetic import (
     read_settings,
     restore_settings,
     skip_lines,
+    sync_nothing,
 )
 
 QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
@@ -97,6 +98,7 @@ def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:
 def pytest_configure() -> None:
     """Before any test: no network, and one thread, as tensors this small are slower with two."""
     cut_network()
+    sync_nothing()
     torch.set_num_threads(1)
     cache = Path(tempfile.gettempdir()) / f"hypothesis_{getpass.getuser()}"
     hypothesis.configuration.set_hypothesis_home_dir(cache)  # a checkout may be read-only

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import hypothesis.configuration
 import pytest
 import tiktoken
@@ -100,8 +101,14 @@ def pytest_configure() -> None:
     cut_network()
     sync_nothing()
     torch.set_num_threads(1)
+    # a checkout may be read-only, a machine slow
     cache = Path(tempfile.gettempdir()) / f"hypothesis_{getpass.getuser()}"
-    hypothesis.configuration.set_hypothesis_home_dir(cache)  # a checkout may be read-only
+    hypothesis.configuration.set_hypothesis_home_dir(cache)
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile(
+        "suite", deadline=None, database=None, print_blob=True, suppress_health_check=slow
+    )
+    hypothesis.settings.load_profile("suite")
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -91,7 +91,7 @@ FORMATS: list[tuple[str, int, Write]] = [
 ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(FORMATS), st.lists(st.integers(1, 256), min_size=1, max_size=5000))
 def test_what_is_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, form: tuple[str, int, Write], ids: list[int]

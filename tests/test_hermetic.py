@@ -58,12 +58,12 @@ def test_changed_settings_are_named_and_put_back() -> None:
     settings = read_settings()
     torch.set_float32_matmul_precision("high")
     torch.set_flush_denormal(True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_default_dtype(torch.float64)
     os.environ["LEAKED"] = "1"
     changed = restore_settings(settings)
     assert [line.partition(":")[0] for line in changed] == [
         *("float32 matmul precision", "fp32_precision of the backends"),
-        *("deterministic mode", "flush denormal", "environment"),
+        *("default dtype", "flush denormal", "environment"),
     ]
     assert changed[0].endswith("'highest' -> 'high'")
     assert changed[-1] == "environment: LEAKED None -> '1'"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from accelerate import Accelerator
 from conftest import tiny
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_gpt.cli import dispatch
@@ -112,7 +112,6 @@ def naive(tokens: Sequence[int]) -> tuple[int, int, int]:
     return best
 
 
-@settings(deadline=None)
 @given(
     runs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1),
     cuts=st.lists(st.integers(1, 12), min_size=1),

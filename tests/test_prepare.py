@@ -293,7 +293,7 @@ def test_no_worker_outlives_its_parent_with_the_lock(tmp_path: Path) -> None:
     holder.join(10)
     start = time.monotonic()
     with wait_for_lock(lock, "prepared data"):
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30
 
 
 # --------------------------------------------------------------------------- progress

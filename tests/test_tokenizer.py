@@ -103,7 +103,7 @@ def test_trained_bpe_encodes_as_hugging_face_does(trained: Tokenizer) -> None:
         assert trained.encode(text) == hugging_face(trained, text), name
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(text=st.text(st.sampled_from("the rn\n\r\t_.12é дa👍\u0301\x00<|endoftext>"), max_size=200))
 def test_trained_bpe_encodes_any_text_as_hugging_face_does(trained: Tokenizer, text: str) -> None:
     assert trained.encode(text) == hugging_face(trained, text)
@@ -196,7 +196,7 @@ def test_text_in_pieces_gives_the_ids_of_the_whole(tokenizers: dict[str, Tokeniz
             assert ids == tokenizer.encode(text), kind
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(text=st.text(st.sampled_from("ab1.\n\n\r \t'"), max_size=60), size=st.integers(1, 10))
 def test_any_text_in_pieces_gives_the_ids_of_the_whole(
     tokenizers: dict[str, Tokenizer], text: str, size: int
@@ -211,7 +211,7 @@ ANY = "ab1.\n\n\r \t'\u3000" + "中文的。\uff0c\uff01" + "é²한ア😀" + "
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=1000)
+@settings(max_examples=1000)
 @given(
     text=st.text(st.sampled_from(ANY), max_size=60),
     size=st.integers(1, 10),
@@ -244,7 +244,7 @@ def test_lone_surrogates_become_the_replacement_character(tokenizer: Tokenizer) 
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.text())
 def test_bytes_survive_any_text(text: str) -> None:
     tokenizer = make_tokenizer("bytes", 0, corpus)
@@ -267,7 +267,7 @@ def test_a_blob_in_the_text_does_not_stop_the_training() -> None:
     blob = "".join(chr(97 + i * i % 23) for i in range(300_000))
     start = time.perf_counter()
     assert train_bpe([*corpus(), blob], VOCAB_SIZE).vocab_size == VOCAB_SIZE
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 30
 
 
 def test_too_little_text_for_a_vocabulary_says_how_many_tokens_it_reached() -> None:

@@ -160,7 +160,7 @@ def test_transformers_gives_the_same_ids_and_text(
         assert theirs(text)["input_ids"] == ids, name
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(text=ANY)
 def test_transformers_gives_the_same_ids_for_any_text(
     tokenizers: dict[str, Tokenizer], opened: dict[str, Any], text: str
@@ -171,7 +171,7 @@ def test_transformers_gives_the_same_ids_for_any_text(
         assert opened[kind].decode(ids) == tokenizers[kind].decode(ids)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(draw=st.data())
 def test_transformers_decodes_any_ids(
     tokenizers: dict[str, Tokenizer], opened: dict[str, Any], draw: st.DataObject

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from accelerate import Accelerator
-from conftest import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +28,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.run.checkpoint import TrainState
 from accel_gpt.run.writer import Writer
+from tests.conftest import tiny
 
 EOT = 256
 Printed = pytest.CaptureFixture[str]

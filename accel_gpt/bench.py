@@ -27,14 +27,12 @@ from accel_gpt.model.cost import parameter_counts
 from accel_gpt.options import BenchCommand
 from accel_gpt.plan import in_steps, make_plan, plural
 from accel_gpt.planning.sizing import sized
-from accel_gpt.run.auto_precision import resolve_compile, resolve_precision
+from accel_gpt.run.auto_precision import resolve_compile, start_accelerator
 from accel_gpt.run.environment import (
     code_versions,
     describe_machine,
     ensure_data,
     memory_gb,
-    start_accelerator,
-    start_processes,
     world_size,
 )
 from accel_gpt.run.guards import peers
@@ -52,9 +50,7 @@ def bench(asked: BenchCommand, config: Config) -> Report | None:
         config = bare(config, out, asked.warmup + asked.steps + asked.parts)
         plan = make_plan(config, world_size())
         ensure_data(config.data)
-        start_processes(config)
-        config = resolve_precision(config)
-        accelerator = start_accelerator(config, plan)
+        config, accelerator = start_accelerator(config, plan)
         config, plan = sized(config, plan, accelerator)
         config = resolve_compile(config, plan)
         with Display(False, config, plan) as display:

@@ -34,17 +34,11 @@ from accel_gpt.optim.groups import configure, fraction_at, set_rates
 from accel_gpt.parse import load_config
 from accel_gpt.plan import Plan, make_plan
 from accel_gpt.planning.sizing import sized
-from accel_gpt.run.auto_precision import resolve_compile, resolve_precision
+from accel_gpt.run.auto_precision import resolve_compile, start_accelerator
 from accel_gpt.run.batches import batch_figures, micro_batches, pass_over
 from accel_gpt.run.checkpoint import TrainState, is_due
 from accel_gpt.run.corpus import Corpus
-from accel_gpt.run.environment import (
-    ensure_data,
-    is_main,
-    start_accelerator,
-    start_processes,
-    world_size,
-)
+from accel_gpt.run.environment import ensure_data, is_main, world_size
 from accel_gpt.run.faults import reach
 from accel_gpt.run.gradients import Gradients, make_gradients
 from accel_gpt.run.guards import locked, peers
@@ -103,9 +97,7 @@ def launch(config: Config) -> int:
 
 def train(config: Config, plan: Plan, started: float) -> int:
     """Run from wherever the run stands to its end, or to a signal; returns the exit code."""
-    start_processes(config)
-    config = resolve_precision(config)
-    accelerator = start_accelerator(config, plan)
+    config, accelerator = start_accelerator(config, plan)
     stop = listen_for_stop(config, accelerator, started)
     config, plan = sized(config, plan, accelerator)
     config = resolve_compile(config, plan)
@@ -220,12 +212,12 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
             record |= reporter.pace(state.step) | batch_figures(run.loader, run.accelerator)
     with reporter.watch.pause() if evaluating or saving or sampling else contextlib.nullcontext():
         if evaluating:
-            parts = (run.gpt, run.accelerator, reporter.beat)
-            record |= run.evaluation.figures(*parts)
+            record |= run.evaluation.figures(run.gpt, run.accelerator, reporter.beat)
             state.val_loss = record["eval/val_loss"]
             saving |= state.note_best() and config.checkpoint.keep_best
             if last and config.eval.whole_at_end:
-                record |= run.evaluation.whole_val(*parts)
+                record |= run.evaluation.whole_val(run.gpt, run.accelerator, reporter.beat)
+                state.val_loss = record["eval/val_loss"]
         if record:
             reporter.publish(state, record)
         if saving:

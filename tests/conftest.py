@@ -1,29 +1,52 @@
-"""Fixtures: small corpora in `tmp_path`, and a clean Accelerate for every test."""
+"""Fixtures: small corpora, a clean Accelerate; no network, and no global setting left changed."""
 
+import functools
 import getpass
+import itertools
+import json
 import os
 import random
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.configuration
 import pytest
+import tiktoken
 import torch
+from tiktoken_ext import openai_public
 
 from accel_gpt import train
 from accel_gpt.data.prepare import prepare
+from accel_gpt.data.tokenizer import Tokenizer, load_gpt2
 from accel_gpt.data_config import PrepareConfig
-from accel_gpt.errors import run_main
+from accel_gpt.errors import UserError, run_main
+from accel_gpt.files import sha256
 from accel_gpt.model_config import PRESETS, ModelConfig
+from accel_gpt.run.checkpoint import verify
+from accel_gpt.run.environment import shared_cores
 from accel_gpt.run.signals import SIGNALS
+from tests.hermetic import (
+    cut_network,
+    kept_settings,
+    read_settings,
+    restore_settings,
+    skip_lines,
+    sync_nothing,
+)
 
 QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
 # what is compiled goes where torch puts it, not into the user's cache
 PLACE = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", PLACE)
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tests run side by side
+MOST_WORKERS = 8  # each holds torch; more gain little
+NO_VOCABULARY = "GPT-2's published vocabulary is not at hand: TIKTOKEN_CACHE_DIR holds none"
+BEFORE = pytest.StashKey[dict[str, Any]]()
 WORDS = [
     "the",
     "king",
@@ -54,9 +77,15 @@ def text_of(words: int, seed: int = 0) -> str:
     return " ".join(draw.choice(WORDS) for _ in range(words)) + "\n"
 
 
+def run_here(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
+    """Run a command in this process, whose global settings are kept; the exit code."""
+    with kept_settings():
+        return run_main(main, words)
+
+
 def launch(arguments: Sequence[str]) -> int:
     """Train in this process; the exit code."""
-    return run_main(train.main, arguments)
+    return run_here(train.main, arguments)
 
 
 def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:
@@ -66,13 +95,63 @@ def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:
     return ModelConfig(**{**shape, **defaults, **changes})
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower with two."""
-    threads = torch.get_num_threads()
+def pytest_configure() -> None:
+    """Before any test: no network, and one thread, as tensors this small are slower with two."""
+    cut_network()
+    sync_nothing()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    # a checkout may be read-only, a machine slow
+    cache = Path(tempfile.gettempdir()) / f"hypothesis_{getpass.getuser()}"
+    hypothesis.configuration.set_hypothesis_home_dir(cache)
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile(
+        "suite", deadline=None, database=None, print_blob=True, suppress_health_check=slow
+    )
+    hypothesis.settings.load_profile("suite")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """As many as there are cores for this process."""
+    return min(shared_cores(), MOST_WORKERS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a card where there is none."""
+    needy = [item for item in items if item.get_closest_marker("gpu")]
+    if needy and not torch.cuda.is_available():
+        for item in needy:
+            item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    """Note the global settings before any fixture."""
+    item.stash[BEFORE] = read_settings()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    """Put back the global settings after all fixtures; a test that left one changed fails."""
+    try:
+        result = yield
+    finally:
+        changed = restore_settings(item.stash[BEFORE])
+    if changed:
+        pytest.fail("\n".join(["global settings were left changed", *changed]), pytrace=False)
+    return result
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
+    """The last lines: how many tests were skipped, and why."""
+    result = yield
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and not session.config.option.collectonly:
+        skipped = reporter.stats.get("skipped", [])
+        for line in skip_lines(report.longrepr[2] for report in skipped):
+            reporter.write_line(line)
+    return result
 
 
 @pytest.fixture(scope="session")
@@ -105,14 +184,13 @@ def corpus(prepared: Path, tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-@pytest.fixture
-def small_run(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """Arguments of a tiny training run, two layers of 32 channels; more options may follow."""
-    path = tmp_path / "small.yaml"
+def small_config(folder: Path) -> str:
+    """The path of the config of a tiny training run in `folder`, of the data in its `corpus`."""
+    path = folder / "small.yaml"
     path.write_text(
         f"""
-out_dir: {tmp_path / "run"}
-data: {{train: {corpus}}}
+out_dir: {folder / "run"}
+data: {{train: {folder / "corpus"}}}
 model: {{n_layer: 2, n_head: 2, n_embd: 32, block_size: 32, dropout: 0.1}}
 train: {{tokens_per_step: 256, micro_batch_size: 4, max_steps: 12, cpu_threads: 1}}
 optim: {{lr: 1e-2}}
@@ -123,11 +201,62 @@ checkpoint: {{every: 4, keep_best: false}}
 log: {{every: 1}}
 """
     )
+    return str(path)
+
+
+@pytest.fixture
+def small_run(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """Arguments of a tiny training run, two layers of 32 channels; more options may follow."""
+    path = small_config(corpus.parent)
 
     def arguments(*options: str) -> list[str]:
-        return [str(path), *options]
+        return [path, *options]
 
     return arguments
+
+
+def reseal(path: Path) -> None:
+    """Rewrite the manifest of a checkpoint so that it fits the files there are."""
+    files = {
+        p.name: {"size": p.stat().st_size, "sha256": sha256(p)}
+        for p in path.iterdir()
+        if p.name != "manifest.json"
+    }
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+    verify(path)
+
+
+@pytest.fixture(scope="session")
+def train_once(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a finished run of `small_run(*options)`, trained when first asked for."""
+
+    @functools.cache
+    def trained(*options: str) -> Path:
+        folder = tmp_path_factory.mktemp("trained")
+        shutil.copytree(prepared, folder, dirs_exist_ok=True)
+        assert launch([small_config(folder), *options]) == 0
+        return folder
+
+    return trained
+
+
+@pytest.fixture
+def trained(train_once: Callable[..., Path], corpus: Path) -> Callable[..., Path]:
+    """What `launch(small_run(*options))` leaves; of the same options copied, not trained again."""
+
+    def copied(*options: str, to: str = "run") -> Path:
+        source, run = train_once(*options), corpus.parent / to
+        shutil.copytree(source / "run", run)
+        checkpoints = sorted(run.glob("checkpoints/step_*"))
+        states = [path / "trainer_state.json" for path in checkpoints]
+        for path in (run / "config.yaml", run / "run.json", *states):
+            text = path.read_text().replace(str(source / "run"), str(run))
+            path.write_text(text.replace(str(source), str(corpus.parent)))
+        for path in checkpoints:
+            reseal(path)
+        return run
+
+    return copied
 
 
 @pytest.fixture(autouse=True)
@@ -141,12 +270,40 @@ def plain_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def settings_kept() -> Iterator[None]:
+    """For a test that calls what sets global settings, as a process of its own would."""
+    with kept_settings():
+        yield
+
+
+@pytest.fixture(scope="session")
+def gpt2_vocabulary() -> Tokenizer:
+    """GPT-2's tokenizer with its published 50,257 tokens; skips where they are not at hand."""
+    try:
+        return load_gpt2()
+    except UserError:
+        pytest.skip(NO_VOCABULARY)
+
+
+@pytest.fixture
+def gpt2_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of GPT-2's vocabulary one of its size: bytes, then pairs from a space on."""
+    pairs = [bytes(pair) for pair in itertools.product(range(ord(" "), 256), range(256))]
+    tokens = [*(bytes([i]) for i in range(256)), *pairs[: 50_256 - 256]]
+    encoding = tiktoken.Encoding(
+        "gpt2",
+        pat_str=openai_public.r50k_pat_str,
+        mergeable_ranks={token: i for i, token in enumerate(tokens)},
+        special_tokens={"<|endoftext|>": len(tokens)},
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": encoding}.__getitem__)
+
+
 @pytest.fixture(autouse=True)
 def clean_accelerate() -> Iterator[None]:
     """Accelerate keeps its state in classes; no test sees another's."""
     yield
-    torch.set_flush_denormal(False)  # training sets it, and hypothesis refuses to work with it
-    torch.use_deterministic_algorithms(False)
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -10,14 +10,14 @@ import pytest
 
 from accel_gpt import bench, train
 from accel_gpt.cli import dispatch
-from accel_gpt.errors import run_main
+from tests.conftest import run_here
 
 Arguments = Callable[..., list[str]]
 SHORT = ("--warmup", "1", "--steps", "3", "--parts", "2")
 
 
 def call(*words: str) -> int:
-    return run_main(dispatch, ("bench", *words))
+    return run_here(dispatch, ("bench", *words))
 
 
 def test_bench_times_the_training_step_and_keeps_nothing(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel_gpt.config import CheckpointConfig
-from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, run_main
+from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
 from accel_gpt.run.checkpoint import (
     TrainState,
     checkpoints,
@@ -22,16 +22,16 @@ from accel_gpt.run.checkpoint import (
 )
 from accel_gpt.run.resume import find_resume
 from accel_gpt.run.writer import clean, prune
-from accel_gpt.train import main
+from tests.conftest import launch
 
 Arguments = Callable[..., list[str]]
+Trained = Callable[..., Path]
 
 
 @pytest.fixture
-def run(small_run: Arguments, tmp_path: Path) -> Path:
+def run(trained: Trained) -> Path:
     """A finished run with checkpoints at 8 and 12 (4 is pruned)."""
-    assert run_main(main, small_run()) == 0
-    return tmp_path / "run"
+    return trained()
 
 
 def test_files_of_a_checkpoint(run: Path) -> None:
@@ -109,7 +109,7 @@ def test_all_damaged_never_starts_over_silently(
 ) -> None:
     for path in (run / "checkpoints").glob("step_*/model.json"):
         path.write_text("{}")
-    assert run_main(main, small_run("--train.max_steps", "20")) == 4
+    assert launch(small_run("--train.max_steps", "20")) == 4
     assert "all checkpoints of" in capsys.readouterr().err
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.cli import COMMANDS, dispatch
-from accel_gpt.errors import run_main
+from tests.conftest import run_here
 
 Arguments = Callable[..., list[str]]
 
 
 def call(*words: str) -> int:
-    return run_main(dispatch, words)
+    return run_here(dispatch, words)
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

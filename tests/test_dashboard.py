@@ -194,7 +194,7 @@ def test_training_beside_a_dashboard_gives_the_same_weights(
     assert_same_weights(weights(tmp_path / "with"), weights(tmp_path / "without"))
 
 
-@pytest.mark.slow
+@pytest.mark.extras
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
 def test_every_chart_is_drawn_in_a_browser(small_run: Arguments, tmp_path: Path) -> None:
     long = ["--train.max_steps", "100000", "--sample.every", "0", "--log.dashboard"]

@@ -13,15 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accel_gpt import cli, train
-from accel_gpt.errors import CheckpointError, run_main
+from accel_gpt import cli
+from accel_gpt.errors import CheckpointError
 from accel_gpt.hub import export as exporting
 from accel_gpt.hub import verify
 from accel_gpt.hub.export import export
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.model.gpt import GPT
+from tests.conftest import launch, run_here
 
 Arguments = Callable[..., list[str]]
+Trained = Callable[..., Path]
 QUICK = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]
 QUICK += ["--schedule.warmup_steps", "0"]
 
@@ -40,20 +42,18 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(small_run: Arguments, tmp_path: Path) -> Path:
+def run(trained: Trained) -> Path:
     """A run of 4 steps."""
-    assert run_main(train.main, small_run("--train.max_steps", "4", "--sample.every", "0")) == 0
-    return tmp_path / "run"
+    return trained("--train.max_steps", "4", "--sample.every", "0")
 
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("preset", ["gpt2", "llama", "qwen3", "fast"])
 def test_every_preset_is_exported_and_read_back(
-    preset: str, small_run: Arguments, tmp_path: Path
+    preset: str, trained: Trained, tmp_path: Path
 ) -> None:
-    assert run_main(train.main, small_run(*QUICK, "--model.preset", preset)) == 0
     to = tmp_path / "out"
-    exported = export(str(tmp_path / "run"), to)
+    exported = export(str(trained(*QUICK, "--model.preset", preset)), to)
     assert exported.difference < 1e-5
     assert "2 windows of 32 val tokens" in exported.compared_on
     ours, tokenizer = load_pretrained(str(tmp_path / "run"))
@@ -70,11 +70,10 @@ def test_every_preset_is_exported_and_read_back(
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("preset", ["gpt2", "qwen3"])
 def test_bf16_halves_the_file_and_large_files_are_parted(
-    preset: str, small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    preset: str, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run_main(train.main, small_run(*QUICK, "--model.preset", preset)) == 0
     monkeypatch.setattr(exporting, "SHARD_SIZE", "30KB")
-    run, to = tmp_path / "run", tmp_path / "out"
+    run, to = trained(*QUICK, "--model.preset", preset), tmp_path / "out"
     exported = export(str(run), to, dtype="bf16")
     assert exported.difference < 1e-5
     assert exported.bytes == 2 * exported.parameters
@@ -119,25 +118,25 @@ def test_a_target_that_holds_something(
     to.mkdir()
     command = ["export", str(run), "--to", str(to)]
     (to / "thesis.txt").write_text("years of work")
-    assert run_main(cli.dispatch, command) == 2
+    assert run_here(cli.dispatch, command) == 2
     assert "already holds thesis.txt; give another folder" in capsys.readouterr().err
-    assert run_main(cli.dispatch, [*command, "--overwrite"]) == 2
+    assert run_here(cli.dispatch, [*command, "--overwrite"]) == 2
     assert "holds thesis.txt, which no export wrote" in capsys.readouterr().err
     assert (to / "thesis.txt").read_text() == "years of work"
     (to / "thesis.txt").unlink()
-    assert run_main(cli.dispatch, command) == 0
-    assert run_main(cli.dispatch, command) == 2
+    assert run_here(cli.dispatch, command) == 0
+    assert run_here(cli.dispatch, command) == 2
     (to / "model-00001-of-00002.safetensors").write_text("old")
-    assert run_main(cli.dispatch, [*command, "--overwrite"]) == 0
+    assert run_here(cli.dispatch, [*command, "--overwrite"]) == 0
     assert not (to / "model-00001-of-00002.safetensors").exists()
     (to / "notes.md").write_text("mine")
     capsys.readouterr()
-    assert run_main(cli.dispatch, [*command, "--overwrite"]) == 2
+    assert run_here(cli.dispatch, [*command, "--overwrite"]) == 2
     assert "holds notes.md, which no export wrote" in capsys.readouterr().err
     assert (to / "notes.md").exists()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "real")
-    assert run_main(cli.dispatch, ["export", str(run), "--to", str(link)]) == 0
+    assert run_here(cli.dispatch, ["export", str(run), "--to", str(link)]) == 0
     assert link.is_symlink()
     assert (tmp_path / "real" / "config.json").exists()
 
@@ -150,7 +149,7 @@ def test_a_damaged_checkpoint_is_not_exported(
     content = bytearray(file.read_bytes())
     content[-7] ^= 64
     file.write_bytes(content)
-    assert run_main(cli.dispatch, ["export", str(run), "--to", str(tmp_path / "out")]) == 4
+    assert run_here(cli.dispatch, ["export", str(run), "--to", str(tmp_path / "out")]) == 4
     assert "model.safetensors is damaged: its SHA-256" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -163,7 +162,7 @@ def test_an_empty_folder_is_filled_and_not_replaced(
     here.mkdir()
     before = here.stat().st_ino
     monkeypatch.chdir(here)
-    assert run_main(cli.dispatch, ["export", str(run), "--to", "."]) == 0
+    assert run_here(cli.dispatch, ["export", str(run), "--to", "."]) == 0
     assert here.stat().st_ino == before
     assert sorted(path.name for path in here.iterdir()) == [
         *("config.json", "generation_config.json", "model.safetensors"),
@@ -177,20 +176,20 @@ def test_checkpoints_are_chosen_and_data_that_is_away_is_told(
 ) -> None:
     corpus.rename(tmp_path / "moved")
     options = ["--to", str(tmp_path / "out"), "--checkpoint"]
-    assert run_main(cli.dispatch, ["export", str(run), *options, "4"]) == 0
+    assert run_here(cli.dispatch, ["export", str(run), *options, "4"]) == 0
     assert "on 2 x 32 random tokens (data folder" in capsys.readouterr().out
-    assert run_main(cli.dispatch, ["export", str(run), *options, "7", "--overwrite"]) == 2
+    assert run_here(cli.dispatch, ["export", str(run), *options, "7", "--overwrite"]) == 2
     assert "has no checkpoint '7'" in capsys.readouterr().err
-    assert run_main(cli.dispatch, ["export", str(run)]) == 2
+    assert run_here(cli.dispatch, ["export", str(run)]) == 2
     assert "--to is missing" in capsys.readouterr().err
 
 
 def test_a_shape_without_a_class_is_refused_before_anything_is_written(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_main(train.main, small_run(*QUICK, "--model.norm", "rmsnorm")) == 0
+    assert launch(small_run(*QUICK, "--model.norm", "rmsnorm")) == 0
     command = ["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]
-    assert run_main(cli.dispatch, command) == 2
+    assert run_here(cli.dispatch, command) == 2
     assert "GPT2LMHeadModel, needs model.norm layernorm" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

@@ -242,7 +242,7 @@ def nucleus(logits: Tensor, top_k: int | None, top_p: float) -> list[int]:
     return kept
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     top_k=st.none() | st.integers(1, 30),

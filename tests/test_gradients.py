@@ -191,7 +191,7 @@ def summed(
     return grad, loss
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(draw=st.randoms(use_true_random=False), world=st.sampled_from([1, 2, 3, 4, 6]))
 def test_any_order_and_any_number_of_processes_give_the_same_bits(
     draw: random.Random, world: int

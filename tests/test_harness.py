@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from accel_gpt import cli
 from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer, load_tokenizer, train_bpe
-from accel_gpt.errors import UserError, run_main
+from accel_gpt.errors import UserError
 from accel_gpt.evals import harness
 from accel_gpt.evals.harness import evaluate_tasks, figures, run_tasks
 from accel_gpt.hub.convert import export_tensors
@@ -26,7 +26,7 @@ from accel_gpt.hub.shapes import write_shape
 from accel_gpt.hub.tokenizer_files import save_for_transformers
 from accel_gpt.model.gpt import GPT
 from accel_gpt.run.environment import plain_environment
-from tests.conftest import launch, text_of, tiny
+from tests.conftest import launch, run_here, text_of, tiny
 from tests.harness_tasks import COUNT, write_tasks
 from tests.test_train import records
 
@@ -35,6 +35,8 @@ TASKS = ["hellaswag", "piqa", "arc", "lambada", "wikitext", "answers"]
 NAMES = [f"local_{name}" for name in TASKS]
 BLOCK_SIZE = 40  # shorter than some questions
 
+# importing lm_eval sets variables of the environment
+pytestmark = pytest.mark.usefixtures("settings_kept")
 needs_lm_eval = pytest.mark.skipif(
     harness.importlib.util.find_spec("lm_eval") is None, reason="needs the extra lm-eval"
 )
@@ -329,7 +331,7 @@ def test_the_command_keeps_the_figures_of_tasks_with_the_run(
     command = ["evaluate", str(run), "--include_path", str(tasks), "--json", "--tasks"]
     before = records(run)[-1]
     capsys.readouterr()
-    assert run_main(cli.dispatch, [*command, "local_piqa,local_lambada"]) == 0
+    assert run_here(cli.dispatch, [*command, "local_piqa,local_lambada"]) == 0
     told = json.loads(capsys.readouterr().out)  # nothing else on standard output
     after = records(run)[-1]
     assert before.items() < after.items()
@@ -337,10 +339,10 @@ def test_the_command_keeps_the_figures_of_tasks_with_the_run(
     names = {"piqa_acc", "piqa_acc_norm", "lambada_acc", "lambada_perplexity"}
     assert new == {f"eval/local_{name}{end}" for name in names for end in ("", "_stderr")}
     assert {key: told["figures"][key] for key in new} == {key: after[key] for key in new}
-    assert run_main(cli.dispatch, [*command, "local_piqa", "--limit", "3"]) == 0
+    assert run_here(cli.dispatch, [*command, "local_piqa", "--limit", "3"]) == 0
     assert records(run)[-1] == after  # a quick look is not kept
     capsys.readouterr()
-    assert run_main(cli.dispatch, [*command, "local_piga"]) == 2
+    assert run_here(cli.dispatch, [*command, "local_piga"]) == 2
     told = capsys.readouterr().err
     assert "error: unknown task 'local_piga'; the nearest are local_piqa" in told
 

@@ -145,7 +145,7 @@ def test_pieces_make_up_the_text_and_show_no_part_of_a_character(
     assert cuts > 20
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.binary(max_size=80) | st.text("é👍a\ufffd").map(str.encode))
 def test_pieces_make_up_any_bytes(data: bytes) -> None:
     tokenizer = BytesTokenizer()

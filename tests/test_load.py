@@ -11,15 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from accel_gpt import cli, train
+from accel_gpt import cli
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
-from accel_gpt.errors import CheckpointError, UserError, run_main
+from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.hub.load import load_pretrained, start_model
 from accel_gpt.hub.sources import inherit
 from accel_gpt.hub.tokenizer_files import save_for_transformers
 from accel_gpt.model.gpt import GPT
 from accel_gpt.parse import load_config
 from accel_gpt.run.text_corpus import open_corpus
+from tests.conftest import launch, run_here
 from tests.hub_server import HubServer, point_at
 from tests.test_convert import make_theirs
 from tests.test_export import QUICK
@@ -99,7 +100,7 @@ def test_a_shape_that_does_not_fit_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = small_run("--model.init_from", str(folder), *options)
-    assert run_main(train.main, arguments) == 2
+    assert launch(arguments) == 2
     assert message in capsys.readouterr().err
 
 
@@ -142,7 +143,7 @@ def test_ids_without_a_spelling_are_never_written(
     """A vocabulary that is larger than the tokenizer's, as those padded to a multiple of 64."""
     save_for_transformers(CharsTokenizer("abc"), folder, 64)
     options = ["--max_new_tokens", "60", "--top_k", "null", "--temperature", "2"]
-    assert run_main(cli.dispatch, ["sample", str(folder), "--prompt", "ab", *options]) == 0
+    assert run_here(cli.dispatch, ["sample", str(folder), "--prompt", "ab", *options]) == 0
     assert set(capsys.readouterr().out) <= set("abc\n")
 
 
@@ -151,7 +152,7 @@ def test_a_prompt_that_the_model_has_no_rows_for_is_one_sentence(
 ) -> None:
     many = CharsTokenizer("".join(map(chr, range(1000, 1300))))
     save_for_transformers(many, folder, 64)
-    assert run_main(cli.dispatch, ["sample", str(folder), "--prompt", chr(1290)]) == 2
+    assert run_here(cli.dispatch, ["sample", str(folder), "--prompt", chr(1290)]) == 2
     assert "token 290" in capsys.readouterr().err
 
 
@@ -159,12 +160,12 @@ def test_no_context_is_longer_than_that_of_the_weights(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also with rotary positions: a sliding window would no longer be the whole context."""
-    assert run_main(train.main, small_run(*QUICK, "--model.preset", "llama")) == 0
+    assert launch(small_run(*QUICK, "--model.preset", "llama")) == 0
     longer = ["--model.init_from", str(tmp_path / "run"), "--model.block_size", "64"]
     other = ["--model.preset", "llama", "--out_dir", str(tmp_path / "other")]
-    assert run_main(train.main, small_run(*longer, *other)) == 2
+    assert launch(small_run(*longer, *other)) == 2
     assert "model.block_size is 64, but" in capsys.readouterr().err
-    assert run_main(train.main, small_run(*QUICK, *longer[:2], *other, "--seed", "2")) == 0
+    assert launch(small_run(*QUICK, *longer[:2], *other, "--seed", "2")) == 0
 
 
 def test_the_same_tokenizer_at_another_place_is_no_other_preparation(
@@ -174,24 +175,24 @@ def test_the_same_tokenizer_at_another_place_is_no_other_preparation(
     prepare = ["--data.prepare.source", "text", "--data.prepare.path", str(text)]
     data = ["--data.train", str(tmp_path / "new"), *prepare]
     first = small_run(*QUICK, *data, "--model.init_from", str(folder))
-    assert run_main(train.main, first) == 0
+    assert launch(first) == 0
     folder.rename(tmp_path / "moved")
     second = ["--model.init_from", str(tmp_path / "moved"), "--out_dir", str(tmp_path / "second")]
-    assert run_main(train.main, small_run(*QUICK, *data, *second)) == 0
+    assert launch(small_run(*QUICK, *data, *second)) == 0
     save_for_transformers(CharsTokenizer("ab"), tmp_path / "moved", 64)
     third = [*second, "--out_dir", str(tmp_path / "third")]
-    assert run_main(train.main, small_run(*QUICK, *data, *third)) == 2
+    assert launch(small_run(*QUICK, *data, *third)) == 2
     assert "prepared with other settings (tokenizer:" in capsys.readouterr().err
 
 
 def test_a_begun_run_goes_on_when_its_source_has_gone(folder: Path, small_run: Arguments) -> None:
     arguments = small_run("--model.init_from", str(folder), "--train.max_steps", "4")
-    assert run_main(train.main, arguments) == 0
+    assert launch(arguments) == 0
     for file in folder.iterdir():
         file.unlink()
     folder.rmdir()
     longer = ["--train.max_steps", "5", "--checkpoint.allow_change", "train.max_steps"]
-    assert run_main(train.main, [*arguments, *longer]) == 0
+    assert launch([*arguments, *longer]) == 0
 
 
 def test_weights_in_several_files(folder: Path) -> None:
@@ -283,7 +284,7 @@ def test_a_config_that_is_no_json_and_a_folder_without_one(folder: Path, tmp_pat
 def test_nothing_in_a_checkpoint_of_others_is_unpickled(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_main(train.main, small_run(*QUICK)) == 0
+    assert launch(small_run(*QUICK)) == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000002"
     trap, parts = tmp_path / "executed", checkpoint / "pytorch_model_fsdp_0"
     parts.mkdir()
@@ -297,7 +298,7 @@ def test_nothing_in_a_checkpoint_of_others_is_unpickled(
     with pytest.raises(CheckpointError):
         load_pretrained(str(checkpoint))
     (checkpoint / "model.json").write_text('{"format": 1}')
-    assert run_main(cli.dispatch, ["sample", str(checkpoint)]) == 4
+    assert run_here(cli.dispatch, ["sample", str(checkpoint)]) == 4
     assert "model.json has 13 bytes" in capsys.readouterr().err
     assert not trap.exists()
 
@@ -308,7 +309,7 @@ def test_nothing_in_a_checkpoint_of_others_is_unpickled(
 def test_what_is_no_name_of_a_repository_is_one_sentence(
     place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_main(cli.dispatch, ["sample", place]) == 2
+    assert run_here(cli.dispatch, ["sample", place]) == 2
     assert "is neither a folder nor a repository" in capsys.readouterr().err
 
 
@@ -342,13 +343,13 @@ def test_a_model_comes_from_the_hub_and_then_from_its_cache(
         model = started(small_run("--model.init_from", "gpt2"))
         assert not any("consolidated" in path for _, path in hub.requests)
         options = ["--max_new_tokens", "5", "--temperature", "0"]
-        assert run_main(cli.dispatch, ["sample", "gpt2", *options]) == 0
+        assert run_here(cli.dispatch, ["sample", "gpt2", *options]) == 0
         for place, message in (
             ("user/nothing", "is neither a folder here nor a repository on the Hub"),
             ("gpt2@v9", "has no revision v9"),
             ("user/pickled", "holds no tokenizer"),
         ):
-            assert run_main(cli.dispatch, ["sample", place]) == 2
+            assert run_here(cli.dispatch, ["sample", place]) == 2
             assert message in capsys.readouterr().err
         with pytest.raises(UserError, match="as a pickle only"):
             started(small_run("--model.init_from", "user/pickled"))

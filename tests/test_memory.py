@@ -139,7 +139,9 @@ def test_activating_twice_changes_no_bit_and_runs_no_product_twice(
     assert again == count > 0
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "half", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize("preset", ["gpt2", "fast"])
 def test_the_formula_counts_every_byte_that_is_kept_of_chunks(preset: str, half: bool) -> None:
     config, numerics, vocab_size = tiny(preset, block_size=64), Numerics(half), 400_000

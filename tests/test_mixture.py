@@ -22,7 +22,7 @@ WEIGHTS = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(weights=WEIGHTS)
 def test_each_source_is_never_one_sequence_off_its_share(weights: list[float]) -> None:
     pattern = Pattern(tuple(weights))
@@ -39,7 +39,7 @@ def test_each_source_is_never_one_sequence_off_its_share(weights: list[float]) -
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(weights=WEIGHTS, k=st.integers(0, 10**12))
 def test_counts_are_those_of_the_sequences_before(weights: list[float], k: int) -> None:
     pattern = Pattern(tuple(weights))

@@ -293,7 +293,7 @@ def test_no_worker_outlives_its_parent_with_the_lock(tmp_path: Path) -> None:
     holder.join(10)
     start = time.monotonic()
     with wait_for_lock(lock, "prepared data"):
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30
 
 
 # --------------------------------------------------------------------------- progress
@@ -382,6 +382,7 @@ def test_a_folder_of_ours_is_copied_shard_by_shard(
     assert tokens(tmp_path / "other", "train") == tokens(out, "train")
 
 
+@pytest.mark.usefixtures("gpt2_stand_in")
 def test_shards_of_others_are_copied_and_continued(
     out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

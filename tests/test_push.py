@@ -13,16 +13,17 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from accel_gpt import cli, train
-from accel_gpt.errors import run_main
+from accel_gpt import cli
 from accel_gpt.hub import push as pushing
 from accel_gpt.hub import uploads
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.run.checkpoint import verify
+from tests.conftest import launch, run_here
 from tests.hub_server import HubServer, environment, no_waiting, point_at
 from tests.test_train import assert_same_weights, records, weights
 
 Arguments = Callable[..., list[str]]
+Trained = Callable[..., Path]
 REPO = "tester/tiny"
 
 
@@ -44,14 +45,13 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(small_run: Arguments, tmp_path: Path) -> Path:
+def run(trained: Trained) -> Path:
     """A run with checkpoints of steps 4 and 8."""
-    assert run_main(train.main, small_run("--train.max_steps", "8")) == 0
-    return tmp_path / "run"
+    return trained("--train.max_steps", "8")
 
 
 def push(run: Path, *options: str) -> int:
-    return run_main(cli.dispatch, ["push", str(run), "--repo", REPO, *options])
+    return run_here(cli.dispatch, ["push", str(run), "--repo", REPO, *options])
 
 
 @pytest.mark.usefixtures("compared")
@@ -146,7 +146,7 @@ def test_a_refusal_is_one_sentence(
 def test_a_mistake_is_one_sentence(
     options: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_main(cli.dispatch, ["push", str(run), *options]) == 2
+    assert run_here(cli.dispatch, ["push", str(run), *options]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -172,7 +172,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch, hub: HubServer) -> list[int]:
     class Here:
         def __init__(self, words: list[str], log: BinaryIO, inherited: int) -> None:
             assert inherited > 0
-            codes.append(run_main(cli.dispatch, words))
+            codes.append(run_here(cli.dispatch, words))
 
         def wait(self) -> int:
             return codes[-1]
@@ -193,17 +193,17 @@ def test_every_checkpoint_is_pushed_and_a_run_goes_on_from_one_elsewhere(
     small_run: Arguments, hub: HubServer, tmp_path: Path
 ) -> None:
     asked = [*ALWAYS, "--hub.include_state"]
-    assert run_main(train.main, small_run(*asked)) == 0
+    assert launch(small_run(*asked)) == 0
     assert hub.tags(REPO).keys() == {"step-4", "step-8", "step-12"}
     assert hub.commits(REPO)[0] == "step 12"
     assert b'"step": 12' in hub.files(REPO)["metrics.jsonl"]
     elsewhere = ["--out_dir", str(tmp_path / "elsewhere"), "--sample.every", "0"]
     resume = ["--checkpoint.resume", f"hf://{REPO}@step-8"]
-    assert run_main(train.main, small_run(*elsewhere, *resume)) == 0
+    assert launch(small_run(*elsewhere, *resume)) == 0
     assert records(tmp_path / "elsewhere") == records(tmp_path / "run")[8:]
     assert_same_weights(weights(tmp_path / "elsewhere", 12), weights(tmp_path / "run", 12))
     hub.stop()  # it has checkpoints of its own now
-    assert run_main(train.main, small_run(*elsewhere, *resume)) == 0
+    assert launch(small_run(*elsewhere, *resume)) == 0
 
 
 @pytest.mark.usefixtures("compared", "no_process")
@@ -211,10 +211,10 @@ def test_only_the_end_is_pushed_and_its_state_only_when_asked_for(
     small_run: Arguments, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--hub.repo_id", REPO, "--hub.push", "end", "--sample.every", "0"]
-    assert run_main(train.main, small_run(*asked)) == 0
+    assert launch(small_run(*asked)) == 0
     assert hub.tags(REPO).keys() == {"step-12"}
     other = ["--out_dir", str(tmp_path / "other"), "--checkpoint.resume", f"hf://{REPO}@step-12"]
-    assert run_main(train.main, small_run(*other)) == 2
+    assert launch(small_run(*other)) == 2
     assert "holds no state to resume from; push it with hub.include_state" in (
         capsys.readouterr().err
     )
@@ -229,7 +229,7 @@ def test_a_failed_upload_never_ends_a_run_and_is_tried_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     hub.refuse(403)
-    assert run_main(train.main, small_run(*ALWAYS)) == 0
+    assert launch(small_run(*ALWAYS)) == 0
     shown = capsys.readouterr().err
     assert "WARNING: the upload of step 4 failed, it waits: " in shown
     assert "WARNING: not on the Hub: step 4, 8, 12" in shown
@@ -237,7 +237,7 @@ def test_a_failed_upload_never_ends_a_run_and_is_tried_again(
     assert records(tmp_path / "run")[-1]["step"] == 12
     hub.refuse(0)
     longer = ["--train.max_steps", "13", "--checkpoint.allow_change", "train.max_steps"]
-    assert run_main(train.main, small_run(*ALWAYS, *longer)) == 0
+    assert launch(small_run(*ALWAYS, *longer)) == 0
     assert hub.tags(REPO).keys() == {"step-4", "step-8", "step-12", "step-13"}
     assert not list((tmp_path / "run" / ".upload").glob("step_*"))
 
@@ -248,10 +248,10 @@ def test_a_waiting_step_that_is_trained_again_is_replaced(
     small_run: Arguments, hub: HubServer, tmp_path: Path
 ) -> None:
     hub.refuse(403)
-    assert run_main(train.main, small_run(*ALWAYS)) == 0
+    assert launch(small_run(*ALWAYS)) == 0
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     hub.refuse(0)
-    assert run_main(train.main, small_run(*ALWAYS)) == 0
+    assert launch(small_run(*ALWAYS)) == 0
     assert hub.tags(REPO).keys() == {"step-4", "step-8", "step-12"}
 
 
@@ -266,7 +266,7 @@ def test_no_room_for_what_waits_never_ends_a_run(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(uploads, "link_tree", full)
-    assert run_main(train.main, small_run(*ALWAYS)) == 0
+    assert launch(small_run(*ALWAYS)) == 0
     assert "WARNING: step_00000004 cannot be kept for the Hub" in capsys.readouterr().err
     monkeypatch.undo()
 
@@ -282,7 +282,7 @@ def test_an_upload_that_cannot_start_never_ends_a_run(
         raise OSError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(uploads, "start_beside", none)
-    assert run_main(train.main, small_run(*ALWAYS)) == 0
+    assert launch(small_run(*ALWAYS)) == 0
     assert "not on the Hub: step 4, 8, 12" in capsys.readouterr().err
 
 
@@ -327,7 +327,7 @@ def test_an_upload_that_outlived_its_run_is_waited_for(
 
     timer = threading.Timer(2.0, end)
     timer.start()
-    assert run_main(train.main, small_run(*ALWAYS)) == 0
+    assert launch(small_run(*ALWAYS)) == 0
     timer.join()
     assert seen[0][0]
     assert not working.exists()
@@ -369,7 +369,7 @@ def test_what_waits_is_bounded_while_an_upload_is_slow(
     monkeypatch.setattr(
         uploads.Uploads, "finish", lambda self, _: over.set() or self.abandon() or False
     )
-    assert run_main(train.main, small_run(*ALWAYS, "--checkpoint.every", "1")) == 0
+    assert launch(small_run(*ALWAYS, "--checkpoint.every", "1")) == 0
     assert max(most) == uploads.MOST_WAITING + 1  # and the one under way
     assert "is given up: more than 3 wait" in capsys.readouterr().err
 
@@ -414,11 +414,11 @@ def test_versions_in_a_pushed_state_are_versions_and_nothing_else(
 def test_the_hub_section_is_checked(
     small_run: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_main(train.main, small_run("--hub.push", "end")) == 2
+    assert launch(small_run("--hub.push", "end")) == 2
     assert "hub.push is end but hub.repo_id is not set; set it to user/name" in (
         capsys.readouterr().err
     )
-    assert run_main(train.main, small_run("--hub.repo_id", "noslash")) == 2
+    assert launch(small_run("--hub.repo_id", "noslash")) == 2
     assert "hub.repo_id is 'noslash'; expected user/name" in capsys.readouterr().err
 
 

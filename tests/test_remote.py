@@ -235,7 +235,7 @@ def test_hanging_server_times_out(server: Server, shards: list[Shard], remote: O
     started = time.monotonic()
     with pytest.raises(DataError, match="timed out"):
         remote().locate(shards[0])
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 30
 
 
 def test_file_that_is_always_corrupt_never_appears(

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from accel_gpt import cli
-from accel_gpt.errors import run_main
 from tests.browser import CHROMIUM, Browser
+from tests.conftest import run_here
 from tests.runs import LAUNCH, make_run, record
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.extras,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium"),
 ]
 PANELS = ["loss", "val_sets", "bits_per_byte", "hellaswag", "lr", "grad_norm", "throughput", "mfu"]
@@ -53,11 +53,11 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     two = make_run(folder / "two </script><b>", records[:20], seed=2)
     reference = folder / "curve.json"
     words = [str(one), "--as_reference", str(reference)]
-    assert run_main(cli.dispatch, ["report", *words]) == 0
+    assert run_here(cli.dispatch, ["report", *words]) == 0
     given = ["--reference", str(reference), "--out"]
     for runs, name in (([one], "one.html"), ([one, two], "two.html")):
         asked = ["report", *map(str, runs), *given, str(folder / name)]
-        assert run_main(cli.dispatch, asked) == 0
+        assert run_here(cli.dispatch, asked) == 0
     return {name: (folder / f"{name}.html").as_uri() for name in ("one", "two")}
 
 

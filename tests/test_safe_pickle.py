@@ -27,7 +27,6 @@ PLAIN = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(PLAIN, st.integers(0, 5))
 def test_plain_values_of_all_protocols_are_read(value: object, protocol: int) -> None:
     parsed = parse(pickle.dumps(value, protocol), "x")
@@ -126,7 +125,7 @@ def test_every_other_opcode_is_refused() -> None:
             safe_pickle._Machine().step(name, None)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.binary(max_size=200) | st.lists(st.sampled_from(b"(.0INKJ]}tl)sueaqrhgp\x94")).map(bytes))
 def test_random_bytes_are_refused_or_plain(content: bytes) -> None:
     for attempt in (content, content + b".", b"\x80\x04" + content + b"."):
@@ -135,7 +134,7 @@ def test_random_bytes_are_refused_or_plain(content: bytes) -> None:
             assert type(value) in (dict, list, tuple, str, int, float, bool, type(None))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(PLAIN, st.integers(0, 5), st.data())
 def test_a_cut_or_changed_pickle_is_refused_or_plain(
     value: object, protocol: int, data: st.DataObject
@@ -212,7 +211,7 @@ def meta(chars: str) -> dict[str, Any]:
     }
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.characters(codec="utf-8"), unique=True, min_size=1), st.integers(0, 5))
 def test_a_vocabulary_in_any_order_is_read(
     tmp_path_factory: pytest.TempPathFactory, chars: list[str], protocol: int

@@ -11,14 +11,13 @@ import torch
 from accel_gpt import cli
 from accel_gpt.config import SampleConfig
 from accel_gpt.data.tokenizer import BytesTokenizer
-from accel_gpt.errors import run_main
 from accel_gpt.evals.interactive import interact
 from accel_gpt.evals.samples import check_prompts, samples_due, write_text
 from accel_gpt.model.generate import context_start, generate
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model_config import PRESETS
 from accel_gpt.parse import load_config
-from tests.conftest import launch, tiny
+from tests.conftest import launch, run_here, tiny
 from tests.test_generate import VOCAB, make, run, scripted, seeded
 
 Arguments = Callable[..., list[str]]
@@ -51,9 +50,9 @@ def test_a_cut_prompt_is_said_once_in_training(
     assert f"{NOTE} 32: the model sees the last 29" in shown
     text = (tmp_path / "run" / "samples" / "step_00000002.txt").read_text()
     assert text.count(LONG) == 4  # the text shows all of it
-    assert run_main(cli.dispatch, ["sample", str(tmp_path / "run"), "--prompt", LONG]) == 0
+    assert run_here(cli.dispatch, ["sample", str(tmp_path / "run"), "--prompt", LONG]) == 0
     assert capsys.readouterr().err == f"{NOTE} 32: the model sees the last 29\n"
-    assert run_main(cli.dispatch, ["sample", str(tmp_path / "run"), "--prompt", LONG[:32]]) == 0
+    assert run_here(cli.dispatch, ["sample", str(tmp_path / "run"), "--prompt", LONG[:32]]) == 0
     assert capsys.readouterr().err == ""
 
 

@@ -1,8 +1,8 @@
 """Round trips, equality with Hugging Face's encoding, files and messages of every tokenizer."""
 
+import contextlib
 import itertools
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,7 +58,7 @@ def trained() -> Tokenizer:
 def tokenizers(
     trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Tokenizer]:
-    """One of each kind; hf is the trained one with another pattern."""
+    """One of each kind, gpt2 where it is at hand; hf is the trained one with another pattern."""
     content = json.loads(trained.file_text)
     content["pre_tokenizer"] = {**bpe.byte_level(), "use_regex": True}
     path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
@@ -69,18 +69,15 @@ def tokenizers(
         "bpe": trained,
         "hf": make_tokenizer(str(path), 0, corpus),
     }
-    if "TIKTOKEN_CACHE_DIR" in os.environ:
-        try:
-            made["gpt2"] = make_tokenizer("gpt2", 0, corpus)
-        except UserError:
-            return made
+    with contextlib.suppress(UserError):
+        made["gpt2"] = make_tokenizer("gpt2", 0, corpus)
     return made
 
 
 @pytest.fixture(params=KINDS)
 def tokenizer(request: pytest.FixtureRequest, tokenizers: dict[str, Tokenizer]) -> Tokenizer:
-    if request.param not in tokenizers:
-        pytest.skip("tiktoken's gpt2 files are not in TIKTOKEN_CACHE_DIR")
+    if request.param == "gpt2":
+        request.getfixturevalue("gpt2_vocabulary")
     return tokenizers[request.param]
 
 
@@ -93,20 +90,20 @@ def hugging_face(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_text_survives_a_round_trip(tokenizer: Tokenizer, text: str) -> None:
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
-    assert tokenizer.eot_id is None or tokenizer.eot_id not in ids
+def test_hostile_text_survives_a_round_trip(tokenizer: Tokenizer) -> None:
+    for name, text in HOSTILE.items():
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text, name
+        assert tokenizer.token_bytes()[ids].sum() == len(text.encode()), name
+        assert tokenizer.eot_id is None or tokenizer.eot_id not in ids, name
 
 
-@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_trained_bpe_encodes_as_hugging_face_does(trained: Tokenizer, text: str) -> None:
-    assert trained.encode(text) == hugging_face(trained, text)
+def test_trained_bpe_encodes_as_hugging_face_does(trained: Tokenizer) -> None:
+    for name, text in HOSTILE.items():
+        assert trained.encode(text) == hugging_face(trained, text), name
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(text=st.text(st.sampled_from("the rn\n\r\t_.12é дa👍\u0301\x00<|endoftext>"), max_size=200))
 def test_trained_bpe_encodes_any_text_as_hugging_face_does(trained: Tokenizer, text: str) -> None:
     assert trained.encode(text) == hugging_face(trained, text)
@@ -187,17 +184,19 @@ def test_a_merge_taken_out_leaves_the_fast_path(trained: Tokenizer, tmp_path: Pa
     assert load_tokenizer(tmp_path).kind == "bpe"
 
 
-def test_text_in_pieces_gives_the_ids_of_the_whole(tokenizer: Tokenizer) -> None:
-    if not tokenizer.cuts_at_lines:
-        pytest.skip("never cut")
+def test_text_in_pieces_gives_the_ids_of_the_whole(tokenizers: dict[str, Tokenizer]) -> None:
     text = "".join(corpus())
     cut = list(bpe.pieces(text, 100))
     assert len(cut) > 100
     assert "".join(cut) == text
-    assert [i for part in cut for i in tokenizer.encode(part)] == tokenizer.encode(text)
+    for kind, tokenizer in tokenizers.items():
+        assert tokenizer.cuts_at_lines == (kind != "hf")
+        if tokenizer.cuts_at_lines:
+            ids = [i for part in cut for i in tokenizer.encode(part)]
+            assert ids == tokenizer.encode(text), kind
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(text=st.text(st.sampled_from("ab1.\n\n\r \t'"), max_size=60), size=st.integers(1, 10))
 def test_any_text_in_pieces_gives_the_ids_of_the_whole(
     tokenizers: dict[str, Tokenizer], text: str, size: int
@@ -212,7 +211,7 @@ ANY = "ab1.\n\n\r \t'\u3000" + "中文的。\uff0c\uff01" + "é²한ア😀" + "
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=1000)
+@settings(max_examples=1000)
 @given(
     text=st.text(st.sampled_from(ANY), max_size=60),
     size=st.integers(1, 10),
@@ -245,7 +244,7 @@ def test_lone_surrogates_become_the_replacement_character(tokenizer: Tokenizer) 
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.text())
 def test_bytes_survive_any_text(text: str) -> None:
     tokenizer = make_tokenizer("bytes", 0, corpus)
@@ -268,7 +267,7 @@ def test_a_blob_in_the_text_does_not_stop_the_training() -> None:
     blob = "".join(chr(97 + i * i % 23) for i in range(300_000))
     start = time.perf_counter()
     assert train_bpe([*corpus(), blob], VOCAB_SIZE).vocab_size == VOCAB_SIZE
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 30
 
 
 def test_too_little_text_for_a_vocabulary_says_how_many_tokens_it_reached() -> None:

@@ -207,7 +207,7 @@ def secret_files(*folders: Path) -> list[Path]:
     return [p for p in files if re.search(f"{PASSWORD}|{TOKEN}".encode(), p.read_bytes())]
 
 
-@pytest.mark.slow
+@pytest.mark.extras
 def test_trackio_on_this_machine(
     small_run: Arguments, tmp_path: Path, proxy: tuple[str, list[bytes]]
 ) -> None:
@@ -228,7 +228,7 @@ def test_trackio_on_this_machine(
     assert secret_files(tmp_path / "trackio") == []
 
 
-@pytest.mark.slow
+@pytest.mark.extras
 def test_wandb_offline(
     small_run: Arguments, tmp_path: Path, proxy: tuple[str, list[bytes]]
 ) -> None:

@@ -24,6 +24,7 @@ from accel_gpt.plan import make_plan
 from tests.conftest import QUIET, launch, text_of
 
 Arguments = Callable[..., list[str]]
+Trained = Callable[..., Path]
 
 
 def records(run: Path) -> list[dict[str, float]]:
@@ -93,10 +94,10 @@ def test_run_learns_and_leaves_what_the_contract_names(
     assert "accel-gpt sample" in shown
 
 
-def test_tensorboard_has_curves_samples_and_config(small_run: Arguments, tmp_path: Path) -> None:
+def test_tensorboard_has_curves_samples_and_config(trained: Trained, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert launch(small_run()) == 0
+    trained()
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "accel_gpt")).Reload()
     tags = events.Tags()
     assert {"train/loss", "train/lr", "eval/val_loss", "perf/tokens_per_second"} <= set(
@@ -135,13 +136,14 @@ def test_batch_hash_tells_the_tokens_of_each_step(small_run: Arguments, tmp_path
 @pytest.mark.parametrize("step", [4, 7])
 def test_stopped_and_launched_again_equals_never_stopped(
     small_run: Arguments,
+    trained: Trained,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     number: int,
     step: int,
 ) -> None:
-    assert launch(small_run("--out_dir", str(tmp_path / "whole"))) == 0
+    trained(to="whole")
     with monkeypatch.context() as patch:
         signal_after(patch, step, number)
         assert launch(small_run()) == 75
@@ -156,9 +158,9 @@ def test_stopped_and_launched_again_equals_never_stopped(
 
 
 def test_killed_between_checkpoints_repeats_from_the_last_one(
-    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_run: Arguments, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert launch(small_run("--out_dir", str(tmp_path / "whole"))) == 0
+    trained(to="whole")
 
     def dies(run: train.Run) -> Any:
         if run.state.step == 6:
@@ -208,9 +210,9 @@ GOLDEN = [
 
 
 def test_finished_run_says_so_and_goes_on_when_allowed(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_run: Arguments, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(small_run()) == 0
+    trained()
     assert launch(small_run()) == 0
     assert len(records(tmp_path / "run")) == 12
     capsys.readouterr()
@@ -225,9 +227,9 @@ def test_finished_run_says_so_and_goes_on_when_allowed(
 
 
 def test_folder_of_another_config_is_refused_with_what_differs(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_run: Arguments, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(small_run()) == 0
+    trained()
     before = weights(tmp_path / "run")
     capsys.readouterr()
     assert launch(small_run("--model.n_layer", "3", "--optim.lr", "0.5")) == 4
@@ -240,9 +242,13 @@ def test_folder_of_another_config_is_refused_with_what_differs(
 
 
 def test_other_data_under_the_same_name_is_refused(
-    small_run: Arguments, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+    small_run: Arguments,
+    trained: Trained,
+    tmp_path: Path,
+    corpus: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert launch(small_run()) == 0
+    trained()
     (tmp_path / "other.txt").write_text(text_of(5000, seed=1))
     other = tmp_path / "other"
     prepare(
@@ -256,9 +262,9 @@ def test_other_data_under_the_same_name_is_refused(
 
 
 def test_starting_from_the_weights_of_a_run(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_run: Arguments, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(small_run()) == 0
+    trained()
     tuned = small_run(
         "--out_dir", str(tmp_path / "tuned"), "--model.init_from", str(tmp_path / "run")
     )
@@ -286,9 +292,9 @@ def test_best_checkpoint_outlives_newer_ones(small_run: Arguments, tmp_path: Pat
 
 
 def test_resume_path_of_another_model_is_refused(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_run: Arguments, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(small_run()) == 0
+    trained()
     path = tmp_path / "run" / "checkpoints" / "step_00000012"
     other = ["--out_dir", str(tmp_path / "b"), "--checkpoint.resume", str(path)]
     assert launch(small_run(*other, "--model.n_embd", "64")) == 4

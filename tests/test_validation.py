@@ -300,6 +300,7 @@ def test_names_and_folders_of_val_sets(given: str, message: str, small_run: Argu
         load_config(small_run("--data.val", given), "test")
 
 
+@pytest.mark.usefixtures("gpt2_stand_in")
 def test_named_sets_beside_streamed_text(
     small_run: Arguments, corpus: Path, other: Path, tmp_path: Path
 ) -> None:

@@ -17,12 +17,13 @@ import torch
 from safetensors.torch import save_file
 
 from accel_gpt.cli import dispatch, parted
-from accel_gpt.errors import UserError, run_main
+from accel_gpt.errors import UserError
 from accel_gpt.options import VerifyResumeCommand
 from accel_gpt.parse import load_config, to_flat, to_plain
 from accel_gpt.plan import make_plan
 from accel_gpt.run import verify_resume
 from accel_gpt.run.comparison import Finding, compare_runs
+from tests.conftest import run_here
 
 Arguments = Callable[..., list[str]]
 Printed = pytest.CaptureFixture[str]
@@ -30,7 +31,7 @@ STEPS = 4
 
 
 def call(*words: str) -> int:
-    return run_main(dispatch, ["verify-resume", *words])
+    return run_here(dispatch, ["verify-resume", *words])
 
 
 @pytest.fixture

@@ -8,13 +8,15 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 
 from accel_gpt.config import Config
 from accel_gpt.errors import require
@@ -25,7 +27,12 @@ from accel_gpt.parse import to_flat
 from accel_gpt.plan import Plan, make_plan
 from accel_gpt.run.checkpoint import read_state
 from accel_gpt.run.compiler import compiler_error
-from accel_gpt.run.environment import device_name, world_size
+from accel_gpt.run.environment import (
+    device_name,
+    make_accelerator,
+    start_processes,
+    world_size,
+)
 from accel_gpt.run.processor import MATRIX_UNITS, bf16_instructions
 from accel_gpt.run.resume import main_decides
 from accel_gpt.run.text_corpus import open_corpus
@@ -36,11 +43,18 @@ TIMED_STEPS = 3
 SHORT = 60.0  # seconds; nothing is timed for a shorter run
 # FLOP/s of one core, between which any CPU is taken to train: assumptions
 SLOW_CORE, FAST_CORE = 1e10, 1e12
-GPU_MFU = 0.3  # of a step that is not compiled: PERFORMANCE of nanoGPT, assumption elsewhere
+GPU_MFU = 0.3  # of a step that is not compiled: assumption
 # The share of a step that compiling saves, and the seconds that it takes. CPU: measured, see
 # benchmarks/RESULTS.md. CUDA: nanoGPT's README, 250 ms become 135; the seconds are an assumption.
-COMPILED_GAIN = {"cpu": 0.15, "cuda": 0.45}
-COMPILE_SECONDS = {"cpu": 40.0, "cuda": 60.0}
+COMPILED_GAIN: Mapping[str, float] = MappingProxyType({"cpu": 0.15, "cuda": 0.45})
+COMPILE_SECONDS: Mapping[str, float] = MappingProxyType({"cpu": 40.0, "cuda": 60.0})
+
+
+def start_accelerator(config: Config, plan: Plan) -> tuple[Config, Accelerator]:
+    """The `Accelerator` of a run, and `config` with the precision that it computes in."""
+    start_processes(config)
+    config = resolve_precision(config)
+    return config, make_accelerator(config, plan)
 
 
 def resolve_precision(config: Config) -> Config:

@@ -155,7 +155,7 @@ def set_float32_products(precision: str, device: torch.device) -> None:
         torch.set_float32_matmul_precision("highest" if precision == "auto" else precision)
 
 
-def start_accelerator(config: Config, plan: Plan) -> Accelerator:
+def make_accelerator(config: Config, plan: Plan) -> Accelerator:
     """The `Accelerator` of a run, after `start_processes`, with a precision that is not auto.
 
     Raises `UserError` for fp16 on a CPU, which Accelerate would silently run in float32, and for

@@ -33,6 +33,7 @@ from accel_gpt.data import loader
 from accel_gpt.errors import run_main
 from accel_gpt.run import environment
 from tests.faults.disk import Disk
+from tests.hermetic import sync_nothing
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 PORTION, LOCATE = 4096, 64  # windows are read ahead in small portions: a launch reads few
@@ -70,6 +71,7 @@ def main() -> None:
     for name in FACTS:
         setattr(environment, name, functools.cache(getattr(environment, name)))
     loader.PORTION, loader.LOCATE = PORTION, LOCATE
+    sync_nothing()
     environment.commit(), environment.package_versions()
     warm: set[int] = set()  # numbers of processes
     for line in sys.stdin:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from accel_gpt import train
-from accel_gpt.errors import run_main
+from tests.conftest import run_here
 from tests.test_export import SHARDED
 from tests.test_train import assert_same_weights, records, weights
 
@@ -116,7 +116,7 @@ def test_a_sharded_checkpoint_is_taken_up_by_one_process_with_and_without_fsdp(
     checkpoint = tmp_path / "sharded" / "checkpoints" / "step_00000003"
     start = ["--checkpoint.resume", str(checkpoint), "--out_dir"]
     launch(1, tmp_path, small_run(*alike, *start, "fsdp"))
-    assert run_main(train.main, small_run(*alike, *start, str(tmp_path / "plain"))) == 0
+    assert run_here(train.main, small_run(*alike, *start, str(tmp_path / "plain"))) == 0
     assert "was trained by 2 processes, this is 1" in capsys.readouterr().err
     expected = weights(tmp_path / "two", 6)
     for name in ("fsdp", "plain"):

@@ -19,6 +19,7 @@ from tests.faults.harness import (
     rewound,
 )
 
+pytestmark = pytest.mark.extras
 SIZE = 16 * 2**20  # bytes of the disk
 TIGHT = 200_000  # bytes: less than a checkpoint takes
 STEPS = 40  # there is time to make room
@@ -59,7 +60,6 @@ def test_full_disk_harms_no_checkpoint_and_leaves_no_debris(
     assert_same(left, whole)
 
 
-@pytest.mark.slow
 def test_run_saves_again_once_there_is_room(server: Server, tiny: Tiny, tmp_path: Path) -> None:
     finish(server, tiny.arguments(tmp_path / "whole", *LONG))
     disk, after = tmp_path / "disk", tmp_path / "after"
@@ -80,5 +80,5 @@ def test_read_only_disk_ends_at_once(server: Server, tiny: Tiny, tmp_path: Path)
     )
     assert answer.codes == [2], answer.outputs
     assert "cannot be written: Read-only file system" in answer.outputs[0]
-    assert answer.seconds[0] < 2
+    assert answer.seconds[0] < 10
     assert list(after.iterdir()) == []

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from accel_gpt import cli, train
+from accel_gpt import cli
 from accel_gpt.data.folders import open_place
 from accel_gpt.data_config import DataConfig
-from accel_gpt.errors import DataError, UserError, run_main
+from accel_gpt.errors import DataError, UserError
+from tests.conftest import launch, run_here
 from tests.faults.attack import Payload, pickled
 
 Arguments = Callable[..., list[str]]
@@ -23,9 +24,9 @@ SHORT += ["--schedule.warmup_steps", "0", "--log.trackers", "[]"]
 def refused(folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
     """What a training on a folder says that ends with the code of a mistake or of bad data."""
     capsys.readouterr()
-    assert run_main(train.main, arguments) in (2, 3)
+    assert launch(arguments) in (2, 3)
     told = capsys.readouterr().err
-    assert run_main(cli.dispatch, ["inspect", str(folder), "--quick"]) in (0, 2, 3)
+    assert run_here(cli.dispatch, ["inspect", str(folder), "--quick"]) in (0, 2, 3)
     return told
 
 
@@ -71,7 +72,7 @@ def test_pickles_in_a_folder_of_others_are_never_executed(
         (folder / kind).write_bytes(np.arange(200, dtype="<u2").tobytes())
     npy = name.endswith("npy")
     (folder / name).write_bytes(object_array(folder / name, canary) if npy else pickled(canary))
-    code = run_main(cli.dispatch, ["inspect", str(folder), "--tokenizer", "bytes"])
+    code = run_here(cli.dispatch, ["inspect", str(folder), "--tokenizer", "bytes"])
     told = capsys.readouterr().err
     if name == "train.ds.metadata":  # its first line is a text, here the name of no tokenizer
         assert code in (0, 2, 3)

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from accel_gpt import cli, train
+from accel_gpt import cli
 from accel_gpt.data_config import DataConfig, PrepareConfig
-from accel_gpt.errors import run_main
 from accel_gpt.hub import push as pushing
 from accel_gpt.run import environment as machine
 from accel_gpt.run.metrics import append
+from tests.conftest import launch, run_here
 from tests.hub_server import HubServer, environment, no_waiting, point_at
 
 Arguments = Callable[..., list[str]]
@@ -91,13 +91,13 @@ def test_a_token_that_the_hub_echoes_is_not_told(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert run_main(train.main, small_run(*SHORT)) == 0
+    assert launch(small_run(*SHORT)) == 0
     with HubServer() as hub:
         hub.token = TOKEN
         point_at(monkeypatch, hub, tmp_path / "home")
         no_waiting(monkeypatch)
         hub.fail_next(status, 1, "/repos/create", X_Error_Message=f"{TOKEN} is wrong")
-        assert run_main(cli.dispatch, ["push", str(tmp_path / "run"), "--repo", REPO]) == 2
+        assert run_here(cli.dispatch, ["push", str(tmp_path / "run"), "--repo", REPO]) == 2
     assert TOKEN not in "".join(capfd.readouterr())
 
 
@@ -114,7 +114,7 @@ def test_a_password_in_a_url_is_never_pushed(
     corpus.rename(place)
     data = ["--data.train", str(place), "--data.val", str(place)]
     data += ["--data.prepare.path", f"https://user:{PASSWORD}@host/x"]
-    assert run_main(train.main, small_run(*SHORT, *data)) == 0
+    assert launch(small_run(*SHORT, *data)) == 0
     run = tmp_path / "run"
     checkpoint = run / "checkpoints" / "step_00000002"
     (checkpoint / "notes.txt").write_text(PASSWORD)
@@ -124,7 +124,7 @@ def test_a_password_in_a_url_is_never_pushed(
     with HubServer() as hub:
         point_at(monkeypatch, hub, tmp_path / "home")
         words = ["push", str(run), "--repo", REPO, "--include_state"]
-        assert run_main(cli.dispatch, words) == 0
+        assert run_here(cli.dispatch, words) == 0
         files = hub.files(REPO)
         assert "checkpoint/notes.txt" not in files  # only what the manifest names
         assert [name for name, content in files.items() if PASSWORD.encode() in content] == []
@@ -134,7 +134,7 @@ def test_a_password_in_a_url_is_never_pushed(
         state = json.loads(files["checkpoint/trainer_state.json"])
         assert state["config"]["data.val"] == "not told"
         elsewhere = ["--out_dir", str(tmp_path / "other"), "--checkpoint.resume", f"hf://{REPO}"]
-        assert run_main(train.main, small_run(*SHORT, *data, *elsewhere)) == 0  # and it goes on
+        assert launch(small_run(*SHORT, *data, *elsewhere)) == 0  # and it goes on
 
 
 def test_the_record_of_a_launch_holds_no_password(
@@ -142,7 +142,7 @@ def test_the_record_of_a_launch_holds_no_password(
 ) -> None:
     words = small_run(*SHORT, "--data.prepare.path", f"https://user:{PASSWORD}@host/x?k={PASSWORD}")
     monkeypatch.setattr(sys, "argv", ["/opt/accel-gpt", "train", *words])
-    assert run_main(train.main, words) == 0
+    assert launch(words) == 0
     record = (tmp_path / "run" / "run.json").read_text()
     assert PASSWORD not in record
     assert "accel-gpt train" in record

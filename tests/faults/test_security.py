@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from accel_gpt import cli, train
-from accel_gpt.errors import CheckpointError, UserError, run_main
+from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.parse import load_config
 from accel_gpt.run.checkpoint import find_checkpoint, read_json, read_shape, read_state, verify
 from accel_gpt.untrusted import load_yaml
+from tests.conftest import launch, run_here
 from tests.faults.attack import fit, pickled, plant, zipped
 
 Arguments = Callable[..., list[str]]
@@ -48,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(trained: Path, small_run: Arguments, tmp_path: Path) -> Path:
     """The one checkpoint of a run of 2 steps."""
     if not trained.exists():
-        assert run_main(train.main, small_run(*SHORT)) == 0
+        assert launch(small_run(*SHORT)) == 0
         (tmp_path / "run").rename(trained)
     shutil.copytree(trained, tmp_path / "run")
     return tmp_path / "run" / "checkpoints" / "step_00000002"
@@ -81,7 +82,7 @@ def test_planted_pickles_are_never_executed_by_a_resume(
         unread = fitting and name in ("model.json", "tokenizer.json", *UNREAD)
 
         def resume() -> int:
-            return run_main(train.main, small_run(*SHORT))
+            return launch(small_run(*SHORT))
 
         attack(resume, name, capsys, refused=not unread)
         assert not canary.exists(), name
@@ -125,7 +126,7 @@ def test_planted_pickles_are_never_executed_by_a_command(
     for name in (*OURS, *TEXTS, *FOREIGN, *UNREAD):
         for main, words in commands:
             plant(checkpoint, name, pickled(canary), fitting)
-            attack(lambda main=main, words=words: run_main(main, words), name, capsys, False)
+            attack(lambda main=main, words=words: run_here(main, words), name, capsys, False)
             assert not canary.exists(), (name, words)
             (checkpoint / name).unlink()
             for path, before in files.items():
@@ -150,7 +151,7 @@ def test_a_pushed_checkpoint_of_an_attacker_is_never_executed(
             plant(checkpoint, name, pickled(canary), fitting=True)
             files = {f"checkpoint/{p.name}": p.read_bytes() for p in checkpoint.iterdir()}
             hub.add("tester/evil", files)
-            attack(lambda: run_main(train.main, small_run(*SHORT, *resume)), name, capsys, True)
+            attack(lambda: launch(small_run(*SHORT, *resume)), name, capsys, True)
     assert not canary.exists()
 
 
@@ -223,7 +224,7 @@ def test_names_of_a_manifest_stay_in_its_folder(
     fit(checkpoint, name, b"x")
     with pytest.raises(CheckpointError, match="which is no plain file name"):
         verify(checkpoint)
-    assert run_main(cli.dispatch, ["inspect", str(checkpoint)]) == 4
+    assert run_here(cli.dispatch, ["inspect", str(checkpoint)]) == 4
     assert all(c.isprintable() for c in capsys.readouterr().err.replace("\n", ""))
 
 
@@ -308,7 +309,7 @@ def test_a_hostile_shape_is_one_sentence_and_takes_no_memory(
     content = json.loads((checkpoint / "model.json").read_text())
     content["config"] |= change
     plant(checkpoint, "model.json", json.dumps(content).encode(), fitting=True)
-    assert run_main(cli.dispatch, ["sample", str(checkpoint)]) == 4
+    assert run_here(cli.dispatch, ["sample", str(checkpoint)]) == 4
     assert "model.json" in capsys.readouterr().err
     content["vocab_size"] = float("inf")
     (checkpoint / "model.json").write_text(json.dumps(content))
@@ -324,7 +325,7 @@ def test_a_hostile_best_leads_nowhere(
     (run / "best").write_bytes(content)
     with pytest.raises(UserError, match="has no checkpoint"):
         find_checkpoint(run, "best")
-    assert run_main(train.main, small_run(*SHORT)) == 0  # and it is named anew
+    assert launch(small_run(*SHORT)) == 0  # and it is named anew
     assert (run / "best").read_text() == "2\n"
 
 
@@ -339,7 +340,7 @@ def test_hostile_records_of_a_run_are_passed_over(
     for name in ("run.json", "metrics.jsonl", "metrics.csv", "config.yaml", "hub.log"):
         (run / name).write_bytes(content + b"\n")
     (run / ".upload").write_bytes(content)
-    assert run_main(train.main, small_run(*SHORT)) == 0
+    assert launch(small_run(*SHORT)) == 0
     assert len(json.loads((run / "run.json").read_text())["launches"]) == 1
     assert read_json(run / "run.json")
 
@@ -371,14 +372,14 @@ def test_a_hostile_config_is_one_sentence(
 ) -> None:
     path = tmp_path / "evil.yaml"
     path.write_text(content)
-    assert run_main(train.main, [str(path)]) == 2
+    assert launch([str(path)]) == 2
     told = capsys.readouterr().err
     assert "evil.yaml is not valid YAML" in told
     assert len(told) < 500
     assert not Path("executed").exists()
     (tmp_path / "run").mkdir()
     path.rename(tmp_path / "run" / "config.yaml")  # of a run that saved nothing yet
-    assert run_main(train.main, small_run(*SHORT)) == 2
+    assert launch(small_run(*SHORT)) == 2
     assert "config.yaml cannot be read" in capsys.readouterr().err
 
 
@@ -388,7 +389,7 @@ def test_a_config_that_is_a_pickle_or_asks_for_the_environment(
     canary, path = tmp_path / "executed", tmp_path / "evil.yaml"
     for content in (pickled(canary), zipped(canary)):
         path.write_bytes(content)
-        assert run_main(train.main, [str(path)]) == 2
+        assert launch([str(path)]) == 2
         assert "evil.yaml" in capsys.readouterr().err
     assert not canary.exists()
     monkeypatch.setenv("HF_TOKEN", "hf_CANARY")

@@ -14,9 +14,9 @@ from accel_gpt.config import SampleConfig
 from accel_gpt.data.order import derive_seed
 from accel_gpt.data.prepare import prepare
 from accel_gpt.data_config import PrepareConfig
-from accel_gpt.errors import run_main
 from accel_gpt.evals.samples import write_text
 from accel_gpt.hub.load import load_pretrained
+from tests.conftest import run_here
 from tests.faults import test_fsdp
 from tests.faults.test_fsdp import FAULTY, launch
 from tests.test_launch import TORCHRUN, TRAIN, finish
@@ -95,7 +95,7 @@ def test_sharded_processes_write_what_each_would_write_alone(
 def test_two_processes_tell_of_layers_what_one_does(small_run: Arguments, tmp_path: Path) -> None:
     alike = ["--model.dropout", "0", "--train.max_steps", "4", "--sample.every", "0", *LAYERS]
     one = small_run(*alike, "--train.micro_batch_size", "8", "--out_dir", str(tmp_path / "one"))
-    assert run_main(train.main, one) == 0
+    assert run_here(train.main, one) == 0
     own = small_run(*alike, "--train.micro_batch_size", "4", "--out_dir")
     finish([*TORCHRUN, "--nproc_per_node", "2", TRAIN, *own, str(tmp_path / "ddp")], tmp_path)
     launch(2, tmp_path, [*own, str(tmp_path / "fsdp")])

@@ -1,0 +1,201 @@
+"""No test reaches the network, none leaves a global setting changed, and skips are told last.
+
+`conftest.py` calls these. The network is cut for this process and its forks; where `.ci/run` may,
+it cuts it for all processes.
+"""
+
+import contextlib
+import os
+import socket
+import sqlite3
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LOOPBACK_NAMES = ("", "localhost", "localhost.localdomain", "ip6-localhost", socket.gethostname())
+TEST_VARIABLE = "PYTEST_CURRENT_TEST"  # pytest's own
+# parents before children, whose values follow those of their parents
+FP32_PRECISION: dict[str, Any] = {
+    "": torch.backends,
+    "cuda.matmul": torch.backends.cuda.matmul,
+    "cudnn": torch.backends.cudnn,
+    "cudnn.conv": torch.backends.cudnn.conv,
+    "cudnn.rnn": torch.backends.cudnn.rnn,
+    "mkldnn": torch.backends.mkldnn,
+    "mkldnn.matmul": torch.backends.mkldnn.matmul,
+    "mkldnn.conv": torch.backends.mkldnn.conv,
+    "mkldnn.rnn": torch.backends.mkldnn.rnn,
+}
+
+
+# --------------------------------------------------------------------------- network
+
+
+def address_of(host: Any) -> IPv4Address | IPv6Address | None:
+    """The address that a host is written as; None of a name."""
+    try:
+        return ip_address(str(host).partition("%")[0])
+    except ValueError:
+        return None
+
+
+def is_loopback(host: Any) -> bool:
+    """Whether an address, or a name of this machine, leads to this machine."""
+    if host is None or host in LOOPBACK_NAMES:
+        return True
+    address = address_of(host)
+    return address is not None and (address.is_loopback or address.is_unspecified)
+
+
+def cut_network() -> None:
+    """Let sockets of this process reach this machine only, with the errors of a cut cable."""
+    connect, connect_ex = socket.socket.connect, socket.socket.connect_ex
+    getaddrinfo = socket.getaddrinfo
+
+    def outside(sock: socket.socket, address: Any) -> bool:
+        internet = sock.family in (socket.AF_INET, socket.AF_INET6)
+        return internet and not is_loopback(address[0])
+
+    def guarded_connect(sock: socket.socket, address: Any) -> None:
+        if outside(sock, address):
+            raise OSError(101, f"Network is unreachable: tests connect to {address} no more")
+        connect(sock, address)
+
+    def guarded_connect_ex(sock: socket.socket, address: Any) -> int:
+        return 101 if outside(sock, address) else connect_ex(sock, address)
+
+    def guarded_getaddrinfo(host: Any, *args: Any, **options: Any) -> Any:
+        name = host.decode() if isinstance(host, bytes) else host
+        if not is_loopback(name) and address_of(name) is None:
+            message = f"Temporary failure in name resolution: tests look up {host!r} no more"
+            raise socket.gaierror(socket.EAI_AGAIN, message)
+        return getaddrinfo(host, *args, **options)
+
+    socket.socket.connect = guarded_connect  # type: ignore[method-assign,assignment]
+    socket.socket.connect_ex = guarded_connect_ex  # type: ignore[method-assign,assignment]
+    socket.getaddrinfo = guarded_getaddrinfo
+
+
+# --------------------------------------------------------------------------- disk
+
+
+def sync_nothing() -> None:
+    """Spare the disk, half of the time of tests that prepare data.
+
+    What a process wrote outlives its kill without a sync, and no test cuts the power.
+    """
+    connect = sqlite3.connect
+
+    def connect_unsynced(*args: Any, **options: Any) -> sqlite3.Connection:
+        connection = connect(*args, **options)
+        with contextlib.suppress(sqlite3.DatabaseError):  # it is no database
+            connection.execute("PRAGMA synchronous = OFF")
+        return connection
+
+    os.fsync = lambda _: None
+    sqlite3.connect = connect_unsynced  # type: ignore[assignment]
+
+
+# --------------------------------------------------------------------------- global settings
+
+
+def flushes_denormals() -> bool:
+    """Torch sets it but does not tell it."""
+    return sys.float_info.min / 2 == 0.0
+
+
+def environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != TEST_VARIABLE}
+
+
+def set_environ(variables: dict[str, str]) -> None:
+    for name in environ().keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
+def matmul_precision() -> str:
+    """What torch tells, which is nothing where a backend has another than it would set."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "mixed"
+
+
+def fp32_precision() -> dict[str, str]:
+    return {name: backend.fp32_precision for name, backend in FP32_PRECISION.items()}
+
+
+def set_fp32_precision(precisions: dict[str, str]) -> None:
+    for name, precision in precisions.items():
+        FP32_PRECISION[name].fp32_precision = precision
+
+
+def set_deterministic(mode: int) -> None:
+    torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
+
+
+Setting = tuple[Callable[[], Any], Callable[[Any], object]]
+SETTINGS: dict[str, Setting] = {
+    "float32 matmul precision": (matmul_precision, torch.set_float32_matmul_precision),
+    "fp32_precision of the backends": (fp32_precision, set_fp32_precision),
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (torch.get_default_device, torch.set_default_device),
+    "deterministic mode": (torch.get_deterministic_debug_mode, set_deterministic),
+    "flush denormal": (flushes_denormals, torch.set_flush_denormal),
+    "gradients enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "environment": (environ, set_environ),
+    "working directory": (Path.cwd, os.chdir),
+    "sys.path": (sys.path.copy, lambda paths: sys.path.__setitem__(slice(None), paths)),
+    "socket timeout": (socket.getdefaulttimeout, socket.setdefaulttimeout),
+}
+
+
+def read_settings() -> dict[str, Any]:
+    """Every global setting by its name."""
+    return {name: read() for name, (read, _) in SETTINGS.items()}
+
+
+def restore_settings(before: dict[str, Any]) -> list[str]:
+    """Put global settings back; those that had changed, with both values."""
+    now = read_settings()  # all, before any is written: some decide over others
+    changed = [name for name in SETTINGS if now[name] != before[name]]
+    for name in changed:
+        SETTINGS[name][1](before[name])
+    return [f"{name}: {difference(before[name], now[name])}" for name in changed]
+
+
+def difference(before: Any, now: Any) -> str:
+    """Two values, of dictionaries only what differs."""
+    if isinstance(before, dict):
+        names = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
+        return ", ".join(f"{n} {before.get(n)!r} -> {now.get(n)!r}" for n in names)
+    return f"{before!r} -> {now!r}"
+
+
+@contextlib.contextmanager
+def kept_settings() -> Iterator[None]:
+    """Global settings are afterwards as they were before, as where a process ends."""
+    before = read_settings()
+    try:
+        yield
+    finally:
+        restore_settings(before)
+
+
+# --------------------------------------------------------------------------- what was skipped
+
+
+def skip_lines(reasons: Iterable[str]) -> list[str]:
+    """How many tests were skipped, by reason."""
+    counts = Counter(reason.removeprefix("Skipped: ") for reason in reasons)
+    if not counts:
+        return ["no test was skipped"]
+    lines = [f"{number:>6}  {reason}" for reason, number in counts.most_common()]
+    return [f"{counts.total()} tests were skipped:", *lines]

@@ -1,0 +1,109 @@
+"""The guards of every test: a setting left changed fails it, other machines are out of reach."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.hermetic import kept_settings, read_settings, restore_settings, skip_lines
+
+ROOT = Path(__file__).resolve().parents[1]
+LEAKS = """
+import os
+import socket
+import pytest
+import torch
+
+@pytest.mark.parametrize("change", [
+    lambda: torch.set_float32_matmul_precision("high"),
+    lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+    lambda: torch.set_num_threads(3),
+    lambda: torch.set_default_dtype(torch.float64),
+    lambda: torch.use_deterministic_algorithms(True),
+    lambda: torch.set_flush_denormal(True),
+    lambda: os.environ.update(LEAKED="1"),
+    lambda: os.chdir("/"),
+])
+def test_leaks(change):
+    change()
+
+def test_leaks_nothing(monkeypatch):
+    monkeypatch.setenv("LEAKED", "1")
+    monkeypatch.setattr(torch.backends.cudnn, "fp32_precision", "ieee")
+
+@pytest.mark.parametrize("number", range(3))
+def test_skips(number):
+    pytest.skip("no such thing")
+
+@pytest.mark.gpu
+def test_needs_a_card():
+    raise AssertionError
+"""
+
+
+@pytest.fixture
+def before() -> Iterator[None]:
+    """This test changes settings, and may fail before it puts them back."""
+    with kept_settings():
+        yield
+
+
+@pytest.mark.usefixtures("before")
+def test_changed_settings_are_named_and_put_back() -> None:
+    settings = read_settings()
+    torch.set_float32_matmul_precision("high")
+    torch.set_flush_denormal(True)
+    torch.set_default_dtype(torch.float64)
+    os.environ["LEAKED"] = "1"
+    changed = restore_settings(settings)
+    assert [line.partition(":")[0] for line in changed] == [
+        *("float32 matmul precision", "fp32_precision of the backends"),
+        *("default dtype", "flush denormal", "environment"),
+    ]
+    assert changed[0].endswith("'highest' -> 'high'")
+    assert changed[-1] == "environment: LEAKED None -> '1'"
+    assert read_settings() == settings
+    assert restore_settings(settings) == []
+
+
+def test_other_machines_are_out_of_reach() -> None:
+    with pytest.raises(OSError, match="unreachable"):
+        socket.create_connection(("192.0.2.1", 80), timeout=1)
+    with socket.socket() as plain:
+        assert plain.connect_ex(("192.0.2.1", 80)) != 0
+    with pytest.raises(socket.gaierror):
+        socket.getaddrinfo("example.org", 443)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(("localhost", server.getsockname()[1]), timeout=10).close()
+
+
+def test_skips_are_counted_by_reason() -> None:
+    assert skip_lines([]) == ["no test was skipped"]
+    assert skip_lines(["Skipped: b", "Skipped: a", "Skipped: b"]) == [
+        *("3 tests were skipped:", "     2  b", "     1  a")
+    ]
+
+
+@pytest.mark.slow
+def test_a_test_that_leaves_a_setting_changed_fails(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
+    (tmp_path / "test_leaks.py").write_text(LEAKS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "9 passed, 4 skipped, 8 errors" in done.stdout
+    for name in ("fp32_precision", "threads", "default dtype", "deterministic", "flush denormal"):
+        assert f"{name}" in done.stdout
+    assert "environment: LEAKED None -> '1'" in done.stdout
+    assert done.stdout.splitlines()[-3:] == [
+        *("4 tests were skipped:", "     3  no such thing", "     1  there is no CUDA device")
+    ]

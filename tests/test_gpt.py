@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from accel_gpt.model.evaluating import evaluating
 from accel_gpt.model.gpt import GPT, KVCache, dot_product_attention
 from accel_gpt.model.loss import IGNORE, next_token_loss
 from accel_gpt.model_config import PRESETS, ModelConfig
@@ -314,6 +315,27 @@ def test_attention_in_bf16_is_exact_to_rounding(spread: int) -> None:
     )
     for ours, theirs in pairs:
         assert (ours - theirs).norm() < 0.003 * theirs.norm()
+
+
+def test_evaluating_restores_the_mode_and_compiles_nothing_on_a_cpu() -> None:
+    model, compiled = GPT(tiny(dropout=0.5), VOCAB), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    model.compile(backend=backend)
+    with pytest.raises(KeyError), evaluating(model):
+        assert not model(draw()).requires_grad
+        assert torch.equal(model(draw()), model(draw()))
+        raise KeyError
+    assert model.training
+    assert not compiled
+    with evaluating(model.eval()):
+        pass
+    assert not model.training
+    model(draw())
+    assert compiled
 
 
 def test_matrices_have_two_dimensions_and_norms_and_biases_one() -> None:

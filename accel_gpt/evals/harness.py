@@ -21,6 +21,7 @@ from accelerate.utils import broadcast_object_list
 
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError, require
+from accel_gpt.model.evaluating import evaluating
 from accel_gpt.model.gpt import GPT
 
 Results = dict[str, Any]  # what lm_eval.evaluate returns
@@ -74,21 +75,17 @@ def evaluate_tasks(
 
     from accel_gpt.evals.harness_model import HarnessModel
 
-    training = model.training
-    asked = HarnessModel(model.eval(), tokenizer, accelerator, batch_size)
-    try:
-        with torch.no_grad(), seeded(), quiet_bootstrap():
-            loaded = load_tasks(tasks, manager, accelerator)
-            check_shares(loaded["tasks"], limit, accelerator.num_processes)
-            found: Results | None = evaluate(
-                lm=asked,
-                task_dict=loaded,
-                limit=limit,
-                bootstrap_iters=RESAMPLES,
-                log_samples=log_samples,
-            )
-    finally:
-        model.train(training)
+    asked = HarnessModel(model, tokenizer, accelerator, batch_size)
+    with evaluating(model), seeded(), quiet_bootstrap():
+        loaded = load_tasks(tasks, manager, accelerator)
+        check_shares(loaded["tasks"], limit, accelerator.num_processes)
+        found: Results | None = evaluate(
+            lm=asked,
+            task_dict=loaded,
+            limit=limit,
+            bootstrap_iters=RESAMPLES,
+            log_samples=log_samples,
+        )
     return found
 
 

@@ -26,6 +26,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data_config import PrepareConfig
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.evals.validation import of_all
+from accel_gpt.model.evaluating import evaluating
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.untrusted import load_json
@@ -221,7 +222,6 @@ def share(name: str, right: int, of: int) -> dict[str, float]:
     return {name: p, f"{name}_se": math.sqrt(p * (1 - p) / (of - 1)) if of > 1 else math.nan}
 
 
-@torch.no_grad()
 def ending_losses(
     model: GPT,
     questions: Questions,
@@ -243,14 +243,13 @@ def ending_losses(
     mine = planned[rank::world]
     if accelerator.distributed_type == DistributedType.FSDP:  # all take part in each forward
         mine += [([], *planned[0][1:])] * (-(-len(planned) // world) - len(mine))
-    training = model.training
-    model.eval()
     losses = []
     for chosen, B, T in mine:
         beat()
         tokens, targets = fill([rows[i] for i in chosen], B, T)
-        losses.append(model(tokens.to(device), targets.to(device), by_row=True)[: len(chosen)])
-    model.train(training)
+        with evaluating(model):
+            found = model(tokens.to(device), targets.to(device), by_row=True)
+        losses.append(found[: len(chosen)])
     table = np.zeros(len(rows))
     if losses:
         numbers = [i for chosen, _, _ in mine for i in chosen]

@@ -18,6 +18,7 @@ from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.shards import Split
 from accel_gpt.errors import DataError
 from accel_gpt.model.documents import separate
+from accel_gpt.model.evaluating import evaluating
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.run.corpus import Corpus, Part
@@ -181,7 +182,6 @@ def batches(
         yield torch.from_numpy(tokens), torch.from_numpy(targets)
 
 
-@torch.no_grad()
 def evaluate(
     model: nn.Module,
     split: Split,
@@ -199,8 +199,6 @@ def evaluate(
     `token_bytes`: (V,) UTF-8 bytes that each token stands for. `document_end`: the token at which
     attention and loss end, None: nowhere. `beat` is called with each batch.
     """
-    training = model.training
-    model.eval()
     rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     places = windows(split, block_size, tokens)
     mine = np.arange(len(places)) // batch_size % world == rank  # whole batches: the same rows
@@ -216,11 +214,11 @@ def evaluate(
             documents = documents.to(device)
         real = (targets != IGNORE).numpy()
         size = np.where(real, token_bytes[np.where(real, targets.numpy(), 0)], 0).sum(-1)
-        losses.append(
-            model(inputs.to(device), targets.to(device), documents=documents, by_row=True)
-        )
+        with evaluating(model):
+            losses.append(
+                model(inputs.to(device), targets.to(device), documents=documents, by_row=True)
+            )
         sizes.append(np.stack([real.sum(-1), size], axis=-1))
-    model.train(training)
     table = np.zeros((len(places), 3))
     if losses:
         count = int(mine.sum())

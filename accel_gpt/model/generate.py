@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from accel_gpt.errors import require
 from accel_gpt.model.decode import Decoder
+from accel_gpt.model.evaluating import uncompiled
 from accel_gpt.model.gpt import GPT, KVCache
 
 
@@ -139,22 +140,11 @@ def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     for module in training:
         module.training = False
     try:
-        with torch.no_grad(), _uncompiled(modules):
+        with torch.no_grad(), uncompiled(modules):  # lengths change with every token
             yield
     finally:
         for module in training:
             module.training = True
-
-
-def _uncompiled(modules: Sequence[nn.Module]) -> contextlib.AbstractContextManager[object]:
-    """Run eagerly what was compiled, model or blocks: lengths change with every token.
-
-    Where nothing is compiled, the import of the compiler (2 s) is saved.
-    """
-    if any(module._compiled_call_impl is not None for module in modules):
-        stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-        return stance
-    return contextlib.nullcontext()
 
 
 def context_start(length: int, block_size: int) -> int:

@@ -45,9 +45,9 @@ SHORT = 60.0  # seconds; nothing is timed for a shorter run
 SLOW_CORE, FAST_CORE = 1e10, 1e12
 GPU_MFU = 0.3  # of a step that is not compiled: assumption
 # The share of a step that compiling saves, and the seconds that it takes. CPU: measured, see
-# benchmarks/RESULTS.md. CUDA: nanoGPT's README, 250 ms become 135; the seconds are an assumption.
-COMPILED_GAIN: Mapping[str, float] = MappingProxyType({"cpu": 0.15, "cuda": 0.45})
-COMPILE_SECONDS: Mapping[str, float] = MappingProxyType({"cpu": 40.0, "cuda": 60.0})
+# docs/speed.md. CUDA: nanoGPT's README, 250 ms become 135; the seconds are an assumption.
+CPU_GAIN_FLOAT32, CPU_GAIN_BF16, CUDA_GAIN = 0.05, 0.25, 0.45
+COMPILE_SECONDS: Mapping[str, float] = MappingProxyType({"cpu": 45.0, "cuda": 60.0})
 
 
 def start_accelerator(config: Config, plan: Plan) -> tuple[Config, Accelerator]:
@@ -145,20 +145,33 @@ def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
     kind = PartialState().device.type
     if config.train.reproducible:
         return False, "train.reproducible excludes it"
-    if kind not in COMPILED_GAIN:
+    if kind not in COMPILE_SECONDS:
         return False, f"torch.compile on {kind} has not been measured"
     if earlier and isinstance(earlier[0], bool):
         compiled, reason = earlier[0], f"as {earlier[1]} has it"
     else:
-        seconds = run_seconds(config, plan)
-        compiled = seconds * COMPILED_GAIN[kind] > COMPILE_SECONDS[kind]
+        gain, cost = compiled_gain(kind, precision_of(config)), COMPILE_SECONDS[kind]
+        seconds = run_seconds(config, plan, cost / gain)
+        compiled = seconds * gain > cost
         reason = (
-            f"it saves about {COMPILED_GAIN[kind]:.0%} of a step and takes about "
-            f"{COMPILE_SECONDS[kind]:.0f} s; the run takes about {seconds:,.0f} s without"
+            f"it saves about {gain:.0%} of a step and takes about {cost:.0f} s; the run takes "
+            f"{'more than ' if compiled else 'about '}{seconds:,.0f} s without"
         )
     if compiled and (error := compiler_error(kind)):
         return False, f"torch.compile does not work here ({error})"
     return compiled, reason
+
+
+def compiled_gain(kind: str, precision: str) -> float:
+    """The share of a step that compiling saves."""
+    if kind == "cuda":
+        return CUDA_GAIN
+    return CPU_GAIN_FLOAT32 if precision == "no" else CPU_GAIN_BF16
+
+
+def precision_of(config: Config) -> str:
+    """The precision that Accelerate takes from the config, or from its launcher."""
+    return config.train.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
 def require_compiler() -> None:
@@ -174,24 +187,24 @@ def require_compiler() -> None:
 # --------------------------------------------------------------------------- how long a run takes
 
 
-def run_seconds(config: Config, plan: Plan) -> float:
-    """Seconds that the run takes without compiling, rounded where they decide nothing.
+def run_seconds(config: Config, plan: Plan, enough: float) -> float:
+    """Seconds that the run takes without compiling, or fewer that are more than `enough`.
 
-    By arithmetic on CUDA; on a CPU by timing a step, unless any CPU would take far less, or longer.
+    By arithmetic on CUDA. On a CPU by timing a step, unless any CPU would take less than a minute,
+    or more than `enough`.
     """
     device, vocab_size = PartialState().device, open_corpus(config).vocab_size
     if device.type == "cuda":
-        dtype = "tf32" if config.train.mixed_precision in (None, "no") else "bf16"
+        dtype = "tf32" if precision_of(config) == "no" else "bf16"
         peak = peak_flops(device_name(device), dtype) or 1e14
         return least_seconds(config, plan, vocab_size, GPU_MFU * peak)
     longest = least_seconds(config, plan, vocab_size, SLOW_CORE * torch.get_num_threads())
     shortest = least_seconds(config, plan, vocab_size, FAST_CORE * torch.get_num_threads())
     if longest < SHORT:
         return longest
-    if shortest * COMPILED_GAIN["cpu"] > COMPILE_SECONDS["cpu"]:
+    if shortest > enough:
         return shortest
-    precision = config.train.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    return plan.max_steps * step_seconds(config, plan, vocab_size, precision)
+    return plan.max_steps * step_seconds(config, plan, vocab_size, precision_of(config))
 
 
 def least_seconds(config: Config, plan: Plan, vocab_size: int, flops: float) -> float:

@@ -31,6 +31,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_gpt.model.documents import dense_mask
+from accel_gpt.model.evaluating import evaluating
 from accel_gpt.model.gpt import GPT, CausalSelfAttention
 from accel_gpt.optim.sharded import is_sharded
 
@@ -144,7 +145,7 @@ def token_figures(
         return dict(zip(values, mean, strict=True))
 
     seen = Seen()
-    with passed_by(gpt), watched(gpt, seen, visible(tokens, documents)):
+    with evaluating(gpt, compiled=False), watched(gpt, seen, visible(tokens, documents)):
         gpt(tokens, documents=documents, last_only=True)
     alive = over_processes(seen.alive)
     return {
@@ -152,20 +153,6 @@ def token_figures(
         **over_processes(seen.entropies),
         **{name: (value == 0).float().mean() for name, value in alive.items()},
     }
-
-
-@contextmanager
-def passed_by(gpt: GPT) -> Iterator[None]:
-    """No dropout, no gradients, and the model as it was before it was compiled."""
-    training, compiled = gpt.training, gpt._compiled_call_impl
-    gpt.eval()
-    gpt._compiled_call_impl = None
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        gpt._compiled_call_impl = compiled
-        gpt.train(training)
 
 
 @contextmanager

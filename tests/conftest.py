@@ -21,6 +21,7 @@ from accel_gpt.model import passes
 from accel_gpt.model_config import PRESETS, ModelConfig
 from accel_gpt.run.signals import SIGNALS
 
+THREADS = int(os.environ.get("ACCEL_GPT_TEST_THREADS", "1"))
 QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
 # what is compiled goes where torch puts it, not into the user's cache
 PLACE = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
@@ -69,9 +70,9 @@ def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Tensors this small are slower with two."""
+    """Tensors this small are slower with two; `.ci/processors` asks for more."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     yield
     torch.set_num_threads(threads)
 
@@ -121,7 +122,7 @@ def small_run(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
 out_dir: {tmp_path / "run"}
 data: {{train: {corpus}}}
 model: {{n_layer: 2, n_head: 2, n_embd: 32, block_size: 32, dropout: 0.1}}
-train: {{tokens_per_step: 256, micro_batch_size: 4, max_steps: 12, cpu_threads: 1}}
+train: {{tokens_per_step: 256, micro_batch_size: 4, max_steps: 12, cpu_threads: {THREADS}}}
 optim: {{lr: 1e-2}}
 schedule: {{warmup_steps: 2}}
 eval: {{every: 4, tokens: 512}}

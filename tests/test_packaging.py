@@ -95,7 +95,10 @@ def test_training_needs_neither_datasets_nor_pyarrow(tmp_path: Path) -> None:
         "sys.exit(accel_gpt.cli.dispatch(sys.argv[1:]))"
     )
     words = [sys.executable, "-c", code, "train", "quickstart", *few_steps()]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/quickstart/checkpoints/step_00000003").is_dir()
 

@@ -35,7 +35,6 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         if "accel_gpt.hub.verify" not in command:  # git, and what imports of transformers ask for
             return start(command, **options)
-        torch.set_flush_denormal(False)  # as in a fresh process; training set it
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = verify.main(command[-2:])

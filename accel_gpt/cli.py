@@ -42,6 +42,7 @@ from accel_gpt.parse import (
     read_options,
     read_yaml,
 )
+from accel_gpt.shipped import resolve_config
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ def train_command(argv: Sequence[str]) -> int:
     config = load_config(argv, "accel-gpt train", inherit)
     from accel_gpt.train import launch
 
-    return launch(config)
+    return launch(config, argv[0])
 
 
 def prepare_command(argv: Sequence[str]) -> int:
@@ -86,11 +87,12 @@ def prepare_command(argv: Sequence[str]) -> int:
 
 
 def parse_recipe(cls: type[T], argv: Sequence[str], prog: str) -> T:
-    """`[RECIPE.yaml] --key value ...` as the dataclass `cls`, whose fields are the keys of both."""
+    """`[RECIPE] --key value ...` as the dataclass `cls`, whose fields are the keys of both."""
     words = list(argv)
     path = words.pop(0) if words and not words[0].startswith("-") else None
     if path is None or {"-h", "--help"} & set(words):
-        return parse_command(cls, words, f"{prog} [RECIPE.yaml]")
+        return parse_command(cls, words, f"{prog} [RECIPE]")
+    path = str(resolve_config(path, "data"))
     values = read_yaml(path)
     require(isinstance(values, Mapping), f"{path} holds no keys; see configs/data/ for recipes")
     return build(cls, {**dict(flatten(cls, values, path)), **dict(read_options(cls, words))})

@@ -14,7 +14,8 @@ from accel_gpt.errors import not_negative, positive, require
 class PrepareCommand(PrepareConfig):
     """Turn text, or shards of another project, into token shards; stopped, it continues.
 
-    RECIPE.yaml holds any of these options as `key: value`; those of the command line go first.
+    RECIPE, a YAML file or the name of a shipped one, holds any of these options as `key: value`;
+    those of the command line go first.
     """
 
     source: Source | None = None
@@ -159,7 +160,7 @@ class VerifyResumeCommand:
     """
 
     config: Annotated[str, tyro.conf.Positional]
-    """YAML file, as for train."""
+    """YAML file, or name of a shipped config, as for train."""
     steps: int = 20
     """Steps of each run."""
     kills: int = 5
@@ -221,7 +222,7 @@ class PlanCommand:
     """
 
     config: Annotated[str, tyro.conf.Positional]
-    """YAML file, as for train."""
+    """YAML file, or name of a shipped config, as for train."""
     gpus: int | None = None
     """Devices, one process each; null: those of --config_file, else 1."""
     gpu: str | None = None
@@ -265,7 +266,7 @@ class BenchCommand:
     """
 
     config: Annotated[str, tyro.conf.Positional]
-    """YAML file, as for train."""
+    """YAML file, or name of a shipped config, as for train."""
     warmup: int = 5
     """Steps before those that are measured."""
     steps: int = 20

@@ -19,6 +19,7 @@ from accel_gpt.config import ANCESTORS, Config
 from accel_gpt.depth import turn
 from accel_gpt.errors import UserError, require
 from accel_gpt.model_config import PRESETS
+from accel_gpt.shipped import resolve_config
 from accel_gpt.untrusted import load_yaml
 
 T = TypeVar("T")
@@ -29,7 +30,9 @@ def load_config(
     prog: str,
     inherit: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
 ) -> Config:
-    """`CONFIG.yaml --section.key value ...` -> the resolved `Config`.
+    """`CONFIG --section.key value ...` -> the resolved `Config`.
+
+    CONFIG is the path of a YAML file, or the name of a shipped one.
 
     `inherit` gives, for the keys that are set, those that `model.init_from` brings. Raises
     `UserError` for a missing file, an unknown key, a wrong type or an impossible value.
@@ -37,8 +40,9 @@ def load_config(
     argv = list(argv)
     path = argv.pop(0) if argv and not argv[0].startswith("-") else ""
     if {"-h", "--help"} & set(argv) or any("tyro-" in word for word in argv):
-        show_help(Config, argv, f"{prog} CONFIG.yaml")
-    require(bool(path), f"no config file given; usage: {prog} CONFIG.yaml [--section.key v]")
+        show_help(Config, argv, f"{prog} CONFIG")
+    require(bool(path), f"no config file given; usage: {prog} CONFIG [--section.key v]")
+    path = str(resolve_config(path))
     values = read_yaml(path)
     require(
         isinstance(values, dict), f"{path} holds no sections; see configs/ for examples of a config"
@@ -66,21 +70,13 @@ def read_yaml(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = difflib.get_close_matches(Path(path).name, neighbours(path), n=1, cutoff=0.5)
-        hint = f"; did you mean {Path(path).parent / near[0]}?" if near else ""
-        raise UserError(f"config file {path} does not exist{hint}") from None
+        raise UserError(f"config file {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config file {path} cannot be read: {error}") from None
     try:
         return load_yaml(text) or {}
     except ValueError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
-
-
-def neighbours(path: str) -> list[str]:
-    """Names of the YAML files beside `path`."""
-    folder = Path(path).parent
-    return [p.name for p in folder.glob("*.yaml")] if folder.is_dir() else []
 
 
 # --------------------------------------------------------------------------- keys

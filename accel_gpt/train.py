@@ -1,6 +1,6 @@
 """Train a GPT: the whole story, top to bottom.
 
-    accelerate launch --config_file accelerate_config.yaml accel_gpt/train.py CONFIG.yaml \\
+    accelerate launch --config_file accelerate_config.yaml accel_gpt/train.py CONFIG \\
         [--section.key value ...]
 
 Reads the config, the token shards (made first if they are missing) and, when the run has one, its
@@ -53,6 +53,7 @@ from accel_gpt.run.terminal import Display, last_words
 from accel_gpt.run.text_corpus import open_corpus
 from accel_gpt.run.watchdog import Watchdog
 from accel_gpt.run.writer import Writer
+from accel_gpt.shipped import copy_shipped
 
 
 @dataclass
@@ -78,14 +79,16 @@ class Run:
 
 def main(argv: Sequence[str]) -> int:
     """Train as `argv` says; returns the exit code."""
-    return launch(load_config(argv, "train.py", inherit))
+    return launch(load_config(argv, "train.py", inherit), argv[0])
 
 
-def launch(config: Config) -> int:
-    """Train as `config` says, alone in its folder; returns the exit code."""
+def launch(config: Config, source: str) -> int:
+    """Train as `config`, which `source` names, says, alone in its folder; returns the exit code."""
     die_with_launcher()
     started, plan = time.monotonic(), make_plan(config, world_size())
     with locked(Path(config.out_dir)) if is_main() else contextlib.nullcontext():
+        if is_main():
+            copy_shipped(source, Path(config.out_dir))
         ensure_data(config.data)
         with peers(plan.world_size):
             if config.eval.only:

@@ -39,6 +39,7 @@ from tests.hermetic import (
     sync_nothing,
 )
 
+THREADS = int(os.environ.get("ACCEL_GPT_TEST_THREADS", "1"))
 QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
 # what is compiled goes where torch puts it, not into the user's cache
 PLACE = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
@@ -96,10 +97,11 @@ def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:
 
 
 def pytest_configure() -> None:
-    """Before any test: no network, and one thread, as tensors this small are slower with two."""
+    """Before any test: no network, and one thread, as tensors this small are slower
+    with two; `.ci/processors` asks for more."""
     cut_network()
     sync_nothing()
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     # a checkout may be read-only, a machine slow
     cache = Path(tempfile.gettempdir()) / f"hypothesis_{getpass.getuser()}"
     hypothesis.configuration.set_hypothesis_home_dir(cache)
@@ -192,7 +194,7 @@ def small_config(folder: Path) -> str:
 out_dir: {folder / "run"}
 data: {{train: {folder / "corpus"}}}
 model: {{n_layer: 2, n_head: 2, n_embd: 32, block_size: 32, dropout: 0.1}}
-train: {{tokens_per_step: 256, micro_batch_size: 4, max_steps: 12, cpu_threads: 1}}
+train: {{tokens_per_step: 256, micro_batch_size: 4, max_steps: 12, cpu_threads: {THREADS}}}
 optim: {{lr: 1e-2}}
 schedule: {{warmup_steps: 2}}
 eval: {{every: 4, tokens: 512}}

@@ -32,7 +32,11 @@ QUICK += ["--schedule.warmup_steps", "0"]
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison without a fresh process, which takes seconds to start."""
 
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    start = subprocess.run
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if "accel_gpt.hub.verify" not in command:  # git, and what imports of transformers ask for
+            return start(command, **options)
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = verify.main(command[-2:])

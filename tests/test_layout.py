@@ -14,6 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     ["errors"],
     ["files", "untrusted", "data_config", "model_config", "optim_config"],
+    ["shipped"],
     ["config", "options"],
     ["depth"],
     ["parse", "plan"],

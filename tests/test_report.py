@@ -26,7 +26,7 @@ from accel_gpt.parse import load_config
 from accel_gpt.report.figures import means, read_figures, thin
 from accel_gpt.report.payload import MOST_POINTS, all_marks, payload
 from accel_gpt.report.references import FOLDERS, find_reference, matches, read_reference
-from accel_gpt.report.run_folder import open_runs
+from accel_gpt.report.run_folder import config_name, open_runs
 from accel_gpt.report.sample_texts import texts_in
 from accel_gpt.run.guards import locked
 from tests.runs import LAUNCH, make_run, record
@@ -332,6 +332,20 @@ def test_a_report_needs_no_torch() -> None:
 
 
 # --------------------------------------------------------------------------- references
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("accel-gpt train configs/quickstart.yaml --seed 7", "quickstart"),
+        ("accel-gpt train quickstart --data.train my.yaml", "quickstart"),
+        ("train.py 'my configs/small.yaml' --seed 7", "small"),
+        ("accel-gpt sample runs/quickstart", None),
+        (None, None),
+    ],
+)
+def test_the_config_of_a_command_by_path_or_name(command: object, name: str | None) -> None:
+    assert config_name(command) == name
 
 
 def test_a_run_becomes_the_reference_of_its_like(

@@ -37,7 +37,7 @@ def is_repository(name: str) -> bool:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return True
+    return name.isascii()  # clients before that of constraints.txt take any letters
 
 
 def hub_name(place: str) -> str:

@@ -24,6 +24,7 @@ from accel_gpt.plan import plural
 from accel_gpt.report.figures import number
 from accel_gpt.report.run_folder import RunFolder, config_name, read_text
 from accel_gpt.run.changes import changed
+from accel_gpt.shipped import shipped_folder
 from accel_gpt.untrusted import load_json
 
 # of the config, what changes neither the shape nor what is computed at the start
@@ -32,7 +33,7 @@ NO_SHAPE = ("preset", "depth", "init_from", "allow_pickle", "vocab_size", "norm_
 DEFAULTS = MappingProxyType(
     {name: value for name, value in asdict(ModelConfig()).items() if name not in NO_SHAPE}
 )
-FOLDERS = (Path("configs/references"), Path(__file__).resolve().parents[2] / "configs/references")
+FOLDERS = (Path("configs/references"), shipped_folder() / "references")
 
 
 def find_reference(asked: str, runs: list[RunFolder]) -> Mapping[str, Any] | None:

@@ -149,6 +149,6 @@ def is_locked(path: Path) -> bool:
 
 
 def config_name(command: object) -> str | None:
-    """Name of the config that a command trains: `quickstart` for `... configs/quickstart.yaml`."""
-    found = re.search(r"([\w.-]+)\.ya?ml\b", command) if isinstance(command, str) else None
-    return found[1] if found else None
+    """Return the name of the config that a command trains: `x` for `train a/x.yaml`, `train x`."""
+    found = re.search(r"\btrain(?:\.py)? ('[^']+'|\S+)", str(command))
+    return Path(found[1].strip("'")).name.removesuffix(".yaml") if found else None

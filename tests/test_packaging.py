@@ -1,0 +1,247 @@
+"""What is installed: declared dependencies, a wheel with all it needs, configs by their names."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from accel_gpt.cli import dispatch
+from accel_gpt.errors import UserError, run_main
+from accel_gpt.parse import load_config
+from accel_gpt.shipped import copy_shipped, resolve_config, shipped_configs, shipped_folder
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+# private names of other packages that the package uses; each may go with any of their versions
+PRIVATE = {
+    **dict.fromkeys(["_foreach_copy_", "_foreach_norm", "_softmax_backward_data"], "torch"),
+    **dict.fromkeys(["_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks"], "torch"),
+    "_pat_str": "tiktoken",
+}
+PUBLIC = {"_exit", "_replace"}  # of os and of named tuples, in Python's documentation
+
+
+def normal(name: str) -> str:
+    """The name of a distribution as an index compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def requirements(*extras: str) -> dict[str, str]:
+    """Declared distribution -> its bounds; those of the extras as well."""
+    lines = PROJECT["dependencies"] + [line for extra in extras for line in EXTRAS[extra]]
+    parts = (re.match(r"([\w.-]+)(?:\[.*\])?(.*)", line) for line in lines)
+    return {normal(part[1]): part[2] for part in parts if part}
+
+
+def nodes() -> Iterator[ast.AST]:
+    for path in sorted((ROOT / "accel_gpt").rglob("*.py")):
+        yield from ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+
+
+# --------------------------------------------------------------------------- dependencies
+
+
+def test_every_imported_package_is_declared() -> None:
+    modules: set[str] = set()
+    for node in nodes():
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add((node.module or "").partition(".")[0])
+    others = modules - set(sys.stdlib_module_names) - {"accel_gpt"}
+    assert {"torch", "yaml", "tqdm", "pyarrow"} <= others
+    known = packages_distributions()
+    declared = set(requirements("lm-eval"))
+    missing = {m for m in others if not {normal(d) for d in known.get(m, [m])} & declared}
+    assert not missing
+
+
+def test_private_names_are_listed_and_bound_from_above() -> None:
+    own = {n.attr for n in nodes() if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    own |= {n.name for n in nodes() if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    used = {n.attr for n in nodes() if isinstance(n, ast.Attribute) and n.attr.startswith("_")}
+    foreign = {name for name in used - own - PUBLIC if not name.startswith("__")}
+    assert foreign | {"_compiled_call_impl"} == set(PRIVATE)  # the last is also assigned to
+    assert all("<" in requirements()[package] for package in PRIVATE.values())
+
+
+def test_lowest_constraints_are_the_lower_bounds() -> None:
+    lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
+    pinned = {normal(name): version for name, _, version in (x.partition("==") for x in lines)}
+    for name, bounds in requirements("lm-eval", "dev").items():
+        if name not in ("torch", "accel-gpt"):
+            lower = re.match(r">=([\d.]+)", bounds)
+            assert lower, f"{name} has no lower bound"
+            want, got = (re.sub(r"(\.0)+$", "", text) for text in (lower[1], pinned[name]))
+            assert got == want, name
+
+
+def test_training_needs_neither_datasets_nor_pyarrow(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the king went to war by the sea\n" * 400)
+    code = (
+        "import sys; sys.modules.update(datasets=None, pyarrow=None)\n"
+        "import accel_gpt.cli, accel_gpt.report.report, accel_gpt.hub.export\n"
+        "sys.exit(accel_gpt.cli.dispatch(sys.argv[1:]))"
+    )
+    words = [sys.executable, "-c", code, "train", "quickstart", *few_steps()]
+    done = subprocess.run(
+        words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs/quickstart/checkpoints/step_00000003").is_dir()
+
+
+def few_steps() -> list[str]:
+    """Options that make quickstart a matter of seconds, on `text.txt`."""
+    return [
+        *("--data.prepare.source", "text", "--data.prepare.path", "text.txt"),
+        *("--data.prepare.vocab_size", "270", "--data.prepare.workers", "1"),
+        *("--data.train", "data/text", "--train.max_steps", "3"),
+        *("--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "32"),
+        *("--train.tokens_per_step", "128", "--train.micro_batch_size", "4"),
+        *("--schedule.warmup_steps", "1", "--sample.every", "0", "--log.trackers", "[]"),
+        *("--eval.tokens", "256", "--train.cpu_threads", "1"),
+    ]
+
+
+# --------------------------------------------------------------------------- configs by name
+
+
+def test_a_shipped_config_is_known_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shipped_folder() == ROOT / "configs"
+    for word in ("quickstart", "quickstart.yaml"):
+        assert resolve_config(word) == ROOT / "configs/quickstart.yaml"
+        assert load_config([word], "") == load_config([str(ROOT / "configs/quickstart.yaml")], "")
+    assert resolve_config("openwebtext", "data") == ROOT / "configs/data/openwebtext.yaml"
+    for name in shipped_configs():
+        (tmp_path / name).mkdir()  # a folder is no config
+        assert resolve_config(name).parent == ROOT / "configs"
+
+
+def test_a_path_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("quickstart.yaml").write_text("seed: 7")
+    Path("gpt2_124m").write_text("seed: 8")
+    assert load_config(["quickstart.yaml"], "").seed == 7
+    assert load_config(["gpt2_124m"], "").seed == 8
+    assert load_config(["quickstart"], "").seed != 7
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["train", "quikstart"], "quikstart does not exist; did you mean quickstart?"),
+        (["train", "configs/quickstart.yaml"], "did you mean quickstart?"),
+        (["plan", "gpt2_24m"], "did you mean gpt2_124m or gpt2_774m or gpt2_350m?"),
+        (["bench", "zzz"], "zzz does not exist; shipped are fast_124m, fast_shakespeare_cpu,"),
+        (["verify-resume", "quickstrt.yaml"], "did you mean quickstart?"),
+        (["prepare", "openwebtxt"], "openwebtxt does not exist; did you mean openwebtext?"),
+        (["prepare", "quickstart"], "shipped are fineweb10b_gpt2, fineweb_edu_10bt, openwebtext"),
+        (["train", "mine"], "did you mean mine.yaml?"),
+    ],
+)
+def test_an_unknown_name_is_one_sentence_with_the_nearest(
+    words: list[str],
+    hint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("seed: 7")
+    assert run_main(dispatch, words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: config file ")
+    assert hint in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_by_name_keeps_the_config_as_shipped(tmp_path: Path) -> None:
+    copy_shipped("quickstart", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["quickstart.yaml"]
+    shipped = (ROOT / "configs/quickstart.yaml").read_bytes()
+    assert (tmp_path / "quickstart.yaml").read_bytes() == shipped
+    own = tmp_path / "own.yaml"
+    own.write_text("seed: 7")
+    (tmp_path / "run").mkdir()
+    copy_shipped(str(own), tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
+    with pytest.raises(UserError):
+        copy_shipped("quikstart", tmp_path)
+
+
+# --------------------------------------------------------------------------- the wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of a copy of the tree, as building leaves files beside the sources."""
+    if find_spec("setuptools") is None:
+        pytest.skip("setuptools is not installed, which builds the wheel")
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("accel_gpt", "configs"):
+        shutil.copytree(ROOT / name, folder / "tree" / name)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / "tree")
+    words = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*words, "-w", str(folder), str(folder / "tree")], check=True)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_file_of_package_and_configs(wheel: Path) -> None:
+    files = {p.relative_to(ROOT) for p in (ROOT / "accel_gpt").rglob("*") if p.is_file()}
+    configs = {p.relative_to(ROOT) for p in (ROOT / "configs").rglob("*") if p.is_file()}
+    wanted = {str(path) for path in files if "__pycache__" not in path.parts}
+    wanted |= {f"accel_gpt/{path}" for path in configs}
+    held = set(zipfile.ZipFile(wheel).namelist())
+    assert {"accel_gpt/py.typed", "accel_gpt/report/page.js"} <= wanted
+    assert wanted == {name for name in held if name.startswith("accel_gpt/")}
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_trains_by_name_and_reports(wheel: Path, tmp_path: Path) -> None:
+    """From an empty folder, with the wheel before anything else that is installed."""
+    target, folder = tmp_path / "installed", tmp_path / "folder"
+    words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*words, "--target", str(target), str(wheel)], check=True)
+    folder.mkdir()
+    (folder / "text.txt").write_text("the king went to war by the sea\n" * 400)
+    environment = {**os.environ, "PYTHONPATH": str(target)}
+
+    def shown(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, str(target / "bin/accel-gpt"), *words], cwd=folder, env=environment,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    code = "import accel_gpt; print(accel_gpt.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, check=True
+    )
+    assert Path(found.stdout.decode().strip()).is_relative_to(target)
+    assert "--train.max_steps" in shown("train", "quickstart", "--help").replace("-steps", "_steps")
+    assert "quickstart on 1 x CPU process" in shown("plan", "quickstart")
+    shown("train", "quickstart", *few_steps())
+    run = folder / "runs/quickstart"
+    assert (run / "checkpoints/step_00000003").is_dir()
+    assert (run / "quickstart.yaml").read_bytes() == (ROOT / "configs/quickstart.yaml").read_bytes()
+    shown("report", "runs/quickstart", "--reference", "quickstart")
+    assert "quickstart, measured by us" in (run / "report.html").read_text(encoding="utf-8")

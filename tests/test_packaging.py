@@ -25,7 +25,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # private names of other packages that the package uses; each may go with any of their versions
 PRIVATE = {
-    **dict.fromkeys(["_foreach_copy_", "_foreach_norm", "_softmax_backward_data"], "torch"),
+    **dict.fromkeys(["_foreach_copy_", "_foreach_norm"], "torch"),
     **dict.fromkeys(["_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks"], "torch"),
     "_pat_str": "tiktoken",
 }

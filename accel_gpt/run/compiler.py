@@ -1,6 +1,7 @@
 """What fp8 needs of a machine, and where compiled code is kept between launches."""
 
 import os
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def compiler_error(device: str) -> str | None:
     """Why torch.compile fails on a device, as it fails on the smallest function; None: it works."""
     keep_compiled()
     try:
-        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
+        with warnings.catch_warnings(action="ignore"):
+            torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
     except Exception as error:  # what a missing or broken compiler raises has no public class
         return str(error).strip().splitlines()[0][:200] or type(error).__name__
     return None

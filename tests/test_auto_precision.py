@@ -82,7 +82,7 @@ def test_the_cpu_decides_and_the_reason_is_printed(
     assert saved(tmp_path) == (expected[0], False)
     shown = capsys.readouterr().err
     assert re.search(rf"auto +precision (float32|bf16): {expected[1]}", shown)
-    assert re.search("auto +not compiled: .* the run takes about 0 s", shown)
+    assert re.search("auto +not compiled: .* the run is estimated at 0 s", shown)
     assert f"precision {expected[0]}" in shown  # what Accelerate computes in
     assert "WARNING" not in shown
 

@@ -9,7 +9,6 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -39,7 +38,7 @@ from accel_gpt.run.text_corpus import open_corpus
 from accel_gpt.untrusted import load_yaml
 
 BF16_CAPABILITY = (8, 0)  # Ampere: NVIDIA's first matrix units for bf16
-TIMED_STEPS = 3
+TIMED_STEPS, TIMED_SECONDS = 3, 2.0  # at most so many steps of about so many seconds
 SHORT = 60.0  # seconds; nothing is timed for a shorter run
 # FLOP/s of one core, between which any CPU is taken to train: assumptions
 SLOW_CORE, FAST_CORE = 1e10, 1e12
@@ -115,11 +114,9 @@ def choose_precision(config: Config) -> tuple[str, str]:
         return launcher, "accelerate launch asks for it"
     device = PartialState().device
     if device.type == "cuda":
-        units = torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
-        name = device_name(device)
-        return (
-            "bf16" if units else "no"
-        ), f"{name} has {'' if units else 'no '}matrix units for it"
+        if torch.cuda.get_device_capability(device) >= BF16_CAPABILITY:
+            return "bf16", f"{device_name(device)} has matrix units for it"
+        return "no", f"{device_name(device)} has no matrix units for bf16"
     if device.type != "cpu":
         return "no", f"bf16 on {device.type} has not been measured"
     instructions = bf16_instructions()
@@ -129,7 +126,7 @@ def choose_precision(config: Config) -> tuple[str, str]:
         return "bf16", f"this CPU has matrix units for it ({MATRIX_UNITS})"
     plan = make_plan(config, world_size())
     vocab_size = open_corpus(config).vocab_size
-    if (least_seconds(config, plan, vocab_size, SLOW_CORE)) < SHORT:
+    if seconds_at(SLOW_CORE * torch.get_num_threads(), config, plan, vocab_size) < SHORT:
         return "no", f"the run is too short to try {instructions}"
     times = {p: step_seconds(config, plan, vocab_size, p) for p in ("no", "bf16")}
     fastest = min(times, key=lambda precision: times[precision])
@@ -154,8 +151,8 @@ def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
         seconds = run_seconds(config, plan, cost / gain)
         compiled = seconds * gain > cost
         reason = (
-            f"it saves about {gain:.0%} of a step and takes about {cost:.0f} s; the run takes "
-            f"{'more than ' if compiled else 'about '}{seconds:,.0f} s without"
+            f"it saves about {gain:.0%} of a step and takes about {cost:.0f} s; the run is "
+            f"estimated at {seconds:,.0f} s without"
         )
     if compiled and (error := compiler_error(kind)):
         return False, f"torch.compile does not work here ({error})"
@@ -188,53 +185,55 @@ def require_compiler() -> None:
 
 
 def run_seconds(config: Config, plan: Plan, enough: float) -> float:
-    """Seconds that the run takes without compiling, or fewer that are more than `enough`.
+    """Estimate the seconds that the run takes without compiling.
 
-    By arithmetic on CUDA. On a CPU by timing a step, unless any CPU would take less than a minute,
-    or more than `enough`.
+    By arithmetic on CUDA. On a CPU by timing a step, unless even a slow one takes less than a
+    minute (its seconds), or even a fast one more than `enough` (its seconds).
     """
     device, vocab_size = PartialState().device, open_corpus(config).vocab_size
     if device.type == "cuda":
         dtype = "tf32" if precision_of(config) == "no" else "bf16"
         peak = peak_flops(device_name(device), dtype) or 1e14
-        return least_seconds(config, plan, vocab_size, GPU_MFU * peak)
-    longest = least_seconds(config, plan, vocab_size, SLOW_CORE * torch.get_num_threads())
-    shortest = least_seconds(config, plan, vocab_size, FAST_CORE * torch.get_num_threads())
-    if longest < SHORT:
+        return seconds_at(GPU_MFU * peak, config, plan, vocab_size)
+    slow, fast = (core * torch.get_num_threads() for core in (SLOW_CORE, FAST_CORE))
+    if (longest := seconds_at(slow, config, plan, vocab_size)) < SHORT:
         return longest
-    if shortest > enough:
+    if (shortest := seconds_at(fast, config, plan, vocab_size)) > enough:
         return shortest
     return plan.max_steps * step_seconds(config, plan, vocab_size, precision_of(config))
 
 
-def least_seconds(config: Config, plan: Plan, vocab_size: int, flops: float) -> float:
-    """Seconds of the run where each process computes so many FLOP/s."""
+def seconds_at(rate: float, config: Config, plan: Plan, vocab_size: int) -> float:
+    """Seconds of the run where each process computes `rate` FLOP/s."""
     work = plan.max_steps * plan.tokens_per_step * flops_per_token(config.model, vocab_size)
-    return work / flops / plan.world_size
+    return work / rate / plan.world_size
 
 
 def step_seconds(config: Config, plan: Plan, vocab_size: int, precision: str) -> float:
     """Seconds of an optimizer step of this process, timed with a model of its own on a CPU.
 
-    Its weights and tokens are random; the run draws its own after this.
+    Its weights and tokens are random; the run draws its own after this. As many sequences as a slow
+    CPU computes in `TIMED_SECONDS` stand for the others of a large micro-batch.
     """
+    work = plan.block_size * flops_per_token(config.model, vocab_size)  # of a sequence
+    most = int(TIMED_SECONDS * SLOW_CORE * torch.get_num_threads() / work)
+    sequences = max(1, min(plan.micro_batch_size, most))
+    micro_steps = plan.accumulation_steps * plan.micro_batch_size / sequences
     gpt = GPT(config.model, vocab_size)
     gpt.recompute = config.train.activation_checkpointing == "blocks"
     optimizer = make_optimizer(gpt, config.optim)
-    shape = (plan.micro_batch_size, plan.block_size)
-    tokens, targets = (torch.randint(vocab_size, shape) for _ in range(2))
-    half = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
+    tokens, targets = torch.randint(vocab_size, (2, sequences, plan.block_size))
     times = []
     for _ in range(1 + TIMED_STEPS):
         start = time.perf_counter()
-        with half:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             loss = gpt(tokens, targets)
         loss.backward()
         middle = time.perf_counter()
         optimizer.step()
         optimizer.zero_grad()
-        update = time.perf_counter() - middle
-        times.append(plan.accumulation_steps * (middle - start) + update)
-        if times[-1] > SHORT / 30:  # a few seconds for all of them
+        end = time.perf_counter()
+        times.append(micro_steps * (middle - start) + end - middle)
+        if end - start > TIMED_SECONDS:
             break
-    return statistics.median(times[1:] or times)
+    return statistics.median(times[1:] or times)  # the first one warms up

@@ -120,6 +120,7 @@ def measure(asked: BenchCommand, run: train.Run) -> Report:
         "parts_ms": {name: 1000 * spent for name, spent in parts.items()},
         "parts_steps": asked.parts,
         "parameters": counts["total"],
+        "compiled": run.config.train.compile is True,
         "plan": asdict(plan) | {"tokens_per_step": plan.tokens_per_step},
         **describe_machine(run.accelerator),
         "versions": code_versions(),
@@ -138,6 +139,7 @@ def compare(asked: BenchCommand, options: Sequence[str]) -> str:
         words = [sys.executable, "-m", "accel_gpt.cli", "bench", asked.config, *options, "--json"]
         words += ["--warmup", str(asked.warmup), "--steps", str(asked.steps), "--parts", "0"]
         words += ["--train.mixed_precision", precision, "--train.compile", compiled]
+        sys.stderr.write(f"measuring {name}\n")
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         reports[name] = {"error": lines[-1]} if done.returncode else json.loads(done.stdout)
@@ -262,7 +264,8 @@ def table(report: Report) -> str:
         f"{plural(plan['accumulation_steps'], 'micro-step')} x "
         f"{plural(plan['world_size'], 'process', 'processes')}",
         f"device     {report['processes']} x {report['device']}, precision "
-        f"{report['mixed_precision']}, {report['threads_per_process']} threads",
+        f"{report['mixed_precision']}, {'' if report['compiled'] else 'not '}compiled, "
+        f"{report['threads_per_process']} threads",
         f"speed      {report['tokens_per_second']:,.0f} tokens/s, median of "
         f"{plural(report['steps'], 'step')}; middle half {low:,.0f} to {high:,.0f}",
         f"           {report['step_ms']:,.1f} ms a step; the first took "

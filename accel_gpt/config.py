@@ -160,8 +160,7 @@ class EvalConfig:
     tokens: int | None = 1_048_576
     """Tokens of each split, and of each named val set, the same ones every time; null: all."""
     whole_at_end: bool = False
-    """At the last step report the val loss over the whole val split. The best checkpoint is still
-    chosen by the same tokens as before."""
+    """At the last step also log eval/whole_val_loss, over the whole val split."""
     only: bool = False
     """Train nothing: evaluate the newest checkpoint of out_dir, else model.init_from, and end."""
     hellaswag: str | None = None
@@ -173,6 +172,11 @@ class EvalConfig:
     def __post_init__(self) -> None:
         not_negative("eval", self, "every")
         positive("eval", self, "tokens", "hellaswag_limit")
+        require(
+            not self.whole_at_end or self.tokens is not None,
+            "eval.whole_at_end is true but eval.tokens is null, which evaluates the whole split "
+            "every time; set one of the two",
+        )
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,6 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
             saving |= state.note_best() and config.checkpoint.keep_best
             if last and config.eval.whole_at_end:
                 record |= run.evaluation.whole_val(run.gpt, run.accelerator, reporter.beat)
-                state.val_loss = record["eval/val_loss"]
         if record:
             reporter.publish(state, record)
         if saving:

@@ -104,7 +104,7 @@ def ours(out: Path, words: Sequence[str | Path], seeds: "itertools.count[int]") 
     seconds = timed(lambda: call(command))
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
     shutil.rmtree(out)
-    return {"seconds": seconds, "val_loss": last["eval/val_loss"]}
+    return {"seconds": seconds, "val_loss": last["eval/whole_val_loss"]}
 
 
 def format_rounds(found: dict[str, list[Metrics]]) -> str:

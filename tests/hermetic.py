@@ -110,7 +110,14 @@ def flushes_denormals() -> bool:
 
 
 def environ() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != TEST_VARIABLE}
+    """All variables but those that pytest and, when it compiles, torch set for themselves."""
+    own = (TEST_VARIABLE, "_TORCHINDUCTOR")
+    return {name: value for name, value in os.environ.items() if not name.startswith(own)}
+
+
+def import_paths() -> list[str]:
+    """`sys.path` without what setuptools adds, which torch imports when it compiles."""
+    return [path for path in sys.path if not path.endswith("setuptools/_vendor")]
 
 
 def set_environ(variables: dict[str, str]) -> None:
@@ -152,7 +159,7 @@ SETTINGS: dict[str, Setting] = {
     "gradients enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
     "environment": (environ, set_environ),
     "working directory": (Path.cwd, os.chdir),
-    "sys.path": (sys.path.copy, lambda paths: sys.path.__setitem__(slice(None), paths)),
+    "sys.path": (import_paths, lambda paths: sys.path.__setitem__(slice(None), paths)),
     "socket timeout": (socket.getdefaulttimeout, socket.setdefaulttimeout),
 }
 

@@ -155,7 +155,7 @@ def test_a_long_run_is_compiled_where_a_compiler_works(
 ) -> None:
     monkeypatch.setattr(auto_precision, "run_seconds", lambda *_: 1000.0)
     error = None if compiler == "works" else "no C++ compiler"
-    monkeypatch.setattr(auto_precision, "compiler_error", lambda _: error)
+    monkeypatch.setattr(auto_precision, "compiler_error", lambda device: error)
     compiled: list[bool] = []
     monkeypatch.setattr("accel_gpt.model.gpt.GPT.compile", lambda _: compiled.append(True))
     assert launch(small_run(*AUTO, "--optim.name", "adamw", "--train.max_steps", "4")) == 0

@@ -19,7 +19,6 @@ from accel_gpt.data_config import PrepareConfig
 from accel_gpt.evals.table import as_json, as_table
 from accel_gpt.evals.validation import windows
 from accel_gpt.hub.export import export
-from accel_gpt.run.checkpoint import read_state
 from accel_gpt.run.guards import locked
 from accel_gpt.run.metrics import COLUMNS, MetricsLog
 from accel_gpt.run.records import merge_record
@@ -313,21 +312,18 @@ def test_equal_to_transformers_on_the_exported_model(
     assert (-losses).tolist() == pytest.approx([x for row in likely for x in row], abs=1e-4)
 
 
-def test_the_whole_val_split_at_the_end_leaves_the_best_step_to_the_usual_tokens(
-    small_run: Arguments, tmp_path: Path
+def test_the_whole_val_split_at_the_end_has_a_key_of_its_own(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--train.max_steps", "8", "--eval.tokens", "64", "--eval.whole_at_end", "true")
     assert launch(small_run(*words)) == 0
-    records = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    losses = {r["step"]: r["eval/val_loss"] for r in records if "eval/val_loss" in r}
-    state = read_state(tmp_path / "run" / "checkpoints" / "step_00000008")
-    assert state.val_loss == losses[8]
-    assert state.best_step == 8
-    assert state.best_val_loss != losses[8]
+    known = records(tmp_path / "run")
+    assert [r["step"] for r in known if "eval/whole_val_loss" in r] == [8]
     whole = ("--train.max_steps", "8", "--eval.tokens", "null", "--out_dir", str(tmp_path / "all"))
     assert launch(small_run(*whole)) == 0
-    last = json.loads((tmp_path / "all" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["eval/val_loss"] == losses[8]
-    assert last["eval/val_loss_se"] == records[-1]["eval/val_loss_se"]
+    last = records(tmp_path / "all")[-1]
+    for key in ("loss", "loss_se", "perplexity", "bits_per_byte"):
+        assert known[-1][f"eval/whole_val_{key}"] == last[f"eval/val_{key}"]
+    assert known[-1]["eval/val_loss"] != last["eval/val_loss"]
+    assert launch(small_run(*words[:2], *words[4:], "--eval.tokens", "null")) == 2
+    assert "eval.whole_at_end is true but eval.tokens is null" in capsys.readouterr().err

@@ -269,6 +269,7 @@ def backend(self, cpu=False, sagemaker_dp=False, backend=None):
 PartialState._prepare_backend = backend  # Accelerate offers FSDP on GPUs alone
 import accel_gpt.run.environment
 accel_gpt.run.environment.Accelerator = lambda cpu, **given: Accelerator(**given)
+accel_gpt.run.environment.PartialState = lambda cpu=None, **given: PartialState(**given)
 from accel_gpt import train
 sys.exit(train.main(sys.argv[1:]))
 """

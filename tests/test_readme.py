@@ -100,6 +100,7 @@ def test_quickstart_reaches_what_the_readme_claims(elsewhere: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("gpt2_vocabulary")
 def test_own_data_as_the_readme_says(elsewhere: Path) -> None:
     for number in range(4):
         folder = elsewhere / "notes" / f"part{number}"

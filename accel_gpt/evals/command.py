@@ -144,7 +144,8 @@ def run_config(source: Source, run: Path | None) -> Config:
 
 def start_accelerator(config: Config) -> Accelerator:
     """Processes, device and precision as for training; all cores of a CPU."""
-    state = start_processes(config)
+    train = replace(config.train, reproducible=False)  # whose one thread training alone needs
+    state = start_processes(replace(config, train=train))
     config = resolve_precision(config)
     precision = config.train.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
     return Accelerator(

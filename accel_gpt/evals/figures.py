@@ -6,10 +6,13 @@ from dataclasses import dataclass, replace
 from accelerate import Accelerator
 
 from accel_gpt.config import Config
+from accel_gpt.data.remote.folder import is_url
+from accel_gpt.data_config import TextStream
+from accel_gpt.errors import require
 from accel_gpt.evals.hellaswag import Questions, read_questions, score_questions
 from accel_gpt.evals.validation import evaluate_splits
 from accel_gpt.model.gpt import GPT
-from accel_gpt.run.corpus import Corpus
+from accel_gpt.run.corpus import Corpus, sources_of, val_sources
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,23 @@ class Evaluation:
     def whole_val(
         self, model: GPT, accelerator: Accelerator, beat: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """The eval/val figures over all tokens of the val split; a collective."""
+        """The eval/whole_val figures: over all tokens of the val split; a collective."""
         val = tuple(replace(part, tokens=None) for part in self.corpus.evaluated["val"])
-        whole = replace(self.corpus, evaluated={"val": val})
+        whole = replace(self.corpus, evaluated={"whole_val": val})
         return evaluate_splits(model, whole, accelerator, self.batch_size, beat)
 
 
 def open_evaluation(config: Config, corpus: Corpus) -> Evaluation:
     """What the config asks; a fault in the questions is told now, not when they are due."""
+    if config.eval.whole_at_end:
+        data = config.data
+        streamed = isinstance(data.train, TextStream)
+        held = val_sources(data) or ([] if streamed else sources_of(data))
+        require(
+            bool(held) and not any(is_url(source.path) for source in held),
+            "eval.whole_at_end is true but the val split is remote or streamed, and eval.tokens "
+            "tokens of it are held; leave eval.whole_at_end out",
+        )
     questions: Questions = ()
     if config.eval.hellaswag is not None:
         parts = (config.eval.hellaswag, corpus.tokenizer, config.model.block_size)

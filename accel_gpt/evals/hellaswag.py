@@ -244,12 +244,12 @@ def ending_losses(
     if accelerator.distributed_type == DistributedType.FSDP:  # all take part in each forward
         mine += [([], *planned[0][1:])] * (-(-len(planned) // world) - len(mine))
     losses = []
-    for chosen, B, T in mine:
-        beat()
-        tokens, targets = fill([rows[i] for i in chosen], B, T)
-        with evaluating(model):
+    with evaluating(model):
+        for chosen, B, T in mine:
+            beat()
+            tokens, targets = fill([rows[i] for i in chosen], B, T)
             found = model(tokens.to(device), targets.to(device), by_row=True)
-        losses.append(found[: len(chosen)])
+            losses.append(found[: len(chosen)])
     table = np.zeros(len(rows))
     if losses:
         numbers = [i for chosen, _, _ in mine for i in chosen]

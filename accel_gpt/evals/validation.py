@@ -71,7 +71,7 @@ def evaluate_splits(
     for name, parts in corpus.evaluated.items():
         shares = [part.share for part in parts]
         figures |= split_figures(name, weighted(scores[name], shares))
-    for part, score in zip(corpus.evaluated["val"], scores["val"], strict=True):
+    for part, score in zip(corpus.evaluated.get("val", ()), scores.get("val", ()), strict=True):
         if part.name:
             figures |= named_figures(score, part.name)
     return figures
@@ -206,19 +206,19 @@ def evaluate(
     rounds = -(-len(places) // (batch_size * world)) if sharded else None
     losses, sizes = [], []
     read = batches(split, places[mine], batch_size, block_size, len(token_bytes), rounds)
-    for inputs, targets in read:
-        beat()
-        documents = None
-        if document_end is not None:
-            targets, documents = separate(inputs, targets, document_end)
-            documents = documents.to(device)
-        real = (targets != IGNORE).numpy()
-        size = np.where(real, token_bytes[np.where(real, targets.numpy(), 0)], 0).sum(-1)
-        with evaluating(model):
+    with evaluating(model):
+        for inputs, targets in read:
+            beat()
+            documents = None
+            if document_end is not None:
+                targets, documents = separate(inputs, targets, document_end)
+                documents = documents.to(device)
+            real = (targets != IGNORE).numpy()
+            size = np.where(real, token_bytes[np.where(real, targets.numpy(), 0)], 0).sum(-1)
             losses.append(
                 model(inputs.to(device), targets.to(device), documents=documents, by_row=True)
             )
-        sizes.append(np.stack([real.sum(-1), size], axis=-1))
+            sizes.append(np.stack([real.sum(-1), size], axis=-1))
     table = np.zeros((len(places), 3))
     if losses:
         count = int(mine.sum())

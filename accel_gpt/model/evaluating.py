@@ -24,12 +24,14 @@ def evaluating(model: nn.Module, compiled: bool = True) -> Iterator[None]:
         model.train(training)
 
 
-def uncompiled(modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[object]:
-    """Run eagerly what was compiled, model or blocks.
-
-    Where nothing is compiled, the import of the compiler (2 s) is saved.
-    """
-    if any(module._compiled_call_impl is not None for module in modules):
-        stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-        return stance
-    return contextlib.nullcontext()
+@contextlib.contextmanager
+def uncompiled(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Run `modules` that were compiled in place as they were before."""
+    compiled = [(m, m._compiled_call_impl) for m in modules if m._compiled_call_impl is not None]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call

@@ -70,7 +70,7 @@ def memory(config: Config, vocab_size: int, machine: Machine, plan: Plan) -> dic
         "host": taken.host,
         "device": machine.memory,
         "fits": fits,
-        "compiled": config.train.compile is not False,
+        "compiled": config.train.compile is True,
         "largest_micro_batch_size": largest_size(config, vocab_size, machine) if fits else None,
         "remedies": [] if fits is not False else remedies(config, vocab_size, machine),
     }

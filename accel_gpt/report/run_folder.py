@@ -151,4 +151,4 @@ def is_locked(path: Path) -> bool:
 def config_name(command: object) -> str | None:
     """Return the name of the config that a command trains: `x` for `train a/x.yaml`, `train x`."""
     found = re.search(r"\btrain(?:\.py)? ('[^']+'|\S+)", str(command))
-    return Path(found[1].strip("'")).name.removesuffix(".yaml") if found else None
+    return re.sub(r"\.ya?ml$", "", Path(found[1].strip("'")).name) if found else None

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object
 
 from accel_gpt.config import Config
 from accel_gpt.errors import require
@@ -74,9 +75,16 @@ def resolve_compile(config: Config, plan: Plan) -> Config:
     if asked is False:
         return config
     if asked is True:
-        main_decides(PartialState(), require_compiler)
+        error = compiler_error_anywhere()
+        require(
+            error is None,
+            f"train.compile is true but torch.compile does not work here ({error}); install a C++ "
+            "compiler such as g++, or set train.compile to auto or false",
+        )
         return config
     compiled, reason = main_decides(PartialState(), lambda: choose_compile(config, plan))
+    if compiled and (error := compiler_error_anywhere()):
+        compiled, reason = False, f"torch.compile does not work here ({error})"
     report(config, "compiled" if compiled else "not compiled", reason)
     return replace(config, train=replace(config.train, compile=compiled))
 
@@ -114,16 +122,20 @@ def choose_precision(config: Config) -> tuple[str, str]:
         return launcher, "accelerate launch asks for it"
     device = PartialState().device
     if device.type == "cuda":
-        if torch.cuda.get_device_capability(device) >= BF16_CAPABILITY:
-            return "bf16", f"{device_name(device)} has matrix units for it"
-        return "no", f"{device_name(device)} has no matrix units for bf16"
+        name, amd = device_name(device), torch.version.hip is not None
+        units = not amd and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
+        if units or peak_flops(name, "bf16"):
+            return "bf16", f"{name} has matrix units for it"
+        return "no", f"{name} is not known to have matrix units for bf16"
     if device.type != "cpu":
         return "no", f"bf16 on {device.type} has not been measured"
-    instructions = bf16_instructions()
+    instructions, train = bf16_instructions(), config.train
     if instructions is None:
         return "no", "this CPU has no bf16 instructions"
     if instructions == MATRIX_UNITS:
         return "bf16", f"this CPU has matrix units for it ({MATRIX_UNITS})"
+    if train.reproducible or config.eval.only or train.micro_batch_size == "auto":
+        return "no", f"no step is timed that would tell what {instructions} gains"
     plan = make_plan(config, world_size())
     vocab_size = open_corpus(config).vocab_size
     if seconds_at(SLOW_CORE * torch.get_num_threads(), config, plan, vocab_size) < SHORT:
@@ -154,8 +166,6 @@ def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
             f"it saves about {gain:.0%} of a step and takes about {cost:.0f} s; the run is "
             f"estimated at {seconds:,.0f} s without"
         )
-    if compiled and (error := compiler_error(kind)):
-        return False, f"torch.compile does not work here ({error})"
     return compiled, reason
 
 
@@ -171,14 +181,11 @@ def precision_of(config: Config) -> str:
     return config.train.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
-def require_compiler() -> None:
-    """Raise `UserError` where torch.compile does not work."""
-    error = compiler_error(PartialState().device.type)
-    require(
-        error is None,
-        f"train.compile is true but torch.compile does not work here ({error}); install a C++ "
-        "compiler such as g++, or set train.compile to auto or false",
-    )
+def compiler_error_anywhere() -> str | None:
+    """Why torch.compile fails on one of the machines, None where it works on all; a collective."""
+    state = PartialState()
+    mine = compiler_error(state.device.type) if state.is_local_main_process else None
+    return next((error for error in gather_object([mine]) if error), None)
 
 
 # --------------------------------------------------------------------------- how long a run takes
@@ -192,7 +199,8 @@ def run_seconds(config: Config, plan: Plan, enough: float) -> float:
     """
     device, vocab_size = PartialState().device, open_corpus(config).vocab_size
     if device.type == "cuda":
-        dtype = "tf32" if precision_of(config) == "no" else "bf16"
+        full = "fp32" if config.train.matmul_precision == "highest" else "tf32"
+        dtype = full if precision_of(config) == "no" else "bf16"
         peak = peak_flops(device_name(device), dtype) or 1e14
         return seconds_at(GPU_MFU * peak, config, plan, vocab_size)
     slow, fast = (core * torch.get_num_threads() for core in (SLOW_CORE, FAST_CORE))

@@ -47,7 +47,7 @@ def compiler_error(device: str) -> str | None:
         with warnings.catch_warnings(action="ignore"):
             torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
     except Exception as error:  # what a missing or broken compiler raises has no public class
-        return str(error).strip().splitlines()[0][:200] or type(error).__name__
+        return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
     return None
 
 

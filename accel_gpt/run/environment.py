@@ -29,6 +29,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     LoggerType,
     ProjectConfiguration,
+    parse_flag_from_env,
 )
 
 from accel_gpt.config import Config
@@ -132,7 +133,8 @@ def start_processes(config: Config) -> PartialState:
     if config.train.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
-    cpu = not torch.accelerator.is_available()
+    # Accelerator would see to use_cpu of the accelerate config, PartialState does not
+    cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     state = PartialState(cpu=cpu, timeout=collective_timeout(config))
     check_processes(state, world_size())
     set_float32_products(config.train.matmul_precision, state.device)

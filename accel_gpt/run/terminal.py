@@ -156,6 +156,7 @@ def describe(record: Mapping[str, float]) -> str:
         "eval/train_loss": "train {:.4f}",
         "eval/val_loss": "val {:.4f}",
         "eval/val_bits_per_byte": "{:.4f} bits/byte",
+        "eval/whole_val_loss": "whole val {:.4f}",
         "eval/hellaswag_acc_norm": "HellaSwag {:.1%}",
     }
     return " | ".join(form.format(record[key]) for key, form in forms.items() if key in record)

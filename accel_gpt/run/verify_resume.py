@@ -32,6 +32,7 @@ from accel_gpt.parse import to_yaml
 from accel_gpt.plan import in_steps, make_plan, plural
 from accel_gpt.run.comparison import TOLERANCE, Finding, compare_runs, read_records, table
 from accel_gpt.run.environment import ensure_data, plain_environment
+from accel_gpt.untrusted import load_yaml
 
 DIFFERENT = 1  # exit code
 LAST_LINES = 30  # of a launch that failed; torchrun adds some 20 to the trainer's
@@ -144,7 +145,13 @@ def command(trial: Trial, folder: Path, world: int) -> list[str]:
     if world > 1:
         launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
         words += [*launcher, "-m"]
-    return [*words, "accel_gpt.train", str(trial.room / "config.yaml"), "--out_dir", str(folder)]
+    words += ["accel_gpt.train", str(trial.room / "config.yaml"), "--out_dir", str(folder)]
+    whole = trial.room / "undisturbed" / "config.yaml"
+    if whole.is_file():  # what auto stood for there
+        train = load_yaml(whole.read_text(encoding="utf-8"))["train"]
+        for key in ("mixed_precision", "compile"):
+            words += [f"--train.{key}", str(train[key])]
+    return words
 
 
 # --------------------------------------------------------------------------- launches

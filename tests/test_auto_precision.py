@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate import PartialState
 from safetensors.torch import load_file
 
 from accel_gpt import train
-from accel_gpt.run import auto_precision, processor
+from accel_gpt.config import Config
+from accel_gpt.run import auto_precision, environment, processor
 from tests.conftest import launch
 
 Arguments = Callable[..., list[str]]
@@ -203,3 +205,35 @@ def test_float32_products_on_a_cpu_are_exact_by_default(
         words = ("--train.matmul_precision", asked, "--train.max_steps", "4")
         assert launch(small_run(*words, "--out_dir", str(tmp_path / asked))) == 0
     assert found == 4 * ["high"] + 4 * ["highest"]
+
+
+@pytest.mark.usefixtures("settings_kept")
+def test_use_cpu_of_the_accelerate_config_holds_where_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[bool] = []
+
+    def state(cpu: bool, **_: object) -> PartialState:
+        asked.append(cpu)
+        return PartialState(cpu=True)
+
+    monkeypatch.setattr(environment, "PartialState", state)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    for use_cpu in ("false", "true"):
+        monkeypatch.setenv("ACCELERATE_USE_CPU", use_cpu)
+        environment.start_processes(Config())
+    assert asked == [False, True]
+
+
+def test_a_reproducible_run_never_chooses_by_the_clock(
+    cpu: Callable[..., None],
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu("avx512_bf16")
+    monkeypatch.setattr(auto_precision, "SHORT", 0.0)
+    monkeypatch.setattr(auto_precision, "step_seconds", None)
+    words = (*AUTO, "--train.reproducible", "true", "--train.max_steps", "4")
+    assert launch(small_run(*words)) == 0
+    assert saved(tmp_path) == ("no", False)

@@ -80,7 +80,8 @@ def test_a_decoded_token_is_a_token_of_the_forward_pass(config: ModelConfig) -> 
         expected = model(tokens)
         model(tokens[:, :3], cache=cache)
         for place in range(3, 7):
-            torch.testing.assert_close(decoder(tokens[:, place]), expected[:, place])
+            close = {"rtol": 1e-4, "atol": 1e-4}  # rounding of any processor
+            torch.testing.assert_close(decoder(tokens[:, place]), expected[:, place], **close)
     assert cache.position == 7
 
 

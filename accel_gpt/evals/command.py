@@ -3,7 +3,6 @@
 Reads a run, a checkpoint or a model of transformers; adds the figures of a run to its metrics.
 """
 
-import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from accel_gpt.options import EvaluateCommand
 from accel_gpt.parse import load_config
 from accel_gpt.run.auto_precision import resolve_precision
 from accel_gpt.run.checkpoint import TrainState, checkpoints, find_checkpoint, read_state
+from accel_gpt.run.compiler import requested_precision
 from accel_gpt.run.corpus import document_end, parts
 from accel_gpt.run.environment import start_processes, world_size
 from accel_gpt.run.guards import locked, peers
@@ -147,7 +147,7 @@ def start_accelerator(config: Config) -> Accelerator:
     train = replace(config.train, reproducible=False)  # whose one thread training alone needs
     state = start_processes(replace(config, train=train))
     config = resolve_precision(config)
-    precision = config.train.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    precision = requested_precision(config)
     return Accelerator(
         cpu=state.device.type == "cpu",
         mixed_precision="bf16" if precision == "fp8" else precision,  # fp8 is for training

@@ -23,10 +23,9 @@ from accel_gpt.errors import require
 from accel_gpt.model.cost import flops_per_token, peak_flops
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.parse import to_flat
 from accel_gpt.plan import Plan, make_plan
 from accel_gpt.run.checkpoint import read_state
-from accel_gpt.run.compiler import compiler_error
+from accel_gpt.run.compiler import compiler_error, requested_precision
 from accel_gpt.run.environment import (
     device_name,
     make_accelerator,
@@ -34,9 +33,8 @@ from accel_gpt.run.environment import (
     world_size,
 )
 from accel_gpt.run.processor import MATRIX_UNITS, bf16_instructions
-from accel_gpt.run.resume import main_decides
+from accel_gpt.run.resume import launched_config, main_decides
 from accel_gpt.run.text_corpus import open_corpus
-from accel_gpt.untrusted import load_yaml
 
 BF16_CAPABILITY = (8, 0)  # Ampere: NVIDIA's first matrix units for bf16
 TIMED_STEPS, TIMED_SECONDS = 3, 2.0  # at most so many steps of about so many seconds
@@ -104,7 +102,7 @@ def earlier_choice(config: Config, key: str) -> tuple[Any, Path] | None:
     resumed = Path(config.checkpoint.resume)
     try:
         if path.is_file():
-            return to_flat(load_yaml(path.read_text(encoding="utf-8")))[key], path
+            return launched_config(path)[key], path
         if (resumed / "trainer_state.json").is_file():
             return read_state(resumed).config[key], resumed
     except (OSError, ValueError, KeyError, AttributeError):  # found and told when the run resumes
@@ -159,7 +157,7 @@ def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
     if earlier and isinstance(earlier[0], bool):
         compiled, reason = earlier[0], f"as {earlier[1]} has it"
     else:
-        gain, cost = compiled_gain(kind, precision_of(config)), COMPILE_SECONDS[kind]
+        gain, cost = compiled_gain(kind, requested_precision(config)), COMPILE_SECONDS[kind]
         seconds = run_seconds(config, plan, cost / gain)
         compiled = seconds * gain > cost
         reason = (
@@ -174,11 +172,6 @@ def compiled_gain(kind: str, precision: str) -> float:
     if kind == "cuda":
         return CUDA_GAIN
     return CPU_GAIN_FLOAT32 if precision == "no" else CPU_GAIN_BF16
-
-
-def precision_of(config: Config) -> str:
-    """The precision that Accelerate takes from the config, or from its launcher."""
-    return config.train.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
 def compiler_error_anywhere() -> str | None:
@@ -200,7 +193,7 @@ def run_seconds(config: Config, plan: Plan, enough: float) -> float:
     device, vocab_size = PartialState().device, open_corpus(config).vocab_size
     if device.type == "cuda":
         full = "fp32" if config.train.matmul_precision == "highest" else "tf32"
-        dtype = full if precision_of(config) == "no" else "bf16"
+        dtype = full if requested_precision(config) == "no" else "bf16"
         peak = peak_flops(device_name(device), dtype) or 1e14
         return seconds_at(GPU_MFU * peak, config, plan, vocab_size)
     slow, fast = (core * torch.get_num_threads() for core in (SLOW_CORE, FAST_CORE))
@@ -208,7 +201,7 @@ def run_seconds(config: Config, plan: Plan, enough: float) -> float:
         return longest
     if (shortest := seconds_at(fast, config, plan, vocab_size)) > enough:
         return shortest
-    return plan.max_steps * step_seconds(config, plan, vocab_size, precision_of(config))
+    return plan.max_steps * step_seconds(config, plan, vocab_size, requested_precision(config))
 
 
 def seconds_at(rate: float, config: Config, plan: Plan, vocab_size: int) -> float:

@@ -14,14 +14,18 @@ FP8_CAPABILITY = (8, 9)  # Ada and Hopper: torchao's and NVIDIA's lists of devic
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
+def requested_precision(config: Config) -> str:
+    """The precision that the config names, else that of `accelerate launch`, else no."""
+    return config.train.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
 def check_fp8(config: Config) -> None:
     """Raise `UserError` where fp8 is asked for and would not be, naming what is missing.
 
     Accelerate would compute in fp16 on older devices, with a warning. Of its backends torchao alone
     keeps the weights and their names as they are.
     """
-    asked = config.train.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if asked != "fp8":
+    if requested_precision(config) != "fp8":
         return
     missing = []
     if not torch.cuda.is_available():

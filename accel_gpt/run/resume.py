@@ -247,13 +247,21 @@ def parted(config: Mapping[str, Any]) -> bool:
     return any(config.get(key) is not None for key in PARTS)
 
 
+def launched_config(path: Path) -> dict[str, Any]:
+    """The dotted keys of a run's `config.yaml`, as its last launch resolved them.
+
+    Raises `OSError`, `ValueError` or `AttributeError` for a file that is none.
+    """
+    return to_flat(load_yaml(path.read_text(encoding="utf-8")) or {})
+
+
 def check_same_folder(config: Config) -> None:
     """Raise `UserError` if `out_dir` belongs to a run of another config, without a checkpoint."""
     saved = Path(config.out_dir) / "config.yaml"
     if not saved.is_file():
         return
     try:
-        before = to_flat(load_yaml(saved.read_text(encoding="utf-8")) or {})
+        before = launched_config(saved)
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(
             f"{saved} cannot be read ({error}); set another out_dir, or remove the file"

@@ -32,7 +32,7 @@ from accel_gpt.parse import to_yaml
 from accel_gpt.plan import in_steps, make_plan, plural
 from accel_gpt.run.comparison import TOLERANCE, Finding, compare_runs, read_records, table
 from accel_gpt.run.environment import ensure_data, plain_environment
-from accel_gpt.untrusted import load_yaml
+from accel_gpt.run.resume import launched_config
 
 DIFFERENT = 1  # exit code
 LAST_LINES = 30  # of a launch that failed; torchrun adds some 20 to the trainer's
@@ -148,9 +148,9 @@ def command(trial: Trial, folder: Path, world: int) -> list[str]:
     words += ["accel_gpt.train", str(trial.room / "config.yaml"), "--out_dir", str(folder)]
     whole = trial.room / "undisturbed" / "config.yaml"
     if whole.is_file():  # what auto stood for there
-        train = load_yaml(whole.read_text(encoding="utf-8"))["train"]
-        for key in ("mixed_precision", "compile"):
-            words += [f"--train.{key}", str(train[key])]
+        chosen = launched_config(whole)
+        for key in ("train.mixed_precision", "train.compile"):
+            words += [f"--{key}", str(chosen[key])]
     return words
 
 

@@ -97,8 +97,10 @@ def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:
 
 
 def pytest_configure() -> None:
-    """Before any test: no network, and one thread, as tensors this small are slower
-    with two; `.ci/processors` asks for more."""
+    """Before any test: no network, and one thread, or as many as `.ci/processors` asks for.
+
+    Tensors this small are slower with two.
+    """
     cut_network()
     sync_nothing()
     torch.set_num_threads(THREADS)

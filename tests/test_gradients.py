@@ -24,7 +24,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.plan import Plan
 from accel_gpt.run.batches import micro_batches
-from accel_gpt.run.environment import check_reproducible
+from accel_gpt.run.engine import check_engine
 from accel_gpt.run.gradients import ExactGradients, Gradients, make_gradients
 from tests.conftest import launch, tiny
 from tests.test_launch import TORCHRUN, TRAIN, finish
@@ -283,7 +283,7 @@ def test_the_config_decides() -> None:
     ("change", "message"),
     [
         ({"distributed_type": DistributedType.FSDP}, "asks for FSDP"),
-        ({"mixed_precision": "fp16"}, "the precision is fp16"),
+        ({"mixed_precision": "fp8"}, "the precision is fp8"),
         ({"device": torch.device("mps")}, "mps, which has no float64"),
     ],
 )
@@ -293,9 +293,10 @@ def test_what_cannot_be_summed_exactly_is_refused(change: dict[str, Any], messag
         "mixed_precision": "bf16",
         "device": torch.device("cpu"),
     }
-    check_reproducible(SimpleNamespace(**fine))  # type: ignore[arg-type]
+    config = Config(train=TrainConfig(reproducible=True))
+    check_engine(SimpleNamespace(**fine), config)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=message):
-        check_reproducible(SimpleNamespace(**(fine | change)))  # type: ignore[arg-type]
+        check_engine(SimpleNamespace(**(fine | change)), config)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,13 @@
 """Muon: the updates of torch's own, on each matrix of a fused weight, and none where it is told."""
 
-import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,7 +24,6 @@ from accel_gpt.optim.groups import PEAK, configure, make_optimizer, set_lr
 from accel_gpt.optim.muon import MuonAdamW, hidden_matrices, orthogonalize
 from accel_gpt.optim.schedule import momentum_at
 from accel_gpt.optim_config import OptimConfig
-from accel_gpt.run.environment import check_whole_matrices
 from tests.conftest import launch, tiny
 from tests.faults.test_fsdp import launch as launch_sharded
 from tests.faults.test_fsdp import moments
@@ -444,26 +440,6 @@ def test_weights_that_fsdp_holds_and_their_state_are_those_of_a_plain_model() ->
         assert [group["lr"] for group in again.param_groups] == [0.1] * len(again.param_groups)
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("kind", "version", "message"),
-    [
-        ("FSDP", 1, "asks for FSDP version 1, which flattens the matrices that Muon needs whole"),
-        ("DEEPSPEED", None, "asks for DEEPSPEED, which has optimizers of its own"),
-        ("FSDP", 2, None),
-        ("MULTI_GPU", None, None),
-    ],
-)
-def test_parts_that_are_no_matrices_are_refused(
-    kind: str, version: int | None, message: str | None
-) -> None:
-    plugin = SimpleNamespace(fsdp_version=version)
-    given: Any = SimpleNamespace(
-        distributed_type=DistributedType(kind), state=SimpleNamespace(fsdp_plugin=plugin)
-    )
-    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
-        check_whole_matrices(given)
 
 
 # --------------------------------------------------------------------------- what it is for

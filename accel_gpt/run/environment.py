@@ -36,10 +36,11 @@ from accel_gpt.config import Config
 from accel_gpt.data.prepare import prepare
 from accel_gpt.data.remote.folder import is_url
 from accel_gpt.data_config import DataConfig
-from accel_gpt.errors import UserError, duration, require
+from accel_gpt.errors import duration, require
 from accel_gpt.plan import Plan
 from accel_gpt.run.compiler import check_fp8
 from accel_gpt.run.dashboard import check_port
+from accel_gpt.run.engine import check_engine, check_requested_engine, fp8_recipe, set_up_fsdp
 from accel_gpt.run.processor import bf16_instructions
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # where train.step_timeout is null
@@ -128,8 +129,10 @@ def ensure_data(data: DataConfig) -> None:
 def start_processes(config: Config) -> PartialState:
     """Join the processes into one group, and set what computing needs: threads, float32 products.
 
-    Raises `UserError` for processes that do not form one group, which would train apart.
+    Raises `UserError` for an engine that is not supported, and for processes that do not form one
+    group, which would train apart.
     """
+    check_requested_engine()
     if config.train.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
@@ -160,8 +163,7 @@ def set_float32_products(precision: str, device: torch.device) -> None:
 def make_accelerator(config: Config, plan: Plan) -> Accelerator:
     """The `Accelerator` of a run, after `start_processes`, with a precision that is not auto.
 
-    Raises `UserError` for fp16 on a CPU, which Accelerate would silently run in float32, and for
-    fp8 where the device or a package lacks it.
+    Raises `UserError` for an engine or precision that is not supported: see `run/engine.py`.
     """
     check_trackers(config.log.trackers)
     check_fp8(config)
@@ -184,23 +186,13 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
             config.out_dir, logging_dir=str(Path(config.out_dir) / "tensorboard")
         ),
         kwargs_handlers=[
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            *fp8_recipe(config),
         ],
     )
+    check_engine(accelerator, config)
     if accelerator.distributed_type == DistributedType.FSDP:
-        # parts (SHARDED_STATE_DICT) come with a list that torch unpickles, and runs what it holds
-        plugin = accelerator.state.fsdp_plugin
-        plugin.state_dict_config = plugin.optim_state_dict_config = None  # else those of parts stay
-        plugin.set_state_dict_type("FULL_STATE_DICT")
-    if config.train.reproducible:
-        check_reproducible(accelerator)
-    if config.optim.name == "muon":
-        check_whole_matrices(accelerator)
-    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
-        raise UserError(
-            "mixed_precision is fp16 but the device is a CPU, which has no fp16 training; "
-            "set train.mixed_precision to bf16 or no"
-        )
+        set_up_fsdp(accelerator)
     if accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16" and is_main():
         warn_of_slow_bf16()
     return accelerator
@@ -221,42 +213,6 @@ def check_processes(state: PartialState, started: int) -> None:
         state.num_processes == started,
         f"the launcher started {started} processes but Accelerate sees "
         f"{state.num_processes}; start with accelerate launch or with torchrun",
-    )
-
-
-def check_reproducible(accelerator: Accelerator) -> None:
-    """Raise `UserError` where `train.reproducible` could not hold what it promises."""
-    kind, precision = accelerator.distributed_type, accelerator.mixed_precision
-    require(
-        kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM),
-        f"train.reproducible is true but the accelerate config asks for {kind.value}, which sums "
-        "gradients in float32; use plain processes or leave train.reproducible out",
-    )
-    require(
-        precision not in ("fp16", "fp8"),
-        f"train.reproducible is true but the precision is {precision}, whose scaled numbers it "
-        "cannot sum; set train.mixed_precision to bf16 or no",
-    )
-    require(
-        accelerator.device.type != "mps",
-        "train.reproducible is true but the device is mps, which has no float64; use a CPU",
-    )
-
-
-def check_whole_matrices(accelerator: Accelerator) -> None:
-    """Raise `UserError` where parts of weights are not parts of matrices, which Muon needs."""
-    kind = accelerator.distributed_type
-    flat = [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM]
-    require(
-        kind not in flat,
-        f"optim.name is muon but the accelerate config asks for {kind.value}, which has optimizers "
-        "of its own; use plain processes, FSDP version 2, or optim.name adamw",
-    )
-    plugin = accelerator.state.fsdp_plugin if kind == DistributedType.FSDP else None
-    require(
-        plugin is None or plugin.fsdp_version == 2,
-        "optim.name is muon but the accelerate config asks for FSDP version 1, which flattens the "
-        "matrices that Muon needs whole; set fsdp_version: 2 there, or optim.name adamw",
     )
 
 

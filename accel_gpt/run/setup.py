@@ -25,6 +25,7 @@ from accel_gpt.run.checkpoint import TrainState
 from accel_gpt.run.command import command_line, without_secrets
 from accel_gpt.run.compiler import keep_compiled
 from accel_gpt.run.corpus import Corpus
+from accel_gpt.run.engine import check_optimizer
 from accel_gpt.run.environment import describe_machine, device_name, memory_gb
 from accel_gpt.untrusted import load_json
 
@@ -72,6 +73,7 @@ def prepared(
     alone = accelerator.distributed_type == DistributedType.NO
     placement = [True, True] if alone else None
     model, wrapped = accelerator.prepare(gpt, optimizer, device_placement=placement)
+    check_optimizer(gpt, wrapped)
     return model, wrapped
 
 

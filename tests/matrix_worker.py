@@ -1,0 +1,145 @@
+"""One process of tests/test_matrix.py: trains the runs that it is told, on one engine.
+
+    python tests/matrix_worker.py fsdp2 tasks.json
+
+A task is a name, the arguments of a run, the step at which a signal stops it (0: none), and where
+rank 0 writes its first gradient with all that this was computed from (null: nowhere). FSDP2 runs on
+the CPU, fp8 is emulated, and `torch.compile` uses the backend aot_eager.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import AORecipeKwargs, DistributedType
+from torch import Tensor
+
+torch.compile = functools.partial(torch.compile, backend="aot_eager")
+
+import accel_gpt.run.environment as environment  # noqa: E402
+from accel_gpt import train  # noqa: E402
+from accel_gpt.errors import run_main  # noqa: E402
+from accel_gpt.optim.sharded import is_sharded  # noqa: E402
+from accel_gpt.run import auto_precision, gradients  # noqa: E402
+
+
+def emulate_fsdp2() -> None:
+    """Let Accelerate use FSDP on a CPU, where it offers plain processes alone."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+    environment.Accelerator = lambda cpu, **given: Accelerator(**given)
+    environment.PartialState = lambda cpu=None, **given: PartialState(**given)
+
+
+def emulate_fp8() -> None:
+    """Our recipe, with products that a CPU can compute."""
+    recipe = environment.fp8_recipe
+
+    def emulated(config: Any) -> list[AORecipeKwargs]:
+        return [
+            AORecipeKwargs(config=dataclasses.replace(given.config, emulate=True))
+            for given in recipe(config)
+        ]
+
+    environment.fp8_recipe = emulated
+    environment.check_fp8 = lambda _: None
+
+
+class Witness:
+    """Stops a run at a step, and keeps its first gradient."""
+
+    def __init__(self) -> None:
+        self.stop, self.kept, self.file = 0, {}, None
+        self.update, self.prepared = train.update, train.prepared
+        self.micro_batches = train.micro_batches
+        train.update, train.prepared = self.watched_update, self.watched_prepared
+        train.micro_batches = self.watched_batches
+        for kind in (gradients.Gradients, gradients.ExactGradients):
+            kind.finish = watched(self, kind.finish)
+
+    def watched_update(self, run: train.Run) -> None:
+        if run.state.step + 1 == self.stop and run.accelerator.is_main_process:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.update(run)
+
+    def watched_prepared(self, config: Any, accelerator: Any, gpt: Any) -> Any:
+        self.gpt = gpt
+        if self.file:
+            self.kept = {"before": {n: w.detach().clone() for n, w in gpt.named_parameters()}}
+            self.kept["batches"] = []
+        return self.prepared(config, accelerator, gpt)
+
+    def watched_batches(self, *arguments: Any) -> Iterator[Any]:
+        for batch in self.micro_batches(*arguments):
+            if self.file:
+                self.kept["batches"].append(batch[:3])
+            yield batch
+
+    def keep(self, own: Any, loss: Tensor) -> None:
+        """Write the gradient of the step, and all that it was computed from."""
+        found = {n: whole(w.grad) for n, w in self.gpt.named_parameters()}
+        everyone: list[Any] = [self.kept["batches"]]
+        if own.accelerator.num_processes > 1:
+            everyone = [None] * own.accelerator.num_processes
+            dist.all_gather_object(everyone, self.kept["batches"])
+        if own.accelerator.is_main_process:
+            batches = [batch for part in everyone for batch in part]
+            content = {"gradient": found, "before": self.kept["before"], "batches": batches}
+            torch.save({**content, "loss": loss.clone()}, self.file)
+        self.file = None
+
+
+def watched(witness: Witness, finish: Any) -> Any:
+    """`finish` of a kind of gradients, whose first result `witness` keeps."""
+
+    def finish_and_keep(own: Any) -> Tensor:
+        loss: Tensor = finish(own)
+        if witness.file:
+            witness.keep(own, loss)
+        return loss
+
+    return finish_and_keep
+
+
+def whole(gradient: Tensor) -> Tensor:
+    """A gradient that may be FSDP's, whole; a collective."""
+    return gradient.full_tensor() if is_sharded(gradient) else gradient.clone()
+
+
+def main(engine: str, tasks: Path) -> None:
+    """Train each of `tasks` on `engine`; ends with the first code that is not the expected one."""
+    if engine == "fsdp2":
+        emulate_fsdp2()
+    emulate_fp8()
+    auto_precision.compiler_error_anywhere = lambda: None
+    Accelerator.end_training = lambda self: None  # which ends the group of the processes
+    witness = Witness()
+    before = None
+    for name, arguments, stop, file in json.loads(tasks.read_text()):
+        if name != before:
+            torch._dynamo.reset()
+        before = name
+        witness.stop, witness.file = stop, file
+        code = run_main(train.main, arguments)
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        if engine == "fsdp2":  # which Accelerate started on top of plain processes
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        if code != (75 if stop else 0):
+            sys.exit(f"{arguments} ended with {code}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

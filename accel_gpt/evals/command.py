@@ -7,7 +7,6 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 from accelerate import Accelerator
 
 from accel_gpt.config import Config
@@ -216,16 +215,11 @@ def data_figures(
     place = str(asked.data)
     split, other = open_place(place, "val", config.data)
     check_tokenizer(tokenizer, other, asked.run)
-    token_bytes = np.zeros(model.vocab_size, dtype=np.int64)
-    sizes = tokenizer.token_bytes()[: model.vocab_size]
-    token_bytes[: len(sizes)] = sizes
     name = Path(place).name
     (part,) = parts([Weighted(place)], [split], config.eval.tokens, (name,))
     batch_size = asked.batch_size or config.train.sequences
     end = document_end(config.data, tokenizer)
-    return named_figures(
-        evaluate_part(model, part, accelerator, batch_size, token_bytes, end), name
-    )
+    return named_figures(evaluate_part(model, part, accelerator, batch_size, tokenizer, end), name)
 
 
 # --------------------------------------------------------------------------- keeping

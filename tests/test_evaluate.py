@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 
 from accel_gpt.cli import dispatch
 from accel_gpt.data.prepare import prepare
@@ -19,10 +20,11 @@ from accel_gpt.data_config import PrepareConfig
 from accel_gpt.evals.table import as_json, as_table
 from accel_gpt.evals.validation import windows
 from accel_gpt.hub.export import export
+from accel_gpt.hub.load import load_pretrained
 from accel_gpt.run.guards import locked
 from accel_gpt.run.metrics import COLUMNS, MetricsLog
 from accel_gpt.run.records import merge_record
-from tests.conftest import launch, run_here
+from tests.conftest import launch, run_here, text_of
 from tests.test_hellaswag import short
 from tests.test_launch import ACCELERATE, PLAIN
 from tests.test_train import records
@@ -156,6 +158,39 @@ def test_tasks_go_to_the_harness(
     assert call(str(trained), "--tasks", "arc_easy,piqa", "--include_path", "here") == 0
     assert records(trained)[-1]["eval/arc_easy_acc"] == 0.25
     assert "arc_easy_acc" in capsys.readouterr().out
+
+
+def test_bits_per_byte_are_those_of_the_text(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By hand: the bits of all targets over the UTF-8 bytes of the text, less the first token."""
+    text = " ".join(f"{word} naïve ДОМ 東京 {i % 7}" for i, word in enumerate(text_of(600).split()))
+    (tmp_path / "text.txt").write_text(text)
+    asked = {"path": str(tmp_path / "text.txt"), "tokenizer": "bpe"}
+    prepare(PrepareConfig(source="text", vocab_size=300, workers=1, **asked), tmp_path / "bpe")
+    words = ["--data.train", str(tmp_path / "bpe"), "--eval.tokens", "null"]
+    assert launch(small_run(*FOUR, *words)) == 0
+
+    split = open_split(tmp_path / "bpe", "val")
+    (ids,) = [split.read(i, 0, int(n)).astype("int64") for i, n in enumerate(split.lengths)]
+    tokenizer = Tokenizer.from_file(str(tmp_path / "bpe" / "tokenizer.json"))
+    held = tokenizer.decode(ids.tolist())
+    assert text.endswith(held)
+    assert len(held) < 0.8 * len(held.encode())
+    model, _ = load_pretrained(str(tmp_path / "run"))
+    model.eval()
+    bits = 0.0
+    with torch.no_grad():
+        for start in range(0, len(ids) - 1, 32):
+            row = torch.from_numpy(ids[start : start + 33])
+            logits = model(row[None, :-1])[0].double()
+            bits += F.cross_entropy(logits, row[1:], reduction="sum").item() / math.log(2)
+    expected = bits / len(held[len(tokenizer.decode(ids[:1].tolist())) :].encode())
+    assert records(tmp_path / "run")[-1]["eval/val_bits_per_byte"] == pytest.approx(expected, 1e-4)
+    capsys.readouterr()
+    assert call(str(tmp_path / "run"), "--json") == 0
+    found = json.loads(capsys.readouterr().out)["figures"]
+    assert found["eval/val_bits_per_byte"] == pytest.approx(expected, 1e-4)
 
 
 # --------------------------------------------------------------------------- eval.only
@@ -302,7 +337,6 @@ def test_equal_to_transformers_on_the_exported_model(
     asked.check_figures(found, likely)
 
     from accel_gpt.evals.hellaswag import ending_losses, read_questions
-    from accel_gpt.hub.load import load_pretrained
 
     model, own = load_pretrained(str(tmp_path / "run"))
     read = read_questions(str(file), own, asked.BLOCK)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer
 
 from accel_gpt.cli import dispatch
@@ -99,6 +100,36 @@ def test_the_command_gives_the_figures_of_the_run_and_adds_to_them(
         assert call(str(trained), "--checkpoint", "4", "--hellaswag", questions) == 0
     assert "not kept: out_dir" in capsys.readouterr().out
     assert records(trained) == after
+
+
+def test_a_run_is_measured_in_the_precision_of_its_launch(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Which `accelerate launch --mixed_precision` gave, and its config does not tell."""
+    run = tmp_path / "run"
+    with monkeypatch.context() as launcher:
+        launcher.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        assert launch(small_run(*FOUR)) == 0
+    before = records(run)
+    capsys.readouterr()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert call(str(run), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["precision"] == "bf16"
+    assert found["figures"]["eval/val_loss"] == before[-1]["eval/val_loss"]
+    assert launch(small_run(*FOUR, "--eval.only")) == 0
+    assert "step 4, in bf16" in capsys.readouterr().out
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert launch(small_run(*FOUR, "--eval.only", "--train.mixed_precision", "no")) == 0
+    assert "not kept: computed in float32, those of the run in bf16" in capsys.readouterr().out
+    text = (run / "run.json").read_text()
+    (run / "run.json").write_text(text.replace('"bf16"', '"fp16"'))  # launched on a GPU
+    assert call(str(run)) == 0
+    assert "not kept: computed in float32, those of the run in fp16" in capsys.readouterr().out
+    assert records(run) == before
 
 
 def test_other_data_is_told_by_its_name(
@@ -263,13 +294,15 @@ def test_table_and_json() -> None:
         "eval/hellaswag_acc": 0.5,
         "eval/hellaswag_acc_se": 0.1,
     }
-    shown = as_table("runs/x", 1200, figures, "kept").splitlines()
-    assert shown[0] == "runs/x, step 1,200"
+    shown = as_table("runs/x", 1200, figures, "kept", "no").splitlines()
+    assert shown[0] == "runs/x, step 1,200, in float32"
     assert shown[3].split() == ["val", "3.0000", "±0.0100", "20.09", "1.1000"]
     assert shown[4].split() == ["val/code", "2.0000", "7.39"]
     assert shown[6].split() == ["hellaswag_acc", "0.5000", "±0.1000"]
     assert (
-        json.loads(as_json("gpt2", None, figures, "x"))["figures"]["eval/val_bits_per_byte_se"]
+        json.loads(as_json("gpt2", None, figures, "x", "bf16"))["figures"][
+            "eval/val_bits_per_byte_se"
+        ]
         is None
     )
 

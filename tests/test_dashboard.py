@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from accel_gpt.config import Config, LogConfig, TrainConfig
+from accel_gpt.config import Config, EvalConfig, LogConfig, TrainConfig
 from accel_gpt.errors import UserError
+from accel_gpt.evals.hellaswag import share
+from accel_gpt.evals.validation import Score, named_figures, split_figures
 from accel_gpt.run import dashboard
 from accel_gpt.run.dashboard import Dashboard
 from accel_gpt.run.trackers import chart_groups
@@ -149,6 +151,26 @@ def test_no_chart_stays_empty() -> None:
     assert "MFU" not in groups["speed"]
     assert "HellaSwag" not in groups
     assert "MFU" in chart_groups(Config(), has_mfu=True)["speed"]
+
+
+def test_no_chart_draws_a_standard_error_beside_its_value() -> None:
+    score = Score(3.0, 2, 4, 0.1, 0.2)
+    keys = {
+        *(split_figures("train", score) | split_figures("val", score)),
+        *(named_figures(score, "web") | share("eval/hellaswag_acc", 1, 3)),
+        *share("eval/hellaswag_acc_norm", 1, 3),
+    }
+    config = Config(eval=EvalConfig(hellaswag="questions.jsonl"))
+    charts = {k: v for group in chart_groups(config, False).values() for k, v in group.items()}
+    drawn = {
+        title: {key for key in keys if any(re.match(pattern, key) for pattern in patterns)}
+        for title, (_, patterns) in charts.items()
+    }
+    assert {title: lines for title, lines in drawn.items() if lines} == {
+        "train and val": {"eval/train_loss", "eval/val_loss", "eval/val_loss/web"},
+        "bits per byte": {"eval/val_bits_per_byte", "eval/val_bits_per_byte/web"},
+        "accuracy": {"eval/hellaswag_acc", "eval/hellaswag_acc_norm"},
+    }
 
 
 ENDS = {

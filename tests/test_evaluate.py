@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.state import AcceleratorState
+from tokenizers import Tokenizer
 
 from accel_gpt.cli import dispatch
 from accel_gpt.data.prepare import prepare
@@ -19,10 +21,11 @@ from accel_gpt.data_config import PrepareConfig
 from accel_gpt.evals.table import as_json, as_table
 from accel_gpt.evals.validation import windows
 from accel_gpt.hub.export import export
+from accel_gpt.hub.load import load_pretrained
 from accel_gpt.run.guards import locked
 from accel_gpt.run.metrics import COLUMNS, MetricsLog
 from accel_gpt.run.records import merge_record
-from tests.conftest import launch, run_here
+from tests.conftest import launch, run_here, text_of
 from tests.test_hellaswag import short
 from tests.test_launch import ACCELERATE, PLAIN
 from tests.test_train import records
@@ -99,6 +102,36 @@ def test_the_command_gives_the_figures_of_the_run_and_adds_to_them(
     assert records(trained) == after
 
 
+def test_a_run_is_measured_in_the_precision_of_its_launch(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Which `accelerate launch --mixed_precision` gave, and its config does not tell."""
+    run = tmp_path / "run"
+    with monkeypatch.context() as launcher:
+        launcher.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        assert launch(small_run(*FOUR)) == 0
+    before = records(run)
+    capsys.readouterr()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert call(str(run), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["precision"] == "bf16"
+    assert found["figures"]["eval/val_loss"] == before[-1]["eval/val_loss"]
+    assert launch(small_run(*FOUR, "--eval.only")) == 0
+    assert "step 4, in bf16" in capsys.readouterr().out
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert launch(small_run(*FOUR, "--eval.only", "--train.mixed_precision", "no")) == 0
+    assert "not kept: computed in float32, those of the run in bf16" in capsys.readouterr().out
+    text = (run / "run.json").read_text()
+    (run / "run.json").write_text(text.replace('"bf16"', '"fp16"'))  # launched on a GPU
+    assert call(str(run)) == 0
+    assert "not kept: computed in float32, those of the run in fp16" in capsys.readouterr().out
+    assert records(run) == before
+
+
 def test_other_data_is_told_by_its_name(
     trained: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +189,39 @@ def test_tasks_go_to_the_harness(
     assert call(str(trained), "--tasks", "arc_easy,piqa", "--include_path", "here") == 0
     assert records(trained)[-1]["eval/arc_easy_acc"] == 0.25
     assert "arc_easy_acc" in capsys.readouterr().out
+
+
+def test_bits_per_byte_are_those_of_the_text(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By hand: the bits of all targets over the UTF-8 bytes of the text, less the first token."""
+    text = " ".join(f"{word} naïve ДОМ 東京 {i % 7}" for i, word in enumerate(text_of(600).split()))
+    (tmp_path / "text.txt").write_text(text)
+    asked = {"path": str(tmp_path / "text.txt"), "tokenizer": "bpe"}
+    prepare(PrepareConfig(source="text", vocab_size=300, workers=1, **asked), tmp_path / "bpe")
+    words = ["--data.train", str(tmp_path / "bpe"), "--eval.tokens", "null"]
+    assert launch(small_run(*FOUR, *words)) == 0
+
+    split = open_split(tmp_path / "bpe", "val")
+    (ids,) = [split.read(i, 0, int(n)).astype("int64") for i, n in enumerate(split.lengths)]
+    tokenizer = Tokenizer.from_file(str(tmp_path / "bpe" / "tokenizer.json"))
+    held = tokenizer.decode(ids.tolist())
+    assert text.endswith(held)
+    assert len(held) < 0.8 * len(held.encode())
+    model, _ = load_pretrained(str(tmp_path / "run"))
+    model.eval()
+    bits = 0.0
+    with torch.no_grad():
+        for start in range(0, len(ids) - 1, 32):
+            row = torch.from_numpy(ids[start : start + 33])
+            logits = model(row[None, :-1])[0].double()
+            bits += F.cross_entropy(logits, row[1:], reduction="sum").item() / math.log(2)
+    expected = bits / len(held[len(tokenizer.decode(ids[:1].tolist())) :].encode())
+    assert records(tmp_path / "run")[-1]["eval/val_bits_per_byte"] == pytest.approx(expected, 1e-4)
+    capsys.readouterr()
+    assert call(str(tmp_path / "run"), "--json") == 0
+    found = json.loads(capsys.readouterr().out)["figures"]
+    assert found["eval/val_bits_per_byte"] == pytest.approx(expected, 1e-4)
 
 
 # --------------------------------------------------------------------------- eval.only
@@ -228,13 +294,15 @@ def test_table_and_json() -> None:
         "eval/hellaswag_acc": 0.5,
         "eval/hellaswag_acc_se": 0.1,
     }
-    shown = as_table("runs/x", 1200, figures, "kept").splitlines()
-    assert shown[0] == "runs/x, step 1,200"
+    shown = as_table("runs/x", 1200, figures, "kept", "no").splitlines()
+    assert shown[0] == "runs/x, step 1,200, in float32"
     assert shown[3].split() == ["val", "3.0000", "±0.0100", "20.09", "1.1000"]
     assert shown[4].split() == ["val/code", "2.0000", "7.39"]
     assert shown[6].split() == ["hellaswag_acc", "0.5000", "±0.1000"]
     assert (
-        json.loads(as_json("gpt2", None, figures, "x"))["figures"]["eval/val_bits_per_byte_se"]
+        json.loads(as_json("gpt2", None, figures, "x", "bf16"))["figures"][
+            "eval/val_bits_per_byte_se"
+        ]
         is None
     )
 
@@ -302,7 +370,6 @@ def test_equal_to_transformers_on_the_exported_model(
     asked.check_figures(found, likely)
 
     from accel_gpt.evals.hellaswag import ending_losses, read_questions
-    from accel_gpt.hub.load import load_pretrained
 
     model, own = load_pretrained(str(tmp_path / "run"))
     read = read_questions(str(file), own, asked.BLOCK)

@@ -1,12 +1,14 @@
 """`accel-gpt plan`: every shipped config, the arithmetic, one sentence for a mistake."""
 
 import json
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -14,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accel_gpt.cli import dispatch
 from accel_gpt.config import Config
+from accel_gpt.data.shards import open_split
 from accel_gpt.errors import run_main
 from accel_gpt.model.cost import (
     DEVICE_MEMORY_GB,
@@ -26,6 +29,7 @@ from accel_gpt.model.cost import (
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model_config import PRESETS, ModelConfig
 from accel_gpt.parse import load_config
+from accel_gpt.planning.pace import evaluation_tokens
 from accel_gpt.planning.vocabulary import inherit_known
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
@@ -215,6 +219,43 @@ def test_the_vocabulary_is_that_of_data_tokenizer_or_option(
     assert plan(capsys, path, *away, "--data.tokenizer", file)["vocabulary"]["tokens"] == 8
     file.write_text("[]")
     assert "cannot be read" in mistake(capsys, path, *away, "--data.tokenizer", file)
+
+
+def test_the_vocabulary_of_another_projects_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """nanoGPT's: raw ids, and the characters in meta.pkl."""
+    folder, path = tmp_path / "chars", tmp_path / "config.yaml"
+    folder.mkdir()
+    for name in ("train.bin", "val.bin"):
+        np.arange(60, dtype="<u2").tofile(folder / name)
+    chars = {chr(65 + i): i for i in range(60)}
+    meta = {"vocab_size": 60, "stoi": chars, "itos": {i: c for c, i in chars.items()}}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    path.write_text(f"data: {{train: {folder}}}\ntrain: {{max_steps: 9, tokens_per_step: 16384}}\n")
+    assert plan(capsys, path)["vocabulary"] == {"tokens": 60, "source": str(folder)}
+    (folder / "meta.pkl").unlink()
+    assert "which do not say their tokenizer; set data.tokenizer" in mistake(capsys, path)
+
+
+def test_every_split_that_is_evaluated_takes_its_time(corpus: Path, tmp_path: Path) -> None:
+    """Named val sets have a budget each, and the last step may read them whole."""
+    path = tmp_path / "config.yaml"
+    path.write_text(f"data: {{train: {corpus}}}\neval: {{every: 4, tokens: 512}}\n")
+
+    def tokens(*words: str) -> int | None:
+        return evaluation_tokens(load_config([str(path), *words], "test"), 12)
+
+    train, val = (open_split(corpus, name).tokens for name in ("train", "val"))
+    sets = ("--data.val", f"{{web: {corpus}, code: {corpus}}}")
+    assert tokens() == 3 * (512 + 512)
+    assert tokens(*sets) == 3 * (512 + 2 * 512)
+    assert tokens(*sets, "--eval.whole_at_end", "true") == 3 * (512 + 2 * 512) + 2 * val
+    assert tokens("--eval.tokens", "10000") == 3 * (10_000 + val)
+    assert tokens(*sets, "--eval.tokens", "null") == 3 * (train + 2 * val)
+    away = ("--data.val", str(tmp_path / "away"))
+    assert tokens(*away) == 3 * (512 + 512)
+    assert tokens(*away, "--eval.tokens", "null") is None
 
 
 def test_an_accelerate_config_brings_processes_precision_and_fsdp(

@@ -285,6 +285,14 @@ def test_the_first_of_equals_is_chosen_and_an_empty_ending_never() -> None:
     assert choose(np.array([0.0, 1.0]), [0, 3]) == 1
 
 
+def test_the_length_of_an_ending_is_its_characters(tmp_path: Path, bpe: Tokenizer) -> None:
+    """As lm-evaluation-harness's acc_norm; bytes would be its acc_bytes."""
+    asked = {"ctx": "the king", "endings": ["à là sé", "a sea", "海海"], "label": 0}
+    (read,) = read_questions(str(write(tmp_path / "h.jsonl", [asked])), bpe, BLOCK)
+    assert read.lengths == (7, 5, 2)
+    assert choose(np.array([6.5, 5.0, 3.0]), read.lengths) == 0  # per byte it is the last
+
+
 def test_a_tokenizer_larger_than_the_model_is_told(file: Path, bpe: Tokenizer) -> None:
     small = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=BLOCK), 200)
     questions: Questions = read_questions(str(file), bpe, BLOCK)

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel_gpt.config import Config
+from accel_gpt.config import Config, TrainConfig
 from accel_gpt.model import chunks, mlp
 from accel_gpt.model import memory as model_memory
 from accel_gpt.model.cost import hidden_matrices, padded_vocab_size, parameter_counts
@@ -41,7 +41,8 @@ from accel_gpt.options import PlanCommand
 from accel_gpt.parse import load_config
 from accel_gpt.planning import memory
 from accel_gpt.planning.forecast import forecast
-from accel_gpt.planning.memory import IMPORTED_CPU, muon_work, optimizer_bytes
+from accel_gpt.planning.machine import Machine
+from accel_gpt.planning.memory import IMPORTED_CPU, footprint, muon_work, optimizer_bytes
 from tests.conftest import tiny
 
 V, B = 100, 3
@@ -212,7 +213,12 @@ def test_muon_keeps_one_moment_and_works_on_a_stack(
 
 
 def live(
-    config: ModelConfig, vocab_size: int, sequences: int, half: bool, recompute: bool = False
+    config: ModelConfig,
+    vocab_size: int,
+    sequences: int,
+    half: bool,
+    recompute: bool = False,
+    micro_steps: int = 1,
 ) -> int:
     """The most bytes of tensors alive in a step, with weights, optimizer and no older gradients."""
     model = GPT(config, vocab_size).train()
@@ -221,10 +227,10 @@ def live(
     tokens = torch.randint(0, vocab_size, (sequences, config.block_size))
 
     def step() -> None:
-        cast = torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext()
-        with cast:
-            loss = model(tokens, tokens)
-        loss.backward()
+        for _ in range(micro_steps):
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                loss = model(tokens, tokens)
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -278,6 +284,25 @@ def test_with_chunks_it_lies_between_those_of_the_loss_and_of_a_block(
     head = 4 * padded_vocab_size(vocab_size) * config.n_embd
     assert kept + logits_bytes(config, vocab_size, sequences, numerics) < found
     assert 0.95 * found < kept + head + work < 1.3 * found
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "preset", [pytest.param(p, marks=[pytest.mark.slow] * (p != "gpt2")) for p in PRESETS]
+)
+def test_of_few_tokens_the_plan_is_what_is_alive_at_once(
+    preset: str, tied: bool, micro_steps: int, half: bool
+) -> None:
+    """The fullest moment is that of the embedding's gradient, a block or the update."""
+    model = tiny(preset, n_embd=64, n_layer=8, tie_embeddings=tied)
+    train = TrainConfig(16 * micro_steps, micro_batch_size=1, max_steps=1)
+    machine = Machine(1, None, None, False, "bf16" if half else "no", "test")
+    parts = footprint(Config(model=model, train=train), 2000, machine, micro_steps).parts
+    tensors = sum(parts.values()) - parts["libraries"] - parts.get("gaps between tensors", 0)
+    found = live(model, 2000, 1, half, micro_steps=micro_steps)
+    assert tensors == pytest.approx(found, rel=0.03)
 
 
 @pytest.mark.gpu

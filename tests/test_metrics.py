@@ -6,9 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 
+from accel_gpt.config import Config, TrainConfig
+from accel_gpt.model.cost import flops_per_token
+from accel_gpt.model.gpt import GPT
+from accel_gpt.plan import make_plan
 from accel_gpt.run import metrics
 from accel_gpt.run.metrics import COLUMNS, MetricsLog, Stopwatch, losses
+from accel_gpt.run.setup import Speed
+from tests.conftest import tiny
 
 
 def record(step: int) -> dict[str, float]:
@@ -55,6 +62,15 @@ def test_pauses_do_not_count_as_training(monkeypatch: pytest.MonkeyPatch) -> Non
     assert watch.elapsed() == 1060.0
     now[0] += 3
     assert watch.lap(6) == 3.0
+
+
+def test_mfu_is_a_share_of_the_peak_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_gpt.run.setup.peak_flops", lambda name, dtype: 1e12)
+    gpt, accelerator = GPT(tiny(), 100), Accelerator(cpu=True)
+    plan = make_plan(Config(model=gpt.config, train=TrainConfig(65536, max_steps=9)), 8)
+    speed = Speed(gpt, plan, accelerator)
+    work = 65536 * flops_per_token(gpt.config, 100)
+    assert speed.figures(0.5)["perf/mfu"] == pytest.approx(work / 0.5 / 8e12)
 
 
 def test_a_record_that_finds_no_room_is_written_whole_with_the_next(

@@ -4,6 +4,7 @@ import dataclasses
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,13 @@ from accel_gpt import cli
 from accel_gpt.config import SampleConfig
 from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.evals.interactive import interact
-from accel_gpt.evals.samples import check_prompts, samples_due, write_text
+from accel_gpt.evals.samples import check_prompts, sample, samples_due, write_text
 from accel_gpt.model.generate import context_start, generate
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model_config import PRESETS
 from accel_gpt.parse import load_config
 from tests.conftest import launch, run_here, tiny
+from tests.processes import Member
 from tests.test_generate import VOCAB, make, run, scripted, seeded
 
 Arguments = Callable[..., list[str]]
@@ -64,6 +66,19 @@ def test_only_what_is_sampled_is_said() -> None:
     assert said == []
     check_prompts(config, BytesTokenizer(), 44, said.append)
     assert said == [f"{NOTE} 44: the model sees the last 23"]
+
+
+def test_each_process_writes_another_text() -> None:
+    torch.manual_seed(0)
+    model, config = make(tiny()), SampleConfig(prompts=("a", "a"), num=1, max_new_tokens=12)
+    model.vocab_size = 257
+    texts = []
+    for rank in range(2):
+        one: Any = Member(rank, 2, [], None)  # type: ignore[arg-type]
+        one.num_processes = 1  # gathers nothing
+        text = sample(one, model, BytesTokenizer(), config, seed=1, step=5)
+        texts += [part.partition("\n")[2].strip() for part in text.split("--- sample ")[1:]]
+    assert len(set(texts)) == len(texts) == 4
 
 
 def test_a_cut_prompt_is_said_once_in_a_conversation() -> None:

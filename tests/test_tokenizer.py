@@ -96,6 +96,7 @@ def test_hostile_text_survives_a_round_trip(tokenizer: Tokenizer) -> None:
         assert tokenizer.decode(ids) == text, name
         assert tokenizer.token_bytes()[ids].sum() == len(text.encode()), name
         assert tokenizer.eot_id is None or tokenizer.eot_id not in ids, name
+    assert tokenizer.bytes_add_up
 
 
 def test_trained_bpe_encodes_as_hugging_face_does(trained: Tokenizer) -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 from accel_gpt import train
 from accel_gpt.data.prepare import prepare
 from accel_gpt.data_config import PrepareConfig
+from accel_gpt.evals.figures import Evaluation
 from accel_gpt.evals.samples import is_sample_step
 from accel_gpt.optim.schedule import lr_fraction
 from accel_gpt.parse import load_config
@@ -289,6 +291,47 @@ def test_best_checkpoint_outlives_newer_ones(small_run: Arguments, tmp_path: Pat
     assert (tmp_path / "run" / "best").read_text() == f"{best:.0f}\n"
     kept = {p.name for p in (tmp_path / "run" / "checkpoints").iterdir()}
     assert kept == {f"step_{int(best):08d}", "step_00000012"}
+
+
+def test_the_best_checkpoint_is_that_of_the_val_loss(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the train loss falls on."""
+    val = iter((3.0, 1.0, 2.0))
+    train_loss = iter((3.0, 2.0, 1.0))
+    monkeypatch.setattr(
+        "accel_gpt.evals.figures.evaluate_splits",
+        lambda *_: {"eval/train_loss": next(train_loss), "eval/val_loss": next(val)},
+    )
+    assert launch(small_run("--checkpoint.keep_best", "true", "--sample.every", "0")) == 0
+    assert (tmp_path / "run" / "best").read_text() == "8\n"
+
+
+def test_speed_counts_training_alone(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which a step takes a second, and all that is due after it takes a thousand."""
+    now = [0.0]
+    monkeypatch.setattr("accel_gpt.run.metrics.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def lasting(place: Any, name: str, seconds: float) -> None:
+        function = getattr(place, name)
+
+        def timed(*args: Any) -> Any:
+            now[0] += seconds
+            return function(*args)
+
+        monkeypatch.setattr(place, name, timed)
+
+    lasting(train, "update", 1.0)
+    for name in ("save", "sample"):
+        lasting(train, name, 1000.0)
+    lasting(Evaluation, "figures", 1000.0)
+    assert launch(small_run("--checkpoint.every", "5")) == 0  # evaluates and samples at others
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["perf/step_ms"] for line in lines] == pytest.approx([1000.0] * 12)
+    assert [line["perf/tokens_per_second"] for line in lines] == pytest.approx([256.0] * 12)
+    assert now[0] == 12 + 1000 * (3 + 3 + 2)
 
 
 def test_resume_path_of_another_model_is_refused(

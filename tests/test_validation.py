@@ -1,26 +1,32 @@
 """Validation: the whole split exactly once, the same figure at any batch or number of processes."""
 
 import copy
+import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from tokenizers import decoders, models, pre_tokenizers
 
+from accel_gpt.data.folders import open_place
 from accel_gpt.data.prepare import prepare
 from accel_gpt.data.shards import Split, open_split
-from accel_gpt.data_config import PrepareConfig
+from accel_gpt.data_config import DataConfig, PrepareConfig
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.evals.validation import (
     Score,
     evaluate,
+    evaluate_part,
     evaluate_splits,
     ratio_error,
     weighted,
@@ -29,15 +35,16 @@ from accel_gpt.evals.validation import (
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model_config import ModelConfig
 from accel_gpt.parse import load_config
+from accel_gpt.run.corpus import Part as Source
 from accel_gpt.run.corpus import open_shards
 from accel_gpt.run.text_corpus import open_corpus
-from tests.conftest import launch, text_of
+from tests.conftest import WORDS, launch, text_of
 from tests.processes import together
 from tests.test_train import records
 
 Arguments = Callable[..., list[str]]
 MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, dropout=0.5)
-BYTES = np.ones(257, dtype=np.int64)
+BYTES = np.ones(257)
 
 
 class Part:
@@ -164,6 +171,55 @@ def test_token_beyond_the_vocabulary_is_refused(corpus: Path, model: GPT) -> Non
             tokens=None,
             token_bytes=BYTES[:90],
         )
+
+
+def words(kind: str, path: Path) -> Path:
+    """A tokenizer.json whose tokens do not tell the bytes of the text that they stand for."""
+    tokens = ["<|endoftext|>", "[UNK]", *sorted({*WORDS[:15], *map("\u2581".__add__, WORDS)})]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    model: Any = models.WordLevel(vocabulary, unk_token="[UNK]")
+    if kind == "WordPiece":
+        model = models.WordPiece(vocabulary, unk_token="[UNK]")
+    made = tokenizers.Tokenizer(model)
+    if kind == "space before a text":
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        made.decoder = decoders.Metaspace()
+    else:
+        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        made.decoder = decoders.WordPiece()
+    made.add_special_tokens(tokens[:2])
+    made.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["space before a text", "WordPiece", "unknown words"])
+def test_bytes_are_those_of_the_text_whatever_the_tokenizer_does_to_it(
+    kind: str, small_run: Arguments, tmp_path: Path, model: GPT
+) -> None:
+    path, folder = words(kind, tmp_path / "tokenizer.json"), tmp_path / "data"
+    texts = [text_of(8, seed=i).strip() for i in range(200)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    asked = {"source": "jsonl", "path": str(tmp_path / "t.jsonl"), "tokenizer": str(path)}
+    prepare(PrepareConfig(**asked, val_fraction=0.5, workers=1), folder)  # type: ignore[arg-type]
+    split, tokenizer = open_place(str(folder), "val", DataConfig())
+    of_text = sum(shard.bytes or 0 for shard in split.shards)
+    assert 0.3 * sum(map(len, texts)) < of_text < 0.7 * sum(map(len, texts))
+    part = Source(None, 1.0, split, None)
+    found = evaluate_part(model, part, Accelerator(cpu=True), 8, tokenizer, None)
+    assert found.bytes == pytest.approx(of_text, rel=0.01)  # of all but the first token
+    assert found.bits_per_byte == pytest.approx(found.loss_sum / math.log(2) / of_text, rel=0.01)
+
+    foreign = tmp_path / "foreign"  # nanoGPT's files do not tell the bytes of their text
+    foreign.mkdir()
+    shutil.copy(path, foreign)
+    for name in ("train", "val"):
+        held = open_split(folder, name)
+        held.read(0, 0, held.tokens).tofile(foreign / f"{name}.bin")
+    untold = open_shards(load_config(small_run("--data.train", str(foreign)), "test"))
+    assert "no bits per byte of the val split: the tokenizer" in untold.unknown_bytes()[1]
+    figures = evaluate_splits(model, untold, Accelerator(cpu=True), 8)
+    assert "eval/val_loss" in figures
+    assert not any("bits_per_byte" in key for key in figures)
 
 
 # --------------------------------------------------------------------------- standard error

@@ -194,7 +194,10 @@ def resident(split: Split, tokens: int | None) -> Split:
     memory = np.concatenate([split.read(i, 0, int(n)) for i, n in enumerate(lengths)])
     split.ahead([])  # what was read is needed no more
     shards = zip(split.shards, lengths.tolist(), strict=False)
-    kept = tuple(replace(shard, tokens=length) for shard, length in shards)
+    kept = tuple(
+        replace(shard, tokens=length, bytes=(shard.bytes or 0) * length // shard.tokens)
+        for shard, length in shards
+    )
     return replace(split, shards=kept, lengths=lengths, store=None, memory=memory)
 
 

@@ -7,6 +7,7 @@ gpt2), and what tokenizer_config.json beside it says.
 import hashlib
 import json
 import re
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from accel_gpt.data import bpe, tokenizer_json
 from accel_gpt.data.bpe import EOT, clean
-from accel_gpt.data.shards import token_dtype
+from accel_gpt.data.shards import Split, token_dtype
 from accel_gpt.data.tokenizer_json import CONFIG, find_eot
 from accel_gpt.errors import DataError, UserError, require
 
@@ -30,6 +31,12 @@ Ids = NDArray[Any]
 FILE = tokenizer_json.FILE
 FORMAT = "accel_gpt-tokenizer"
 VERSION = 1
+# of what tokenizers change or lack: a text's first letter, white space, letters of many scripts
+PROBES = (
+    "a",
+    " A  b\n\n\tc. ",
+    unicodedata.normalize("NFC", "".join(map(chr, range(0xA0, 0xD7FF, 97))) + "ÉİßﬁＡ½🙂"),
+)
 
 
 class Tokenizer(ABC):
@@ -46,6 +53,8 @@ class Tokenizer(ABC):
     """What tokenizer_config.json and chat_template.jinja said: kept for others, none of our ids."""
     sizes: NDArray[np.int64]
     """What `token_bytes` gives."""
+    bytes_add_up = True
+    """Whether the `token_bytes` of the ids of a text sum to its UTF-8 bytes, in form NFC."""
     cuts_at_lines = True
     """Whether encoding the `bpe.pieces` of a text one by one gives the ids of the whole."""
 
@@ -60,6 +69,17 @@ class Tokenizer(ABC):
     def token_bytes(self) -> NDArray[np.int64]:
         """(V,): bytes of UTF-8 text that each token stands for, 0 for special tokens."""
         return self.sizes
+
+    def bytes_within(self, split: Split) -> NDArray[np.float64]:
+        """(V,): UTF-8 bytes of the text of `split` that each token of it stands for.
+
+        Where bytes do not add up, each has the mean of the split by its index; NaN where none
+        tells it.
+        """
+        if self.bytes_add_up:
+            return self.sizes.astype(np.float64)
+        whole = sum(shard.bytes or 0 for shard in split.shards)
+        return np.full(self.vocab_size, whole / split.tokens if whole else np.nan)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without end-of-text."""
@@ -190,6 +210,7 @@ class HFTokenizer(Tokenizer):
         parts = {k: v for k, v in json.loads(text).items() if k not in ("truncation", "padding")}
         self.fingerprint = digest("hf", json.dumps(parts, sort_keys=True), [self.eot], [])
         self.sizes = self.count_bytes(parts.get("decoder"))
+        self.bytes_add_up = self.adds_up()
 
     def encode_array(self, text: str) -> Ids:
         """Ids without the tokens that a template would add."""
@@ -216,6 +237,13 @@ class HFTokenizer(Tokenizer):
             sizes[i] = 0 if added.special else len(added.content.encode())
         sizes[self.eot_id] = 0
         return sizes
+
+    def adds_up(self) -> bool:
+        """Try it: many put a space before a text, drop spaces or accents, or lack characters."""
+        try:
+            return all(self.sizes[self.encode(text)].sum() == len(text.encode()) for text in PROBES)
+        except Exception:  # of the library: a character that the vocabulary lacks
+            return False
 
 
 def spoken(token: str) -> str:

@@ -4,10 +4,12 @@ Reads a run, a checkpoint or a model of transformers; adds the figures of a run 
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
 
-import numpy as np
 from accelerate import Accelerator
 
 from accel_gpt.config import Config
@@ -18,7 +20,7 @@ from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.evals.figures import Evaluation, open_evaluation
 from accel_gpt.evals.harness import open_tasks, run_tasks
 from accel_gpt.evals.hellaswag import read_questions, score_questions
-from accel_gpt.evals.table import as_json, as_table
+from accel_gpt.evals.table import as_json, as_table, spelled
 from accel_gpt.evals.validation import evaluate_part, named_figures
 from accel_gpt.hub.load import load_pretrained, start_model
 from accel_gpt.hub.sources import Source, find_source
@@ -33,9 +35,13 @@ from accel_gpt.run.environment import start_processes, world_size
 from accel_gpt.run.guards import locked, peers
 from accel_gpt.run.metrics import Record
 from accel_gpt.run.records import merge_record
-from accel_gpt.run.setup import set_up_model
+from accel_gpt.run.setup import launches, set_up_model
 from accel_gpt.run.text_corpus import open_corpus
 
+# by the precision of a training; fp8 is for training alone
+EVALUATED_IN: Mapping[str, Literal["no", "bf16", "fp16"]] = MappingProxyType(
+    {"no": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+)
 BATCH_SIZE = 8  # windows, where no run says how many fit; assumption
 
 
@@ -61,7 +67,7 @@ def evaluate(asked: EvaluateCommand) -> str:
             f"{asked.run} is no run, so its val data is not known; give --data, --hellaswag or "
             "--tasks",
         )
-        config = run_config(source, run)
+        config = as_launched(run_config(source, run), run)
         accelerator = start_accelerator(config)
         place = str(source.folder) if source.ours else asked.run
         model, tokenizer = load_pretrained(place, "last", asked.allow_pickle, accelerator.device)
@@ -71,18 +77,19 @@ def evaluate(asked: EvaluateCommand) -> str:
         if not accelerator.is_main_process:
             return ""
         state = read_state(source.folder) if source.ours else None
-        fate = keep(run, state, findings)
-        step = state.step if state else None
+        fate = keep(run, state, findings, accelerator.mixed_precision)
+        step, figures = state.step if state else None, findings.kept | findings.passing
         tell = as_json if asked.json else as_table
-        return tell(asked.run, step, findings.kept | findings.passing, fate)
+        return tell(asked.run, step, figures, fate, accelerator.mixed_precision)
 
 
 def evaluate_only(config: Config) -> int:
     """Measure the newest checkpoint of a run, or what it would start from; the lock is held."""
     if config.train.micro_batch_size == "auto":
         config = with_batch_size(config)
-    accelerator = start_accelerator(config)
-    corpus, out = open_corpus(config), Path(config.out_dir)
+    out = Path(config.out_dir)
+    accelerator = start_accelerator(as_launched(config, out))
+    corpus = open_corpus(config)
     evaluation = open_evaluation(config, corpus)
     if checkpoints(out / "checkpoints"):
         folder = find_checkpoint(out)
@@ -105,9 +112,11 @@ def evaluate_only(config: Config) -> int:
         figures |= evaluation.whole_val(model, accelerator)
     accelerator.end_training()
     if accelerator.is_main_process:
-        merge_record(out, record_of(state, figures))
-        fate = f"kept in {out / 'metrics.jsonl'}"
-        sys.stdout.write(as_table(str(out), state.step, figures, fate))
+        fate = other_precision(out, accelerator.mixed_precision)
+        if not fate:
+            merge_record(out, record_of(state, figures))
+            fate = f"kept in {out / 'metrics.jsonl'}"
+        sys.stdout.write(as_table(str(out), state.step, figures, fate, accelerator.mixed_precision))
     return 0
 
 
@@ -142,16 +151,29 @@ def run_config(source: Source, run: Path | None) -> Config:
     return config
 
 
+def launched_precision(run: Path | None) -> Literal["no", "bf16", "fp16"] | None:
+    """The precision in which the last launch of a run evaluates; None where it does not say."""
+    last = launches(run / "run.json")[-1:] if run else []
+    found = last[0].get("mixed_precision") if last and isinstance(last[0], dict) else None
+    return EVALUATED_IN.get(str(found))
+
+
+def as_launched(config: Config, run: Path | None) -> Config:
+    """`config` in the precision of the run's last launch, where it does not name one itself.
+
+    `accelerate launch --mixed_precision` told that launch, and tells this one nothing.
+    """
+    precision = config.train.mixed_precision or launched_precision(run)
+    return replace(config, train=replace(config.train, mixed_precision=precision))
+
+
 def start_accelerator(config: Config) -> Accelerator:
-    """Processes, device and precision as for training; all cores of a CPU."""
+    """Processes, device and precision as for training; all cores of a CPU, which has no fp16."""
     train = replace(config.train, reproducible=False)  # whose one thread training alone needs
     state = start_processes(replace(config, train=train))
     config = resolve_precision(config)
-    precision = requested_precision(config)
-    return Accelerator(
-        cpu=state.device.type == "cpu",
-        mixed_precision="bf16" if precision == "fp8" else precision,  # fp8 is for training
-    )
+    cpu, precision = state.device.type == "cpu", EVALUATED_IN.get(requested_precision(config))
+    return Accelerator(cpu=cpu, mixed_precision="no" if cpu and precision == "fp16" else precision)
 
 
 def check_tokenizer(model: Tokenizer, data: Tokenizer, place: str) -> None:
@@ -216,16 +238,11 @@ def data_figures(
     place = str(asked.data)
     split, other = open_place(place, "val", config.data)
     check_tokenizer(tokenizer, other, asked.run)
-    token_bytes = np.zeros(model.vocab_size, dtype=np.int64)
-    sizes = tokenizer.token_bytes()[: model.vocab_size]
-    token_bytes[: len(sizes)] = sizes
     name = Path(place).name
     (part,) = parts([Weighted(place)], [split], config.eval.tokens, (name,))
     batch_size = asked.batch_size or config.train.sequences
     end = document_end(config.data, tokenizer)
-    return named_figures(
-        evaluate_part(model, part, accelerator, batch_size, token_bytes, end), name
-    )
+    return named_figures(evaluate_part(model, part, accelerator, batch_size, tokenizer, end), name)
 
 
 # --------------------------------------------------------------------------- keeping
@@ -236,10 +253,20 @@ def record_of(state: TrainState, figures: Record) -> Record:
     return {"step": state.step, "tokens": state.tokens, "time": state.seconds} | figures
 
 
-def keep(run: Path | None, state: TrainState | None, findings: Findings) -> str:
+def other_precision(run: Path, precision: str) -> str:
+    """Why figures computed in `precision` are not kept; nothing where the run's are, too."""
+    theirs = launched_precision(run)
+    if theirs in (None, precision):
+        return ""
+    return f"not kept: computed in {spelled(precision)}, those of the run in {spelled(str(theirs))}"
+
+
+def keep(run: Path | None, state: TrainState | None, findings: Findings, precision: str) -> str:
     """Put figures into the metrics of a run in which nobody trains; what became of them."""
     if run is None or state is None:
         return "not kept: this is no run of ours"
+    if other := other_precision(run, precision):
+        return other
     fate = "not kept: --tokens, --limit or --hellaswag differ from the run's"
     try:
         if findings.kept:

@@ -9,9 +9,13 @@ from accel_gpt.run.metrics import Record, without_inf
 LOSS = re.compile(r"eval/(train|val)_loss(/.+)?")
 
 
-def as_table(place: str, step: int | None, figures: Record, fate: str) -> str:
-    """Losses as a table with their standard errors, then all other figures, then their fate."""
-    lines = [place if step is None else f"{place}, step {step:,}"]
+def as_table(place: str, step: int | None, figures: Record, fate: str, precision: str) -> str:
+    """Losses as a table with their standard errors, then all other figures, then their fate.
+
+    `precision`: no, bf16 or fp16, in which they were computed.
+    """
+    model = place if step is None else f"{place}, step {step:,}"
+    lines = [f"{model}, in {spelled(precision)}"]
     losses = [match for key in figures if (match := LOSS.fullmatch(key))]
     rest = {key: value for key, value in figures.items() if not _of_losses(key)}
     if losses:
@@ -31,10 +35,16 @@ def as_table(place: str, step: int | None, figures: Record, fate: str) -> str:
     return "\n".join([*lines, "", fate, ""])
 
 
-def as_json(place: str, step: int | None, figures: Record, fate: str) -> str:
+def as_json(place: str, step: int | None, figures: Record, fate: str, precision: str) -> str:
     """One JSON object; null for what is not finite."""
-    content = {"place": place, "step": step, "figures": without_inf(figures), "kept": fate}
+    model = {"place": place, "step": step, "precision": spelled(precision)}
+    content = model | {"figures": without_inf(figures), "kept": fate}
     return json.dumps(content, ensure_ascii=False) + "\n"
+
+
+def spelled(precision: str) -> str:
+    """The precision as a type."""
+    return "float32" if precision == "no" else precision
 
 
 def _of_losses(key: str) -> bool:

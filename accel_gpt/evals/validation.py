@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.shards import Split
+from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError
 from accel_gpt.model.documents import separate
 from accel_gpt.model.evaluating import evaluating
@@ -46,8 +47,11 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """Total bits over the UTF-8 bytes of the targets: comparable over tokenizers."""
-        return self.loss_sum / math.log(2) / (self.bytes or 1)
+        """Total bits over the UTF-8 bytes of the targets: comparable over tokenizers.
+
+        NaN where the bytes are not known.
+        """
+        return self.loss_sum / math.log(2) / (self.bytes or math.nan)
 
 
 def evaluate_splits(
@@ -62,7 +66,7 @@ def evaluate_splits(
     Of several sources each has its share of the means; `eval/val_loss/NAME` is the loss of each.
     `batch_size`: windows per process and forward. `beat` is called with each batch.
     """
-    settings = (accelerator, batch_size, corpus.token_bytes, corpus.document_end, beat)
+    settings = (accelerator, batch_size, corpus.tokenizer, corpus.document_end, beat)
     scores = {
         name: [evaluate_part(model, part, *settings) for part in parts]
         for name, parts in corpus.evaluated.items()
@@ -82,11 +86,14 @@ def evaluate_part(
     part: Part,
     accelerator: Accelerator,
     batch_size: int,
-    token_bytes: npt.NDArray[np.int64],
+    tokenizer: Tokenizer,
     document_end: int | None,
     beat: Callable[[], None] = lambda: None,
 ) -> Score:
     """The score of one source, on windows of as many tokens as the model reads; a collective."""
+    token_bytes = np.zeros(model.vocab_size)
+    sizes = tokenizer.bytes_within(part.split)[: model.vocab_size]
+    token_bytes[: len(sizes)] = sizes
     return evaluate(
         model,
         part.split,
@@ -125,8 +132,12 @@ def named_figures(score: Score, name: str) -> dict[str, float]:
 
 
 def known(figures: dict[str, float]) -> dict[str, float]:
-    """Without the standard errors of a single window, which has none."""
-    return {k: v for k, v in figures.items() if "_se" not in k or not math.isnan(v)}
+    """Without the standard errors of a single window, which has none, and bits of unknown bytes."""
+    return {
+        k: v
+        for k, v in figures.items()
+        if not math.isnan(v) or ("_se" not in k and "_bits_per_byte" not in k)
+    }
 
 
 def weighted(scores: list[Score], shares: list[float]) -> Score:
@@ -138,7 +149,7 @@ def weighted(scores: list[Score], shares: list[float]) -> Score:
     loss = sum(share * score.loss for score, share in each)
     # bytes of a token differ little within a source: only the losses' errors are carried on
     error = math.sqrt(sum((share * score.loss_se) ** 2 for score, share in each))
-    return Score(loss, 1, size, error, error / math.log(2) / (size or 1))
+    return Score(loss, 1, size, error, error / math.log(2) / (size or math.nan))
 
 
 def windows(split: Split, block_size: int, tokens: int | None) -> npt.NDArray[np.int64]:
@@ -190,7 +201,7 @@ def evaluate(
     batch_size: int,
     block_size: int,
     tokens: int | None,
-    token_bytes: npt.NDArray[np.int64],
+    token_bytes: npt.NDArray[np.float64],
     document_end: int | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> Score:
@@ -252,7 +263,7 @@ def score_of(table: npt.NDArray[np.float64]) -> Score | None:
     return Score(
         nats,
         int(count),
-        int(size),
+        size,
         loss_se=ratio_error(table[:, 0], table[:, 1]),
         bits_per_byte_se=ratio_error(table[:, 0], table[:, 2]) / math.log(2),
     )

@@ -56,7 +56,8 @@ def footprint(config: Config, vocab_size: int, machine: Machine, accumulation: i
     }
     logits = model_memory.logits_bytes(model, vocab_size, sequences, numerics)
     work = model_memory.backward_bytes(model, sequences, numerics)
-    work += FLOAT * padded_vocab_size(vocab_size) * model.n_embd  # the head's gradient is there
+    table = FLOAT * padded_vocab_size(vocab_size) * model.n_embd
+    work += table  # the head's gradient is there
     if recomputed:
         work += model_memory.block_bytes(model, sequences, numerics, documents)
     held = standing | early
@@ -64,10 +65,25 @@ def footprint(config: Config, vocab_size: int, machine: Machine, accumulation: i
         "the loss's backward pass": held | gaps(kept | {"logits and loss": logits}, machine),
         "the backward pass of a block": held | gaps(kept | {"work of a block": work}, machine),
         "the update": standing | size | exact_work(config, vocab_size) | muon_work(config),
+        "the embedding's backward pass": standing
+        | size
+        | {"gradients of the embedding": table * tables_besides(config, machine, bool(early))},
     }
     name, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
     host = {"snapshot of async_save": snapshot} if machine.gpu and snapshot else {}
     return Footprint(name, {part: size for part, size in parts.items() if size}, host)
+
+
+def tables_besides(config: Config, machine: Machine, early: bool) -> int:
+    """Gradients of embedding and head that lie beside all others when the backward pass ends.
+
+    The embedding's, until it is added to an earlier micro-step's. Of a tied table also the head's,
+    and in float32 the sum of both: autograd adds in place what a cast has copied, no view.
+    """
+    if machine.sharded:  # counted as gathered
+        return 0
+    tied = (1 if machine.numerics.half else 2) if config.model.tie_embeddings else 0
+    return tied + early
 
 
 def gaps(parts: dict[str, int], machine: Machine) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from accel_gpt.model.cost import flops_per_token, mfu
 from accel_gpt.options import PlanCommand
 from accel_gpt.parse import load_config
 from accel_gpt.planning.machine import Machine
-from accel_gpt.planning.vocabulary import inherit_known, vocabulary
+from accel_gpt.planning.vocabulary import folders, inherit_known, vocabulary
 from accel_gpt.untrusted import load_json
 
 ASSUMED_MFU = 0.4  # assumption: llm.c and nanoGPT report 0.4 to 0.5 for GPT-2 on A100 and H100
@@ -89,8 +90,26 @@ def measured_rates(folder: Path) -> list[float]:
 
 
 def evaluation_tokens(config: Config, steps: int) -> int | None:
-    """Tokens that all evaluations read, train and val; None where they are whole splits."""
-    if config.eval.tokens is None:
+    """Tokens that all evaluations read; None where they are whole splits that are not there yet."""
+    each, train = config.eval.tokens, [str(folder) for folder in folders(config)]
+    val = config.data.val
+    held = list(val.values()) if isinstance(val, Mapping) else [val] if val else train
+    sets = [[place] for place in held] if isinstance(val, Mapping) else [held]
+    read = [tokens_read(train, "train", each), *(tokens_read(s, "val", each) for s in sets)]
+    last = tokens_read(held, "val", None) if config.eval.whole_at_end else 0
+    if last is None or None in read:
         return None
     times = -(-steps // config.eval.every) if config.eval.every else 1
-    return 2 * times * config.eval.tokens
+    return times * sum(tokens or 0 for tokens in read) + last
+
+
+def tokens_read(places: list[str], split: str, budget: int | None) -> int | None:
+    """Tokens of a split of all `places` together, at most `budget`; None: not known."""
+    indexes = [Path(place) for place in places if (Path(place) / "dataset.json").is_file()]
+    if not places or len(indexes) < len(places):
+        return budget
+    from accel_gpt.data.shards import read_index
+
+    shards = [shard for folder in indexes for shard in read_index(folder)["splits"][split]]
+    whole = sum(int(shard["tokens"]) for shard in shards)
+    return whole if budget is None else min(budget, whole)

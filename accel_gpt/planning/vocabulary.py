@@ -47,7 +47,13 @@ def vocabulary(config: Config, given: int | None) -> tuple[int, str]:
         if (folder / "dataset.json").is_file():
             return of_folder(folder), f"{folder}"
     tokenizer = config.data.tokenizer
-    if tokenizer is None and config.data.prepare.source is not None:
+    if tokenizer is None and config.data.prepare.source is None:
+        for folder in folders(config):
+            if config.data.train and folder.is_dir():  # of another project
+                from accel_gpt.data.folders import open_place
+
+                return open_place(str(folder), "train", config.data)[1].vocab_size, f"{folder}"
+    elif tokenizer is None:
         tokenizer = config.data.prepare.tokenizer
     require(
         tokenizer is not None,

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from accel_gpt.config import Config
@@ -42,7 +41,6 @@ class Corpus(ABC):
     tokenizer: Tokenizer
     evaluated: Mapping[str, tuple[Part, ...]]  # of the splits train and val
     vocab_size: int  # of the model: the tokenizer's, or more
-    token_bytes: npt.NDArray[np.int64]  # (V,) UTF-8 bytes that each token stands for
     document_end: int | None  # the token that ends a document, where data.document_mask asks for it
 
     def new_state(self, config: Config, world_size: int) -> TrainState:
@@ -71,6 +69,16 @@ class Corpus(ABC):
     @abstractmethod
     def lines(self, plan: Plan) -> list[str]:
         """What is trained on, for the first lines of a run."""
+
+    def unknown_bytes(self) -> list[str]:
+        """A line where bits per byte cannot be computed, for the first lines of a run."""
+        held = [part.split for parts in self.evaluated.values() for part in parts]
+        without = [s for s in held if np.isnan(self.tokenizer.bytes_within(s)).any()]
+        return [
+            f"data     no bits per byte of the {split.name} split: the tokenizer changes text, or "
+            f"lacks characters, and {split.folder} does not say how many bytes its text had"
+            for split in without
+        ]
 
     @abstractmethod
     def note_place(self, state: TrainState, loader: Loader) -> None:
@@ -172,15 +180,12 @@ def open_shards(config: Config) -> ShardCorpus:
         "train": parts(sources, list(splits), budget),
         "val": parts(held, val, budget, val_names(data)),
     }
-    vocab_size, token_bytes = model_vocabulary(config, tokenizer, sources[0].path)
-    end = document_end(data, tokenizer)
-    return ShardCorpus(tokenizer, evaluated, vocab_size, token_bytes, end, train)
+    vocab_size = model_vocabulary(config, tokenizer, sources[0].path)
+    return ShardCorpus(tokenizer, evaluated, vocab_size, document_end(data, tokenizer), train)
 
 
-def model_vocabulary(
-    config: Config, tokenizer: Tokenizer, where: str
-) -> tuple[int, npt.NDArray[np.int64]]:
-    """The vocabulary of the model (V), and (V,) UTF-8 bytes of each token.
+def model_vocabulary(config: Config, tokenizer: Tokenizer, where: str) -> int:
+    """The vocabulary of the model.
 
     Raises `UserError` where the config asks for fewer tokens than the tokenizer of `where` has.
     """
@@ -190,9 +195,7 @@ def model_vocabulary(
             f"model.vocab_size is {vocab_size:,} but the tokenizer of {where} has "
             f"{tokenizer.vocab_size:,} tokens; leave model.vocab_size unset or raise it"
         )
-    token_bytes = np.zeros(vocab_size, dtype=np.int64)
-    token_bytes[: tokenizer.vocab_size] = tokenizer.token_bytes()
-    return vocab_size, token_bytes
+    return vocab_size
 
 
 def sources_of(data: DataConfig) -> list[Weighted]:

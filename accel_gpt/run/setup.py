@@ -92,6 +92,7 @@ def describe_run(config: Config, plan: Plan, corpus: Corpus, speed: Speed, machi
             f"model    {config.model.preset}, {parameters:,} parameters, "
             f"{speed.flops_per_token / 1e6:,.1f} MFLOP a token",
             *corpus.lines(plan),
+            *corpus.unknown_bytes(),
             *(f"plan     {line}" for line in plan.describe().splitlines()),
             *(f"plan     {line}" for line in describe(to_flat(to_plain(config)))),
             f"device   {machine['processes']} x {machine['device']}, precision "

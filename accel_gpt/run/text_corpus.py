@@ -117,9 +117,8 @@ def open_text(config: Config) -> TextCorpus:
         "val": parts(held, val, config.eval.tokens, val_names(data))
         or (Part(None, 1.0, in_memory(text, "val", budget), config.eval.tokens),),
     }
-    vocab_size, token_bytes = model_vocabulary(config, tokenizer, "data.tokenizer")
-    end = document_end(data, tokenizer)
-    return TextCorpus(tokenizer, evaluated, vocab_size, token_bytes, end, text)
+    vocab_size = model_vocabulary(config, tokenizer, "data.tokenizer")
+    return TextCorpus(tokenizer, evaluated, vocab_size, document_end(data, tokenizer), text)
 
 
 def open_held_out(place: str, data: DataConfig, tokenizer: Tokenizer) -> Split:

@@ -108,12 +108,12 @@ def reopen_tensorboard(accelerator: Accelerator, purge_step: int, charts: Charts
 def chart_groups(config: Config, has_mfu: bool) -> Charts:
     """What belongs together on TensorBoard's page of custom scalars: group -> chart -> lines.
 
-    A line of a chart is any key that begins as one of its patterns says.
+    A line of a chart is any key that one of its patterns matches; no standard error is one.
     """
     groups = {
         "loss": {
-            "train and val": ["^train/loss$", "^eval/train_loss", "^eval/val_loss"],
-            "bits per byte": ["^eval/val_bits_per_byte"],
+            "train and val": ["^train/loss$", "^eval/train_loss$", "^eval/val_loss($|/)"],
+            "bits per byte": ["^eval/val_bits_per_byte($|/)"],
         },
         "optimization": {
             "lr": ["^train/lr$"],
@@ -129,7 +129,7 @@ def chart_groups(config: Config, has_mfu: bool) -> Charts:
     if has_mfu:
         groups["speed"]["MFU"] = ["^perf/mfu$"]
     if to_flat(to_plain(config)).get("eval.hellaswag"):
-        groups["HellaSwag"] = {"accuracy": ["^eval/hellaswag_acc"]}
+        groups["HellaSwag"] = {"accuracy": ["^eval/hellaswag_acc(_norm)?$"]}
     return {
         group: {title: ["Multiline", lines] for title, lines in charts.items()}
         for group, charts in groups.items()

@@ -69,7 +69,7 @@ class ScanResult:
     documents: int | None = None
     """End-of-text tokens; None without such a token."""
     bytes: int | None = None
-    """UTF-8 bytes of the text; None without a tokenizer."""
+    """UTF-8 bytes of the text; None without a tokenizer whose tokens' bytes add up."""
     run: LongestRun = field(default_factory=LongestRun)
     hashes: dict[str, int] = field(
         default_factory=lambda: {"equal": 0, "different": 0, "unknown": 0}
@@ -89,7 +89,7 @@ def scan(split: Split, tokenizer: Tokenizer | None, progress: Advance) -> ScanRe
             result.problems.append(str(error))
     if split.eot_id is not None:
         result.documents = int(result.counts[split.eot_id])
-    if tokenizer is not None:
+    if tokenizer is not None and tokenizer.bytes_add_up:
         sizes = tokenizer.token_bytes()[: split.vocab_size]
         result.bytes = int(result.counts[: len(sizes)] @ sizes)
     expected = total([shard.documents for shard in split.shards])

@@ -41,7 +41,8 @@ def copied(config: PrepareConfig, start: Position) -> Iterator[Encoded]:
     """
     for number in range(start[0], len(SPLITS)):
         split, tokenizer = open_source(config, SPLITS[number])
-        sizes, dtype = tokenizer.token_bytes(), token_dtype(tokenizer.vocab_size)
+        sizes = np.nan_to_num(tokenizer.bytes_within(split))  # 0: nobody knows
+        dtype = token_dtype(tokenizer.vocab_size)
         begins = start if start[0] == number else (number, 0, 0)
         eot_id = -1 if tokenizer.eot_id is None else tokenizer.eot_id
         leads = split.read(0, 0, 1)[0] == eot_id  # end-of-text begins documents, as in llm.c

@@ -21,7 +21,6 @@ from torch import nn
 
 from accel_gpt.config import Config
 from accel_gpt.data.loader import Loader
-from accel_gpt.data.order import derive_seed
 from accel_gpt.errors import run_main
 from accel_gpt.evals.figures import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
@@ -130,7 +129,6 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     path = take_up(config, state, accelerator, say)
     torch.manual_seed(config.seed)
     gpt = start_model(config, corpus, path is not None, say)
-    torch.manual_seed(derive_seed(config.seed, "dropout", accelerator.process_index))
     model, optimizer = prepared(config, accelerator, gpt)
     gradients = make_gradients(config, accelerator, model)
     if path:

@@ -90,7 +90,7 @@ class Loader:
         """Fill the queue until closed, with memory that CUDA can copy from while it computes."""
         try:
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # a thread starts on the first one
+                torch.cuda.set_device(self.device)  # per thread; each starts with the first GPU
             for rows, place in self.rows:
                 if self.stop.is_set():
                     return

@@ -76,7 +76,7 @@ def _loss_and_gradients(
             if dw.dtype == product:
                 dw.addmm_(slopes.T, counted)
             elif product == torch.float16:
-                scale = _fitting(counted)
+                scale = _fp16_scale(counted)
                 dw.addcmul_(slopes.T @ (counted / scale), scale)
             else:
                 dw += slopes.T @ counted
@@ -132,10 +132,10 @@ def _wide(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32)
 
 
-def _fitting(inputs: Tensor) -> Tensor:
-    """What to divide `inputs` (n, C) by, (), so that their sums over n by slopes of at most 1 stay
-    below 2^15, and float16 holds them: the loss scaler, which lowers its scale when gradients
-    overflow, has no part in these sums.
+def _fp16_scale(inputs: Tensor) -> Tensor:
+    """The divisor () of `inputs` (n, C), 1 or more, with which their sums over n, weighted by
+    slopes of at most 1, stay below 2^15 and do not overflow float16. The loss scaler cannot prevent
+    that: its scale is applied in the backward pass, after these sums.
     """
     return (len(inputs) / 2**15 * inputs.abs().amax().float()).clamp(min=1.0)
 

@@ -40,8 +40,8 @@ class Gradients:
         """Seed the device's generator for the micro-batch whose first sequence is `sequence`."""
         if self.dropout:
             kind = self.accelerator.device.type  # torch.manual_seed seeds all kinds, in 0.4 ms
-            of = torch.default_generator if kind == "cpu" else torch.get_device_module(kind)
-            of.manual_seed(derive_seed(self.seed, "dropout", sequence))
+            device = torch.default_generator if kind == "cpu" else torch.get_device_module(kind)
+            device.manual_seed(derive_seed(self.seed, "dropout", sequence))
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's mean loss, and the loss itself, to the step's."""

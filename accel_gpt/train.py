@@ -21,8 +21,7 @@ from torch import nn
 
 from accel_gpt.config import Config
 from accel_gpt.data.loader import Loader
-from accel_gpt.data.order import derive_seed
-from accel_gpt.errors import run_main
+from accel_gpt.errors import DataError, run_main
 from accel_gpt.evals.figures import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.hub.load import start_model
@@ -41,7 +40,7 @@ from accel_gpt.run.corpus import Corpus
 from accel_gpt.run.environment import ensure_data, is_main, world_size
 from accel_gpt.run.faults import reach
 from accel_gpt.run.gradients import Gradients, make_gradients
-from accel_gpt.run.guards import locked, peers
+from accel_gpt.run.guards import locked, peers, require_same
 from accel_gpt.run.metrics import Record
 from accel_gpt.run.numerics import Ledger, TooManySkippedError, check_weights
 from accel_gpt.run.reporter import Reporter, shown
@@ -125,12 +124,12 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     """Build everything, and take up the checkpoint that the run has."""
     corpus = open_corpus(config)
     evaluation = open_evaluation(config, corpus)
+    require_same(accelerator, corpus.identity(), DataError)
     state, say = corpus.new_state(config, accelerator.num_processes), display.say
     check_prompts(config.sample, corpus.tokenizer, config.model.block_size, say)
     path = take_up(config, state, accelerator, say)
     torch.manual_seed(config.seed)
     gpt = start_model(config, corpus, path is not None, say)
-    torch.manual_seed(derive_seed(config.seed, "dropout", accelerator.process_index))
     model, optimizer = prepared(config, accelerator, gpt)
     gradients = make_gradients(config, accelerator, model)
     if path:

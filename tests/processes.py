@@ -28,6 +28,12 @@ class Member:
         self.barrier.wait()  # nobody gives the next before all have taken this
         return total
 
+    def gather(self, value: torch.Tensor) -> torch.Tensor:
+        """The rows of all members, in the order of their ranks."""
+        own = torch.zeros(len(self.given), *value.shape)
+        own[self.process_index] = value
+        return self.reduce(own, "sum").flatten(0, 1)
+
 
 def together(world: int, work: Callable[[Any], T]) -> list[T]:
     """What `work` gives for the accelerator of each of `world` processes."""

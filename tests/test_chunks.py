@@ -113,6 +113,26 @@ def test_rows_have_the_sums_of_their_tokens(cap: float | None) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
+def test_in_fp16_the_sums_over_a_chunk_do_not_overflow() -> None:
+    """Before the loss scaler's factor, whose lowering could not mend them."""
+    size = 16_000.0  # times the 16 tokens of a chunk: four times what float16 holds
+    x = (size * (1 + 0.1 * torch.rand(1, 40, C))).half().requires_grad_()
+    weight = (torch.randn(ROWS, C) / size / 10).requires_grad_()
+    targets = torch.full((1, 40), 7)
+    with torch.autocast("cpu", torch.float16):
+        loss = chunked_next_token_loss(x, weight, targets, VOCAB, None)
+    (2**16 * loss).backward()
+    wide = x.detach().double()
+    table = weight.detach().double().requires_grad_()
+    expected = plain(wide, table, targets, None)
+    (2**16 * expected).backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0, check_dtype=False)
+    assert weight.grad is not None
+    assert table.grad is not None
+    assert (weight.grad - table.grad).norm() < 1e-2 * table.grad.norm()
+
+
+@pytest.mark.usefixtures("small_chunks")
 def test_nothing_but_ignored_targets_gives_zero() -> None:
     x, weight, targets = draw()
     loss = chunked_next_token_loss(x, weight, targets.fill_(IGNORE), VOCAB, None)

@@ -1,5 +1,6 @@
 """The gradient of a step: the mean over the whole batch, and the same bits at any layout."""
 
+import json
 import random
 from collections.abc import Callable
 from fractions import Fraction
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from accel_gpt.config import Config, TrainConfig
+from accel_gpt.data.order import derive_seed
 from accel_gpt.errors import UserError
 from accel_gpt.model.documents import separate
 from accel_gpt.model.gpt import GPT
@@ -26,7 +28,7 @@ from accel_gpt.plan import Plan
 from accel_gpt.run.batches import micro_batches
 from accel_gpt.run.engine import check_engine
 from accel_gpt.run.gradients import ExactGradients, Gradients, make_gradients
-from tests.conftest import launch, tiny
+from tests.conftest import QUIET, launch, reseal, tiny
 from tests.test_launch import TORCHRUN, TRAIN, finish
 from tests.test_train import assert_same_weights, records, weights
 
@@ -67,7 +69,7 @@ def loader(rows: Tensor, micro: int) -> Any:
 
 
 def make(kind: type[Gradients], one: Accelerator, model: nn.Module) -> Gradients:
-    return ExactGradients(one, model, 1, 0.0) if kind is ExactGradients else Gradients(one, model)
+    return kind(one, model, 1, 0.0)
 
 
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
@@ -247,8 +249,9 @@ def test_a_step_starts_from_nothing(kind: type[Gradients]) -> None:
 # --------------------------------------------------------------------------- dropout
 
 
-def test_dropout_depends_on_the_sequence_alone() -> None:
-    gradients = ExactGradients(accelerator(1), Fed(1), 1, 0.1)
+@pytest.mark.parametrize("kind", [Gradients, ExactGradients])
+def test_dropout_depends_on_the_sequence_alone(kind: type[Gradients]) -> None:
+    gradients = kind(accelerator(1), Fed(1), 1, 0.1)
 
     def draw(sequence: int) -> list[float]:
         with gradients.micro_step(sequence):
@@ -257,13 +260,37 @@ def test_dropout_depends_on_the_sequence_alone() -> None:
     first = draw(8)
     assert draw(16) != first
     assert draw(8) == first
-    other = ExactGradients(accelerator(1), Fed(1), 2, 0.1)
+    other = kind(accelerator(1), Fed(1), 2, 0.1)
     with other.micro_step(8):
         assert torch.rand(4).tolist() != first
 
 
+def test_a_run_seeds_dropout_by_the_sequence_before_and_after_a_resume(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on another number of processes than before."""
+    seeds, plain_forward = [], GPT.forward
+
+    def forward(self: GPT, *given: Any, **named: Any) -> Tensor:
+        if self.training:
+            seeds.append(torch.default_generator.initial_seed())
+        return plain_forward(self, *given, **named)
+
+    monkeypatch.setattr(GPT, "forward", forward)
+    options = [*QUIET, "--seed", "7", "--checkpoint.allow_change", "train.max_steps"]
+    options += ["--schedule.name", "constant"]
+    for last in (2, 3, 4):
+        assert launch(small_run(*options, "--train.max_steps", str(last))) == 0
+        path = tmp_path / "run" / "checkpoints" / f"step_{last:08d}"
+        state = json.loads((path / "trainer_state.json").read_text())
+        if last == 3:
+            (path / "trainer_state.json").write_text(json.dumps(state | {"world_size": 2}))
+            reseal(path)
+    assert seeds == [derive_seed(7, "dropout", 4 * micro_step) for micro_step in range(8)]
+
+
 def test_without_dropout_nothing_is_drawn() -> None:
-    gradients = ExactGradients(accelerator(1), Fed(1), 1, 0.0)
+    gradients = Gradients(accelerator(1), Fed(1), 1, 0.0)
     before = torch.random.get_rng_state()
     with gradients.micro_step(8):
         assert torch.equal(torch.random.get_rng_state(), before)
@@ -398,8 +425,11 @@ def test_another_number_of_processes_at_every_restart_equals_never_stopping(
 def test_without_the_mode_four_processes_give_other_bits_but_close_losses(
     small_run: Arguments, tmp_path: Path
 ) -> None:
-    """So the tests above can fail; measured over 200 steps: losses apart by 2e-7 of themselves."""
-    alike = [*FOUR, "--model.dropout", "0", "--optim.lr", "1e-3", "--train.max_steps", "200"]
+    """So the tests above can fail; measured over 200 steps: losses apart by 2e-7 of themselves.
+
+    With dropout, which every number of processes draws alike.
+    """
+    alike = [*FOUR, "--optim.lr", "1e-3", "--train.max_steps", "200"]
     alike += ["--eval.every", "0", "--checkpoint.every", "0"]
     assert launch(small_run(*alike, "--out_dir", str(tmp_path / "1"))) == 0
     torchrun(4, tmp_path, small_run(*alike, "--out_dir", str(tmp_path / "4")))

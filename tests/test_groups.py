@@ -28,6 +28,23 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert counted == sum(p.numel() for p in net.parameters())
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_without_a_gradient_matrices_shrink_and_vectors_stay(name: str) -> None:
+    gpt = GPT(tiny(), 64)
+    with torch.no_grad():
+        for p in gpt.parameters():
+            p.add_(1.0)
+            p.grad = torch.zeros_like(p)
+    before = {key: p.detach().clone() for key, p in gpt.named_parameters()}
+    settings = OptimConfig(name, lr=0.1, weight_decay=0.3)  # type: ignore[arg-type]
+    optimizer = make_optimizer(gpt, settings)
+    set_lr(optimizer, 0.5)
+    optimizer.step()
+    for key, p in gpt.named_parameters():
+        left = 1 - 0.5 * 0.1 * 0.3 if p.dim() == 2 else 1
+        torch.testing.assert_close(p.detach(), left * before[key], msg=key)
+
+
 def test_set_lr_scales_the_peak_of_each_group() -> None:
     optimizer = make_optimizer(model(), OptimConfig(lr=0.1))
     optimizer.param_groups[1]["peak_lr"] = 0.5

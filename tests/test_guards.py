@@ -1,15 +1,27 @@
-"""The lock of a run's folder, and the error of a process whose peers have gone."""
+"""The lock of a run's folder, ranks that differ, the error of one whose peers have gone."""
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
-from accel_gpt.errors import BusyError, PeerError, UserError
-from accel_gpt.run.guards import locked, peers
+from accel_gpt.config import Config
+from accel_gpt.data_config import DataConfig
+from accel_gpt.errors import BusyError, DataError, PeerError, UserError
+from accel_gpt.run import environment, guards
+from accel_gpt.run.guards import locked, peers, require_same
+from tests.conftest import QUIET
+from tests.faults.launches import free_port
+from tests.test_launch import PLAIN
 
 
 @pytest.mark.slow
@@ -45,3 +57,104 @@ def test_lost_peers_are_told_and_other_errors_are_left_alone() -> None:
     with pytest.raises(RuntimeError, match="gloo"), peers(1):
         raise RuntimeError("gloo")
     assert PeerError.exit_code == 70
+
+
+# --------------------------------------------------------------------------- ranks that differ
+
+
+def test_ranks_that_differ_leave_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [{"optim.lr": 0.1, "torch": "2.13"}] * 2 + [{"optim.lr": 0.2, "torch": "2.13"}]
+    monkeypatch.setattr(guards, "gather_object", lambda _: every)
+    state: Any = SimpleNamespace(num_processes=3, is_main_process=True)
+    message = r"differ: optim\.lr is 0\.1 on rank 0 and 0\.2 on rank 2; start all with the same"
+    with pytest.raises(DataError, match=message):
+        require_same(state, every[0], DataError)
+    state.is_main_process = False
+    for kind in (UserError, DataError):
+        with pytest.raises(SystemExit) as left:
+            require_same(state, every[0], kind)
+        assert left.value.code == kind.exit_code
+    every.pop()
+    require_same(state, every[0])
+
+
+def test_ranks_compare_config_code_and_versions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """But not where each machine has its data."""
+    config = Config()
+    own = environment.rank_identity(config)
+    elsewhere = DataConfig(train="/scratch/a", cache_dir="/scratch/b")
+    assert environment.rank_identity(replace(config, data=elsewhere)) == own
+    assert environment.rank_identity(replace(config, seed=2))["seed"] == 2
+    package = Path(environment.__file__).parents[1]
+    copy = tmp_path / "accel_gpt"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(environment, "__file__", str(copy / "run" / "environment.py"))
+    assert environment.rank_identity(config) == own
+    with (copy / "model" / "loss.py").open("a") as file:
+        file.write("\n")
+    versions = dict(environment.package_versions()) | {"torch": "2.0", "accelerate": "1.0"}
+    monkeypatch.setattr(environment, "package_versions", lambda: versions)
+    monkeypatch.setattr(environment.platform, "python_version_tuple", lambda: ("3", "9", "1"))
+    changed = environment.rank_identity(config)
+    names = {"the code of accel_gpt (SHA-256)", "Python", "torch", "accelerate"}
+    assert {key for key in own if own[key] != changed[key]} == names
+
+
+SECOND = """
+import os, sys
+from accel_gpt import train
+from accel_gpt.errors import run_main
+from accel_gpt.run import environment
+plain_update = train.update
+def update(run):
+    plain_update(run)
+    if run.state.step == 6:
+        run.gpt.wte.weight.data[0] += 1
+if os.environ["RANK"] == "1":
+    exec(os.environ["CHANGE"])
+sys.exit(run_main(train.main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        ("sys.argv += ['--optim.lr', '0.02']", 2, "optim.lr is 0.01 on rank 0 and 0.02 on rank 1"),
+        ("environment.package_versions = lambda: {'torch': '2.0'}", 2, "and 2.0 on rank 1"),
+        ("sys.argv += ['--data.train', 'other']", 3, "the fingerprint of the training data is"),
+        ("train.update = update", 5, "after step 8 the weights of rank 1 are not those of rank 0"),
+    ],
+    ids=["config", "versions", "data", "weights"],
+)
+def test_two_gloo_processes_that_differ_do_not_train_apart(
+    change: str,
+    code: int,
+    message: str,
+    corpus: Path,
+    small_run: Callable[..., list[str]],
+    tmp_path: Path,
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for split in ("train", "val"):
+        np.save(other / f"{split}_000000.npy", np.full(2000, 65, dtype=np.uint16))
+    options = ["--data.tokenizer", "bytes", "--train.mixed_precision", "no"]
+    script = [sys.executable, "-c", SECOND, *small_run(*QUIET, *options)]
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    group |= {"MASTER_PORT": str(free_port()), "CHANGE": change}
+    started = [
+        subprocess.Popen(
+            script, cwd=tmp_path, env={**PLAIN, **group, "RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    told = [process.communicate(timeout=120)[1] for process in started]
+    assert [process.returncode for process in started] == [code, code], told
+    assert message in told[0]
+    assert "Traceback" not in told[0] + told[1]
+    saved = [path.name for path in (tmp_path / "run").glob("checkpoints/step_*")]
+    assert saved == (["step_00000004"] if code == 5 else [])

@@ -46,7 +46,7 @@ def finish(command: list[str], cwd: Path, timeout: float = 120) -> str:
 def test_two_processes_reach_the_losses_of_one(
     launcher: list[str], small_run: Arguments, tmp_path: Path
 ) -> None:
-    alike = ["--model.dropout", "0", "--train.micro_batch_size", "2", "--checkpoint.every", "5"]
+    alike = ["--train.micro_batch_size", "2", "--checkpoint.every", "5"]
     one, two = tmp_path / "one", tmp_path / "two"
     finish([*TORCHRUN, TRAIN, *small_run(*alike, "--out_dir", str(one))], tmp_path)
     shown = finish([*launcher, TRAIN, *small_run(*alike, "--out_dir", str(two))], tmp_path)
@@ -62,7 +62,7 @@ def test_two_processes_reach_the_losses_of_one(
 
 @pytest.mark.slow
 def test_another_number_of_processes_goes_on(small_run: Arguments, tmp_path: Path) -> None:
-    alike = ["--model.dropout", "0", "--train.micro_batch_size", "2"]
+    alike = ["--train.micro_batch_size", "2"]
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     finish([*TORCHRUN, TRAIN, *small_run(*alike, "--out_dir", str(whole))], tmp_path)
     options = small_run(*alike, "--out_dir", str(moved))

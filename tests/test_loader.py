@@ -1,5 +1,6 @@
 """The loader: ranks simulated in one process, the same windows at any layout, errors arrive."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,6 +113,25 @@ def test_error_of_the_reading_thread_arrives(start: Start, monkeypatch: pytest.M
     monkeypatch.setattr(Mixture, "windows", broken)
     with pytest.raises(OSError, match="disk gone"):
         next(start())
+
+
+def test_the_thread_pins_memory_for_the_device_of_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA's current device is one of each thread."""
+    current = threading.local()
+    pinned = []
+
+    def pin(rows: Tensor) -> Tensor:
+        pinned.append(getattr(current, "device", None))
+        return rows
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    device = torch.device("cuda", 3)
+    loader = Loader(iter([(np.zeros((1, 3), dtype=np.uint16), None)] * 2), 1, device)
+    loader.thread.join()
+    assert pinned == [device, device]
 
 
 def test_close_ends_the_thread(start: Start) -> None:

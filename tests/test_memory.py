@@ -189,6 +189,26 @@ def most_alive(step: Callable[[], None]) -> int:
     return top
 
 
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("cap", [None, 2.0], ids=["plain", "capped"])
+def test_a_chunk_at_work_takes_what_is_planned(
+    cap: float | None, half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no array of logits more, as that of the chunk before would be."""
+    for module in (chunks, model_memory):
+        monkeypatch.setattr(module, "chunk_tokens", lambda rows, cpu: 64)
+    config, vocab_size = tiny(n_embd=8, block_size=256, logit_softcap=cap), 4096
+    x, targets = torch.randn(1, 256, 8), torch.zeros(1, 256, dtype=torch.long)
+    weight = torch.randn(vocab_size, 8)
+
+    def loss() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            chunks.chunked_next_token_loss(x, weight, targets, vocab_size, cap)
+
+    planned = logits_bytes(config, vocab_size, 1, Numerics(half))
+    assert 0.85 * planned < most_alive(loss) < 1.15 * planned
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_muon_keeps_one_moment_and_works_on_a_stack(
     preset: str, monkeypatch: pytest.MonkeyPatch

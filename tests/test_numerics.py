@@ -7,13 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_gpt import train
 from accel_gpt.config import TrainConfig
+from accel_gpt.errors import DivergedError
 from accel_gpt.run.checkpoint import TrainState, read_state
-from accel_gpt.run.numerics import SPIKE_WINDOW, Ledger, TooManySkippedError, ranges, spoken
+from accel_gpt.run.numerics import (
+    SPIKE_WINDOW,
+    Ledger,
+    TooManySkippedError,
+    check_weights,
+    ranges,
+    spoken,
+)
 from tests.conftest import QUIET, launch
+from tests.processes import together
 from tests.test_train import assert_same_weights, records, signal_after, weights
 
 Arguments = Callable[..., list[str]]
@@ -152,6 +162,32 @@ def test_weights_that_overflowed_are_never_saved(
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
 
 
+def test_weights_that_differ_between_ranks_are_refused_on_all() -> None:
+    """Of replicas: what FSDP shards differs by right, and rounding is no difference."""
+
+    def check(kind: DistributedType, factor: float) -> list[str]:
+        def work(one: Any) -> str:
+            one.distributed_type = kind
+            net = torch.nn.Linear(3, 2)
+            torch.nn.init.ones_(net.weight)
+            torch.nn.init.zeros_(net.bias)
+            net.weight.data[1, 1] *= factor**one.process_index
+            try:
+                check_weights(net, one, 7)
+            except DivergedError as error:
+                return str(error)
+            return ""
+
+        return together(2, work)
+
+    for said in check(DistributedType.MULTI_CPU, 1.01):
+        assert "after step 7 the weights of rank 1 are not those of rank 0" in said
+        assert "weight has norm 2.453589, not 2.44949), and were not saved" in said
+    assert check(DistributedType.FSDP, 1.01) == ["", ""]
+    assert check(DistributedType.MULTI_GPU, 1 + 1e-6) == ["", ""]
+    assert all("are not finite" in said for said in check(DistributedType.FSDP, math.inf))
+
+
 class Waits(TorchDispatchMode):
     """Counts the calls that make the host wait for the device."""
 
@@ -210,6 +246,15 @@ def test_a_spike_stands_out_of_a_full_window_alone(skip: bool) -> None:
     assert state.skipped == int(skip)
     assert "a spike" in said[0]
     assert ("its update was skipped" in said[0]) == skip
+
+
+@pytest.mark.parametrize(("sigma", "spikes"), [(0.0, 0), (3.0, 2), (6.0, 1), (30.0, 0)])
+def test_a_spike_is_as_many_deviations_high_as_asked(sigma: float, spikes: int) -> None:
+    state = TrainState()
+    book = ledger(state, spike_sigma=sigma)
+    for loss in [*wavy(SPIKE_WINDOW), 3.3, 3.9]:  # about 4 and 12
+        judged(book, state, loss)
+    assert book.read(state, lambda _: None)["train/spikes"] == spikes
 
 
 def test_the_window_goes_on_after_a_stop() -> None:

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.cuda._utils import _get_device_index
 
 from accel_gpt.errors import UserError
 from accel_gpt.parse import load_config
@@ -139,9 +140,16 @@ def test_a_trial_runs_with_each_option(small_run: Arguments, options: tuple[str,
 def test_running_out_of_memory_is_an_answer(
     small_run: Arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another error is not."""
+    """Another error is not. Of one GPU without a launcher the device has no index."""
+    alone = member()
+    alone.device = torch.device("cuda")
     calls: list[Any] = []
-    for name in ("set_per_process_memory_fraction", "empty_cache", "reset_peak_memory_stats"):
+
+    def fraction(share: float, device: Any = None) -> None:
+        calls.append((share, device if device is None else _get_device_index(device)))
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fraction)
+    for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *given: calls.append(given))
     config = load_config(small_run(), "test")
 
@@ -155,13 +163,13 @@ def test_running_out_of_memory_is_an_answer(
     expected = [(None, True), (torch.OutOfMemoryError("full"), False)]
     for error, fits in expected:
         monkeypatch.setattr(sizing, "try_step", step(error))
-        assert sizing.fits_cuda(config, 257, member()) is fits
+        assert sizing.fits_cuda(config, 257, alone) is fits
         assert calls[0][0] == sizing.CUDA_SHARE
         assert calls[-2][0] == 1.0  # put back
         calls.clear()
     monkeypatch.setattr(sizing, "try_step", step(RuntimeError("broken")))
     with pytest.raises(RuntimeError, match="broken"):
-        sizing.fits_cuda(config, 257, member())
+        sizing.fits_cuda(config, 257, alone)
 
 
 TWO = """

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 
 from accel_gpt import train
 from accel_gpt.data.prepare import prepare
@@ -66,6 +67,55 @@ def test_the_rate_that_is_logged_is_optim_lr_whatever_the_groups(
     own = ["--optim.name", "muon", "--optim.lr", "0.01", "--optim.embedding_lr", "0.3"]
     assert launch(small_run("--model.preset", "fast", *own, "--train.max_steps", "4")) == 0
     assert records(tmp_path / "run")[0]["train/lr"] == pytest.approx(0.005)
+
+
+# Without moments and with an eps that no gradient reaches: gradient descent at a rate of lr / eps.
+DESCENT = ("--optim.beta1", "0", "--optim.beta2", "0", "--optim.eps", "1e3", "--optim.lr", "1e3")
+DESCENT += ("--optim.weight_decay", "0", "--model.dropout", "0", *QUIET)
+
+
+def lengths(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The norm of all that each update adds to the weights, from now on."""
+    found = []
+
+    def measured(run: train.Run) -> None:
+        before = parameters_to_vector(run.gpt.parameters()).detach().double()
+        update(run)
+        after = parameters_to_vector(run.gpt.parameters()).detach().double()
+        found.append((after - before).norm().item())
+
+    update = train.update
+    monkeypatch.setattr(train, "update", measured)
+    return found
+
+
+@pytest.mark.parametrize("clip", [0.05, 0.0])
+def test_an_update_has_the_clipped_length_and_the_rate_of_its_step(
+    clip: float, small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of gradient descent: clipped is the sum over micro-batches, which has the norm `clip`."""
+    found, fractions = lengths(monkeypatch), [0.5, 1, 1, 0.75, 0.5, 0.25]
+    words = ["--schedule.name", "linear", "--train.max_steps", "6", "--optim.grad_clip", str(clip)]
+    assert launch(small_run(*DESCENT, *words)) == 0
+    lines = records(tmp_path / "run")
+    assert [line["train/lr"] for line in lines] == pytest.approx([1e3 * f for f in fractions])
+    assert all(line["train/grad_norm"] > 0.06 for line in lines)
+    norms = [clip or line["train/grad_norm"] for line in lines]
+    expected = [f * norm for f, norm in zip(fractions, norms, strict=True)]
+    assert found == pytest.approx(expected, rel=2e-3)
+
+
+def test_a_rate_that_changes_at_a_resume_is_that_of_the_updates(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*DESCENT, "--schedule.name", "constant", "--schedule.warmup_steps", "0"]
+    words += ["--optim.grad_clip", "0.05"]
+    assert launch(small_run(*words, "--train.max_steps", "2")) == 0
+    found = lengths(monkeypatch)
+    words += ["--optim.lr", "500", "--checkpoint.allow_change", "optim.lr,train.max_steps"]
+    assert launch(small_run(*words, "--train.max_steps", "4")) == 0
+    assert [line["train/lr"] for line in records(tmp_path / "run")] == [1e3, 1e3, 500, 500]
+    assert found == pytest.approx([0.025, 0.025], rel=2e-3)
 
 
 def test_run_learns_and_leaves_what_the_contract_names(

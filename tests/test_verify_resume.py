@@ -62,7 +62,6 @@ def test_own_options_are_parted_from_those_of_the_config() -> None:
         (["--processes", "1,0"], "processes is 1,0; expected numbers above 0"),
         (["--processes", "one"], "processes is ['one']; expected a list"),
         (["--processes", "3"], "3 processes = 384; nearest: 384"),
-        (["--processes", "1,2"], "model.dropout 0.1, whose draws depend on the number"),
         (["--optim.lrr", "1"], "unknown key optim.lrr on the command line; did you mean optim.lr?"),
         (["--train.max_steps", "x"], "train.max_steps is 'x'"),
     ],
@@ -84,7 +83,7 @@ def test_no_config(capsys: Printed) -> None:
 
 def test_streamed_text_goes_on_on_one_number_only(small_run: Arguments, capsys: Printed) -> None:
     stream = ["--data.train", "{path: text.txt, streaming: true}", "--data.tokenizer", "bytes"]
-    assert call(*small_run(*stream, "--processes", "1,2", "--model.dropout", "0")) == 2
+    assert call(*small_run(*stream, "--processes", "1,2")) == 2
     assert "streamed text goes on on the same number only" in capsys.readouterr().err
 
 
@@ -284,8 +283,7 @@ def test_runs_are_killed_until_the_kills_are_used_up_and_nothing_is_left(
     whole = make_run(tmp_path / "whole")
     worlds = pretended(whole, whole)
     asked = ["--steps", "4", "--kills", "4", "--processes", "2,1,4"]
-    alike = ["--model.dropout", "0", "--train.micro_batch_size", "2"]
-    assert call(*small_run(*asked, *alike)) == 0
+    assert call(*small_run(*asked, "--train.micro_batch_size", "2")) == 0
     shown = capsys.readouterr()
     assert worlds[0] == 2
     assert len(set(worlds)) > 1
@@ -390,7 +388,7 @@ def test_training_killed_twice_equals_never_stopped(
 def test_training_killed_on_changing_numbers_of_processes(
     small_run: Arguments, rooms: Path, capsys: Printed
 ) -> None:
-    words = ["--steps", "6", "--kills", "2", "--processes", "1,2", "--model.dropout", "0"]
+    words = ["--steps", "6", "--kills", "2", "--processes", "1,2"]
     assert call(*small_run(*words, "--train.micro_batch_size", "2")) == 0
     shown = capsys.readouterr()
     assert "on 2 processes" in shown.err

@@ -69,15 +69,18 @@ def _loss_and_gradients(
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         table = weight.to(product)
         for part, inputs, real, aims in _chunks(x, targets, len(weight), product):
-            work = _slopes(compiled)(inputs @ table.T, aims, vocab_size, softcap)
-            losses, slopes = work[0] * real.squeeze(1), work[1]
-            total += losses.sum()
+            losses, slopes = _slopes(compiled)(inputs @ table.T, aims, vocab_size, softcap)
+            total += (losses * real.squeeze(1)).sum()
             dx[part] = (slopes @ table) * real
             counted = inputs * real
             if dw.dtype == product:
                 dw.addmm_(slopes.T, counted)
+            elif product == torch.float16:
+                scale = _fp16_scale(counted)
+                dw.addcmul_(slopes.T @ (counted / scale), scale)
             else:
                 dw += slopes.T @ counted
+            del slopes  # or it is held beside the next chunk's
     return total, dx, dw
 
 
@@ -127,6 +130,14 @@ _loss_and_gradients.register_autograd(_backward, setup_context=_save)
 def _wide(weight: Tensor) -> torch.dtype:
     """At least float32, in which losses are computed and gradients summed."""
     return torch.promote_types(weight.dtype, torch.float32)
+
+
+def _fp16_scale(inputs: Tensor) -> Tensor:
+    """The divisor () of `inputs` (n, C), 1 or more, with which their sums over n, weighted by
+    slopes of at most 1, stay below 2^15 and do not overflow float16. The loss scaler cannot prevent
+    that: its scale is applied in the backward pass, after these sums.
+    """
+    return (len(inputs) / 2**15 * inputs.abs().amax().float()).clamp(min=1.0)
 
 
 def _outputs(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

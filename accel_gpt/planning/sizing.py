@@ -144,7 +144,8 @@ def group_memory() -> float:
 def fits_cuda(config: Config, vocab_size: int, accelerator: Accelerator) -> bool:
     """Whether a step and an evaluation of `config` run on this device; leaves nothing there."""
     device = accelerator.device
-    torch.cuda.set_per_process_memory_fraction(CUDA_SHARE, device)
+    # of the current device: without a launcher, `device` has no index, and is refused
+    torch.cuda.set_per_process_memory_fraction(CUDA_SHARE)
     try:
         try_step(config, vocab_size, accelerator)
         return True
@@ -153,7 +154,7 @@ def fits_cuda(config: Config, vocab_size: int, accelerator: Accelerator) -> bool
     finally:
         gc.collect()  # the error held the tensors of the trial
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.reset_peak_memory_stats(device)
 
 

@@ -54,6 +54,17 @@ class Corpus(ABC):
         self.describe(state)
         return state
 
+    def identity(self) -> dict[str, str]:
+        """Fingerprints of what is trained on and evaluated, the same on all ranks."""
+        state = TrainState()
+        self.describe(state)
+        val = [part.split.fingerprint[:12] for part in self.evaluated["val"]]
+        return {
+            "the fingerprint of the training data": state.data_fingerprint[:12],
+            "that of the validation data": ", ".join(val),
+            "that of the tokenizer": self.tokenizer.fingerprint[:12],
+        }
+
     @abstractmethod
     def describe(self, state: TrainState) -> None:
         """Note in `state` what is trained on, and from where."""

@@ -1,6 +1,7 @@
 """The machine: processes, threads, precision; and what `run.json` records of it."""
 
 import ctypes
+import hashlib
 import json
 import logging
 import os
@@ -37,10 +38,12 @@ from accel_gpt.data.prepare import prepare
 from accel_gpt.data.remote.folder import is_url
 from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import duration, require
+from accel_gpt.parse import to_flat, to_plain
 from accel_gpt.plan import Plan
 from accel_gpt.run.compiler import check_fp8
 from accel_gpt.run.dashboard import check_port
 from accel_gpt.run.engine import check_engine, check_requested_engine, fp8_recipe, set_up_fsdp
+from accel_gpt.run.guards import require_same
 from accel_gpt.run.processor import bf16_instructions
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # where train.step_timeout is null
@@ -50,6 +53,11 @@ LAUNCHERS = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("ACCELERATE_", "TORCHELASTIC_", "FSDP_", "PET_"),
+)
+# keys of the config that may differ between machines: paths
+LOCAL = (
+    *("data.train", "data.val", "data.tokenizer", "data.cache_", "data.prepare."),
+    "checkpoint.resume",  # in the cache of each, where it was fetched
 )
 PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "tiktoken", "numpy")
 
@@ -130,7 +138,7 @@ def start_processes(config: Config) -> PartialState:
     """Join the processes into one group, and set what computing needs: threads, float32 products.
 
     Raises `UserError` for an engine that is not supported, and for processes that do not form one
-    group, which would train apart.
+    group or differ in config, code or versions: they would train apart.
     """
     check_requested_engine()
     if config.train.reproducible:
@@ -140,6 +148,7 @@ def start_processes(config: Config) -> PartialState:
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     state = PartialState(cpu=cpu, timeout=collective_timeout(config))
     check_processes(state, world_size())
+    require_same(state, rank_identity(config) if state.num_processes > 1 else {})
     set_float32_products(config.train.matmul_precision, state.device)
     if state.device.type == "cpu":
         threads = 1 if config.train.reproducible else shared_cores()
@@ -303,6 +312,23 @@ def code_versions() -> dict[str, str]:
     """Versions of Python and the packages that decide a run, and where it is known the commit."""
     found = {"python": platform.python_version(), **package_versions()}
     return found | ({"commit": known} if (known := commit()) else {})
+
+
+def rank_identity(config: Config) -> dict[str, Any]:
+    """What all ranks must have alike: the config without its paths of data, whose content is
+    compared when it is open, the code of this package, and the versions that decide a run.
+    """
+    package, code = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        code.update(str(file.relative_to(package)).encode() + file.read_bytes())
+    flat = to_flat(to_plain(config))
+    versions = package_versions()
+    return {key: value for key, value in flat.items() if not key.startswith(LOCAL)} | {
+        "the code of accel_gpt (SHA-256)": code.hexdigest()[:12],
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": versions.get("torch"),
+        "accelerate": versions.get("accelerate"),
+    }
 
 
 @cache

@@ -17,16 +17,31 @@ UNITS = 2.0**50
 
 
 class Gradients:
-    """Accelerate's way: sums in float32, reduced by DistributedDataParallel or FSDP."""
+    """Accelerate's way: sums in float32, reduced by DistributedDataParallel or FSDP.
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
+    Dropout is seeded for each micro-batch by (seed, number of its first sequence): it does not
+    depend on the number of processes, nor on restarts. Seeding takes 0.01 ms.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, seed: int, dropout: float
+    ) -> None:
         self.accelerator, self.model = accelerator, model
+        self.seed, self.dropout = seed, dropout
         self.loss = torch.zeros((), device=accelerator.device)
 
     def micro_step(self, sequence: int) -> AbstractContextManager[None]:
         """Where forward and backward of a micro-batch belong; `sequence` numbers its first one."""
+        self.seed_dropout(sequence)
         context: AbstractContextManager[None] = self.accelerator.accumulate(self.model)
         return context
+
+    def seed_dropout(self, sequence: int) -> None:
+        """Seed the device's generator for the micro-batch whose first sequence is `sequence`."""
+        if self.dropout:
+            kind = self.accelerator.device.type  # torch.manual_seed seeds all kinds, in 0.4 ms
+            device = torch.default_generator if kind == "cpu" else torch.get_device_module(kind)
+            device.manual_seed(derive_seed(self.seed, "dropout", sequence))
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's mean loss, and the loss itself, to the step's."""
@@ -62,15 +77,13 @@ class ExactGradients(Gradients):
     The losses are float32 and summed in float64 as they are: exact for those above 2^-17 while
     their sum stays below 2^13, as a loss of L >= 2^k is a whole number of 2^(k-23).
 
-    Dropout is drawn anew for each micro-batch from (seed, number of its first sequence). What a
-    micro-batch gives still depends on its size, the threads and the kind of processor.
+    What a micro-batch gives still depends on its size, the threads and the kind of processor.
     """
 
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, seed: int, dropout: float
     ) -> None:
-        super().__init__(accelerator, model)
-        self.seed, self.dropout = seed, dropout
+        super().__init__(accelerator, model, seed, dropout)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         sizes = [p.numel() for p in self.parameters]
         options = {"dtype": torch.float64, "device": accelerator.device}
@@ -80,8 +93,7 @@ class ExactGradients(Gradients):
     @contextmanager
     def micro_step(self, sequence: int) -> Iterator[None]:
         """Where forward and backward of a micro-batch belong; nothing is reduced here."""
-        if self.dropout:
-            torch.manual_seed(derive_seed(self.seed, "dropout", sequence))
+        self.seed_dropout(sequence)
         with self.accelerator.accumulate(), self.accelerator.no_sync(self.model):
             yield
 
@@ -115,6 +127,5 @@ def in_units(gradient: Tensor) -> Tensor:
 
 def make_gradients(config: Config, accelerator: Accelerator, model: nn.Module) -> Gradients:
     """What `train.reproducible` asks for; `model` as Accelerate wrapped it."""
-    if config.train.reproducible:
-        return ExactGradients(accelerator, model, config.seed, config.model.dropout)
-    return Gradients(accelerator, model)
+    kind = ExactGradients if config.train.reproducible else Gradients
+    return kind(accelerator, model, config.seed, config.model.dropout)

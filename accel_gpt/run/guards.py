@@ -3,15 +3,20 @@
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object
 
 from accel_gpt.errors import BusyError, PeerError, UserError
 
+SHOWN = 4  # differences that a sentence names
 BACKENDS = ("gloo", "NCCL", "Connection closed by peer")  # in texts of errors without a class
 
 
@@ -41,6 +46,31 @@ def locked(folder: Path) -> Iterator[None]:
         lock.write(f"process {os.getpid()} on {os.uname().nodename} since {now}")
         lock.flush()
         yield
+
+
+def require_same(
+    state: PartialState | Accelerator, values: Mapping[str, Any], kind: type[UserError] = UserError
+) -> None:
+    """Raise `kind` on the main process unless `values` are the same on all ranks; the others leave
+    with its exit code. A collective.
+    """
+    if state.num_processes == 1:
+        return
+    every = gather_object([dict(values)])
+    differences = [
+        f"{key} is {every[0].get(key)} on rank 0 and {own.get(key)} on rank {rank}"
+        for rank, own in enumerate(every)
+        for key in every[0] | own
+        if own.get(key) != every[0].get(key)
+    ]
+    if differences and not state.is_main_process:
+        sys.exit(kind.exit_code)
+    if differences:
+        more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+        raise kind(
+            f"the processes of this run differ: {', '.join(differences[:SHOWN])}{more}; start all "
+            "with the same config, data, code and versions"
+        )
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from accel_gpt.config import TrainConfig
@@ -18,6 +19,8 @@ from accel_gpt.optim.sharded import is_sharded
 from accel_gpt.run.checkpoint import TrainState
 
 SPIKE_WINDOW = 128  # steps; OLMo 2 (2025), whose trainer looks at as many
+NORM_TOLERANCE = 1e-5  # of norms of the same float32 weights on two kinds of processors: assumption
+REPLICATED = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 TOLD = 8  # batches that a sentence names
 
 
@@ -128,18 +131,28 @@ def spoken(spans: list[list[int]]) -> str:
 
 
 def check_weights(model: nn.Module, accelerator: Accelerator, step: int) -> None:
-    """Raise `DivergedError` on every process unless all weights are finite; a collective.
+    """Raise `DivergedError` on every process unless all weights are finite, and on all ranks those
+    of rank 0 where each holds the whole model; a collective.
 
     Asked before a save: weights that overflowed in an update of finite norm must not be kept.
     """
     weights = [p.detach() for p in model.parameters()]
     # FSDP leaves some whole after an evaluation, of the others each process has a part
     own = [w.to_local() if is_sharded(w) else w for w in weights]
-    norms = torch.stack(torch._foreach_norm(own))
-    bad = accelerator.reduce((~torch.isfinite(norms)).sum(), "sum")
-    if bad.item():
+    norms = accelerator.gather(torch.stack(torch._foreach_norm(own))[None])  # (ranks, weights)
+    if not torch.isfinite(norms).all():
         raise DivergedError(
             f"after step {step:,} weights are not finite, and were not saved; lower optim.lr, "
             "lengthen schedule.warmup_steps or use train.mixed_precision bf16; a new launch goes "
             "on from the last checkpoint"
+        )
+    apart = (norms - norms[0]).abs() > NORM_TOLERANCE * norms[0]
+    if accelerator.distributed_type in REPLICATED and apart.any():
+        rank, number = apart.nonzero()[0].tolist()
+        name = [name for name, _ in model.named_parameters()][number]
+        raise DivergedError(
+            f"after step {step:,} the weights of rank {rank} are not those of rank 0 ({name} has "
+            f"norm {norms[rank, number]:.7g}, not {norms[0, number]:.7g}), and were not saved; the "
+            "ranks trained apart: check their machines; a new launch goes on from the last "
+            "checkpoint"
         )

@@ -11,7 +11,6 @@ from accelerate.utils.constants import SCALER_NAME
 from accelerate.utils.other import load
 from safetensors.torch import load_file
 
-from accel_gpt.data.order import derive_seed
 from accel_gpt.errors import CheckpointError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import state_names
@@ -28,8 +27,7 @@ def restore(
 ) -> TrainState:
     """Weights, optimizer, scaler and random states of a verified checkpoint, on every process.
 
-    Returns its state, carried over to the config and processes of `now`. On another number of
-    processes their random states are derived from (seed, step, rank). Raises `CheckpointError`
+    Returns its state, carried over to the config and processes of `now`. Raises `CheckpointError`
     naming what is missing or does not fit: `load_state` alone would pass over some of it.
     """
     saved = read_state(path)
@@ -50,13 +48,9 @@ def restore(
     accelerator.step = 0  # a checkpoint is taken between steps: no micro-step is pending
     check_optimizer(path, gpt, optimizer)
     if same_world:
-        check_random(own, accelerator.device, say)
+        check_random(own)
     else:
-        say(
-            f"{path} was trained by {saved.world_size} processes, this is {now.world_size}: "
-            "the random states of dropout are derived anew from seed, step and process"
-        )
-        torch.manual_seed(derive_seed(now.config["seed"], saved.step, accelerator.process_index))
+        say(f"{path} was trained by {saved.world_size} processes, this is {now.world_size}")
     state = replace(saved, config=now.config, world_size=now.world_size, versions=now.versions)
     if path.parent.parent.resolve() != Path(now.config["out_dir"]).resolve():
         state.best_step = state.best_val_loss = None  # the best so far is not in this folder
@@ -102,19 +96,10 @@ def check_optimizer(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> No
                 )
 
 
-def check_random(path: Path, device: torch.device, say: Callable[[str], None]) -> None:
+def check_random(path: Path) -> None:
     """Raise `CheckpointError` unless the random states of this process are those of the file."""
     try:
-        states = load(path)
-        restored = torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
-        if device.type == "cuda":
-            seeds = states["torch_cuda_manual_seed"]
-            if len(seeds) != torch.cuda.device_count():
-                say(
-                    f"WARNING: {path} knows {len(seeds)} GPUs, this process sees "
-                    f"{torch.cuda.device_count()}: dropout does not go on where it was"
-                )
-            torch.cuda.set_rng_state(seeds[min(device.index or 0, len(seeds) - 1)], device)
+        restored = torch.equal(torch.get_rng_state(), load(path)["torch_manual_seed"])
     except Exception as error:  # as above
         raise CheckpointError(f"{path} could not be restored: {said(error)}") from None
     if not restored:

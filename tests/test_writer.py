@@ -16,7 +16,7 @@ from accel_gpt import train
 from accel_gpt.config import CheckpointConfig
 from accel_gpt.errors import CheckpointError
 from accel_gpt.run import writer
-from accel_gpt.run.checkpoint import checkpoints, read_state, step_name, verify
+from accel_gpt.run.checkpoint import checkpoints, read_state, step_name, verify, write_json
 from accel_gpt.run.faults import reached
 from accel_gpt.run.writer import check_shared, prune
 from tests.conftest import QUIET, launch
@@ -219,13 +219,15 @@ def test_a_folder_of_that_name_is_kept_aside_and_never_reused(
 def fake(root: Path, *steps: int) -> None:
     """Folders that bear names of checkpoints."""
     for step in steps:
-        (root / "checkpoints" / step_name(step)).mkdir(parents=True)
+        folder = root / "checkpoints" / step_name(step)
+        folder.mkdir(parents=True)
+        write_json(folder / "trainer_state.json", {"format": 1, "step": step})
 
 
 def test_a_best_checkpoint_that_was_not_saved_takes_nothing_away(tmp_path: Path) -> None:
     fake(tmp_path, 1, 2, 3, 4)
     (tmp_path / "best").write_text("1\n")
-    prune(tmp_path, CheckpointConfig(keep_last=2), best_step=9)  # its save failed
+    prune(tmp_path, CheckpointConfig(keep_last=2), 4, best_step=9)  # its save failed
     assert checkpoints(tmp_path / "checkpoints") == [1, 3, 4]
     assert (tmp_path / "best").read_text() == "1\n"
 

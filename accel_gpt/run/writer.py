@@ -32,8 +32,9 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.run.checkpoint import (
     FORMAT,
     TrainState,
-    checkpoints,
+    before_skips,
     quarantine,
+    states_of,
     step_name,
     verify,
     write_json,
@@ -204,7 +205,7 @@ class Writer:
         if problem is None:
             with contextlib.suppress(OSError):  # the next one tries again
                 self.published(final)
-            prune(self.out_dir, self.config, content["best_step"])
+            prune(self.out_dir, self.config, content["step"], content["best_step"])
             return
         if self.lost:
             return  # the training thread tells
@@ -315,32 +316,37 @@ def publish(temporary: Path, final: Path, files: Files) -> None:
     reach("published")
 
 
-def prune(out_dir: Path, config: CheckpointConfig, best_step: int | None) -> None:
-    """Name the best checkpoint in `best`; remove ours but the newest and the best.
+def prune(out_dir: Path, config: CheckpointConfig, step: int, best_step: int | None) -> None:
+    """Name the best checkpoint in `best`; of those up to the new one, `step`, remove all but the
+    newest, the best and the last that no row of skipped updates had reached: see `step_back`.
 
-    A best one whose save failed is not there: the one before it is kept on. What the disk refuses
-    is tried again after the next save.
+    One that does not hold the step of its name is neither counted nor removed. A best one whose
+    save failed is not there: the one before it is kept on. What the disk refuses is tried again
+    after the next save.
     """
     root, best = out_dir / "checkpoints", out_dir / "best"
-    steps = checkpoints(root)
-    keep = set(steps[-config.keep_last :])
+    states = {known: state for known, state in states_of(root).items() if known <= step}
+    keep = {*list(states)[-config.keep_last :], *before_skips(states)[-1:]}
     if config.keep_best:
         with contextlib.suppress(OSError):
-            if best_step in steps:
+            if best_step in states:
                 write_file(best, [f"{best_step}\n".encode()])
                 reach("best.named")
         with contextlib.suppress(OSError, ValueError):
             keep.add(int(best.read_text(encoding="utf-8")))
-    for step in steps:
-        if step in keep:
-            continue
-        trash = root / f".trash_{step_name(step)}"
-        with contextlib.suppress(OSError):
-            shutil.rmtree(trash, ignore_errors=True)
-            (root / step_name(step)).rename(trash)
-            reach("trash.renamed", trash / "optimizer.bin")
-            shutil.rmtree(trash, ignore_errors=True)
-            reach("trash.gone")
+    for old in states.keys() - keep:
+        discard(root, old)
+
+
+def discard(root: Path, step: int) -> None:
+    """Remove a checkpoint; what the disk refuses stays."""
+    trash = root / f".trash_{step_name(step)}"
+    with contextlib.suppress(OSError):
+        shutil.rmtree(trash, ignore_errors=True)
+        (root / step_name(step)).rename(trash)
+        reach("trash.renamed", trash / "optimizer.bin")
+        shutil.rmtree(trash, ignore_errors=True)
+        reach("trash.gone")
 
 
 def clean(root: Path) -> None:

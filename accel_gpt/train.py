@@ -127,7 +127,7 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     """Build everything, and take up the checkpoint that the run has."""
     corpus = open_corpus(config)
     evaluation = open_evaluation(config, corpus)
-    state, say = corpus.new_state(config, accelerator.num_processes), display.say
+    state, say = corpus.new_state(config, accelerator), display.say
     check_prompts(config.sample, corpus.tokenizer, config.model.block_size, say)
     path = take_up(config, state, accelerator, say)
     torch.manual_seed(config.seed)

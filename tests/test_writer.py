@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_gpt import train
+from accel_gpt import files, train
 from accel_gpt.config import CheckpointConfig
 from accel_gpt.errors import CheckpointError
 from accel_gpt.run import writer
@@ -214,6 +215,20 @@ def test_a_folder_of_that_name_is_kept_aside_and_never_reused(
     (root / "step_00000008").rename(tmp_path / "aside")
     assert launch(small_run(*QUIET, "--train.max_steps", "12")) == 0
     assert read_state(root / "step_00000008").step == 8
+
+
+def test_a_file_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, synced = tmp_path / "manifest.json", []
+
+    def fsync(file: int) -> None:
+        assert not path.exists()
+        synced.append((os.fstat(file).st_ino, os.fstat(file).st_size))
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    write_json(path, {"format": 1})
+    assert synced == [(path.stat().st_ino, path.stat().st_size)]
 
 
 def fake(root: Path, *steps: int) -> None:

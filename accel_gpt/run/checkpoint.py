@@ -55,6 +55,7 @@ class TrainState:
     best_val_loss: float | None = None
     best_step: int | None = None
     world_size: int = 1
+    device: str = ""  # kind of it: cpu, cuda, mps; unknown of an earlier version
     data_fingerprint: str = ""
     data_origin: int = 0  # sequence at which this mixture of sources began
     data_given: dict[str, int] = field(default_factory=dict)  # windows before it, by fingerprint

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from accelerate import Accelerator
 
 from accel_gpt.config import Config
 from accel_gpt.data.folders import open_place
@@ -45,10 +46,11 @@ class Corpus(ABC):
     token_bytes: npt.NDArray[np.int64]  # (V,) UTF-8 bytes that each token stands for
     document_end: int | None  # the token that ends a document, where data.document_mask asks for it
 
-    def new_state(self, config: Config, world_size: int) -> TrainState:
+    def new_state(self, config: Config, accelerator: Accelerator) -> TrainState:
         """The state of a run that has not begun."""
         state = TrainState(
-            world_size=world_size,
+            world_size=accelerator.num_processes,
+            device=accelerator.device.type,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             config=to_flat(to_plain(config)),
             versions=code_versions(),

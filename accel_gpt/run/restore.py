@@ -28,8 +28,9 @@ def restore(
 ) -> TrainState:
     """Weights, optimizer, scaler and random states of a verified checkpoint, on every process.
 
-    Returns its state, carried over to the config and processes of `now`. On another number of
-    processes their random states are derived from (seed, step, rank). Raises `CheckpointError`
+    Returns its state, carried over to the config, processes and device of `now`. On another number
+    of processes, or another kind of device, which has a generator of its own, the random states are
+    derived from (seed, step, rank). Raises `CheckpointError`
     naming what is missing or does not fit: `load_state` alone would pass over some of it.
     """
     saved = read_state(path)
@@ -49,15 +50,21 @@ def restore(
         accelerator.scaler = scaler
     accelerator.step = 0  # a checkpoint is taken between steps: no micro-step is pending
     check_optimizer(path, gpt, optimizer)
-    if same_world:
-        check_random(own, accelerator.device, say)
+    moved = ""
+    if not same_world:
+        moved = f"by {saved.world_size} processes, this is {now.world_size}"
+    elif saved.device not in ("", now.device):
+        moved = f"on {saved.device}, this is {now.device}"
     else:
+        check_random(own, accelerator.device, say)
+    if moved:
         say(
-            f"{path} was trained by {saved.world_size} processes, this is {now.world_size}: "
-            "the random states of dropout are derived anew from seed, step and process"
+            f"{path} was trained {moved}: the random states of dropout are derived anew from seed, "
+            "step and process"
         )
         torch.manual_seed(derive_seed(now.config["seed"], saved.step, accelerator.process_index))
-    state = replace(saved, config=now.config, world_size=now.world_size, versions=now.versions)
+    kept = ("config", "world_size", "device", "versions")
+    state = replace(saved, **{name: getattr(now, name) for name in kept})
     if path.parent.parent.resolve() != Path(now.config["out_dir"]).resolve():
         state.best_step = state.best_val_loss = None  # the best so far is not in this folder
     return state

@@ -323,6 +323,7 @@ class Config:
     hub: HubConfig = field(default_factory=HubConfig)
 
     def __post_init__(self) -> None:
+        require(bool(self.out_dir.strip()), f"out_dir is {self.out_dir!r}; name the run's folder")
         require(
             self.schedule.min_lr <= self.optim.lr,
             f"schedule.min_lr is {self.schedule.min_lr}, above the peak optim.lr {self.optim.lr}",

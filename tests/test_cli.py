@@ -59,6 +59,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["verify-resume", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
         (["train"], "no config file given"),
         (["train", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
+        (["train", "quickstart", "--out_dir", " "], "out_dir is ' '; name the run's folder"),
     ],
 )
 def test_mistake_is_one_sentence_and_exit_code_2(
@@ -75,6 +76,22 @@ def test_mistake_is_one_sentence_and_exit_code_2(
     assert message in error
     assert error.count("\n") == 1
     assert not list(tmp_path.glob("o*"))
+
+
+def test_closed_streams_lead_nowhere(tmp_path: Path) -> None:
+    """`2>&-`: neither the next file that is opened nor an error is mistaken for one of them."""
+    program = (
+        "import sys, accel_gpt.errors as e\n"
+        "def main(argv):\n"
+        "    print(1, file=sys.stderr), print(2, flush=True)\n"
+        "    return open(argv[0], 'w').fileno()\n"
+        "sys.exit(e.run_main(main, sys.argv[1:]))\n"
+    )
+    closed = "import os, sys; os.closerange(1, 3); os.execv(sys.executable, sys.argv[1:])"
+    words = [sys.executable, "-c", program, str(tmp_path / "file")]
+    done = subprocess.run([sys.executable, "-c", closed, *words], check=False)
+    assert done.returncode > 2
+    assert (tmp_path / "file").read_text() == ""
 
 
 @pytest.mark.slow

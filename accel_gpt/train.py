@@ -115,7 +115,7 @@ def train(config: Config, plan: Plan, started: float) -> int:
             run.loader.close()
             run.writer.wait()
         stop.saved = stopping
-        accelerator.end_training()
+        run.reporter.write(accelerator.end_training)
         if run.uploads:  # what a signal keeps from the Hub, the next launch uploads
             stopping |= run.uploads.finish(lambda: stopping or stop.received is not None)
     stop.ignore()

@@ -109,6 +109,31 @@ def test_points_are_passed_in_the_order_that_keeps_a_checkpoint_whole(
     assert last.index("published") < last.index("trash.renamed")
 
 
+def test_every_named_point_is_passed(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the fault harness names them; a folder of a checkpoint's name appears during the run."""
+    log, source = tmp_path / "points.txt", Path(writer.__file__).parents[1]
+    named = {
+        name
+        for file in source.rglob("*.py")
+        for name in re.findall(r'\breach\(\s*"([^"]+)"', file.read_text())
+    }
+
+    def update(run: train.Run) -> None:
+        if run.state.step == 5:
+            (tmp_path / "run" / "checkpoints" / "step_00000008").mkdir()
+        plain_update(run)
+
+    plain_update = train.update
+    monkeypatch.setattr(train, "update", update)
+    monkeypatch.setenv("ACCEL_GPT_FAULT_LOG", str(log))
+    keep = ["--checkpoint.keep_last", "1", "--checkpoint.keep_best", "true"]
+    assert launch(small_run(*QUIET[2:], *keep, "--checkpoint.async_save", "true")) == 0
+    assert set(log.read_text().split()) == named - {"step"}  # the loop, which the log leaves out
+    assert "step" in named
+
+
 def traced(monkeypatch: pytest.MonkeyPatch, name: str, log: Path) -> None:
     """Also log the calls of a function of the writer."""
     plain = getattr(writer, name)
@@ -179,8 +204,8 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
     fault("manifest.due:3+=enospc")
     assert launch(small_run(*QUIET)) == 4
     said = capsys.readouterr().err
-    assert said.count("WARNING: the checkpoint of step 12 could not be written") == 3
-    assert "error: the checkpoint of step 12 could not be written: [Errno 28]" in said
+    assert said.count("WARNING: the checkpoint of step 12 could not be written") == 1
+    assert "error: the checkpoint of step 12 could not be written: No space left on dev" in said
     assert "make room and launch again" in said
     assert checkpoints(tmp_path / "run" / "checkpoints") == [4, 8]
 
@@ -229,6 +254,15 @@ def test_a_file_is_on_disk_before_it_has_its_name(
     monkeypatch.setattr(files.os, "fsync", fsync)
     write_json(path, {"format": 1})
     assert synced == [(path.stat().st_ino, path.stat().st_size)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_named_whoever_meets_it() -> None:
+    weights = {"w": torch.zeros(100_000)}
+    for save in (torch.save, lambda _, path: Path(path).write_bytes(bytes(9))):
+        problem = writer.attempt(lambda save=save: save(weights, "/dev/full"))
+        assert writer.named(problem) == "No space left on device", problem
+    assert writer.named("another one") == "another one"
 
 
 def fake(root: Path, *steps: int) -> None:

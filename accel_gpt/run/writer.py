@@ -7,6 +7,8 @@ have, the main process writes the manifest, syncs, renames, and only then prunes
 """
 
 import contextlib
+import errno
+import os
 import shutil
 import threading
 import time
@@ -47,6 +49,7 @@ from accel_gpt.run.snapshot import Snapshot
 RETRY_SECONDS = 60.0  # after a save that failed; assumption
 LAST_TRIES, LAST_PAUSE_SECONDS = 3, 2.0  # for the last checkpoint of a launch
 CLOSING_SECONDS = 60.0
+FULL = ("unexpected pos", "file write failed", "No space left")  # torch's words; the system's
 Files = dict[str, dict[str, Any]]  # name -> size and sha256
 
 
@@ -78,6 +81,7 @@ class Writer:
         self.thread: threading.Thread | None = None
         self.problem: str | None = None  # of the last save; the same on all processes
         self.failed_at = 0.0
+        self.told: str | None = None  # the problem that was last told, until a save succeeds
         self.needed = 0  # bytes
         self.lost: str | None = None  # what torch said of another process that has gone
         self.seconds = 0.0  # that the longest save took, its work beside training included
@@ -100,7 +104,7 @@ class Writer:
 
         def finish() -> None:
             self.problem = "its thread ended early"  # should it
-            self.problem = self.complete(temporary, content, gpt, error)
+            self.problem = named(self.complete(temporary, content, gpt, error))
             self.seconds = max(self.seconds, time.monotonic() - began)
             if self.problem:
                 self.failed_at = time.monotonic()
@@ -201,14 +205,16 @@ class Writer:
         return problem
 
     def follow(self, final: Path, content: dict[str, Any], problem: str | None) -> None:
-        """Tell of a new checkpoint and prune, or tell why there is none."""
+        """Tell of a new checkpoint and prune, or tell once why there is none."""
         if problem is None:
             with contextlib.suppress(OSError):  # the next one tries again
                 self.published(final)
             prune(self.out_dir, self.config, content["step"], content["best_step"])
+        if problem == self.told or self.lost:  # that another one is lost the training thread tells
             return
-        if self.lost:
-            return  # the training thread tells
+        self.told = problem
+        if problem is None:
+            return
         free = shutil.disk_usage(self.out_dir).free
         self.say(
             f"WARNING: the checkpoint of step {content['step']:,} could not be written in "
@@ -252,6 +258,12 @@ def attempt(phase: Callable[[], object]) -> str | None:
     except Exception as caught:
         return str(caught) or type(caught).__name__
     return None
+
+
+def named(problem: str | None) -> str | None:
+    """A full disk by its name: torch says `unexpected pos 64 vs 0` of it."""
+    full = problem and any(words in problem for words in FULL)
+    return os.strerror(errno.ENOSPC) if full else problem
 
 
 def size_of(gpt: GPT, optimizer: AcceleratedOptimizer) -> int:

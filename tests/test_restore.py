@@ -137,7 +137,11 @@ def test_another_device_or_world_draws_dropout_anew_for_each_step_and_process(
         (path / f"random_states_{rank}.pkl").touch()
         write_json(path / "trainer_state.json", {"format": 1, "step": step, **before})
         accelerator: Any = SimpleNamespace(
-            process_index=rank, device=torch.device(device), scaler=None, load_state=lambda _: None
+            process_index=rank,
+            device=torch.device(device),
+            scaler=None,
+            distributed_type=None,
+            load_state=lambda _: None,
         )
         optimizer: Any = SimpleNamespace(param_groups=[])
         gpt: Any = torch.nn.Module()

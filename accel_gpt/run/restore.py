@@ -3,11 +3,18 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils.constants import SCALER_NAME
+from accelerate.utils import DistributedType
+from accelerate.utils.constants import (
+    FSDP_MODEL_NAME,
+    OPTIMIZER_NAME,
+    SAFE_WEIGHTS_NAME,
+    SCALER_NAME,
+)
 from accelerate.utils.other import load
 from safetensors.torch import load_file
 
@@ -42,8 +49,13 @@ def restore(
     if scaler is not None and not (path / SCALER_NAME).is_file():
         say(f"{path} was not trained in fp16: the scale of the loss starts anew")
         accelerator.scaler = None
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    unsharded = sharded and not (path / f"{FSDP_MODEL_NAME}.bin").is_file()
     try:
-        accelerator.load_state(str(path))
+        if unsharded:
+            load_unsharded(accelerator, path, gpt, optimizer)
+        else:
+            accelerator.load_state(str(path))
     except Exception as error:  # what torch, safetensors and Accelerate raise has no common class
         raise CheckpointError(f"{culprit(path)} does not fit this run: {said(error)}") from None
     finally:
@@ -53,6 +65,8 @@ def restore(
     moved = ""
     if not same_world:
         moved = f"by {saved.world_size} processes, this is {now.world_size}"
+    elif unsharded:
+        moved = "without FSDP, this is with it"
     elif saved.device not in ("", now.device):
         moved = f"on {saved.device}, this is {now.device}"
     else:
@@ -68,6 +82,35 @@ def restore(
     if path.parent.parent.resolve() != Path(now.config["out_dir"]).resolve():
         state.best_step = state.best_val_loss = None  # the best so far is not in this folder
     return state
+
+
+def load_unsharded(
+    accelerator: Accelerator, path: Path, gpt: GPT, optimizer: AcceleratedOptimizer
+) -> None:
+    """Give each process of FSDP its part of a checkpoint that was saved without; a collective."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    weights: dict[str, Any] = {}
+    moments: dict[str, Any] = {}
+    if accelerator.is_main_process:
+        weights = load_file(path / SAFE_WEIGHTS_NAME)
+        if gpt.config.tie_embeddings:
+            weights["head.weight"] = weights["wte.weight"]
+        moments = load(path / f"{OPTIMIZER_NAME}.bin", map_location="cpu")
+        # keyed by number in the file, by name for torch
+        known = {id(parameter): name for name, parameter in gpt.named_parameters()}
+        names = [known[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        moments["state"] = {names[number]: kept for number, kept in moments["state"].items()}
+        for group in moments["param_groups"]:
+            group["params"] = [names[number] for number in group["params"]]
+    several = accelerator.num_processes > 1
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
+    set_model_state_dict(gpt, weights, options=options)
+    set_optimizer_state_dict(gpt, optimizer, moments, options=options)
 
 
 def culprit(path: Path) -> Path:

@@ -48,6 +48,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             "sample.temperature is -1.0; it must be 0 or more",
         ),
         (["sample", "x", "--top-p", "0"], "sample.top_p is 0.0; it must lie in (0, 1]"),
+        (["evaluate", "x", "--tokens", "²"], "--tokens is ²; expected a whole number above 0"),
         (["sample", "x", "y"], "unexpected argument 'y'"),
         (["prepare", "--path", "nowhere.txt", "--out", "o"], "nowhere.txt"),
         (["prepare", "--tokenizer", "bpe", "--vocab-size", "12"], "vocab_size is 12"),

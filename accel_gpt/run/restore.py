@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,11 +16,13 @@ from accelerate.utils.constants import (
 )
 from accelerate.utils.other import load
 from safetensors.torch import load_file
+from torch import Tensor
 
 from accel_gpt.data.order import derive_seed
 from accel_gpt.errors import CheckpointError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import state_names
+from accel_gpt.optim.sharded import is_sharded
 from accel_gpt.run.checkpoint import TrainState, read_state
 
 
@@ -53,7 +54,7 @@ def restore(
     unsharded = sharded and not (path / f"{FSDP_MODEL_NAME}.bin").is_file()
     try:
         if unsharded:
-            load_unsharded(accelerator, path, gpt, optimizer)
+            load_unsharded(path, gpt, optimizer)
         else:
             accelerator.load_state(str(path))
     except Exception as error:  # what torch, safetensors and Accelerate raise has no common class
@@ -84,33 +85,26 @@ def restore(
     return state
 
 
-def load_unsharded(
-    accelerator: Accelerator, path: Path, gpt: GPT, optimizer: AcceleratedOptimizer
-) -> None:
-    """Give each process of FSDP its part of a checkpoint that was saved without; a collective."""
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        set_model_state_dict,
-        set_optimizer_state_dict,
-    )
+def load_unsharded(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
+    """Give each process of FSDP2 its part of a checkpoint that was saved without; a collective."""
+    from torch.distributed.tensor import distribute_tensor
 
-    weights: dict[str, Any] = {}
-    moments: dict[str, Any] = {}
-    if accelerator.is_main_process:
-        weights = load_file(path / SAFE_WEIGHTS_NAME)
-        if gpt.config.tie_embeddings:
-            weights["head.weight"] = weights["wte.weight"]
-        moments = load(path / f"{OPTIMIZER_NAME}.bin", map_location="cpu")
-        # keyed by number in the file, by name for torch
-        known = {id(parameter): name for name, parameter in gpt.named_parameters()}
-        names = [known[id(p)] for group in optimizer.param_groups for p in group["params"]]
-        moments["state"] = {names[number]: kept for number, kept in moments["state"].items()}
-        for group in moments["param_groups"]:
-            group["params"] = [names[number] for number in group["params"]]
-    several = accelerator.num_processes > 1
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
-    set_model_state_dict(gpt, weights, options=options)
-    set_optimizer_state_dict(gpt, optimizer, moments, options=options)
+    def own(whole: Tensor, like: Tensor) -> Tensor:
+        if not is_sharded(like) or whole.shape != like.shape:  # a count of steps
+            return whole
+        return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements)
+
+    weights = load_file(path / SAFE_WEIGHTS_NAME)
+    with torch.no_grad():
+        for name, parameter in gpt.named_parameters():
+            parameter.copy_(own(weights[name], parameter))
+    moments = load(path / f"{OPTIMIZER_NAME}.bin", map_location="cpu")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments["state"] = {
+        number: {key: own(value, parameters[number]) for key, value in kept.items()}
+        for number, kept in moments["state"].items()
+    }
+    optimizer.optimizer.load_state_dict(moments)
 
 
 def culprit(path: Path) -> Path:

@@ -67,7 +67,7 @@ class TrainConfig:
     fp16, FSDP and train.compile."""
     max_skipped: int = 20
     """Updates in a row that may be skipped, loss or gradient not finite, before the run goes back
-    to its last checkpoint and leaves those batches out; the second time there it ends."""
+    to the checkpoint before them and leaves those batches out; the second time there it ends."""
     spike_sigma: float = 6.0
     """A loss so many standard deviations above the mean of the last 128 is a spike; 0: not told."""
     skip_spikes: bool = False
@@ -323,6 +323,7 @@ class Config:
     hub: HubConfig = field(default_factory=HubConfig)
 
     def __post_init__(self) -> None:
+        require(bool(self.out_dir.strip()), f"out_dir is {self.out_dir!r}; name the run's folder")
         require(
             self.schedule.min_lr <= self.optim.lr,
             f"schedule.min_lr is {self.schedule.min_lr}, above the peak optim.lr {self.optim.lr}",

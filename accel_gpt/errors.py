@@ -1,5 +1,6 @@
 """What can go wrong, with the exit code that scripts see, and the checks shared by the config."""
 
+import errno
 import math
 import os
 import re
@@ -104,9 +105,23 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
+def open_closed_streams() -> None:
+    """Let streams that the caller closed, as `2>&-`, lead nowhere: the next file that is opened
+    would get the number of one, and with it what libraries write there.
+    """
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(file)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
 def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """The exit code of `main(argv)`; a user's mistake becomes one sentence on stderr."""
+    """The exit code of `main(argv)`; a user's mistake, or a full disk, becomes one
+    sentence on stderr.
+    """
     rank = os.environ.get("RANK", "0")
+    open_closed_streams()
     try:
         return main(argv)
     except UserError as error:
@@ -116,6 +131,11 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     except BrokenPipeError:  # whoever read our output has enough, as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        sys.stderr.write(f"error: {error}; make room and launch again\n")
+        return UserError.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130

@@ -26,8 +26,12 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> str:
 
 def write_all(file: io.FileIO, data: memoryview) -> None:
     """Write all of `data`; one call of the system writes at most 2 GB."""
-    while data:
-        data = data[file.write(data) or 0 :]
+    try:
+        while data:
+            data = data[file.write(data) or 0 :]
+    except OSError as error:
+        error.filename = str(file.name)  # Python names that of an open alone
+        raise
 
 
 def sha256(path: Path) -> str:

@@ -98,7 +98,7 @@ class EvaluateCommand:
     def __post_init__(self) -> None:
         positive("evaluate", self, "limit", "batch_size")
         require(
-            self.tokens in ("run", "null") or (self.tokens.isdigit() and int(self.tokens) > 0),
+            self.tokens in ("run", "null") or (self.tokens.isdecimal() and int(self.tokens) > 0),
             f"--tokens is {self.tokens}; expected a whole number above 0, null for all, or run",
         )
 

@@ -19,6 +19,7 @@ from accel_gpt.run.checkpoint import (
     read_state,
     step_name,
     verify,
+    write_json,
 )
 from accel_gpt.run.resume import find_resume
 from accel_gpt.run.writer import clean, prune
@@ -59,12 +60,51 @@ def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4, 5):
         (root / step_name(step)).mkdir(parents=True)
         (root / step_name(step) / "manifest.json").write_text("{}")
+        write_json(root / step_name(step) / "trainer_state.json", {"format": 1, "step": step})
     (root / "mine").mkdir()
-    prune(tmp_path, CheckpointConfig(keep_last=2), best_step=2)
+    prune(tmp_path, CheckpointConfig(keep_last=2), 5, best_step=2)
     assert checkpoints(root) == [2, 4, 5]
     assert (root / "mine").is_dir()  # not ours
     assert (tmp_path / "best").read_text() == "2\n"
     assert find_checkpoint(tmp_path, "best").name == "step_00000002"
+
+
+def test_only_what_holds_the_step_of_its_name_is_counted(tmp_path: Path) -> None:
+    """`step_00000100` is a copy of step 3: neither it nor one that cannot be read is removed."""
+    root = tmp_path / "checkpoints"
+    for name, content in ((1, 1), (2, "broken"), (3, 3), (4, 4), (100, 3), (200, 200)):
+        (root / step_name(name)).mkdir(parents=True)
+        write_json(root / step_name(name) / "trainer_state.json", {"format": 1, "step": content})
+    prune(tmp_path, CheckpointConfig(keep_last=1), 4, best_step=None)
+    assert checkpoints(root) == [2, 4, 100, 200]
+
+
+def test_the_last_one_before_a_row_of_skipped_updates_is_kept(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    for step, row in ((1, []), (2, []), (3, [8]), (4, [8, 16])):
+        (root / step_name(step)).mkdir(parents=True)
+        state = {"format": 1, "step": step, "skipped_in_row": row}
+        write_json(root / step_name(step) / "trainer_state.json", state)
+    prune(tmp_path, CheckpointConfig(keep_last=1), 4, best_step=None)
+    assert checkpoints(root) == [2, 4]
+
+
+def test_a_copy_under_the_name_of_another_step_is_set_aside(run: Path) -> None:
+    root = run / "checkpoints"
+    shutil.copytree(root / "step_00000008", root / "step_00000100")
+    with pytest.raises(CheckpointError, match=r"step_00000100 holds step 8, .* step_00000008"):
+        load_model(find_checkpoint(run))
+    said: list[str] = []
+    assert find_resume(run, "auto", said.append) == root / "step_00000012"
+    assert "step_00000100 holds step 8" in said[0]
+    assert checkpoints(root) == [8, 12]
+
+
+@pytest.mark.parametrize("name", ["step_000000099", "step_٠٠٠٠٠٠٩٩", "step_0000000²", "step_99"])
+def test_a_name_that_we_never_write_is_no_checkpoint(run: Path, name: str) -> None:
+    shutil.copytree(run / "checkpoints" / "step_00000012", run / "checkpoints" / name)
+    assert checkpoints(run / "checkpoints") == [8, 12]
+    assert find_resume(run, "auto", lambda _: None) == run / "checkpoints" / "step_00000012"
 
 
 def test_debris_is_removed_and_never_taken_for_a_checkpoint(run: Path) -> None:

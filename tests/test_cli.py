@@ -48,6 +48,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             "sample.temperature is -1.0; it must be 0 or more",
         ),
         (["sample", "x", "--top-p", "0"], "sample.top_p is 0.0; it must lie in (0, 1]"),
+        (["evaluate", "x", "--tokens", "²"], "--tokens is ²; expected a whole number above 0"),
         (["sample", "x", "y"], "unexpected argument 'y'"),
         (["prepare", "--path", "nowhere.txt", "--out", "o"], "nowhere.txt"),
         (["prepare", "--tokenizer", "bpe", "--vocab-size", "12"], "vocab_size is 12"),
@@ -59,6 +60,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["verify-resume", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
         (["train"], "no config file given"),
         (["train", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
+        (["train", "quickstart", "--out_dir", " "], "out_dir is ' '; name the run's folder"),
     ],
 )
 def test_mistake_is_one_sentence_and_exit_code_2(
@@ -75,6 +77,22 @@ def test_mistake_is_one_sentence_and_exit_code_2(
     assert message in error
     assert error.count("\n") == 1
     assert not list(tmp_path.glob("o*"))
+
+
+def test_closed_streams_lead_nowhere(tmp_path: Path) -> None:
+    """`2>&-`: neither the next file that is opened nor an error is mistaken for one of them."""
+    program = (
+        "import sys, accel_gpt.errors as e\n"
+        "def main(argv):\n"
+        "    print(1, file=sys.stderr), print(2, flush=True)\n"
+        "    return open(argv[0], 'w').fileno()\n"
+        "sys.exit(e.run_main(main, sys.argv[1:]))\n"
+    )
+    closed = "import os, sys; os.closerange(1, 3); os.execv(sys.executable, sys.argv[1:])"
+    words = [sys.executable, "-c", program, str(tmp_path / "file")]
+    done = subprocess.run([sys.executable, "-c", closed, *words], check=False)
+    assert done.returncode > 2
+    assert (tmp_path / "file").read_text() == ""
 
 
 @pytest.mark.slow

@@ -262,6 +262,8 @@ def test_a_step_without_a_record_gets_one_in_its_place(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, 0, 0, 10)
     for step in (2, 4):
         log.write({"step": step, "tokens": step * 100, "time": 1.0, "train/loss": 2.0})
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("²,a digit that is no number\n")
     merge_record(tmp_path, {"step": 3, "tokens": 300, "time": 9.0, "eval/val_loss": math.inf})
     merge_record(tmp_path, {"step": 4, "tokens": 0, "time": 0, "eval/val_loss": 1.5})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -101,4 +101,6 @@ def test_losses_of_the_run_so_far(tmp_path: Path) -> None:
     log.write({"step": 2, "tokens": 16, "eval/val_loss": 9.0})
     log.write({"step": 3, "tokens": 24, "train/loss": float("nan")})
     log.write({"step": 4, "tokens": 32, "train/loss": 2.0})
+    with log.jsonl.open("a") as file:  # by whoever edits it
+        file.write('{"step": 5, "train/loss": "2"}\n{"step": 6, "train/loss": [1]}\n')
     assert list(losses(log.jsonl)) == [3.0, 2.0]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel_gpt import train
 from accel_gpt.config import TrainConfig
 from accel_gpt.errors import DivergedError
-from accel_gpt.run.checkpoint import TrainState, read_state
+from accel_gpt.run.checkpoint import TrainState, checkpoints, read_state
 from accel_gpt.run.numerics import (
     SPIKE_WINDOW,
     Ledger,
@@ -126,11 +126,12 @@ def test_without_a_checkpoint_there_is_no_way_back(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("keep", ["1", "2"])
 def test_stopped_between_skipped_steps_equals_never_stopped(
-    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keep: str, small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, lambda state: 40 <= state.sequences < 64)
-    options = [*QUIET, "--train.max_skipped", "3"]
+    options = [*QUIET, "--train.max_skipped", "3", "--checkpoint.keep_last", keep]
     assert launch(small_run(*options, "--out_dir", str(tmp_path / "whole"))) == 0
     with monkeypatch.context() as patch:
         signal_after(patch, 7, 15)
@@ -139,9 +140,13 @@ def test_stopped_between_skipped_steps_equals_never_stopped(
     assert state.skipped_in_row == [40, 48]
     assert launch(small_run(*options)) == 0
     runs = tmp_path / "run", tmp_path / "whole"
-    # with the checkpoint of step 7 to return to, fewer steps are done again
     final = [read_state(run / "checkpoints" / "step_00000012") for run in runs]
     assert final[0].excluded == final[1].excluded == [[40, 64]]
+    assert records(runs[0]) == records(runs[1])
+    assert_same_weights(*map(weights, runs))
+    before, after = (optimizer_of(run, 12) for run in runs)
+    assert all(torch.equal(before[p][key], after[p][key]) for p in before for key in before[p])
+    assert checkpoints(runs[0] / "checkpoints") == checkpoints(runs[1] / "checkpoints")
 
 
 def test_weights_that_overflowed_are_never_saved(

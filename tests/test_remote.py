@@ -21,7 +21,7 @@ from accel_gpt.data.order import Order
 from accel_gpt.data.remote.cache import PART, Cache
 from accel_gpt.data.remote.download import Patience
 from accel_gpt.data.remote.folder import RemoteFolder, is_url
-from accel_gpt.data.remote.stores import FsspecFolder, Missing, reason, without_secrets
+from accel_gpt.data.remote.stores import FsspecFolder, Missing, reason, retry_after, without_secrets
 from accel_gpt.data.shards import FORMAT, HEADER, VERSION, Shard, Split, open_split, resident
 from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import DataError, UserError
@@ -587,6 +587,12 @@ def test_changed_index_is_fetched_anew(server: Server, remote: Opener) -> None:
         assert remote().fetch("dataset.json").read_text() == text
     remote().fetch("dataset.json")
     assert server.requests["dataset.json"] == 2
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [("3", 3.0), ("²", 0.0), ("soon", 0.0)])
+def test_a_wait_that_is_no_number_is_none(asked: str, seconds: float) -> None:
+    headers: Any = {"Retry-After": asked}
+    assert retry_after(headers) == seconds
 
 
 @pytest.mark.parametrize("scheme", ["memory", "file"])

@@ -1,6 +1,7 @@
 """Resuming restores everything, or says by name what is missing; what may change and what not."""
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from accel_gpt.parse import leaves, to_flat, to_plain
 from accel_gpt.run.checkpoint import TrainState, checkpoints
 from accel_gpt.run.resume import check_same_run, differences
 from tests.conftest import QUIET, launch, reseal
-from tests.test_train import records
+from tests.test_train import records, signal_after
 
 Arguments = Callable[..., list[str]]
 Trained = Callable[..., Path]
@@ -110,6 +111,38 @@ def test_another_number_of_processes_is_stated(
     assert launch(small_run(*QUIET, *LONGER)) == 0
     said = capsys.readouterr().err
     assert "was trained by 2 processes, this is 1" in said
+
+
+def test_a_checkpoint_between_other_micro_steps_begins_a_step_of_its_own(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after 3 steps of 2 micro-steps, 6 in all; goes on with 8 micro-steps a step."""
+    options = [*QUIET, "--model.dropout", "0", "--train.micro_batch_size"]
+    whole = ["--out_dir", str(tmp_path / "whole")]
+    assert launch(small_run(*options, "1", *whole)) == 0
+    with monkeypatch.context() as patch:
+        signal_after(patch, 3, signal.SIGTERM)
+        assert launch(small_run(*options, "4")) == 75
+    assert launch(small_run(*options, "1")) == 0
+    losses = [[line["train/loss"] for line in records(tmp_path / n)] for n in ("run", "whole")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_a_changed_rate_is_used(newest: Path, small_run: Arguments) -> None:
+    allow = f"{LONGER[-1]},optim.lr,optim.weight_decay,optim.beta2"
+    changed = ["--optim.lr", "3e-2", "--optim.weight_decay", "0.3", "--optim.beta2", "0.5"]
+    assert launch(small_run(*QUIET, *LONGER[:-1], allow, *changed)) == 0
+    run = newest.parents[1]
+    groups = torch.load(run / "checkpoints" / "step_00000016" / "optimizer.bin")["param_groups"]
+    assert [group["lr"] for group in groups] == [pytest.approx(records(run)[-1]["train/lr"])] * 2
+    assert [(g["weight_decay"], g["betas"][1]) for g in groups] == [(0.3, 0.5), (0.0, 0.5)]
+
+
+def test_another_tokenizer_is_refused() -> None:
+    """The same keys and data: the tokenizer's file was another one."""
+    before, now = (TrainState(tokenizer_fingerprint=mark * 64) for mark in "ab")
+    with pytest.raises(CheckpointError, match="tokenizer was aaaaaaaaaaaa, is bbbbbbbbbbbb"):
+        check_same_run(Path("step"), before, now, ("tokenizer",))
 
 
 def test_metrics_are_cut_back_to_the_step_that_is_resumed(

@@ -13,7 +13,7 @@ import pytest
 
 from accel_gpt.errors import UserError, duration
 from accel_gpt.parse import load_config
-from accel_gpt.run.signals import SIGNALS, StopSignal
+from accel_gpt.run.signals import PREEMPTED, SIGNALS, StopSignal
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +52,12 @@ def test_a_forked_process_dies_of_a_signal_and_the_run_does_not_hear_it() -> Non
 
 
 @pytest.mark.slow
-def test_second_signal_later_ends_at_once() -> None:
-    code = (
+@pytest.mark.parametrize(("saved", "code"), [(False, 128 + signal.SIGTERM), (True, PREEMPTED)])
+def test_second_signal_later_ends_at_once(saved: bool, code: int) -> None:
+    program = (
         "import os, signal, time, accel_gpt.run.signals as g\n"
         "g.SAME_PRESS_SECONDS = 0.2\n"
-        "stop = g.StopSignal()\n"
+        f"stop = g.StopSignal()\nstop.saved = {saved}\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "assert stop.received\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
@@ -66,8 +67,8 @@ def test_second_signal_later_ends_at_once() -> None:
         "time.sleep(10)\n"
         "print('still here')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert done.returncode == 128 + signal.SIGTERM
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == code
     assert done.stdout == b"the same press\n"
 
 

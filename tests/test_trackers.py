@@ -1,6 +1,7 @@
 """Trackers: what they are told, that a resumed run goes on in the same one, and nothing leaks."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +19,12 @@ from typing import Any
 import pytest
 from accelerate import tracking
 from accelerate.utils import LoggerType
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 
-from accel_gpt.run import environment
+from accel_gpt import train
+from accel_gpt.run import environment, metrics
 from accel_gpt.run.trackers import run_name
 from tests.conftest import launch
 from tests.test_train import records
@@ -132,6 +137,45 @@ def test_every_file_of_curves_tells_what_belongs_together(
     assert launch(small_run(*LONGER)) == 0
     files = sorted((tmp_path / "run" / "tensorboard").rglob("events.*"))
     assert [tags(path).count(LAYOUT) for path in files] == [1, 1]
+
+
+@pytest.mark.parametrize("metrics_too", [True, False])
+def test_a_disk_that_was_full_is_told_once_and_the_curves_go_on(
+    metrics_too: bool,
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Full from step 4 to 7; lines of metrics.jsonl wait for room, TensorBoard's are left out."""
+    full = False
+
+    def refuse(function: Callable[..., None], *given: Any) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        function(*given)
+
+    def update(run: train.Run) -> None:
+        nonlocal full
+        full = 3 <= run.state.step < 7
+        plain_update(run)
+
+    plain_update = train.update
+    monkeypatch.setattr(train, "update", update)
+    write = partialmethod(lambda self, *given: refuse(plain_write, self, *given))
+    plain_write = LocalFileSystem._write
+    monkeypatch.setattr(LocalFileSystem, "_write", write)
+    if metrics_too:
+        monkeypatch.setattr(metrics, "append", partial(refuse, metrics.append))
+    assert launch(small_run("--sample.every", "0", "--checkpoint.every", "0")) == 0
+    said = capsys.readouterr().err
+    assert said.count("WARNING") == 1
+    assert f"figures could not be written in {tmp_path / 'run'}: No space left on device (" in said
+    assert "Traceback" not in said
+    assert [line["step"] for line in records(tmp_path / "run")] == list(range(1, 13))
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "accel_gpt")).Reload()
+    steps = {event.step for event in events.Scalars("train/loss")}
+    assert steps == {1, 2, 3, *range(8, 13)}
 
 
 def test_the_name_of_a_run_is_fit_for_an_address_and_stays(tmp_path: Path) -> None:

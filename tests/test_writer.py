@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import sys
 import time
@@ -12,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from accel_gpt import train
+from accel_gpt import files, train
 from accel_gpt.config import CheckpointConfig
 from accel_gpt.errors import CheckpointError
 from accel_gpt.run import writer
-from accel_gpt.run.checkpoint import checkpoints, read_state, step_name, verify
+from accel_gpt.run.checkpoint import checkpoints, read_state, step_name, verify, write_json
 from accel_gpt.run.faults import reached
 from accel_gpt.run.writer import check_shared, prune
 from tests.conftest import QUIET, launch
@@ -108,6 +109,31 @@ def test_points_are_passed_in_the_order_that_keeps_a_checkpoint_whole(
     assert last.index("published") < last.index("trash.renamed")
 
 
+def test_every_named_point_is_passed(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the fault harness names them; a folder of a checkpoint's name appears during the run."""
+    log, source = tmp_path / "points.txt", Path(writer.__file__).parents[1]
+    named = {
+        name
+        for file in source.rglob("*.py")
+        for name in re.findall(r'\breach\(\s*"([^"]+)"', file.read_text())
+    }
+
+    def update(run: train.Run) -> None:
+        if run.state.step == 5:
+            (tmp_path / "run" / "checkpoints" / "step_00000008").mkdir()
+        plain_update(run)
+
+    plain_update = train.update
+    monkeypatch.setattr(train, "update", update)
+    monkeypatch.setenv("ACCEL_GPT_FAULT_LOG", str(log))
+    keep = ["--checkpoint.keep_last", "1", "--checkpoint.keep_best", "true"]
+    assert launch(small_run(*QUIET[2:], *keep, "--checkpoint.async_save", "true")) == 0
+    assert set(log.read_text().split()) == named - {"step"}  # the loop, which the log leaves out
+    assert "step" in named
+
+
 def traced(monkeypatch: pytest.MonkeyPatch, name: str, log: Path) -> None:
     """Also log the calls of a function of the writer."""
     plain = getattr(writer, name)
@@ -178,8 +204,8 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
     fault("manifest.due:3+=enospc")
     assert launch(small_run(*QUIET)) == 4
     said = capsys.readouterr().err
-    assert said.count("WARNING: the checkpoint of step 12 could not be written") == 3
-    assert "error: the checkpoint of step 12 could not be written: [Errno 28]" in said
+    assert said.count("WARNING: the checkpoint of step 12 could not be written") == 1
+    assert "error: the checkpoint of step 12 could not be written: No space left on dev" in said
     assert "make room and launch again" in said
     assert checkpoints(tmp_path / "run" / "checkpoints") == [4, 8]
 
@@ -216,16 +242,41 @@ def test_a_folder_of_that_name_is_kept_aside_and_never_reused(
     assert read_state(root / "step_00000008").step == 8
 
 
+def test_a_file_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, synced = tmp_path / "manifest.json", []
+
+    def fsync(file: int) -> None:
+        assert not path.exists()
+        synced.append((os.fstat(file).st_ino, os.fstat(file).st_size))
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    write_json(path, {"format": 1})
+    assert synced == [(path.stat().st_ino, path.stat().st_size)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_named_whoever_meets_it() -> None:
+    weights = {"w": torch.zeros(100_000)}
+    for save in (torch.save, lambda _, path: Path(path).write_bytes(bytes(9))):
+        problem = writer.attempt(lambda save=save: save(weights, "/dev/full"))
+        assert writer.named(problem) == "No space left on device", problem
+    assert writer.named("another one") == "another one"
+
+
 def fake(root: Path, *steps: int) -> None:
     """Folders that bear names of checkpoints."""
     for step in steps:
-        (root / "checkpoints" / step_name(step)).mkdir(parents=True)
+        folder = root / "checkpoints" / step_name(step)
+        folder.mkdir(parents=True)
+        write_json(folder / "trainer_state.json", {"format": 1, "step": step})
 
 
 def test_a_best_checkpoint_that_was_not_saved_takes_nothing_away(tmp_path: Path) -> None:
     fake(tmp_path, 1, 2, 3, 4)
     (tmp_path / "best").write_text("1\n")
-    prune(tmp_path, CheckpointConfig(keep_last=2), best_step=9)  # its save failed
+    prune(tmp_path, CheckpointConfig(keep_last=2), 4, best_step=9)  # its save failed
     assert checkpoints(tmp_path / "checkpoints") == [1, 3, 4]
     assert (tmp_path / "best").read_text() == "1\n"
 

@@ -86,7 +86,7 @@ def sweep(folder: Path) -> None:
 def named_step(revision: str | None) -> str:
     """The step that a revision `step-1000` names, else the last."""
     _, _, step = (revision or "").partition("step-")
-    return step if step.isdigit() else "last"
+    return step if step.isdecimal() else "last"
 
 
 def fill_folder(asked: PushCommand, run: Path, checkpoint: Path, folder: Path) -> None:

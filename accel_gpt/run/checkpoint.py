@@ -6,6 +6,7 @@ size and SHA-256 of every file. Without a valid manifest the folder is not a che
 it is unpickled but what Accelerate loads with `weights_only=True`.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -22,7 +23,7 @@ from safetensors.torch import load_model as load_weights
 
 from accel_gpt.config import CheckpointConfig
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
-from accel_gpt.errors import CheckpointError, NewerFormatError, require
+from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, require
 from accel_gpt.files import sha256, write_file
 from accel_gpt.model.cost import parameter_counts
 from accel_gpt.model.gpt import GPT
@@ -32,7 +33,7 @@ from accel_gpt.untrusted import load_json
 
 FORMAT = 1
 LARGEST_JSON = 16 << 20  # bytes; ours have some thousand
-NAME = re.compile(r"step_(\d{8,})")
+NAME = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # what `step_name` gives
 NEEDED = ("model.json", "model.safetensors", "tokenizer.json", "trainer_state.json")
 READABLE = (".bin", ".pkl", ".pt", ".pth", ".safetensors", ".distcp", ".metadata")
 # of these, what we write; Accelerate and torch run what some others hold
@@ -125,7 +126,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def verify(path: Path, only: Collection[str] | None = None) -> None:
-    """Raise `CheckpointError` unless every file, or those named, are as the manifest has them.
+    """Raise `CheckpointError` unless every file, or those named, are as the manifest has them, and
+    the step is that of the folder's name.
 
     A file that Accelerate or torch might read but no manifest names, or that we never write, is
     not ours, either. Links are followed, as the cache of the Hub consists of them: what is read
@@ -162,6 +164,12 @@ def verify(path: Path, only: Collection[str] | None = None) -> None:
         name = file.relative_to(path).as_posix()
         if name.endswith(READABLE) and not (name in entries and TENSORS.fullmatch(name)):
             raise CheckpointError(f"{file} is none of the files that we write: it is not read")
+    named = NAME.fullmatch(path.name)
+    if named and (step := read_state(path).step) != int(named[1]):
+        raise CheckpointError(
+            f"checkpoint {path} holds step {step:,}, which its name denies: rename it to "
+            f"{step_name(step)} if it belongs to this run"
+        )
 
 
 def check_format(path: Path, content: dict[str, Any]) -> None:
@@ -228,6 +236,24 @@ def read_state(path: Path) -> TrainState:
                 f"{path / 'trainer_state.json'} is not ours: {name[:100]!r} is {repr(value)[:100]}"
             )
     return TrainState(**content)
+
+
+def states_of(root: Path) -> dict[int, TrainState]:
+    """The state of each checkpoint folder in `root` by its step, ascending; without those that
+    cannot be read, or hold another step than that of their name.
+    """
+    found = {}
+    for step in checkpoints(root):
+        with contextlib.suppress(UserError):
+            state = read_state(root / step_name(step))
+            if state.step == step:
+                found[step] = state
+    return found
+
+
+def before_skips(states: dict[int, TrainState]) -> list[int]:
+    """Steps of those that lie in no row of skipped updates, in the order of `states`."""
+    return [step for step, state in states.items() if not state.skipped_in_row]
 
 
 def is_of(value: Any, hint: Any) -> bool:

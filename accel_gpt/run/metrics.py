@@ -170,9 +170,9 @@ def read_lines(path: Path) -> list[str]:
 
 
 def losses(path: Path) -> Iterator[float]:
-    """The training losses in a metrics.jsonl of ours."""
+    """The training losses in a metrics.jsonl of which `kept_lines` are left."""
     for line in read_lines(path):
-        if (loss := load_json(line).get("train/loss")) is not None:
+        if type(loss := load_json(line).get("train/loss")) in (int, float):
             yield loss
 
 

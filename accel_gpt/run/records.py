@@ -51,7 +51,7 @@ def step_of(line: str) -> int | None:
 
 def read_rows(path: Path) -> list[dict[str, str]]:
     """The rows of a metrics.csv by column, of this version or an earlier one."""
-    return [row for row in csv.DictReader(read_lines(path)) if (row.get("step") or "").isdigit()]
+    return [row for row in csv.DictReader(read_lines(path)) if (row.get("step") or "").isdecimal()]
 
 
 def merged_rows(rows: list[dict[str, str]], record: Record) -> list[dict[str, str]]:

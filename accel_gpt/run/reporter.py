@@ -1,6 +1,7 @@
 """What a run tells of itself: files, trackers and terminal, all from the same records."""
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from accel_gpt.run.setup import Speed, record_run
 from accel_gpt.run.terminal import Display
 from accel_gpt.run.trackers import (
     chart_groups,
+    quiet_tensorboard,
     reopen_tensorboard,
     start_trackers,
     write_samples,
@@ -33,6 +35,7 @@ def shown(config: Config, plan: Plan, accelerator: Accelerator) -> Iterator[Disp
     """The terminal of a run, and its dashboard where it has one; both end with it."""
     main = accelerator.is_main_process
     with Display(main, config, plan) as display, contextlib.ExitStack() as stack:
+        stack.enter_context(quiet_tensorboard())
         if main and config.log.dashboard:
             folder = Path(config.out_dir) / "tensorboard"
             stack.enter_context(Dashboard(folder, config.log.dashboard_port, display.say))
@@ -50,6 +53,7 @@ class Reporter:
         self.charts = chart_groups(config, has_mfu=self.speed.peak is not None)
         self.out_dir = Path(config.out_dir)
         self.metrics: MetricsLog | None = None  # of the main process
+        self.refused: set[str] = set()  # kinds of files that the disk did not take
         self.settle = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
         self.watch = Stopwatch(0.0, 0)
         self.profile = Profile(config, accelerator, self.say)
@@ -88,12 +92,11 @@ class Reporter:
     def publish(self, state: TrainState, record: Record) -> None:
         """Give the figures of a step to the files, the trackers and the terminal."""
         state.seconds = self.watch.elapsed()
-        with self.room(state.step):
-            self.accelerator.log(record, step=state.step)
-        if self.metrics:
-            whole = {"step": state.step, "tokens": state.tokens, "time": state.seconds} | record
-            with self.room():
-                self.metrics.write(whole)
+        whole = {"step": state.step, "tokens": state.tokens, "time": state.seconds} | record
+        if metrics := self.metrics:
+            self.write(lambda: metrics.write(whole))
+        self.write(lambda: self.accelerator.log(record, step=state.step), state.step)
+        if metrics:
             self.display.show(whole, self.watch.left(state.step, self.plan.max_steps))
 
     @contextmanager
@@ -114,26 +117,34 @@ class Reporter:
         with self.watch.pause():
             parts = (self.gpt, before, grad_norm, tokens, documents, self.accelerator)
             figures = layer_stats(*parts)
-            with self.room(step):
-                self.accelerator.log(figures, step=step)
+            self.write(lambda: self.accelerator.log(figures, step=step), step)
 
-    @contextmanager
-    def room(self, step: int | None = None) -> Iterator[None]:
-        """Where the disk may be full, which does not end a run; of a `step` in the trackers."""
+    def write(self, files: Callable[[], object], step: int | None = None) -> None:
+        """Write `files`, of a `step` where they are those of trackers. A disk that refuses them
+        does not end a run, and is told once, until it takes them again.
+        """
+        if step is not None and "metrics" in self.refused:  # the trackers' lines do not wait
+            self.refused.add("trackers")
+            return
+        kind = "metrics" if step is None else "trackers"
         try:
-            yield
+            if step is not None and kind in self.refused:  # TensorBoard's writer ends at an error
+                reopen_tensorboard(self.accelerator, step, self.charts)
+            files()
+            self.refused.discard(kind)
         except OSError as error:
-            self.say(
-                f"WARNING: {error}; training goes on, and files are written when there is room"
-            )
-            if step is not None:  # what writes for TensorBoard stops at its first error
-                with contextlib.suppress(OSError):
-                    reopen_tensorboard(self.accelerator, step + 1, self.charts)
+            if not self.refused:
+                free = shutil.disk_usage(self.out_dir).free
+                self.say(
+                    f"WARNING: figures could not be written in {self.out_dir}: "
+                    f"{error.strerror or error} ({free:,} bytes are free); training goes on, and "
+                    "they are written when there is room"
+                )
+            self.refused.add(kind)
 
     def samples(self, step: int, text: str) -> None:
         """Keep samples, and show them at the end of the run."""
-        with self.room(step):
-            write_samples(self.accelerator, self.out_dir, step, text)
+        self.write(lambda: write_samples(self.accelerator, self.out_dir, step, text), step)
         if step == self.plan.max_steps:
             self.say(text)
 

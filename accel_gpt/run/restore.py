@@ -7,13 +7,21 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils.constants import SCALER_NAME
+from accelerate.utils import DistributedType
+from accelerate.utils.constants import (
+    FSDP_MODEL_NAME,
+    OPTIMIZER_NAME,
+    SAFE_WEIGHTS_NAME,
+    SCALER_NAME,
+)
 from accelerate.utils.other import load
 from safetensors.torch import load_file
+from torch import Tensor
 
 from accel_gpt.errors import CheckpointError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import state_names
+from accel_gpt.optim.sharded import is_sharded
 from accel_gpt.run.checkpoint import TrainState, read_state
 
 
@@ -39,15 +47,22 @@ def restore(
     if scaler is not None and not (path / SCALER_NAME).is_file():
         say(f"{path} was not trained in fp16: the scale of the loss starts anew")
         accelerator.scaler = None
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    unsharded = sharded and not (path / f"{FSDP_MODEL_NAME}.bin").is_file()
     try:
-        accelerator.load_state(str(path))
+        if unsharded:
+            load_unsharded(path, gpt, optimizer)
+        else:
+            accelerator.load_state(str(path))
     except Exception as error:  # what torch, safetensors and Accelerate raise has no common class
         raise CheckpointError(f"{culprit(path)} does not fit this run: {said(error)}") from None
     finally:
         accelerator.scaler = scaler
     accelerator.step = 0  # a checkpoint is taken between steps: no micro-step is pending
     check_optimizer(path, gpt, optimizer)
-    if same_world:
+    if unsharded:
+        say(f"{path} was trained without FSDP, this is with it")
+    elif same_world:
         check_random(own)
     else:
         say(f"{path} was trained by {saved.world_size} processes, this is {now.world_size}")
@@ -55,6 +70,28 @@ def restore(
     if path.parent.parent.resolve() != Path(now.config["out_dir"]).resolve():
         state.best_step = state.best_val_loss = None  # the best so far is not in this folder
     return state
+
+
+def load_unsharded(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
+    """Give each process of FSDP2 its part of a checkpoint that was saved without; a collective."""
+    from torch.distributed.tensor import distribute_tensor
+
+    def own(whole: Tensor, like: Tensor) -> Tensor:
+        if not is_sharded(like) or whole.shape != like.shape:  # a count of steps
+            return whole
+        return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements)
+
+    weights = load_file(path / SAFE_WEIGHTS_NAME)
+    with torch.no_grad():
+        for name, parameter in gpt.named_parameters():
+            parameter.copy_(own(weights[name], parameter))
+    moments = load(path / f"{OPTIMIZER_NAME}.bin", map_location="cpu")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments["state"] = {
+        number: {key: own(value, parameters[number]) for key, value in kept.items()}
+        for number, kept in moments["state"].items()
+    }
+    optimizer.optimizer.load_state_dict(moments)
 
 
 def culprit(path: Path) -> Path:

@@ -4,6 +4,7 @@ Keys of the config are of three classes: those in `IDENTITY` make it another run
 may change, all others need `--checkpoint.allow_change`.
 """
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,16 +20,18 @@ from accel_gpt.parse import to_flat, to_plain
 from accel_gpt.plan import Plan
 from accel_gpt.run.checkpoint import (
     TrainState,
+    before_skips,
     checkpoints,
     is_checkpoint,
     quarantine,
     read_state,
+    states_of,
     step_name,
     verify,
 )
 from accel_gpt.run.corpus import source_changes
 from accel_gpt.run.numerics import ranges, spoken
-from accel_gpt.run.writer import clean
+from accel_gpt.run.writer import clean, discard
 from accel_gpt.untrusted import load_yaml
 
 FREE = (
@@ -79,8 +82,10 @@ BITS = (
 )
 
 
-def find_resume(out_dir: Path, resume: str, say: Callable[[str], None]) -> Path | None:
-    """The verified checkpoint to continue from; None: start from scratch.
+def find_resume(
+    out_dir: Path, resume: str, say: Callable[[str], None], most: float = math.inf
+) -> Path | None:
+    """The verified checkpoint to continue from, of step `most` or before; None: start from scratch.
 
     `auto` takes the newest intact one and sets damaged ones aside, loudly; so does a path once the
     run has checkpoints of its own. Raises `CheckpointError` when all are damaged, `UserError` when
@@ -100,7 +105,7 @@ def find_resume(out_dir: Path, resume: str, say: Callable[[str], None]) -> Path 
         verify(Path(resume))
         return Path(resume)
     damaged = []
-    for step in reversed(checkpoints(root)):
+    for step in reversed([step for step in checkpoints(root) if step <= most]):
         path = root / step_name(step)
         try:
             verify(path)
@@ -174,8 +179,10 @@ def step_back(
 ) -> tuple[Path, list[list[int]]]:
     """The checkpoint to return to after too many skipped updates, and the sequences to leave out.
 
-    Raises `DivergedError` where there is none, or where the run returned to it before: then the
-    fault is not in the batches.
+    It is the last one that lies in no row of skipped updates: where a signal had one saved in the
+    middle of the row, the run goes on as if never stopped. Those after it are removed, as they
+    counted the batches that are left out. Raises `DivergedError` where there is none, or where the
+    run returned to it before: then the fault is not in the batches.
     """
 
     def decide() -> tuple[str, list[list[int]]]:
@@ -185,16 +192,22 @@ def step_back(
             f"{spoken(spans)}"
         )
         advice = "lower optim.lr, lengthen schedule.warmup_steps or use train.mixed_precision bf16"
-        path = find_resume(Path(config.out_dir), "auto", say)
+        root = Path(config.out_dir) / "checkpoints"
+        states = states_of(root)
+        before = before_skips(states)
+        path = find_resume(root.parent, "auto", say, before[-1] if before else math.inf)
         if path is None:
             raise DivergedError(f"{what}, and there is no checkpoint to return to; {advice}")
         saved = read_state(path)
-        name_best(Path(config.out_dir), saved)
+        name_best(root.parent, saved)
         if saved.excluded != state.excluded:
             raise DivergedError(
                 f"{what}, after the run had returned to {path} without the sequences "
                 f"{spoken(state.excluded)}; look at them, or {advice}"
             )
+        for step in states:
+            if saved.step < step <= state.step:
+                discard(root, step)
         say(f"WARNING: {what}; returning to {path} and going on without them")
         return str(path), saved.excluded + spans
 

@@ -46,6 +46,7 @@ class StopSignal:
     ) -> None:
         self.received: str | None = None
         self.first: float | None = None  # when the first signal was heard
+        self.saved = False  # all that the run has: nothing is left to lose
         self.group = group  # of the hosts; None: one process
         self.time_limit = time_limit
         self.started = time.monotonic() if started is None else started
@@ -79,7 +80,15 @@ class StopSignal:
             self.first = now
         elif now - self.first > SAME_PRESS_SECONDS and not orphaned:
             show_cursor()
-            os._exit(128 + number)
+            os._exit(PREEMPTED if self.saved else 128 + number)
+
+    @staticmethod
+    def ignore() -> None:
+        """Ignore signals from now on: an interpreter that ends would die of one, and with another
+        exit code nothing queues the job again.
+        """
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
     def agreed(self, other: bool = False, save_seconds: float = 0.0) -> tuple[bool, bool]:
         """Whether any process has a reason to stop, and whether `other` holds on any.

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,6 +104,22 @@ def reopen_tensorboard(accelerator: Accelerator, purge_step: int, charts: Charts
                 tracker.writer.close()
             tracker.writer = SummaryWriter(tracker.logging_dir, purge_step=purge_step)
             group_charts(tracker.writer, charts)
+
+
+@contextmanager
+def quiet_tensorboard() -> Iterator[None]:
+    """Where TensorBoard's thread ends without a traceback: its error is raised where it is used."""
+    before = threading.excepthook
+
+    def hook(error: threading.ExceptHookArgs) -> None:
+        if not type(error.thread).__module__.startswith("tensorboard."):
+            before(error)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 def chart_groups(config: Config, has_mfu: bool) -> Charts:

@@ -7,6 +7,8 @@ have, the main process writes the manifest, syncs, renames, and only then prunes
 """
 
 import contextlib
+import errno
+import os
 import shutil
 import threading
 import time
@@ -32,8 +34,9 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.run.checkpoint import (
     FORMAT,
     TrainState,
-    checkpoints,
+    before_skips,
     quarantine,
+    states_of,
     step_name,
     verify,
     write_json,
@@ -46,6 +49,7 @@ from accel_gpt.run.snapshot import Snapshot
 RETRY_SECONDS = 60.0  # after a save that failed; assumption
 LAST_TRIES, LAST_PAUSE_SECONDS = 3, 2.0  # for the last checkpoint of a launch
 CLOSING_SECONDS = 60.0
+FULL = ("unexpected pos", "file write failed", "No space left")  # torch's words; the system's
 Files = dict[str, dict[str, Any]]  # name -> size and sha256
 
 
@@ -77,6 +81,7 @@ class Writer:
         self.thread: threading.Thread | None = None
         self.problem: str | None = None  # of the last save; the same on all processes
         self.failed_at = 0.0
+        self.told: str | None = None  # the problem that was last told, until a save succeeds
         self.needed = 0  # bytes
         self.lost: str | None = None  # what torch said of another process that has gone
         self.seconds = 0.0  # that the longest save took, its work beside training included
@@ -99,7 +104,7 @@ class Writer:
 
         def finish() -> None:
             self.problem = "its thread ended early"  # should it
-            self.problem = self.complete(temporary, content, gpt, error)
+            self.problem = named(self.complete(temporary, content, gpt, error))
             self.seconds = max(self.seconds, time.monotonic() - began)
             if self.problem:
                 self.failed_at = time.monotonic()
@@ -200,14 +205,16 @@ class Writer:
         return problem
 
     def follow(self, final: Path, content: dict[str, Any], problem: str | None) -> None:
-        """Tell of a new checkpoint and prune, or tell why there is none."""
+        """Tell of a new checkpoint and prune, or tell once why there is none."""
         if problem is None:
             with contextlib.suppress(OSError):  # the next one tries again
                 self.published(final)
-            prune(self.out_dir, self.config, content["best_step"])
+            prune(self.out_dir, self.config, content["step"], content["best_step"])
+        if problem == self.told or self.lost:  # that another one is lost the training thread tells
             return
-        if self.lost:
-            return  # the training thread tells
+        self.told = problem
+        if problem is None:
+            return
         free = shutil.disk_usage(self.out_dir).free
         self.say(
             f"WARNING: the checkpoint of step {content['step']:,} could not be written in "
@@ -251,6 +258,12 @@ def attempt(phase: Callable[[], object]) -> str | None:
     except Exception as caught:
         return str(caught) or type(caught).__name__
     return None
+
+
+def named(problem: str | None) -> str | None:
+    """A full disk by its name: torch says `unexpected pos 64 vs 0` of it."""
+    full = problem and any(words in problem for words in FULL)
+    return os.strerror(errno.ENOSPC) if full else problem
 
 
 def size_of(gpt: GPT, optimizer: AcceleratedOptimizer) -> int:
@@ -315,32 +328,37 @@ def publish(temporary: Path, final: Path, files: Files) -> None:
     reach("published")
 
 
-def prune(out_dir: Path, config: CheckpointConfig, best_step: int | None) -> None:
-    """Name the best checkpoint in `best`; remove ours but the newest and the best.
+def prune(out_dir: Path, config: CheckpointConfig, step: int, best_step: int | None) -> None:
+    """Name the best checkpoint in `best`; of those up to the new one, `step`, remove all but the
+    newest, the best and the last that no row of skipped updates had reached: see `step_back`.
 
-    A best one whose save failed is not there: the one before it is kept on. What the disk refuses
-    is tried again after the next save.
+    One that does not hold the step of its name is neither counted nor removed. A best one whose
+    save failed is not there: the one before it is kept on. What the disk refuses is tried again
+    after the next save.
     """
     root, best = out_dir / "checkpoints", out_dir / "best"
-    steps = checkpoints(root)
-    keep = set(steps[-config.keep_last :])
+    states = {known: state for known, state in states_of(root).items() if known <= step}
+    keep = {*list(states)[-config.keep_last :], *before_skips(states)[-1:]}
     if config.keep_best:
         with contextlib.suppress(OSError):
-            if best_step in steps:
+            if best_step in states:
                 write_file(best, [f"{best_step}\n".encode()])
                 reach("best.named")
         with contextlib.suppress(OSError, ValueError):
             keep.add(int(best.read_text(encoding="utf-8")))
-    for step in steps:
-        if step in keep:
-            continue
-        trash = root / f".trash_{step_name(step)}"
-        with contextlib.suppress(OSError):
-            shutil.rmtree(trash, ignore_errors=True)
-            (root / step_name(step)).rename(trash)
-            reach("trash.renamed", trash / "optimizer.bin")
-            shutil.rmtree(trash, ignore_errors=True)
-            reach("trash.gone")
+    for old in states.keys() - keep:
+        discard(root, old)
+
+
+def discard(root: Path, step: int) -> None:
+    """Remove a checkpoint; what the disk refuses stays."""
+    trash = root / f".trash_{step_name(step)}"
+    with contextlib.suppress(OSError):
+        shutil.rmtree(trash, ignore_errors=True)
+        (root / step_name(step)).rename(trash)
+        reach("trash.renamed", trash / "optimizer.bin")
+        shutil.rmtree(trash, ignore_errors=True)
+        reach("trash.gone")
 
 
 def clean(root: Path) -> None:

@@ -90,10 +90,10 @@ model: {{n_layer: 2, n_head: 2, n_embd: 32, block_size: 16, dropout: 0.1}}
 train: {{tokens_per_step: 64, micro_batch_size: 2, max_steps: {STEPS}, cpu_threads: 1}}
 optim: {{lr: 1e-2}}
 schedule: {{warmup_steps: 2}}
-eval: {{every: 0, tokens: 16}}
+eval: {{every: 3, tokens: 16}}
 sample: {{every: 0}}
-checkpoint: {{every: {EVERY}, keep_best: false}}
-log: {{every: 1, trackers: []}}
+checkpoint: {{every: {EVERY}}}
+log: {{every: 1}}
 """
         )
 
@@ -160,6 +160,7 @@ def assert_same(run: Path, whole: Path, steps: int = STEPS, same_world: bool = T
     assert_whole(run, steps)
     assert records(run) == records(whole)
     assert rows(run) == rows(whole)
+    assert (run / "best").read_text() == (whole / "best").read_text()
     a, b = newest(run), newest(whole)
     names = {path.name for path in a.iterdir()}
     if same_world:

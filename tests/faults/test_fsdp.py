@@ -127,3 +127,19 @@ def test_a_sharded_checkpoint_is_taken_up_by_one_process_with_and_without_fsdp(
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     assert "model.safetensors" in manifest["files"]
     assert load_file(checkpoint / "model.safetensors").keys() == expected.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_checkpoint_without_fsdp_is_taken_up_with_it(
+    optimizer: str, small_run: Arguments, tmp_path: Path
+) -> None:
+    alike = [*ALIKE, "--model.dropout", "0", "--optim.name", optimizer]
+    assert run_here(train.main, small_run(*alike, "--out_dir", str(tmp_path / "one"))) == 0
+    checkpoint = tmp_path / "one" / "checkpoints" / "step_00000003"
+    start = ["--checkpoint.resume", str(checkpoint), "--out_dir"]
+    launch(2, tmp_path, small_run(*alike, *start, "fsdp"))
+    expected, found = (weights(tmp_path / name, 6) for name in ("one", "fsdp"))
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[key], atol=1e-5, rtol=1e-4)

@@ -52,6 +52,8 @@ def test_full_disk_harms_no_checkpoint_and_leaves_no_debris(
     assert NEEDED.search(answer.outputs[0])
     assert "step 12/12 |" in answer.outputs[0]  # it went on to the end
     assert "Traceback" not in answer.outputs[0]
+    assert "No space left on device (it needs" in answer.outputs[0]  # and not torch's words
+    assert answer.outputs[0].count("WARNING") <= 2  # of checkpoints and of figures, each once
     assert checkpoint_names(left) == [f"step_{step:08d}" for step in range(1, 7)]
     for name in checkpoint_names(left):
         verify(left / "checkpoints" / name)
@@ -71,6 +73,18 @@ def test_run_saves_again_once_there_is_room(server: Server, tiny: Tiny, tmp_path
     assert NEEDED.search(answer.outputs[0])
     assert not (after / "filler").exists()
     assert_same(after / "run", tmp_path / "whole", STEPS)
+
+
+@pytest.mark.parametrize("free", [0, 4096, 16384])
+def test_no_room_at_the_start_is_one_sentence(
+    free: int, server: Server, tiny: Tiny, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    answer = on_disk(server, tiny.arguments(disk / "run"), disk, free=free)
+    assert answer.codes == [2], answer.outputs
+    errors = [line for line in answer.outputs[0].splitlines() if "No space left" in line]
+    assert len(errors) == 1
+    assert "Traceback" not in answer.outputs[0]
 
 
 def test_read_only_disk_ends_at_once(server: Server, tiny: Tiny, tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ def kill_at_random(server: Server, tiny: Tiny, folder: Path, kills: int, steps: 
         run, code = folder / f"run{tally.runs}", KILLED
         while code == KILLED:
             after = draw.uniform(0, seconds) if tally.kills < kills else None
-            answer = server.launch(tiny.arguments(run, *options), kill_after=after)
+            more = (*options, "--checkpoint.async_save", draw.choice(("true", "false")))
+            answer = server.launch(tiny.arguments(run, *more), kill_after=after)
             code, tally.launches = answer.codes[0], tally.launches + 1
             if code == KILLED:
                 tally.note(run, answer.outputs[0])
@@ -117,8 +118,9 @@ def kill_one_of_two(server: Server, tiny: Tiny, folder: Path, kills: int) -> Tal
             size = draw.choice((1, 2))
             after = draw.uniform(0, seconds) if tally.kills < kills else None
             victim = draw.randrange(size)
+            more = (*options, "--checkpoint.async_save", draw.choice(("true", "false")))
             answer = server.launch(
-                *(tiny.arguments(run, *options), size), kill_after=after, kill=victim,
+                *(tiny.arguments(run, *more), size), kill_after=after, kill=victim,
                 timeout=SURVIVOR_SECONDS,
             )  # fmt: skip
             done = note_survivors(tally, answer, victim, run)

@@ -8,9 +8,9 @@ import pytest
 
 from tests.faults.harness import KILLED, Server, Tiny, assert_same, finish
 
-STEPS = 6  # three checkpoints; two are kept, so that one is pruned
-TRIALS = 12
-OPTIONS = ("--train.max_steps", str(STEPS))
+STEPS = 6  # three checkpoints and those of the best; two are kept and the best
+TRIALS = 8
+OPTIONS = ["--train.max_steps", str(STEPS)]
 # how the launch may end: done, one sentence of error, no checkpoint, killed
 ENDS = {
     "kill": {KILLED},
@@ -20,14 +20,30 @@ ENDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def short(server: Server, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The undisturbed run; beside it the names of all points that it passed."""
-    run = tmp_path_factory.mktemp("short") / "run"
+@pytest.fixture(scope="module", params=["saved", "copied"])
+def short(
+    request: pytest.FixtureRequest,
+    server: Server,
+    tiny: Tiny,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """The undisturbed run, without or with `checkpoint.async_save`; beside it the names of all
+    points that it passed.
+    """
+    run = tmp_path_factory.mktemp("short") / request.param
     log = {"ACCEL_GPT_FAULT_LOG": str(run.with_name("points.txt"))}
-    finish(server, tiny.arguments(run, *OPTIONS), environment=[log])
+    finish(server, arguments(tiny, run, run), environment=[log])
     assert_same(run, run, STEPS)
+    passed = set(points(run))
+    assert passed >= {"best.named", "trash.renamed", "trash.gone"}
+    assert ("save.copied" in passed) == (run.name == "copied")
     return run
+
+
+def arguments(tiny: Tiny, run: Path, short: Path) -> list[str]:
+    """Those of the run in `run` that shall end as `short` did."""
+    copied = str(short.name == "copied").lower()
+    return tiny.arguments(run, *OPTIONS, "--checkpoint.async_save", copied)
 
 
 def points(short: Path) -> list[str]:
@@ -45,9 +61,9 @@ def fail_at(
     for number in numbers:
         run, where = folder / f"{action}_{number}", f"{action} at {number}: {names[number - 1]}"
         fault = {"ACCEL_GPT_FAULT": f"*:{number}={action}"}
-        answer = server.launch(tiny.arguments(run, *OPTIONS), environment=[fault])
+        answer = server.launch(arguments(tiny, run, short), environment=[fault])
         assert answer.codes[0] in ENDS[action], f"{where}: {answer.outputs[0]}"
-        answer = server.launch(tiny.arguments(run, *OPTIONS))
+        answer = server.launch(arguments(tiny, run, short))
         assert answer.codes == [0], f"{where}: {answer.outputs[0]}"
         try:
             assert_same(run, short, STEPS)

@@ -230,6 +230,21 @@ def test_second_signal_ends_at_once_though_a_checkpoint_is_being_written(
     assert "another process of the run has gone" in launch.shown(1)
 
 
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signals_after_the_save_leave_the_exit_code(
+    number: int, server: Server, argv: list[str], tmp_path: Path
+) -> None:
+    """An interpreter that ends takes its handlers away first, and then some seconds."""
+    launch = Direct(server, tmp_path, [*argv, "--train.max_steps", "100000"])
+    until(lambda: steps_told(tmp_path / "run") > 3)
+    launch.send(number, 0)
+    until(lambda: "saved at step" in launch.shown())
+    while not launch.poll():
+        launch.send(number, 0, 1)
+        time.sleep(0.01)
+    assert launch.wait() == [75, 75]
+
+
 def test_second_signal_ends_a_process_that_waits_for_another(
     server: Server, argv: list[str], tmp_path: Path
 ) -> None:

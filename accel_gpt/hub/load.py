@@ -21,7 +21,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model_config import ModelConfig
 from accel_gpt.run.checkpoint import load_model
 from accel_gpt.run.corpus import Corpus
-from accel_gpt.untrusted import load_json
+from accel_gpt.untrusted import read_json
 
 SAFETENSORS = ("model.safetensors.index.json", "model.safetensors")
 PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
@@ -140,7 +140,7 @@ def listed_files(folder: Path, names: tuple[str, str]) -> list[Path]:
     if not index.is_file():
         return []
     try:
-        listed = set(load_json(index.read_text(encoding="utf-8"))["weight_map"].values())
+        listed = set(read_json(index)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{index} is damaged; fetch it again") from None
     for name in listed:

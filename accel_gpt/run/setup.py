@@ -26,7 +26,7 @@ from accel_gpt.run.command import command_line, without_secrets
 from accel_gpt.run.compiler import keep_compiled
 from accel_gpt.run.corpus import Corpus
 from accel_gpt.run.environment import describe_machine, device_name, memory_gb
-from accel_gpt.untrusted import load_json
+from accel_gpt.untrusted import read_json
 
 
 class Speed:
@@ -101,7 +101,7 @@ def describe_run(config: Config, plan: Plan, corpus: Corpus, speed: Speed, machi
 def launches(record: Path) -> list[Any]:
     """The launches in a `run.json`; what is none is replaced by the next."""
     try:
-        found = load_json(record.read_text(encoding="utf-8"))["launches"]
+        found = read_json(record)["launches"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return found if isinstance(found, list) else []

@@ -180,7 +180,7 @@ class HttpFolder:
 def retry_after(headers: email.message.Message) -> float:
     """Seconds that the server asks to wait, where it gives them as a number."""
     asked = headers.get("Retry-After") or ""
-    return float(asked) if asked.isdigit() else 0.0
+    return float(asked) if re.fullmatch("[0-9]{1,9}", asked) else 0.0
 
 
 # --------------------------------------------------------------------------- fsspec

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from accel_gpt import untrusted
 from accel_gpt.data_config import PrepareConfig, Source
 from accel_gpt.errors import DataError, UserError, require
 
@@ -218,7 +219,7 @@ def saved_file(state: Path, entry: object) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a small JSON file."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(untrusted.read_json(path))
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path} is not the file that save_to_disk writes: {error}") from None
 

@@ -5,8 +5,15 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import TextIO
 
-
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # all but line ends and tabs
+SECRET = re.compile(
+    r"\b(?:hf|ghp|gho|github_pat|glpat|sk|xox[a-z])[_-][\w-]{8,}"  # tokens by their makers' prefix
+    r"|\bAKIA[A-Z0-9]{12,}|\beyJ[\w-]{8,}\.[\w.-]+"  # AWS key ids, JSON web tokens
+)
+PERSON = re.compile(r"([A-Za-z][\w+.-]*://)[^\s/?#\"']*@")  # name and password in a URL
+QUERY = re.compile(r"([A-Za-z][\w+.-]*://[^\s?\"']*\?)[^\s\"']+")  # signed URLs carry keys there
 LONGEST = 1000 * 86_400.0  # seconds that a limit of time may have
 
 
@@ -118,13 +125,24 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
+def without_secrets(text: str) -> str:
+    """`text` with access tokens, and names, passwords and queries in its URLs, starred."""
+    return QUERY.sub(r"\1***", PERSON.sub(r"\1***@", SECRET.sub("***", text)))
+
+
+def visible(text: str, out: TextIO) -> str:
+    """`text` as it may be written to `out`: a terminal would obey control characters."""
+    shown = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return shown if out.isatty() else text
+
+
 def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """The exit code of `main(argv)`; a user's mistake becomes one sentence on stderr."""
     rank = os.environ.get("RANK", "0")
     try:
         return main(argv)
     except UserError as error:
-        told = printable(str(error))
+        told = without_secrets(printable(str(error)))
         sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {told}\n")
         return error.exit_code
     except (MemoryError, RuntimeError) as error:  # torch raises the second where malloc fails

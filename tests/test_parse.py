@@ -180,6 +180,7 @@ def test_help_and_config_error_are_quick(config_file: str) -> None:
 
 
 NUMBERS = [key for key, hint in leaves(Config).items() if {int, float} & {hint, *get_args(hint)}]
+FLOATS = {key for key, hint in leaves(Config).items() if float in {hint, *get_args(hint)}}
 LONG = "9" * 30
 WHOLE = (
     *("model.n_embd", "model.n_layer", "model.vocab_size", "train.cpu_threads", "sample.num"),
@@ -191,13 +192,10 @@ WHOLE = (
 def test_no_number_is_beyond_what_can_be_counted(config_file: str, value: str) -> None:
     assert len(NUMBERS) > 60
     for key in NUMBERS:
-        try:
-            config = to_flat(to_plain(load(config_file, f"--{key}={value}")))
-        except UserError as error:
-            assert key.rpartition(".")[2] in str(error)
-            assert len(str(error)) < 500
-        else:  # a float of thirty digits
-            assert config[key] == float(LONG)
+        if value == LONG and key in FLOATS:
+            continue  # it is finite
+        with pytest.raises(UserError, match=rf"{key.rpartition('.')[2]}.{{0,400}}$"):
+            load(config_file, f"--{key}={value}")
 
 
 @pytest.mark.parametrize("key", WHOLE)

@@ -238,7 +238,7 @@ def open_split(folder: str | Path, split: str, store: Store | None = None) -> Sp
             check_entry(folder, shard, vocab_size)
             if store is None:
                 check_size(folder / shard.name, HEADER + shard.tokens * dtype.itemsize)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{where} is damaged ({error!r}); prepare the data again") from None
@@ -285,15 +285,15 @@ def check_entry(folder: Path, shard: Shard, vocab_size: int) -> None:
             f"{folder / INDEX} names a shard {shard.name!r}; expected a plain file name of letters,"
             " digits, '.', '_' and '-'"
         )
-    counts = (shard.documents, shard.bytes, shard.max_token)
-    if shard.offset != HEADER or not isinstance(shard.sha256, str) or not all(map(is_count, counts)):
+    whole = all(map(is_count, (shard.tokens, shard.documents, shard.bytes, shard.max_token)))
+    if not whole or not isinstance(shard.sha256, str) or shard.offset != HEADER:
         raise DataError(
             f"{folder / INDEX} is damaged ({shard.name} has no sha256, documents, bytes or "
             "max_token, or one that is no such number); prepare the data again"
         )
-    if not is_count(shard.tokens, 1):
-        raise DataError(f"shard {path} has {shard.tokens!r} tokens, expected at least 1")
-    if shard.max_token >= vocab_size:
+    if shard.tokens < 1:
+        raise DataError(f"shard {path} has {shard.tokens} tokens, expected at least 1")
+    if (shard.max_token or 0) >= vocab_size:
         raise DataError(
             f"shard {path} holds token {shard.max_token}, expected less than vocab_size "
             f"{vocab_size}; it was made with another tokenizer"

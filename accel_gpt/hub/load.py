@@ -47,7 +47,12 @@ def load_pretrained(
     )
     if source.ours:
         return load_model(source.folder, device)
-    config = ModelConfig(**shape_of(source))
+    try:
+        config = ModelConfig(**shape_of(source))
+    except CheckpointError:
+        raise
+    except UserError as error:
+        raise CheckpointError(f"config.json of {place} is not to be trusted: {error}") from None
     assert config.vocab_size is not None
     model = load_foreign(source, config, config.vocab_size, allow_pickle)
     return model.to(device).eval(), load_tokenizer(source.folder)
@@ -158,6 +163,8 @@ def open_all(files: list[Path], open_one: Callable[[Path], Tensors]) -> Tensors:
             found |= open_one(file)
         except Exception as error:  # SafetensorError, UnpicklingError, RuntimeError, OSError
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if type(error).__name__ == "UnpicklingError":  # torch recommends weights_only=False
+                said = "it holds more than tensors, or is damaged; nothing in it was run"
             raise CheckpointError(f"{file} cannot be read: {said}") from None
     return found
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_gpt.errors import UserError
+from accel_gpt.errors import UserError, without_secrets
 from accel_gpt.parse import to_flat
 from accel_gpt.report.figures import Figures, number, read_figures
-from accel_gpt.run.command import without_secrets
 from accel_gpt.untrusted import load_json, load_yaml
 
 LARGEST_FILE = 16 << 20  # bytes of run.json and config.yaml; ours have some thousand

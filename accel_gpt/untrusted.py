@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import yaml
 
 LARGEST = 100_000  # values of a YAML text, aliases counted as what they stand for; assumption
-LARGEST_FILE = 1 << 30  # bytes of a text read at once; a tokenizer.json has up to 40 MB
+LARGEST_FILE = 1 << 28  # bytes of a text read at once; a tokenizer.json has up to 40 MB
 LARGEST_NUMBER = 2**53  # whole numbers up to here are exact in JSON and in 64 bits
 
 

@@ -162,8 +162,8 @@ def kept_rows(path: Path, step: int) -> list[str]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Lines that end with a newline, of a file that may be missing."""
-    if not path.exists():
+    """Lines that end with a newline, of a file that may be missing; of no pipe or device."""
+    if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     return [line for line in lines if line.endswith("\n")]

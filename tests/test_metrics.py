@@ -3,12 +3,14 @@
 import csv
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from accel_gpt.errors import UserError
 from accel_gpt.run import metrics
-from accel_gpt.run.metrics import COLUMNS, MetricsLog, Stopwatch, losses
+from accel_gpt.run.metrics import COLUMNS, MetricsLog, Stopwatch, losses, read_lines
 
 
 def record(step: int) -> dict[str, float]:
@@ -86,3 +88,10 @@ def test_losses_of_the_run_so_far(tmp_path: Path) -> None:
     log.write({"step": 3, "tokens": 24, "train/loss": float("nan")})
     log.write({"step": 4, "tokens": 32, "train/loss": 2.0})
     assert list(losses(log.jsonl)) == [3.0, 2.0]
+
+
+def test_only_a_regular_file_of_figures_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.csv")  # a read of it would never end
+    assert read_lines(tmp_path / "metrics.csv") == []
+    with pytest.raises(UserError, match="is a folder, expected a file"):
+        read_lines(tmp_path)

@@ -89,7 +89,7 @@ def read_records(path: Path) -> Iterator[dict[str, object]]:
             if not line.endswith(b"\n"):
                 continue
             try:
-                record = load_json(line.decode())
+                record = load_json(line.decode(), any_number=True)
             except ValueError:
                 continue
             if type(record) is dict and 0 <= number(record.get("step")) < LARGEST_STEP:

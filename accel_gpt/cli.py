@@ -20,6 +20,7 @@ from accel_gpt.errors import (
     UserError,
     require,
     run_main,
+    visible,
 )
 from accel_gpt.options import (
     BenchCommand,
@@ -82,7 +83,7 @@ def prepare_command(argv: Sequence[str]) -> int:
             f"{out} is already prepared, so standard input was not read; delete the folder or give "
             "another --out",
         )
-        sys.stdout.write(f"already prepared: {out}\n")
+        show(f"already prepared: {out}\n")
     return 0
 
 
@@ -122,13 +123,18 @@ def sample_command(argv: Sequence[str]) -> int:
         return 0
     say_cut(asked.prompt, tokenizer, model.config.block_size, say)
     texts = write_text(model, tokenizer, asked.prompt, config, generator)
-    sys.stdout.write(SEPARATOR.join(texts) + "\n")
+    show(SEPARATOR.join(texts) + "\n")
     return 0
+
+
+def show(text: str) -> None:
+    """Write to standard output; control characters of a model or a file never to a terminal."""
+    sys.stdout.write(visible(text, sys.stdout))
 
 
 def say(text: str) -> None:
     """A line beside the output."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(visible(f"{text}\n", sys.stderr))
 
 
 def evaluate_command(argv: Sequence[str]) -> int:
@@ -137,7 +143,7 @@ def evaluate_command(argv: Sequence[str]) -> int:
     exit_on_sigterm()
     from accel_gpt.evals.command import evaluate
 
-    sys.stdout.write(evaluate(asked))
+    show(evaluate(asked))
     return 0
 
 
@@ -151,7 +157,7 @@ def export_command(argv: Sequence[str]) -> int:
     exported = export(
         asked.run, to, asked.checkpoint, asked.dtype, asked.overwrite, asked.allow_pickle
     )
-    sys.stdout.write(exported.told(to))
+    show(exported.told(to))
     return 0
 
 
@@ -167,7 +173,7 @@ def push_command(argv: Sequence[str]) -> int:
     exit_on_sigterm()
     from accel_gpt.hub.push import push
 
-    sys.stdout.write(push(asked))
+    show(push(asked))
     return 0
 
 
@@ -191,7 +197,7 @@ def inspect_command(argv: Sequence[str]) -> int:
 
         report = inspect_data(place, data, asked.quick, asked.windows, asked.block_size)
         tell = data_text
-    sys.stdout.write(json.dumps(report, indent=1) + "\n" if asked.json else tell(report))
+    show(json.dumps(report, indent=1) + "\n" if asked.json else tell(report))
     sys.stdout.flush()
     for problem in report["problems"]:
         sys.stderr.write(f"error: {printable(problem)}\n")
@@ -222,9 +228,9 @@ def bench_command(argv: Sequence[str]) -> int:
     from accel_gpt.bench import bench, compare, table
 
     if asked.compare:
-        sys.stdout.write(compare(asked, rest))
+        show(compare(asked, rest))
     elif report := bench(asked, config):
-        sys.stdout.write(json.dumps(report, indent=1) + "\n" if asked.json else table(report))
+        show(json.dumps(report, indent=1) + "\n" if asked.json else table(report))
     return 0
 
 
@@ -238,7 +244,7 @@ def plan_command(argv: Sequence[str]) -> int:
     asked = parse_command(PlanCommand, own, "accel-gpt plan")
     config = load_config([asked.config, *rest], "accel-gpt plan", inherit_known)
     report = forecast(asked, config)
-    sys.stdout.write(json.dumps(report, indent=1) + "\n" if asked.json else table(report))
+    show(json.dumps(report, indent=1) + "\n" if asked.json else table(report))
     return 0
 
 
@@ -252,7 +258,7 @@ def report_command(argv: Sequence[str]) -> int:
     asked = parse_command(ReportCommand, [*places[:1], *rest], "accel-gpt report")
     from accel_gpt.report.report import report
 
-    sys.stdout.write(report(replace(asked, run=tuple(places))))
+    show(report(replace(asked, run=tuple(places))))
     return 0
 
 
@@ -305,10 +311,10 @@ COMMANDS: Mapping[str, tuple[Command, str]] = MappingProxyType(
 def dispatch(argv: Sequence[str]) -> int:
     """Call the command that `argv` names."""
     if not argv or argv[0] in ("-h", "--help"):
-        sys.stdout.write(overview())
+        show(overview())
         return 0
     if argv[0] in ("-V", "--version"):
-        sys.stdout.write(f"accel-gpt {__version__}\n")
+        show(f"accel-gpt {__version__}\n")
         return 0
     if argv[0] not in COMMANDS:
         near = difflib.get_close_matches(argv[0], COMMANDS, n=1)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from accel_gpt.data_config import DataConfig, TextStream
-from accel_gpt.errors import duration, not_negative, positive, require
+from accel_gpt.errors import at_most, duration, not_negative, positive, require
 from accel_gpt.model_config import ModelConfig
 from accel_gpt.optim_config import OptimConfig
 
@@ -98,6 +98,8 @@ class TrainConfig:
             duration(f"train.{name}", getattr(self, name))
         positive("train", self, "tokens_per_step", *self.known_size)
         positive("train", self, "max_steps", "max_tokens", "cpu_threads")
+        at_most("train", self, 4096, "cpu_threads")
+        at_most("train", self, 2**24, "micro_batch_size")
         require(
             self.max_steps is None or self.max_tokens is None,
             f"train.max_steps is {self.max_steps} and train.max_tokens is {self.max_tokens}; "
@@ -203,6 +205,8 @@ class SampleConfig:
     def __post_init__(self) -> None:
         not_negative("sample", self, "every", "temperature")
         positive("sample", self, "num", "max_new_tokens", "top_k")
+        at_most("sample", self, 2**16, "num")
+        at_most("sample", self, 2**24, "max_new_tokens")
         require(0 < self.top_p <= 1, f"sample.top_p is {self.top_p}; it must lie in (0, 1]")
         require(self.growth >= 1, f"sample.growth is {self.growth}; it must be 1 (regular) or more")
 

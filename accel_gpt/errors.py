@@ -6,6 +6,16 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import TextIO
+
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # all but line ends and tabs
+SECRET = re.compile(
+    r"\b(?:hf|ghp|gho|github_pat|glpat|sk|xox[a-z])[_-][\w-]{8,}"  # tokens by their makers' prefix
+    r"|\bAKIA[A-Z0-9]{12,}|\beyJ[\w-]{8,}\.[\w.-]+"  # AWS key ids, JSON web tokens
+)
+PERSON = re.compile(r"([A-Za-z][\w+.-]*://)[^\s/?#\"']*@")  # name and password in a URL
+QUERY = re.compile(r"([A-Za-z][\w+.-]*://[^\s?\"']*\?)[^\s\"']+")  # signed URLs carry keys there
+LONGEST = 1000 * 86_400.0  # seconds that a limit of time may have
 
 
 class UserError(ValueError):
@@ -71,6 +81,14 @@ def not_negative(section: str, config: object, *names: str) -> None:
         require(value is None or value >= 0, f"{section}.{name} is {value}; it must be 0 or more")
 
 
+def at_most(section: str, config: object, limit: int, *names: str) -> None:
+    """Require each named field of `config`, where it is a number, to be at most `limit`."""
+    for name in names:
+        value = getattr(config, name)
+        ok = not isinstance(value, int) or value <= limit
+        require(ok, f"{section}.{name} is {value}; it must be at most {limit:,}")
+
+
 def below_one(section: str, config: object, *names: str) -> None:
     """Require each named field of `config` to be at least zero and below one."""
     for name in names:
@@ -85,7 +103,10 @@ def duration(name: str, text: str | None) -> float | None:
     match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
     parts = [float(part or 0) for part in match.groups()] if match else []
     seconds = sum(n * unit for n, unit in zip(parts, (86400, 3600, 60, 1), strict=False))
-    require(seconds > 0, f"{name} is {text!r}; write a time above 0 as 3h50m, 30m or 90s")
+    require(
+        0 < seconds <= LONGEST,
+        f"{name} is {text!r:.60}; write a time above 0 as 3h50m, 30m or 90s, at most 1000d",
+    )
     return seconds
 
 
@@ -116,6 +137,17 @@ def open_closed_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
+def without_secrets(text: str) -> str:
+    """`text` with access tokens, and names, passwords and queries in its URLs, starred."""
+    return QUERY.sub(r"\1***", PERSON.sub(r"\1***@", SECRET.sub("***", text)))
+
+
+def visible(text: str, out: TextIO) -> str:
+    """`text` as it may be written to `out`: a terminal would obey control characters."""
+    shown = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return shown if out.isatty() else text
+
+
 def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """The exit code of `main(argv)`; a user's mistake, or a full disk, becomes one
     sentence on stderr.
@@ -125,9 +157,18 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     try:
         return main(argv)
     except UserError as error:
-        told = printable(str(error))
+        told = without_secrets(printable(str(error)))
         sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {told}\n")
         return error.exit_code
+    except (MemoryError, RuntimeError) as error:  # torch raises the second where malloc fails
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+            raise
+        told = (str(error).splitlines() or ["MemoryError"])[0]
+        sys.stderr.write(
+            f"error: there is not enough memory ({printable(told)[-120:]}); lower the model's "
+            "size, train.micro_batch_size or sample.num: accel-gpt plan shows what they take\n"
+        )
+        return UserError.exit_code
     except BrokenPipeError:  # whoever read our output has enough, as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

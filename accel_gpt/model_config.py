@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from accel_gpt.errors import below_one, divides, positive, require
+from accel_gpt.errors import at_most, below_one, divides, positive, require
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,9 @@ class ModelConfig:
         positive("model", self, "vocab_size", "mlp_hidden", "init_std", "head_dim", "norm_eps")
         positive("model", self, "logit_softcap", "rope_theta", "rope_factor")
         positive("model", self, "rope_low_freq_factor", "rope_original_block_size")
+        at_most("model", self, 2**14, "depth", "n_layer")
+        at_most("model", self, 2**24, "n_head", "n_kv_head", "n_embd", "head_dim", "mlp_hidden")
+        at_most("model", self, 2**31, "block_size", "vocab_size")
         if self.head_dim is None:
             divides("model.n_embd", self.n_embd, "model.n_head", self.n_head)
         divides("model.n_head", self.n_head, "model.n_kv_head", self.n_kv_head or self.n_head)

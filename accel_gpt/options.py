@@ -1,6 +1,7 @@
 """What each command of `accel-gpt` can be told: options with types, defaults, units. No torch."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -98,7 +99,7 @@ class EvaluateCommand:
     def __post_init__(self) -> None:
         positive("evaluate", self, "limit", "batch_size")
         require(
-            self.tokens in ("run", "null") or (self.tokens.isdecimal() and int(self.tokens) > 0),
+            self.tokens in ("run", "null") or bool(re.fullmatch("0*[1-9][0-9]{0,15}", self.tokens)),
             f"--tokens is {self.tokens}; expected a whole number above 0, null for all, or run",
         )
 

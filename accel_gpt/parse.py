@@ -6,6 +6,8 @@ Reads an experiment file; `tyro` draws the help and the shell completion from th
 import dataclasses
 import difflib
 import functools
+import math
+import re
 import sys
 import types
 import typing
@@ -20,7 +22,7 @@ from accel_gpt.depth import turn
 from accel_gpt.errors import UserError, require
 from accel_gpt.model_config import PRESETS
 from accel_gpt.shipped import resolve_config
-from accel_gpt.untrusted import load_yaml
+from accel_gpt.untrusted import LARGEST_NUMBER, load_yaml
 
 T = TypeVar("T")
 
@@ -185,8 +187,12 @@ def convert(key: str, value: Any, hint: Any) -> Any:
             return convert_shaped(key, value, options)
     try:
         return convert_plain(value, hint)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise UserError(f"{key} is {value!r}; expected {describe(hint)}") from None
+    except OverflowError:
+        raise UserError(
+            f"{key} is {value!r:.60}; a number is finite, a whole one at most {LARGEST_NUMBER:,}"
+        ) from None
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{key} is {value!r:.200}; expected {describe(hint)}") from None
 
 
 def convert_shaped(key: str, value: Any, options: Sequence[Any]) -> Any:
@@ -238,6 +244,8 @@ def convert_plain(value: Any, hint: Any) -> Any:
         raise TypeError
     if hint is int:
         return whole(value)
+    if hint is float and not math.isfinite(float(value)):
+        raise OverflowError
     return hint(value)
 
 
@@ -261,13 +269,14 @@ def split_words(text: str) -> Sequence[Any]:
 
 
 def whole(value: Any) -> int:
-    """A whole number: 1000, 1_000 or 1e3."""
+    """A whole number: 1000, 1_000 or 1e3; `OverflowError` beyond `LARGEST_NUMBER`."""
     text = str(value)
-    if text.replace("_", "").lstrip("+-").isdigit():
-        return int(text)
-    if not float(text).is_integer():
+    number = int(text) if re.fullmatch("[+-]?[0-9_]+", text) else float(text)
+    if not abs(number) <= LARGEST_NUMBER:
+        raise OverflowError
+    if number != int(number):
         raise ValueError
-    return int(float(text))
+    return int(number)
 
 
 def describe(hint: Any) -> str:

@@ -1,22 +1,67 @@
-"""YAML and JSON that others may have written, as plain values or as a `ValueError`.
+"""Files, YAML, JSON and numbers that others may have written: plain values or a `ValueError`.
 
-Nothing in it is run or looked up: no tags of Python, no variables of the environment.
+Nothing in them is run or looked up: no tags of Python, no variables of the environment.
 """
 
+import errno
 import json
-from typing import Any
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import yaml
 
 LARGEST = 100_000  # values of a YAML text, aliases counted as what they stand for; assumption
+LARGEST_FILE = 1 << 28  # bytes of a text read at once; a tokenizer.json has up to 40 MB
+LARGEST_NUMBER = 2**53  # whole numbers up to here are exact in JSON and in 64 bits
 
 
-def load_json(text: str) -> Any:
-    """The value of a JSON text; `ValueError` for any other, and where it is nested too deeply."""
+def open_file(path: str | Path) -> BinaryIO:
+    """A regular file, open for reading; `OSError` for all else: a read of a pipe may never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_text(path: str | Path) -> str:
+    """The UTF-8 text of a regular file; `OSError`, or `ValueError` for bytes that are none."""
+    with open_file(path) as file:
+        content = file.read(LARGEST_FILE + 1)
+    if len(content) > LARGEST_FILE:
+        raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
+    return content.decode("utf-8")
+
+
+def read_json(path: str | Path, any_number: bool = False) -> Any:
+    """`load_json` of `read_text`."""
+    return load_json(read_text(path), any_number)
+
+
+def load_json(text: str, any_number: bool = False) -> Any:
+    """The value of a JSON text; `ValueError` for any other, and where it is nested too deeply.
+
+    Also for whole numbers beyond 64 bits, which nothing here counts in, unless `any_number`.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=int if any_number else whole_number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def whole_number(text: str) -> int:
+    """The number that decimal digits spell, of at most 64 bits; else `ValueError`."""
+    if not re.fullmatch(r"[+-]?[0-9]{1,19}", text):
+        raise ValueError(f"{text[:40]!r} is no whole number of at most 19 digits")
+    return int(text)
+
+
+def is_count(value: object, least: int = 0) -> bool:
+    """Whether a value out of a file is a whole number from `least` to `LARGEST_NUMBER`."""
+    return type(value) is int and least <= value <= LARGEST_NUMBER
 
 
 def load_yaml(text: str) -> Any:

@@ -4,7 +4,8 @@ import shlex
 
 import pytest
 
-from accel_gpt.run.command import command_line, without_secrets
+from accel_gpt.errors import without_secrets
+from accel_gpt.run.command import command_line
 
 
 def test_a_command_can_be_typed_again() -> None:

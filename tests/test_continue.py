@@ -417,16 +417,12 @@ def test_a_tokenizer_that_cannot_be_had_now_keeps_the_work(
 def test_a_journal_that_cannot_be_read_now_keeps_the_work(
     stopped: PrepareConfig, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Path.read_text
-
-    def fails(path: Path, *arguments: Any, **named: Any) -> str:
-        if path.name == journal.JOURNAL:
-            raise OSError(5, "Input/output error")
-        return real(path, *arguments, **named)
+    def fails(_: Path) -> str:
+        raise OSError(5, "Input/output error")
 
     before = content(partial(out))
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", fails)
+        patch.setattr(journal, "read_json", fails)
         with pytest.raises(UserError, match=r"Input/output error$"):
             prepare(stopped, out)
     assert content(partial(out)) == before

@@ -125,7 +125,7 @@ def test_absurd_sizes_are_refused_before_memory_is_asked_for(
 ) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: size}))
-    with pytest.raises(CheckpointError, match=r"asks for [\d,]+ parameters, more than the"):
+    with pytest.raises(CheckpointError, match=r"more than the|at most"):
         load_pretrained(str(folder))
 
 
@@ -246,8 +246,10 @@ def test_pickled_weights_are_refused_unless_allowed_and_never_run(
     started(small_run("--model.init_from", str(folder), "--model.allow_pickle"))
     trap = tmp_path / "executed"
     torch.save({"x": Payload(trap)}, folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read") as refusal:
         load_pretrained(str(folder), allow_pickle=True)
+    assert "nothing in it was run" in str(refusal.value)  # torch recommends weights_only=False
+    assert "weights_only" not in str(refusal.value)
     assert not trap.exists()
     pickle.loads(pickle.dumps(Payload(trap)))
     assert trap.exists()  # the trap works

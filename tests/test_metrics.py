@@ -3,17 +3,19 @@
 import csv
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
 
 from accel_gpt.config import Config, TrainConfig
+from accel_gpt.errors import UserError
 from accel_gpt.model.cost import flops_per_token
 from accel_gpt.model.gpt import GPT
 from accel_gpt.plan import make_plan
 from accel_gpt.run import metrics
-from accel_gpt.run.metrics import COLUMNS, MetricsLog, Stopwatch, losses
+from accel_gpt.run.metrics import COLUMNS, MetricsLog, Stopwatch, losses, read_lines
 from accel_gpt.run.setup import Speed
 from tests.conftest import tiny
 
@@ -104,3 +106,10 @@ def test_losses_of_the_run_so_far(tmp_path: Path) -> None:
     with log.jsonl.open("a") as file:  # by whoever edits it
         file.write('{"step": 5, "train/loss": "2"}\n{"step": 6, "train/loss": [1]}\n')
     assert list(losses(log.jsonl)) == [3.0, 2.0]
+
+
+def test_only_a_regular_file_of_figures_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.csv")  # a read of it would never end
+    assert read_lines(tmp_path / "metrics.csv") == []
+    with pytest.raises(UserError, match="is a folder, expected a file"):
+        read_lines(tmp_path)

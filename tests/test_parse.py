@@ -4,6 +4,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -176,3 +177,36 @@ def test_help_and_config_error_are_quick(config_file: str) -> None:
             times.append(cpu_seconds() - start)
             assert done.returncode == code
         assert min(times) < 0.5
+
+
+NUMBERS = [key for key, hint in leaves(Config).items() if {int, float} & {hint, *get_args(hint)}]
+FLOATS = {key for key, hint in leaves(Config).items() if float in {hint, *get_args(hint)}}
+LONG = "9" * 30
+WHOLE = (
+    *("model.n_embd", "model.n_layer", "model.vocab_size", "train.cpu_threads", "sample.num"),
+    *("sample.max_new_tokens", "train.step_timeout", "train.time_limit"),
+)
+
+
+@pytest.mark.parametrize("value", [LONG, f"-{LONG}", "1e400", "nan", "\u00b2", "9" * 5000])
+def test_no_number_is_beyond_what_can_be_counted(config_file: str, value: str) -> None:
+    assert len(NUMBERS) > 60
+    for key in NUMBERS:
+        if value == LONG and key in FLOATS:
+            continue  # it is finite
+        with pytest.raises(UserError, match=rf"{key.rpartition('.')[2]}.{{0,400}}$"):
+            load(config_file, f"--{key}={value}")
+
+
+@pytest.mark.parametrize("key", WHOLE)
+def test_what_takes_memory_or_time_by_its_number_is_bounded(config_file: str, key: str) -> None:
+    with pytest.raises(UserError, match=rf"{key} is '?{10**12}'?; .*at most"):
+        load(config_file, f"--{key}", str(10**12))
+
+
+def test_too_little_memory_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    def allocate(words: object) -> int:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")
+
+    assert run_main(allocate, []) == 2
+    assert "there is not enough memory" in capsys.readouterr().err

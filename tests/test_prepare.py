@@ -4,6 +4,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import sys
@@ -21,7 +22,7 @@ from accel_gpt.data.making import builder as build
 from accel_gpt.data.making import from_shards, workers
 from accel_gpt.data.making.progress import Progress
 from accel_gpt.data.prepare import prepare
-from accel_gpt.data.shards import open_split
+from accel_gpt.data.shards import open_split, read_index
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
 from accel_gpt.data_config import PrepareConfig
 from accel_gpt.errors import DataError, UserError
@@ -426,3 +427,40 @@ def test_a_token_that_the_tokenizer_lacks_stops_the_copy(
 def test_documents_in_shards_cannot_be_compared(out: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"dedupe is true but .*source is shards"):
         prepare(copy_of(tmp_path, dedupe=True), out)
+
+
+def documents_of(folder: Path, split: str) -> list[str]:
+    """The documents of a split of bytes, told apart by end-of-text."""
+    opened = open_split(folder, split)
+    rows = [opened.read(i, 0, shard.tokens) for i, shard in enumerate(opened.shards)]
+    ids = np.concatenate(rows)
+    parts = np.split(ids, np.flatnonzero(ids == 256) + 1)
+    return [bytes(part[part < 256].astype(np.uint8)).decode() for part in parts if len(part)]
+
+
+def test_no_document_of_val_is_in_train_and_the_split_is_that_of_the_text(tmp_path: Path) -> None:
+    """With dedupe each text once; the same shards at any number of workers, of any copies."""
+    texts = [f"document {i % 600} of the king" for i in range(1500)]
+    random.Random(0).shuffle(texts)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "text.jsonl").write_text(lines)
+    asked = PrepareConfig(
+        source="jsonl",
+        path=str(tmp_path / "text.jsonl"),
+        tokenizer="bytes",
+        val_fraction=0.1,
+        shard_tokens=3000,
+        workers=1,
+    )
+    prepare(replace(asked, dedupe=True), tmp_path / "once")
+    prepare(replace(asked, dedupe=True, workers=3), tmp_path / "three")
+    prepare(asked, tmp_path / "all")
+    train, val = (documents_of(tmp_path / "once", split) for split in ("train", "val"))
+    assert sorted(train + val) == sorted(set(texts))  # each once, and in one split
+    assert abs(len(val) - 60) < 5 * (600 * 0.1 * 0.9) ** 0.5
+    for split, once in (("train", train), ("val", val)):
+        assert documents_of(tmp_path / "three", split) == once
+        assert {*documents_of(tmp_path / "all", split)} == {*once}  # copies stay together
+    hashes = [[s["sha256"] for s in shards] for folder in ("once", "three")
+              for shards in read_index(tmp_path / folder)["splits"].values()]  # fmt: skip
+    assert hashes[:2] == hashes[2:]

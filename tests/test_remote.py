@@ -1,5 +1,6 @@
 """Shards behind a URL: right bytes under every fault, a cache below its limit, no waiting."""
 
+import email.message
 import hashlib
 import http.server
 import json
@@ -18,10 +19,20 @@ import pytest
 
 from accel_gpt.data.folders import open_place
 from accel_gpt.data.order import Order
+from accel_gpt.data.remote import download as downloading
+from accel_gpt.data.remote import folder as folders
 from accel_gpt.data.remote.cache import PART, Cache
-from accel_gpt.data.remote.download import Patience
+from accel_gpt.data.remote.download import CHUNK, Patience
 from accel_gpt.data.remote.folder import RemoteFolder, is_url
-from accel_gpt.data.remote.stores import FsspecFolder, Missing, reason, retry_after, without_secrets
+from accel_gpt.data.remote.stores import (
+    About,
+    FsspecFolder,
+    HttpFolder,
+    Missing,
+    reason,
+    retry_after,
+    without_secrets,
+)
 from accel_gpt.data.shards import FORMAT, HEADER, VERSION, Shard, Split, open_split, resident
 from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import DataError, UserError
@@ -669,3 +680,26 @@ def test_urls_and_folders() -> None:
     assert not is_url("data/x")
     assert not is_url("C:x")
     assert PART.endswith("part")
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_index_without_end_does_not_fill_the_disk(
+    told: bool, server: Server, remote: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that tells no size sends on; one that does could tell any."""
+    monkeypatch.setattr(downloading, "LARGEST_FILE", 3 * CHUNK)
+    monkeypatch.setattr(folders, "LARGEST_FILE", 3 * CHUNK)
+    (server.root / "dataset.json").write_bytes(b" " * 100 * CHUNK)
+    if not told:
+        monkeypatch.setattr(HttpFolder, "about", lambda *_: About())
+    message = "expected at most" if told else "goes on after"
+    with pytest.raises(DataError, match=rf"dataset\.json .*{message}"):
+        remote(shards=10_000).fetch("dataset.json")
+    assert used(tmp_path / "cache") < 5 * CHUNK
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [("7", 7.0), ("\u00b2", 0.0), ("9" * 30, 0.0)])
+def test_a_wait_that_a_server_asks_for_is_a_number(asked: str, seconds: float) -> None:
+    headers = email.message.Message()
+    headers["Retry-After"] = asked
+    assert retry_after(headers) == seconds

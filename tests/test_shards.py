@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_gpt.data import mapping, shards
+from accel_gpt.data.folders import open_place
 from accel_gpt.data.making.writer import ShardWriter, header, write_index
-from accel_gpt.data.shards import Shard, open_split, resident, token_dtype
+from accel_gpt.data.shards import HEADER, Shard, npy_header, open_split, resident, token_dtype
+from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import DataError, UserError
 
 
@@ -264,6 +266,17 @@ def test_a_shard_name_that_leaves_the_folder_is_refused(folder: Path, name: str)
         (lambda c: first(c).pop("sha256"), "damaged.*sha256"),
         (lambda c: first(c).update(documents=None), "damaged.*documents"),
         (lambda c: first(c).pop("bytes"), "damaged.*bytes"),
+        *(
+            (lambda c, k=key, v=value: first(c).update({k: v}), "damaged")
+            for key in ("tokens", "documents", "bytes", "max_token", "offset")
+            for value in (10**18, -1, True, "1", 1.5, [], float("inf"))
+        ),
+        *(
+            (lambda c, k=key, v=value: c.update({k: v}), "damaged")
+            for key in ("vocab_size", "eot_id")
+            for value in (10**18, -1, "1", 1.5)
+        ),
+        (lambda c: first(c).update(tokens=10**30), "no whole number of at most 19 digits"),
         (lambda c: first(c).update(tokens=0), "has 0 tokens, expected at least 1"),
         (lambda c: first(c).update(tokens=5), "has 136 bytes, expected 138"),
         (lambda c: first(c).update(max_token=1000), "holds token 1000, .* vocab_size 1000"),
@@ -322,3 +335,27 @@ def test_a_full_disk_leaves_no_shard(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(OSError, match="No space left"):
         writer.finish()
     assert list(tmp_path.glob("*.npy")) == []
+
+
+def test_a_flipped_bit_in_the_header_of_a_shard_is_one_sentence(corpus: Path) -> None:
+    """numpy reads the header with Python's own tokenizer and parser, whose errors are many."""
+    file = corpus / "train_000000.npy"
+    intact, refused = file.read_bytes(), 0
+    for bit in range(8 * HEADER):
+        content = bytearray(intact)
+        content[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(content)
+        try:
+            assert npy_header(file)[0].kind in "ui"
+        except DataError as error:
+            assert "train_000000.npy" in str(error)  # noqa: PT017
+            refused += 1
+    assert refused > 300
+
+
+@pytest.mark.parametrize("name", ["dataset.json", "tokenizer.json"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(corpus: Path, name: str) -> None:
+    (corpus / name).unlink()
+    os.mkfifo(corpus / name)
+    with pytest.raises(DataError, match="no regular file"):
+        open_place(str(corpus), "train", DataConfig())

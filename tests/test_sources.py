@@ -295,6 +295,15 @@ def test_many_texts_are_held_out_whole_by_their_content(tmp_path: Path) -> None:
     assert all(held_out(digest(text.encode()), 0.5) for text in more)  # keeps those it had
 
 
+@pytest.mark.parametrize("fraction", [0.0005, 0.001, 0.01, 0.3, 0.999])
+def test_the_share_held_out_is_that_asked_for(fraction: float) -> None:
+    """To a two-thousandth, not in 256ths: within five standard deviations of the binomial."""
+    texts = 200_000
+    found = sum(held_out(digest(b"document %d" % i), fraction) for i in range(texts))
+    deviation = (texts * fraction * (1 - fraction)) ** 0.5
+    assert abs(found - texts * fraction) < 5 * deviation
+
+
 def test_long_documents_are_cut_only_where_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

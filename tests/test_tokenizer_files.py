@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_gpt.data import bpe, tokenizer_json
+from accel_gpt.data import tokenizer as tokenizing
 from accel_gpt.data.tokenizer import (
     BytesTokenizer,
     CharsTokenizer,
@@ -463,3 +464,100 @@ def test_settings_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "source" / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(DataError, match=r"chat_template\.jinja is no UTF-8"):
         load_tokenizer(tmp_path / "source")
+
+
+def other(folder: Path, **changes: Any) -> Path:
+    """A tokenizer.json of kind hf: a BPE of letters with merges, changed in its parts."""
+    vocab = {c: i for i, c in enumerate(["<|endoftext|>", *map(chr, range(32, 127))])}
+    vocab |= {pair: len(vocab) + i for i, pair in enumerate(("ab", "bc", "abc"))}
+    eot = {"id": 0, "content": "<|endoftext|>", "special": True, "single_word": False}
+    eot |= {"lstrip": False, "rstrip": False, "normalized": False}
+    model = {"type": "BPE", "vocab": vocab, "merges": ["a b", "b c", "ab c"]}
+    content = {"version": "1.0", "added_tokens": [eot], "model": model | changes.pop("model", {})}
+    folder.mkdir(exist_ok=True)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(content | changes))
+    return path
+
+
+def split(pattern: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "Split", "pattern": {"Regex": pattern}}
+    return found | {"behavior": "Isolated", "invert": False}
+
+
+def replace(kind: str, pattern: str, by: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": by}
+
+
+DOUBLED = replace("String", "a", "aa")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pre_tokenizer": split("(a+)+$")}, "retry-limit|took too long"),
+        ({"pre_tokenizer": split("(x+x+)+y")}, "retry-limit|took too long"),
+        (
+            {
+                "normalizer": {
+                    "type": "Sequence",
+                    "normalizers": [replace("String", "a", "aa")] * 40,
+                }
+            },
+            "its normalizer makes up to 1099511627776",
+        ),
+        ({"normalizer": replace("Regex", "[0-9]", "")}, "its normalizer drops '0'"),
+        ({"normalizer": replace("String", "king", "")}, "its normalizer drops 'king'"),
+        (
+            {"pre_tokenizer": {"type": "Punctuation", "behavior": "Removed"}},
+            "its pre_tokenizer drops '!'",
+        ),
+        ({"model": {"merges": ["a b", "q q q"]}}, "no tokenizer.json that can be read"),
+    ],
+)
+def test_a_tokenizer_that_hangs_or_drops_text_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=message) as refusal:
+        load_tokenizer(other(tmp_path, **changes))
+    assert len(str(refusal.value)) < 600
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_panic_of_the_library_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a text that the trial did not think of; a panic is a BaseException."""
+    monkeypatch.setattr(tokenizing, "find_problem", lambda _: None)
+    tokenizer = load_tokenizer(other(tmp_path, pre_tokenizer=split("(a+)+$")))
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(DataError, match=r"tokenizer\.json failed"):
+            encode("a" * 100 + "!")
+
+
+def test_dropout_is_switched_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else a text gets other tokens each time, under one fingerprint."""
+    without = load_tokenizer(other(tmp_path / "a"))
+    assert "dropout" not in capsys.readouterr().err
+    tokenizer = load_tokenizer(other(tmp_path / "b", model={"dropout": 0.5}))
+    assert "dropout 0.5" in capsys.readouterr().err
+    assert len({tuple(tokenizer.encode("abc" * 20)) for _ in range(20)}) == 1
+    assert tokenizer.encode("abc" * 20) == without.encode("abc" * 20)
+    tokenizer.save(tmp_path)  # what the data and the exported model have
+    again = load_tokenizer(tmp_path)
+    assert capsys.readouterr().err == ""
+    assert again.fingerprint == tokenizer.fingerprint
+    assert json.loads(tokenizer.file_text)["model"]["dropout"] is None
+
+
+@pytest.mark.parametrize("parts", [[], ["A", "A"]])
+def test_a_template_neither_drops_nor_repeats_the_text(parts: list[str], tmp_path: Path) -> None:
+    eot = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    single = [eot, *({"Sequence": {"id": part, "type_id": 0}} for part in parts)]
+    pair = [{"Sequence": {"id": part, "type_id": 0}} for part in "AB"]
+    special = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}
+    template = {"type": "TemplateProcessing", "single": single, "pair": pair}
+    file = other(tmp_path, post_processor=template | {"special_tokens": special})
+    tokenizer = load_tokenizer(file)
+    assert tokenizer.encode("king") == [ord(c) - 31 for c in "king"]
+    assert tokenizer.encode_batch(["king"])[0].tolist() == tokenizer.encode("king")

@@ -31,7 +31,7 @@ from accel_gpt.data.shards import INDEX, Shard, read_index
 from accel_gpt.data.sources import describe_source
 from accel_gpt.data.text.places import is_url
 from accel_gpt.data_config import PrepareConfig
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import UserError, require, without_secrets
 from accel_gpt.files import sync, wait_for_lock
 
 
@@ -199,10 +199,12 @@ def record(config: PrepareConfig) -> dict[str, Any]:
     """What the index remembers of the config: all that the content depends on.
 
     Not the workers; not skip_invalid, as a folder that could be made without it is the same with
-    it, and a preparation that stopped at an invalid byte continues with it.
+    it, and a preparation that stopped at an invalid byte continues with it. Of a URL not what may
+    be secret: user, password, query.
     """
     left_out = ("workers", "skip_invalid")
-    return {key: value for key, value in asdict(config).items() if key not in left_out}
+    kept = {key: value for key, value in asdict(config).items() if key not in left_out}
+    return kept | {"path": config.path and without_secrets(config.path)}
 
 
 def recorded(config: PrepareConfig, source: str, rank: int, world: int) -> dict[str, Any]:
@@ -228,6 +230,7 @@ def is_ready(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) ->
     default = {field.name: field.default for field in fields(PrepareConfig)}
     asked = {**record(config), "rank": rank, "world": world}
     made = {"rank": 0, "world": 1, **default, **prepared}
+    made["path"] = without_secrets(made["path"]) if isinstance(made["path"], str) else None
     if made["tokenizer"] != config.tokenizer and is_tokenizer_of(config.tokenizer, out):
         made["tokenizer"] = config.tokenizer  # by another name
     if differ := differences(made, asked, "prepared"):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from accel_gpt.data.mapping import NoMaps, Pages
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.untrusted import load_json
+from accel_gpt.untrusted import is_count, read_json
 
 Tokens = NDArray[Any]
 Ints = NDArray[np.int64]
@@ -209,7 +209,7 @@ def npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
             read = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
             shape, _, dtype = read(file)
             offset = file.tell()
-    except (OSError, ValueError, EOFError, AttributeError) as error:
+    except Exception as error:  # also what Python's tokenizer and parser raise for the header
         raise DataError(f"{path} is no .npy file that can be read: {error}") from None
     if len(shape) != 1 or dtype.kind not in "ui":
         raise DataError(f"{path} holds {dtype} of shape {shape}; expected a row of token ids")
@@ -230,7 +230,9 @@ def open_split(folder: str | Path, split: str, store: Store | None = None) -> Sp
     where = folder / INDEX
     try:
         shards = tuple(Shard(**entry) for entry in index["splits"].get(split, ()))
-        vocab_size, eot_id = int(index["vocab_size"]), index["eot_id"]
+        vocab_size, eot_id = index["vocab_size"], index["eot_id"]
+        if not (is_count(vocab_size, 1) and (eot_id is None or is_count(eot_id))):
+            raise ValueError(f"vocab_size {vocab_size!r}, eot_id {eot_id!r}")
         kind, tokenizer = str(index["tokenizer"]["kind"]), str(index["tokenizer"]["fingerprint"])
         lengths = np.array([shard.tokens for shard in shards], np.int64)
         dtype = token_dtype(vocab_size)
@@ -239,7 +241,7 @@ def open_split(folder: str | Path, split: str, store: Store | None = None) -> Sp
             check_entry(folder, shard, vocab_size)
             if store is None:
                 check_size(folder / shard.name, HEADER + shard.tokens * dtype.itemsize)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{where} is damaged ({error!r}); prepare the data again") from None
@@ -262,7 +264,7 @@ def read_index(folder: Path) -> dict[str, Any]:
             "in data.prepare (source, path, tokenizer)"
         )
     try:
-        index = load_json(where.read_text(encoding="utf-8"))
+        index = read_json(where)
     except FileNotFoundError:
         raise DataError(f"{folder} has no {INDEX}; it is not a prepared data folder") from None
     except (OSError, ValueError) as error:
@@ -286,14 +288,15 @@ def check_entry(folder: Path, shard: Shard, vocab_size: int) -> None:
             f"{folder / INDEX} names a shard {shard.name!r}; expected a plain file name of letters,"
             " digits, '.', '_' and '-'"
         )
-    if None in (shard.sha256, shard.documents, shard.bytes):
+    whole = all(map(is_count, (shard.tokens, shard.documents, shard.bytes, shard.max_token)))
+    if not whole or not isinstance(shard.sha256, str) or shard.offset != HEADER:
         raise DataError(
-            f"{folder / INDEX} is damaged (no sha256, documents or bytes of {shard.name}); prepare "
-            "the data again"
+            f"{folder / INDEX} is damaged ({shard.name} has no sha256, documents, bytes or "
+            "max_token, or one that is no such number); prepare the data again"
         )
     if shard.tokens < 1:
         raise DataError(f"shard {path} has {shard.tokens} tokens, expected at least 1")
-    if shard.max_token is None or not 0 <= shard.max_token < vocab_size:
+    if (shard.max_token or 0) >= vocab_size:
         raise DataError(
             f"shard {path} holds token {shard.max_token}, expected less than vocab_size "
             f"{vocab_size}; it was made with another tokenizer"

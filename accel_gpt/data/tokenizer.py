@@ -7,9 +7,11 @@ gpt2), and what tokenizer_config.json beside it says.
 import hashlib
 import json
 import re
+import sys
 import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ from accel_gpt.data import bpe, tokenizer_json
 from accel_gpt.data.bpe import EOT, clean
 from accel_gpt.data.shards import Split, token_dtype
 from accel_gpt.data.tokenizer_json import CONFIG, find_eot
+from accel_gpt.data.trial import find_problem
 from accel_gpt.errors import DataError, UserError, require
 
 if TYPE_CHECKING:
@@ -195,10 +198,20 @@ class HFTokenizer(Tokenizer):
     def __init__(self, text: str, where: Path, config: Mapping[str, Any]) -> None:
         import tokenizers
 
-        try:
+        self.where = where
+        if wrong := find_problem(text):
+            raise DataError(f"{where} is no tokenizer.json that can be read: {wrong}")
+        parts = json.loads(text)
+        if parts["model"].get("dropout"):  # draws the merges of each text anew
+            sys.stderr.write(
+                f"WARNING: {where} has a model with dropout {parts['model']['dropout']}, which "
+                "gives a text other tokens each time; it is switched off\n"
+            )
+            parts["model"]["dropout"] = None
+            text = json.dumps(parts, ensure_ascii=False)
+        with self.explained():
             self.tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(f"{where} is no tokenizer.json that can be read: {error}") from None
+        self.tokenizer.post_processor = None  # a template may drop or repeat the text itself
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.tokenizer.encode_special_tokens = True
@@ -207,25 +220,38 @@ class HFTokenizer(Tokenizer):
         self.vocab_size = max(ids.values()) + 1
         self.eot = find_eot(ids, where, config)
         self.eot_id: int = ids[self.eot]
-        parts = {k: v for k, v in json.loads(text).items() if k not in ("truncation", "padding")}
+        parts = {k: v for k, v in parts.items() if k not in ("truncation", "padding")}
         self.fingerprint = digest("hf", json.dumps(parts, sort_keys=True), [self.eot], [])
         self.sizes = self.count_bytes(parts.get("decoder"))
         self.bytes_add_up = self.adds_up()
 
     def encode_array(self, text: str) -> Ids:
         """Ids without the tokens that a template would add."""
-        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+        with self.explained():
+            return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text as `token_dtype(vocab_size)`."""
         dtype = token_dtype(self.vocab_size)
         cleaned = [clean(text) for text in texts]
-        encoded = self.tokenizer.encode_batch_fast(cleaned, add_special_tokens=False)
+        with self.explained():
+            encoded = self.tokenizer.encode_batch_fast(cleaned, add_special_tokens=False)
         return [np.array(one.ids, dtype) for one in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text by the decoder of the file."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        with self.explained():
+            return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turn what the library raises, a bare Exception or a panic that is none, into an error."""
+        try:
+            yield
+        except BaseException as error:
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
+                raise
+            raise DataError(f"the tokenizer of {self.where} failed: {error}") from None
 
     def count_bytes(self, decoder: object) -> NDArray[np.int64]:
         """Bytes of each token by its spelling, which depends on the decoder."""

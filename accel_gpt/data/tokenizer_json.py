@@ -14,7 +14,7 @@ from typing import Any
 from accel_gpt.data import bpe
 from accel_gpt.data.bpe import EOT
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.untrusted import load_json
+from accel_gpt.untrusted import load_json, read_json, read_text
 
 FILE = "tokenizer.json"
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -49,7 +49,7 @@ def read_file(where: Path) -> tuple[str, Any]:
     Raises `UserError` when there is none, `DataError` when it is no JSON.
     """
     try:
-        text = where.read_text(encoding="utf-8")
+        text = read_text(where)
         return text, load_json(text)
     except FileNotFoundError:
         joined = join_two_files(where.parent) if where.name == FILE else None
@@ -69,13 +69,13 @@ def read_config(where: Path) -> dict[str, Any]:
     config: dict[str, Any] = {}
     if path.is_file():
         try:
-            said = load_json(path.read_text(encoding="utf-8"))
+            said = read_json(path, any_number=True)  # model_max_length may be 1e30, digit by digit
             config = {key: value for key, value in said.items() if key not in LEFT_OUT}
         except (ValueError, AttributeError):
             raise DataError(f"{path} is not valid JSON; repair or remove it") from None
     if template.is_file():
         try:
-            config["chat_template"] = template.read_text(encoding="utf-8")
+            config["chat_template"] = read_text(template)
         except ValueError:
             raise DataError(f"{template} is no UTF-8 text; repair or remove it") from None
     return config
@@ -107,8 +107,8 @@ def join_two_files(folder: Path) -> dict[str, Any] | None:
     if not (vocabulary.is_file() and merges.is_file()):
         return None
     try:
-        ids = load_json(vocabulary.read_text(encoding="utf-8"))
-        lines = merges.read_text(encoding="utf-8").splitlines()
+        ids = read_json(vocabulary)
+        lines = read_text(merges).splitlines()
         pairs = [line.split(" ") for line in lines if not line.startswith("#version")]
         content = gpt2_content([token for token in in_order(ids) if token != EOT], pairs)
     except (ValueError, TypeError, AttributeError):

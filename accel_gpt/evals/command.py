@@ -16,7 +16,7 @@ from accel_gpt.config import Config
 from accel_gpt.data.folders import open_place
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data_config import Weighted
-from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.errors import DataError, UserError, require, visible
 from accel_gpt.evals.figures import Evaluation, open_evaluation
 from accel_gpt.evals.harness import open_tasks, run_tasks
 from accel_gpt.evals.hellaswag import read_questions, score_questions
@@ -116,7 +116,8 @@ def evaluate_only(config: Config) -> int:
         if not fate:
             merge_record(out, record_of(state, figures))
             fate = f"kept in {out / 'metrics.jsonl'}"
-        sys.stdout.write(as_table(str(out), state.step, figures, fate, accelerator.mixed_precision))
+        table = as_table(str(out), state.step, figures, fate, accelerator.mixed_precision)
+        sys.stdout.write(visible(table, sys.stdout))
     return 0
 
 

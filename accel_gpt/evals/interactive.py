@@ -16,7 +16,7 @@ import torch
 
 from accel_gpt.config import SampleConfig
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import UserError
+from accel_gpt.errors import UserError, visible
 from accel_gpt.evals.samples import SEPARATOR, known_ids, say_cut
 from accel_gpt.model.generate import stream
 from accel_gpt.model.gpt import GPT
@@ -29,7 +29,6 @@ USE = (
 REPLACEMENT = "\ufffd"
 LONGEST = 4  # bytes of a character in UTF-8; the first three may be tokens that spell nothing yet
 WINDOW = 16  # tokens decoded along with a new one; assumption: no decoder looks further back
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # all but line ends and tabs
 
 Continue = Callable[[str], Iterator[str]]
 
@@ -190,7 +189,5 @@ def _write_all(out: TextIO, pieces: Iterator[str]) -> None:
 
 def _write(out: TextIO, text: str) -> None:
     """Write at once; a terminal is spared the control characters, which it would obey."""
-    if out.isatty():
-        text = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
-    out.write(text)
+    out.write(visible(text, out))
     out.flush()

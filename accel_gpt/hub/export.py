@@ -26,7 +26,7 @@ from torch import Tensor
 from accel_gpt.data.folders import open_place
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data_config import DataConfig
-from accel_gpt.errors import CheckpointError, UserError, require
+from accel_gpt.errors import CheckpointError, UserError, require, without_secrets
 from accel_gpt.evals.validation import batches, windows
 from accel_gpt.files import write_file
 from accel_gpt.hub.convert import export_tensors
@@ -209,9 +209,10 @@ def compared_tokens(model: GPT, tokenizer: Tokenizer, source: Source) -> tuple[T
             split, _ = open_place(place, "val", DataConfig(tokenizer=None))
             chosen = windows(split, length, COMPARED_WINDOWS * length)
             read = batches(split, chosen, COMPARED_WINDOWS, length, model.vocab_size)
-            return next(read)[0], f"{COMPARED_WINDOWS} windows of {length} val tokens of {place}"
+            told = f"{COMPARED_WINDOWS} windows of {length} val tokens of {place}"
+            return next(read)[0], without_secrets(told)
         except UserError as error:
-            why = str(error).partition(";")[0]
+            why = without_secrets(str(error).partition(";")[0])
     drawn = torch.Generator().manual_seed(0)
     tokens = torch.randint(
         min(tokenizer.vocab_size, model.vocab_size),

@@ -23,7 +23,7 @@ from accel_gpt.run.changes import changed
 from accel_gpt.run.checkpoint import TrainState, read_shape, read_state
 from accel_gpt.run.environment import PACKAGES
 from accel_gpt.run.metrics import read_lines
-from accel_gpt.untrusted import load_json
+from accel_gpt.untrusted import load_json, read_json
 
 MOST_SAMPLES = 3
 # of no use to others; prompts are text of the user's, which the samples show
@@ -150,7 +150,7 @@ def plan_of(state: TrainState) -> Plan | None:
 def tokenizer_of(checkpoint: Path) -> tuple[str, str | None]:
     """Kind of the tokenizer beside the weights, and the characters of one of characters."""
     try:
-        content = load_json((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
+        content = read_json(checkpoint / "tokenizer.json")
     except (OSError, ValueError):
         return "unknown", None
     if not isinstance(content, dict):
@@ -222,7 +222,7 @@ def read_samples(run: Path, step: int) -> tuple[tuple[int, str], ...]:
 def read_launches(run: Path, step: int) -> list[Mapping[str, Any]]:
     """The launches of run.json that led to `step`."""
     try:
-        content = load_json((run / "run.json").read_text(encoding="utf-8"))
+        content = read_json(run / "run.json")
         launches = [one for one in content["launches"] if isinstance(one, dict)]
     except (OSError, ValueError, KeyError, TypeError):
         return []

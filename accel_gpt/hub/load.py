@@ -21,7 +21,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model_config import ModelConfig
 from accel_gpt.run.checkpoint import load_model
 from accel_gpt.run.corpus import Corpus
-from accel_gpt.untrusted import load_json
+from accel_gpt.untrusted import read_json
 
 SAFETENSORS = ("model.safetensors.index.json", "model.safetensors")
 PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
@@ -47,7 +47,12 @@ def load_pretrained(
     )
     if source.ours:
         return load_model(source.folder, device)
-    config = ModelConfig(**shape_of(source))
+    try:
+        config = ModelConfig(**shape_of(source))
+    except CheckpointError:
+        raise
+    except UserError as error:
+        raise CheckpointError(f"config.json of {place} is not to be trusted: {error}") from None
     assert config.vocab_size is not None
     model = load_foreign(source, config, config.vocab_size, allow_pickle)
     return model.to(device).eval(), load_tokenizer(source.folder)
@@ -140,7 +145,7 @@ def listed_files(folder: Path, names: tuple[str, str]) -> list[Path]:
     if not index.is_file():
         return []
     try:
-        listed = set(load_json(index.read_text(encoding="utf-8"))["weight_map"].values())
+        listed = set(read_json(index)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{index} is damaged; fetch it again") from None
     for name in listed:
@@ -158,6 +163,8 @@ def open_all(files: list[Path], open_one: Callable[[Path], Tensors]) -> Tensors:
             found |= open_one(file)
         except Exception as error:  # SafetensorError, UnpicklingError, RuntimeError, OSError
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if type(error).__name__ == "UnpicklingError":  # torch recommends weights_only=False
+                said = "it holds more than tensors, or is damaged; nothing in it was run"
             raise CheckpointError(f"{file} cannot be read: {said}") from None
     return found
 

@@ -8,6 +8,7 @@ on main with a tag step-N, or one on the branch that was asked for.
 """
 
 import contextlib
+import re
 import shutil
 import tempfile
 import time
@@ -86,7 +87,7 @@ def sweep(folder: Path) -> None:
 def named_step(revision: str | None) -> str:
     """The step that a revision `step-1000` names, else the last."""
     _, _, step = (revision or "").partition("step-")
-    return step if step.isdecimal() else "last"
+    return step if re.fullmatch("[0-9]{1,18}", step) else "last"
 
 
 def fill_folder(asked: PushCommand, run: Path, checkpoint: Path, folder: Path) -> None:

@@ -12,7 +12,7 @@ from accel_gpt.config import Config
 from accel_gpt.errors import CheckpointError, require
 from accel_gpt.hub.client import SCHEME, fetch, hub_name
 from accel_gpt.hub.shapes import read_shape
-from accel_gpt.untrusted import load_json, load_yaml
+from accel_gpt.untrusted import load_yaml, read_json, read_text
 
 SMALL_FILES = ("config.json", "tokenizer*.json", "chat_template.jinja", "vocab.json", "merges.txt")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
@@ -71,7 +71,7 @@ def shape_of(source: Source) -> dict[str, Any]:
         return own | {"vocab_size": vocab_size}
     path = source.folder / "config.json"
     try:
-        content = load_json(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"config.json of {source.place} cannot be read: {error}") from None
     require(isinstance(content, Mapping), f"config.json of {source.place} holds no object")
@@ -124,7 +124,7 @@ def shape_of_begun(given: Mapping[str, Any]) -> dict[str, Any]:
     if not any(saved.parent.glob("checkpoints/step_*")):
         return {}
     try:
-        content = load_yaml(saved.read_text(encoding="utf-8"))
+        content = load_yaml(read_text(saved))
         model, data = dict(content["model"]), dict(content["data"])
         tokenizers = {"data.tokenizer": data["tokenizer"]}
         tokenizers["data.prepare.tokenizer"] = data["prepare"]["tokenizer"]

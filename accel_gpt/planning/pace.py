@@ -14,7 +14,7 @@ from accel_gpt.options import PlanCommand
 from accel_gpt.parse import load_config
 from accel_gpt.planning.machine import Machine
 from accel_gpt.planning.vocabulary import folders, inherit_known, vocabulary
-from accel_gpt.untrusted import load_json
+from accel_gpt.untrusted import load_json, read_json, read_text
 
 ASSUMED_MFU = 0.4  # assumption: llm.c and nanoGPT report 0.4 to 0.5 for GPT-2 on A100 and H100
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step: the backward pass takes two
@@ -62,7 +62,7 @@ def like(run: str, work: float, vocab_size: int, devices: int) -> tuple[float, s
     with contextlib.suppress(UserError):  # its data has gone: ours is as good a guess
         vocab_size = vocabulary(config, None)[0]
     try:
-        launches = load_json((folder / "run.json").read_text(encoding="utf-8"))["launches"]
+        launches = read_json(folder / "run.json")["launches"]
         processes = int(launches[-1]["processes"])
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         raise UserError(f"run.json of {run} does not say how many processes it had") from None
@@ -73,7 +73,7 @@ def like(run: str, work: float, vocab_size: int, devices: int) -> tuple[float, s
 def measured_rates(folder: Path) -> list[float]:
     """perf/tokens_per_second of each line of metrics that has it; `UserError` where none has."""
     try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = read_text(folder / "metrics.jsonl").splitlines()
     except OSError:
         raise UserError(
             f"--measured {folder} has no metrics.jsonl; give the folder of a run"

@@ -8,7 +8,7 @@ from typing import Any
 from accel_gpt.config import Config
 from accel_gpt.data_config import TextStream
 from accel_gpt.errors import DataError, UserError, require
-from accel_gpt.untrusted import load_json
+from accel_gpt.untrusted import read_json
 
 PRINTABLE = 96  # ASCII's, and the line end: assumption for `chars` before the text is read
 BYTES = 257  # and end-of-text
@@ -93,7 +93,7 @@ def of_tokenizer(name: str, bpe_size: int) -> tuple[int, str]:
     path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
     require(path.is_file(), f"the vocabulary is not known: tokenizer {name} does not exist; {ASK}")
     try:
-        return of_file(load_json(path.read_text(encoding="utf-8"))), name
+        return of_file(read_json(path)), name
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise UserError(f"the vocabulary of {path} cannot be read; {ASK}") from None
 

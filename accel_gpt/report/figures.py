@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from accel_gpt.untrusted import load_json
+from accel_gpt.untrusted import load_json, open_file
 
 LONGEST_LINE = 1 << 20  # bytes; ours have some hundred
 MOST_KEYS = 500  # of one run; ours have some dozen
@@ -81,7 +81,7 @@ def read_figures(path: Path) -> Figures:
 def read_records(path: Path) -> Iterator[dict[str, object]]:
     """Objects with a step in the whole lines of a file."""
     try:
-        file = path.open("rb")
+        file = open_file(path)
     except OSError:
         return
     with file:
@@ -89,7 +89,7 @@ def read_records(path: Path) -> Iterator[dict[str, object]]:
             if not line.endswith(b"\n"):
                 continue
             try:
-                record = load_json(line.decode())
+                record = load_json(line.decode(), any_number=True)
             except ValueError:
                 continue
             if type(record) is dict and 0 <= number(record.get("step")) < LARGEST_STEP:

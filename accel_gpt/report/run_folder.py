@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_gpt.errors import UserError
+from accel_gpt.errors import UserError, without_secrets
 from accel_gpt.parse import to_flat
 from accel_gpt.report.figures import Figures, number, read_figures
-from accel_gpt.run.command import without_secrets
-from accel_gpt.untrusted import load_json, load_yaml
+from accel_gpt.untrusted import load_json, load_yaml, open_file
 
 LARGEST_FILE = 16 << 20  # bytes of run.json and config.yaml; ours have some thousand
 MARKS = ("metrics.jsonl", "run.json")
@@ -118,7 +117,7 @@ def open_run(path: Path, name: str) -> RunFolder:
 
 def read_text(path: Path) -> str:
     """A text file that is not larger than ours can be; `ValueError` for others."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         content = file.read(LARGEST_FILE + 1)
     if len(content) > LARGEST_FILE:
         raise ValueError("it is too large")
@@ -139,7 +138,7 @@ def starred(value: Any) -> Any:
 def is_locked(path: Path) -> bool:
     """Whether a process is at work in a run's folder: it holds the lock of `run/guards.py`."""
     try:
-        with (path / ".lock").open("rb") as lock:
+        with open_file(path / ".lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back at once
     except BlockingIOError:
         return True

@@ -29,7 +29,7 @@ from accel_gpt.model.cost import parameter_counts
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model_config import ModelConfig
 from accel_gpt.parse import build, flatten, leaves
-from accel_gpt.untrusted import load_json
+from accel_gpt.untrusted import load_json, read_text
 
 FORMAT = 1
 LARGEST_JSON = 16 << 20  # bytes; ours have some thousand
@@ -188,7 +188,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > LARGEST_JSON:
             raise ValueError(f"it has more than {LARGEST_JSON:,} bytes")
-        value = load_json(path.read_text(encoding="utf-8"))
+        value = load_json(read_text(path))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):

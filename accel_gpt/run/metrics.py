@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from accel_gpt.errors import require
 from accel_gpt.files import sync, write_all, write_file
 from accel_gpt.untrusted import load_json
 
@@ -162,8 +163,9 @@ def kept_rows(path: Path, step: int) -> list[str]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Lines that end with a newline, of a file that may be missing."""
-    if not path.exists():
+    """Lines that end with a newline, of a file that may be missing; of no pipe or device."""
+    require(not path.is_dir(), f"{path} is a folder, expected a file; move it away")
+    if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     return [line for line in lines if line.endswith("\n")]

@@ -6,6 +6,7 @@ the run's folder.
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,11 @@ def step_of(line: str) -> int | None:
 
 def read_rows(path: Path) -> list[dict[str, str]]:
     """The rows of a metrics.csv by column, of this version or an earlier one."""
-    return [row for row in csv.DictReader(read_lines(path)) if (row.get("step") or "").isdecimal()]
+    return [
+        row
+        for row in csv.DictReader(read_lines(path))
+        if re.fullmatch("[0-9]{1,18}", row.get("step") or "")
+    ]
 
 
 def merged_rows(rows: list[dict[str, str]], record: Record) -> list[dict[str, str]]:

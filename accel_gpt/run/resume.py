@@ -32,7 +32,7 @@ from accel_gpt.run.checkpoint import (
 from accel_gpt.run.corpus import source_changes
 from accel_gpt.run.numerics import ranges, spoken
 from accel_gpt.run.writer import clean, discard
-from accel_gpt.untrusted import load_yaml
+from accel_gpt.untrusted import load_yaml, read_text
 
 FREE = (
     "out_dir",
@@ -265,7 +265,7 @@ def launched_config(path: Path) -> dict[str, Any]:
 
     Raises `OSError`, `ValueError` or `AttributeError` for a file that is none.
     """
-    return to_flat(load_yaml(path.read_text(encoding="utf-8")) or {})
+    return to_flat(load_yaml(read_text(path)) or {})
 
 
 def check_same_folder(config: Config) -> None:

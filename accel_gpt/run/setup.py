@@ -15,6 +15,7 @@ from torch import nn
 
 from accel_gpt.config import Config, TrainConfig
 from accel_gpt.depth import describe
+from accel_gpt.errors import without_secrets
 from accel_gpt.files import write_file
 from accel_gpt.model.cost import flops_per_token, mfu, parameter_counts, peak_flops
 from accel_gpt.model.gpt import GPT
@@ -22,12 +23,12 @@ from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.parse import to_flat, to_plain, to_yaml
 from accel_gpt.plan import Plan
 from accel_gpt.run.checkpoint import TrainState
-from accel_gpt.run.command import command_line, without_secrets
+from accel_gpt.run.command import command_line
 from accel_gpt.run.compiler import keep_compiled
 from accel_gpt.run.corpus import Corpus
 from accel_gpt.run.engine import check_optimizer
 from accel_gpt.run.environment import describe_machine, device_name, memory_gb
-from accel_gpt.untrusted import load_json
+from accel_gpt.untrusted import read_json
 
 
 class Speed:
@@ -104,7 +105,7 @@ def describe_run(config: Config, plan: Plan, corpus: Corpus, speed: Speed, machi
 def launches(record: Path) -> list[Any]:
     """The launches in a `run.json`; what is none is replaced by the next."""
     try:
-        found = load_json(record.read_text(encoding="utf-8"))["launches"]
+        found = read_json(record)["launches"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return found if isinstance(found, list) else []

@@ -101,7 +101,7 @@ class Display:
             self.panel.take(record, seconds_left)
             self.changed.set()
         if self.panel is None or "eval/val_loss" in record:
-            left = timedelta(seconds=round(seconds_left))
+            left = timedelta(seconds=min(round(seconds_left), 10**12))
             step, last = int(record["step"]), self.plan.max_steps
             self.say(f"step {step:,}/{last:,} | {describe(record)} | left {left}")
 

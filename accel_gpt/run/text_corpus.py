@@ -16,7 +16,7 @@ from accel_gpt.data.sources import guess_source
 from accel_gpt.data.stream import Place, Text, read_text
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data_config import DataConfig, PrepareConfig, TextStream
-from accel_gpt.errors import DataError, require
+from accel_gpt.errors import DataError, require, without_secrets
 from accel_gpt.plan import Plan
 from accel_gpt.run.checkpoint import TrainState
 from accel_gpt.run.corpus import (
@@ -78,7 +78,7 @@ class TextCorpus(Corpus):
         """Where the text comes from."""
         where = self.text.config.dataset or self.text.config.path
         return [
-            f"data     {where} in its own order, tokenized while training by "
+            f"data     {without_secrets(str(where))} in its own order, tokenized while training by "
             f"{self.tokenizer.kind} of {self.tokenizer.vocab_size:,}"
         ]
 

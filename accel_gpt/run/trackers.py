@@ -19,10 +19,9 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
 
 from accel_gpt.config import Config
-from accel_gpt.errors import UserError
+from accel_gpt.errors import UserError, without_secrets
 from accel_gpt.files import write_file
 from accel_gpt.parse import to_flat, to_plain, to_yaml
-from accel_gpt.run.command import without_secrets
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_gpt import train
+from accel_gpt import cli, train
 from accel_gpt.data import loader
 from accel_gpt.errors import run_main
 from accel_gpt.run import environment
@@ -52,6 +52,7 @@ class Request:
     timeout: float = 60.0  # seconds after which all are killed: the launch has hung
     clock: float = 0.0  # seconds that `time.time` is wrong by
     disk: dict[str, Any] | None = None  # fields of a `Disk`
+    command: bool = False  # of `accel-gpt`, its name being the first argument; else training
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,16 @@ def main() -> None:
     loader.PORTION, loader.LOCATE = PORTION, LOCATE
     sync_nothing()
     environment.commit(), environment.package_versions()
-    warm: set[int] = set()  # numbers of processes
+    warm: set[tuple[int, str]] = set()  # numbers of processes, and the command
     for line in sys.stdin:
         assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the second thread"
         with tempfile.TemporaryDirectory() as folder:
             request = Request(**json.loads(line))
-            size = len(request.environment)
-            answer = serve(request, Path(folder), size in warm)
-            if size not in warm and not any(answer.codes):
+            kind = len(request.environment), request.arguments[0] if request.command else "train"
+            answer = serve(request, Path(folder), kind in warm)
+            if kind not in warm and not any(answer.codes):
                 preload(Path(folder))
-                warm.add(size)
+                warm.add(kind)
         answers.write(json.dumps(asdict(answer)) + "\n")
         answers.flush()
 
@@ -148,7 +149,7 @@ def launch(request: Request, output: Path) -> int:
 
     def on_disk(arguments: Any) -> int:
         with disk:
-            code = run_main(train.main, arguments)
+            code = run_main(cli.dispatch if request.command else train.main, arguments)
             for thread in set(threading.enumerate()) - {threading.current_thread()}:
                 if not thread.daemon:
                     thread.join()

@@ -1,6 +1,7 @@
 """Secrets: no token of the environment, no password of a URL where others can read it."""
 
 import glob
+import http.server
 import json
 import os
 import subprocess
@@ -11,13 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from accel_gpt import cli
+from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.data_config import DataConfig, PrepareConfig
+from accel_gpt.errors import DataError, visible
+from accel_gpt.hub import export as exporting
 from accel_gpt.hub import push as pushing
+from accel_gpt.hub.sources import Source
+from accel_gpt.model.gpt import GPT
 from accel_gpt.run import environment as machine
 from accel_gpt.run.metrics import append
-from tests.conftest import launch, run_here
+from tests.conftest import launch, run_here, tiny
 from tests.hub_server import HubServer, environment, no_waiting, point_at
 
 Arguments = Callable[..., list[str]]
@@ -166,3 +173,76 @@ def test_what_makes_the_data_is_not_told_on_a_command_line(
     machine.ensure_data(DataConfig(train=str(tmp_path / "made"), prepare=asked))
     assert (tmp_path / "made" / "dataset.json").is_file()
     assert PASSWORD not in str(commands)
+
+
+def test_preparing_from_a_url_keeps_and_tells_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("the king of the sea " * 200)
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given, directory=str(tmp_path))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{served.server_port}"
+        words = ["prepare", "--tokenizer", "bytes", "--workers", "1", "--out", str(tmp_path / "o")]
+        for number in range(2):  # a signed URL has another query each time
+            url = f"{place}/text.txt?token={PASSWORD}{number}"
+            assert run_here(cli.dispatch, [*words, "--path", url]) == 0
+        words[-1] += "ther"
+        missing = f"{place.replace('//', f'//user:{PASSWORD}@')}/no.txt?k={PASSWORD}"
+        assert run_here(cli.dispatch, [*words, "--path", missing]) == 2
+        served.shutdown()
+    assert not holding(tmp_path / "o", PASSWORD)
+    made = json.loads((tmp_path / "o" / "dataset.json").read_text())["prepared"]
+    assert made["path"] == f"{place}/text.txt?***"
+    told = "".join(capsys.readouterr())
+    assert "already prepared" in told
+    assert "could not be downloaded" in told
+    assert PASSWORD not in told
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_what_an_export_was_compared_on_is_told_without_secrets(
+    reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"https://user:{PASSWORD}@host/corpus?sig={PASSWORD}"
+
+    def opened(place: str, *_: object, **__: object) -> Any:
+        if reached:
+            return None, None
+        raise DataError(f"{place} cannot be reached; try again")
+
+    monkeypatch.setattr(exporting, "val_place", lambda _: url)
+    monkeypatch.setattr(exporting, "open_place", opened)
+    monkeypatch.setattr(exporting, "windows", lambda *_: [])
+    monkeypatch.setattr(exporting, "batches", lambda *_: iter([(torch.zeros(2, 4), None)]))
+    source = Source("x", Path(), ours=True)
+    told = exporting.compared_tokens(GPT(tiny(), 257), BytesTokenizer(), source)[1]
+    assert "https://***@host/corpus?***" in told
+    assert PASSWORD not in told
+
+
+def test_a_terminal_obeys_no_text_of_a_model(
+    trained: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A prompt or a model that writes ESC or BEL could retitle a terminal, or type into it."""
+    words = ["sample", str(trained(*SHORT)), "--prompt", "a\x1b]0;x\x07b\x7f"]
+    words += ["--max_new_tokens", "200", "--temperature", "2", "--top_k", "null"]
+    assert run_here(cli.dispatch, words) == 0
+    piped = capsys.readouterr().out
+    assert piped.startswith("a\x1b]0;x\x07b\x7f")  # to a file goes what the model wrote
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run_here(cli.dispatch, words) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(r"a\x1b]0;x\x07b\x7f")
+    assert not {*shown} & ({*map(chr, range(32)), "\x7f", "\x9b"} - {*"\n\t\r"})
+    assert shown == visible(piped, sys.stdout)

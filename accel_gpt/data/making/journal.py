@@ -13,6 +13,7 @@ from typing import Any
 from accel_gpt.data.making.writer import Stale
 from accel_gpt.data.sources import Position
 from accel_gpt.files import sync, write_file
+from accel_gpt.untrusted import read_json
 
 JOURNAL = "progress.json"
 VERSION = 1
@@ -72,7 +73,7 @@ def read_journal(folder: Path) -> Journal:
     cannot be read now.
     """
     try:
-        content = json.loads((folder / JOURNAL).read_text(encoding="utf-8"))
+        content = read_json(folder / JOURNAL)
         if content.pop("version") != VERSION:
             raise Stale("another version of accel_gpt made it")
         journal = Journal(**content)

@@ -115,16 +115,10 @@ class HttpFolder:
 
     def ask(self, method: str, name: str, start: int = 0) -> http.client.HTTPResponse:
         """The answer of the server, its body unread."""
-        user, _, host = self.parts.netloc.rpartition("@")
         path = f"{self.parts.path.rstrip('/')}/{name}"
-        url = urllib.parse.urlunsplit((self.parts.scheme, host, path, self.parts.query, ""))
-        headers = {"User-Agent": "accel_gpt", "Accept-Encoding": "identity"}
+        request = http_request(self.parts._replace(path=path), method)
         if start:
-            headers["Range"] = f"bytes={start}-"
-        request = urllib.request.Request(url, headers=headers, method=method)
-        if user:
-            token = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
-            request.add_unredirected_header("Authorization", f"Basic {token}")
+            request.add_header("Range", f"bytes={start}-")
         answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=self.timeout)
         return answer
 
@@ -177,10 +171,22 @@ class HttpFolder:
         return kind(f"{what}; check the address and the credentials in it")
 
 
+def http_request(parts: urllib.parse.SplitResult, method: str = "GET") -> urllib.request.Request:
+    """A request for a URL, whose user and password go to its server alone."""
+    user, _, host = parts.netloc.rpartition("@")
+    url = urllib.parse.urlunsplit(parts._replace(netloc=host, fragment=""))
+    headers = {"User-Agent": "accel_gpt", "Accept-Encoding": "identity"}
+    request = urllib.request.Request(url, headers=headers, method=method)
+    if user:
+        token = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
+        request.add_unredirected_header("Authorization", f"Basic {token}")
+    return request
+
+
 def retry_after(headers: email.message.Message) -> float:
     """Seconds that the server asks to wait, where it gives them as a number."""
     asked = headers.get("Retry-After") or ""
-    return float(asked) if asked.isdecimal() else 0.0
+    return float(asked) if re.fullmatch("[0-9]{1,9}", asked) else 0.0
 
 
 # --------------------------------------------------------------------------- fsspec

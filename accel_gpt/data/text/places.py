@@ -12,11 +12,14 @@ import re
 import sys
 import sysconfig
 import types
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from accel_gpt import untrusted
+from accel_gpt.data.remote.stores import http_request
 from accel_gpt.data_config import PrepareConfig, Source
 from accel_gpt.errors import DataError, UserError, require
 
@@ -218,7 +221,7 @@ def saved_file(state: Path, entry: object) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a small JSON file."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(untrusted.read_json(path))
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path} is not the file that save_to_disk writes: {error}") from None
 
@@ -294,7 +297,7 @@ def download(url: str) -> Path:
 
 def fetch(url: str, target: Path) -> None:
     """Write the content of `url` to `target`; an answer that breaks off is an `OSError`."""
-    request = urllib.request.Request(url, headers={"User-Agent": "accel_gpt"})
+    request = http_request(urllib.parse.urlsplit(url))
     with urllib.request.urlopen(request, timeout=TIMEOUT) as answer, target.open("wb") as file:
         while data := answer.read(CHUNK):
             file.write(data)

@@ -1,0 +1,132 @@
+"""A tokenizer.json of others, tried in a process of its own before it is used in this one.
+
+    python -P accel_gpt/data/trial.py < tokenizer.json
+
+Its regular expressions and replacements run in a library that nothing here can interrupt: they
+could take for ever or all memory, or end the process. Also finds what drops text.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import resource
+import string
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SECONDS = 20  # of a processor; a vocabulary of 262,144 tokens takes 2
+MEMORY = 8 << 30  # bytes of addresses
+RUN = 2000  # characters of a probe of one character, at which a costly expression shows
+GROWTH = 32  # times the characters of a text; Unicode's NFKC makes up to 18 of one
+OTHERS = "\u00e9\u4e2d\u0430\U0001f600"  # Latin, Chinese, Cyrillic, emoji
+
+
+@functools.lru_cache(maxsize=4)
+def find_problem(text: str) -> str | None:
+    """Why the tokenizer.json with this `text` cannot be used, None where it can."""
+    quiet = {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-P", str(Path(__file__).resolve())],
+        input=text.encode(),
+        capture_output=True,
+        env={**os.environ, **quiet},
+        check=False,
+    )
+    told = done.stdout.decode("utf-8", "replace").strip()
+    if done.returncode == 0:
+        return told or None
+    return (
+        "encoding a short text with it took too long or too much memory, or ended the process "
+        f"(code {done.returncode})"
+    )
+
+
+def limit() -> None:
+    """End this process where it takes more than a tokenizer may."""
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def problem(text: str) -> str | None:
+    """What is wrong with a tokenizer.json; an error of the library as its text."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(text)
+        return multiplied(text) or dropped(tokenizer, text) or costly(tokenizer, text)
+    except BaseException as error:  # a panic of Rust is no Exception
+        return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def multiplied(text: str) -> str | None:
+    """Whether replacements one after the other make too many characters of one."""
+    for key in ("normalizer", "decoder"):
+        growth = 1.0
+        for step in objects(json.loads(text).get(key)):
+            if step.get("type") == "Replace":
+                pattern = str(step["pattern"].get("String", "x"))
+                growth *= max(1.0, len(step["content"]) / max(1, len(pattern)))
+        if growth > GROWTH:
+            return f"its {key} makes up to {growth:.0f} characters of one"
+    return None
+
+
+def dropped(tokenizer: Any, text: str) -> str | None:
+    """Names what prepares a text and leaves nothing of a visible one."""
+    steps = (
+        ("normalizer", tokenizer.normalizer and tokenizer.normalizer.normalize_str),
+        ("pre_tokenizer", tokenizer.pre_tokenizer and tokenizer.pre_tokenizer.pre_tokenize_str),
+    )
+    visible = [c for c in string.printable + OTHERS if not c.isspace()]
+    visible += [one for one in patterns(text, "String") if one.strip()]
+    for name, step in steps:
+        for one in visible if step else ():
+            if not step(one):
+                return (
+                    f"its {name} drops {one[:20]!r}, so that tokens would not hold the whole text"
+                )
+    return None
+
+
+def costly(tokenizer: Any, text: str) -> str | None:
+    """Encodes long runs of the characters of its expressions; what multiplies a text is named."""
+    spelled = "".join((*patterns(text, "Regex"), *patterns(text, "String")))[:200]
+    runs = [c * RUN for c in dict.fromkeys(spelled + "a0 \n_.\u00e9")]
+    for probe in [(spelled * RUN)[:RUN], *runs]:
+        for end in ("", "\x00", "!b\n"):
+            with contextlib.suppress(Exception):  # of a character that it does not know
+                ids = tokenizer.encode(probe + end, add_special_tokens=False).ids
+                tokenizer.decode(ids[:RUN])
+    return None
+
+
+def patterns(text: str, kind: str) -> Iterator[str]:
+    """The patterns of a kind, Regex or String, anywhere but in the vocabulary."""
+    content = json.loads(text)
+    for found in objects([content.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]):
+        if isinstance(found.get(kind), str):
+            yield found[kind]
+
+
+def objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Every object in a value of JSON."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            yield value
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+
+
+if __name__ == "__main__":
+    limit()
+    sys.stdout.buffer.write((problem(sys.stdin.buffer.read().decode()) or "").encode())

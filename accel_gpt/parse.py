@@ -189,7 +189,7 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         return convert_plain(value, hint)
     except OverflowError:
         raise UserError(
-            f"{key} is {value!r:.60}; a number is finite, a whole one at most {LARGEST_NUMBER:,}"
+            f"{key} is {value!r:.60}; expected a finite number, up to {LARGEST_NUMBER:,}"
         ) from None
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{key} is {value!r:.200}; expected {describe(hint)}") from None

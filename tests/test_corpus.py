@@ -178,7 +178,7 @@ def test_the_order_in_which_sources_are_listed_says_nothing(
         ("{dataset: a/b}", "without streaming: true"),
         ("{streaming: true}", "give one of the two"),
         ("{streaming: true, path: '-'}", "cannot be read twice"),
-        ("[{path: DATA1, weight: .inf}]", "must be above 0 and finite"),
+        ("[{path: DATA1, weight: .inf}]", "weight is inf; expected a finite number"),
         ("{streaming: true, path: DATA1}", "data.tokenizer is not set"),
         ("[{path: DATA1", "not valid YAML"),
     ],

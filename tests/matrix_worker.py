@@ -1,10 +1,10 @@
 """One process of tests/test_matrix.py: trains the runs that it is told, on one engine.
 
-    python tests/matrix_worker.py fsdp2 tasks.json
+    python tests/matrix_worker.py fsdp2 cpu tasks.json
 
 A task is a name, the arguments of a run, the step at which a signal stops it (0: none), and where
-rank 0 writes its first gradient with all that this was computed from (null: nowhere). FSDP2 runs on
-the CPU, fp8 is emulated, and `torch.compile` uses the backend aot_eager.
+rank 0 writes its first gradient with all that this was computed from (null: nowhere). On a CPU
+FSDP2 and fp8 are emulated, and `torch.compile` uses the backend aot_eager.
 """
 
 import dataclasses
@@ -24,13 +24,10 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import AORecipeKwargs, DistributedType
 from torch import Tensor
 
-torch.compile = functools.partial(torch.compile, backend="aot_eager")
-
-import accel_gpt.run.environment as environment  # noqa: E402
-from accel_gpt import train  # noqa: E402
-from accel_gpt.errors import run_main  # noqa: E402
-from accel_gpt.optim.sharded import is_sharded  # noqa: E402
-from accel_gpt.run import auto_precision, gradients  # noqa: E402
+from accel_gpt import train
+from accel_gpt.errors import run_main
+from accel_gpt.optim.sharded import is_sharded
+from accel_gpt.run import auto_precision, environment, gradients
 
 
 def emulate_fsdp2() -> None:
@@ -75,19 +72,21 @@ class Witness:
     def watched_prepared(self, config: Any, accelerator: Any, gpt: Any) -> Any:
         self.gpt = gpt
         if self.file:
-            self.kept = {"before": {n: w.detach().clone() for n, w in gpt.named_parameters()}}
+            self.kept = {"before": {n: w.detach().cpu().clone() for n, w in gpt.named_parameters()}}
             self.kept["batches"] = []
         return self.prepared(config, accelerator, gpt)
 
     def watched_batches(self, *arguments: Any) -> Iterator[Any]:
         for batch in self.micro_batches(*arguments):
             if self.file:
-                self.kept["batches"].append(batch[:3])
+                self.kept["batches"].append([t if t is None else t.cpu() for t in batch[:3]])
             yield batch
 
     def keep(self, own: Any, loss: Tensor) -> None:
         """Write the gradient of the step, and all that it was computed from."""
-        found = {n: whole(w.grad) for n, w in self.gpt.named_parameters()}
+        scaler = own.accelerator.scaler  # of fp16
+        scale = scaler.get_scale() if scaler else 1.0
+        found = {n: whole(w.grad).cpu() / scale for n, w in self.gpt.named_parameters()}
         everyone: list[Any] = [self.kept["batches"]]
         if own.accelerator.num_processes > 1:
             everyone = [None] * own.accelerator.num_processes
@@ -95,7 +94,7 @@ class Witness:
         if own.accelerator.is_main_process:
             batches = [batch for part in everyone for batch in part]
             content = {"gradient": found, "before": self.kept["before"], "batches": batches}
-            torch.save({**content, "loss": loss.clone()}, self.file)
+            torch.save({**content, "loss": loss.cpu()}, self.file)
         self.file = None
 
 
@@ -116,11 +115,13 @@ def whole(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if is_sharded(gradient) else gradient.clone()
 
 
-def main(engine: str, tasks: Path) -> None:
+def main(engine: str, device: str, tasks: Path) -> None:
     """Train each of `tasks` on `engine`; ends with the first code that is not the expected one."""
-    if engine == "fsdp2":
-        emulate_fsdp2()
-    emulate_fp8()
+    if device == "cpu":
+        if engine in ("fsdp2", "hsdp"):
+            emulate_fsdp2()
+        emulate_fp8()
+        torch.compile = functools.partial(torch.compile, backend="aot_eager")
     auto_precision.compiler_error_anywhere = lambda: None
     Accelerator.end_training = lambda self: None  # which ends the group of the processes
     witness = Witness()
@@ -133,7 +134,7 @@ def main(engine: str, tasks: Path) -> None:
         code = run_main(train.main, arguments)
         AcceleratorState._reset_state()
         GradientState._reset_state()
-        if engine == "fsdp2":  # which Accelerate started on top of plain processes
+        if engine in ("fsdp2", "hsdp"):  # which Accelerate starts on top of plain processes
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         if code != (75 if stop else 0):
             sys.exit(f"{arguments} ended with {code}")
@@ -142,4 +143,4 @@ def main(engine: str, tasks: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.model_config import ModelConfig
 from accel_gpt.run import environment
+from accel_gpt.run.compiler import FP8_CAPABILITY
 from tests.conftest import launch
 from tests.test_export import in_this_process  # noqa: F401 - a fixture
 from tests.test_train import assert_same_weights, weights
@@ -41,9 +42,9 @@ DIMENSIONS = {
     "document_mask": ("false", "true"),
 }
 # error of the whole gradient relative to float64; measured on one CPU: 1e-7, 2e-3, 2e-2
-BOUNDS = {"no": 1e-6, "bf16": 1e-2, "fp8": 1e-1}
+BOUNDS = {"no": 1e-6, "bf16": 1e-2, "fp16": 1e-2, "fp8": 1e-1}
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "dropout": 0.0}
-WORLD = {"one": 1, "ddp": 2, "fsdp2": 2, "elastic": 2}
+WORLD = {"one": 1, "ddp": 2, "fsdp2": 2, "elastic": 2, "hsdp": 4}
 
 
 def refused(case: Case) -> str | None:
@@ -57,10 +58,10 @@ def refused(case: Case) -> str | None:
     return None
 
 
-def all_cases() -> list[Case]:
+def all_cases(dimensions: Mapping[str, Sequence[str]] = DIMENSIONS) -> list[Case]:
     return [
-        dict(zip(DIMENSIONS, values, strict=True))
-        for values in itertools.product(*DIMENSIONS.values())
+        dict(zip(dimensions, values, strict=True))
+        for values in itertools.product(*dimensions.values())
     ]
 
 
@@ -100,11 +101,12 @@ def options(case: Case) -> list[str]:
         "data.document_mask": case["document_mask"],
         "optim.name": case["optimizer"],
         "train.mixed_precision": case["precision"],
+        "train.matmul_precision": "highest",
         "train.compile": case["compiled"],
         "train.activation_checkpointing": case["checkpointing"],
         "train.reproducible": str(case["engine"] == "elastic").lower(),
         "train.max_steps": STEPS,
-        "train.micro_batch_size": 2,
+        "train.micro_batch_size": 1 if case["engine"] == "hsdp" else 2,
         "eval.every": 0,
         "eval.tokens": 128,
         "sample.every": 0,
@@ -114,7 +116,7 @@ def options(case: Case) -> list[str]:
     return [word for key, value in given.items() for word in (f"--{key}", str(value))]
 
 
-def work(engine: str, world: int, tasks: list[Any], folder: Path) -> str:
+def work(engine: str, world: int, tasks: list[Any], folder: Path, device: str = "cpu") -> str:
     """Run `tasks` in `world` processes of tests/matrix_worker.py; what they printed."""
     file = folder / f"{engine}_{time.monotonic_ns()}.json"
     file.write_text(json.dumps(tasks))
@@ -125,12 +127,16 @@ def work(engine: str, world: int, tasks: list[Any], folder: Path) -> str:
     if world > 1:
         shared |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    if engine == "fsdp2":
+    if engine in ("fsdp2", "hsdp"):
         shared |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": 2}
         shared |= {"FSDP_RESHARD_AFTER_FORWARD": "true"}
         shared |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
         shared |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}
-    command = [sys.executable, str(Path(__file__).with_name("matrix_worker.py")), engine, str(file)]
+    if engine == "hsdp":
+        shared |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+        shared |= {f"PARALLELISM_CONFIG_{size}_SIZE": 2 for size in ("DP_REPLICATE", "DP_SHARD")}
+    worker = Path(__file__).with_name("matrix_worker.py")
+    command = [sys.executable, str(worker), engine, device, str(file)]
     processes = []
     for rank in range(world):
         ranks = {"RANK": rank, "LOCAL_RANK": rank} if world > 1 else {}
@@ -168,26 +174,53 @@ def gradient_error(kept: dict[str, Any], shape: dict[str, Any]) -> float:
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("engine", DIMENSIONS["engine"])
 def test_every_precision_on_every_engine(engine: str, small_run: Arguments, tmp_path: Path) -> None:
-    chosen = [case for case in cases() if case["engine"] == engine]
+    train_and_check([case for case in cases() if case["engine"] == engine], small_run, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
+def test_two_replicas_of_two_shards(small_run: Arguments, tmp_path: Path) -> None:
+    """FSDP version 2 with replicas, HSDP."""
+    values = ("hsdp", "bf16", "adamw", "false", "none", "false")
+    train_and_check([dict(zip(DIMENSIONS, values, strict=True))], small_run, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("engine", ["one", "ddp", "fsdp2"])
+def test_every_precision_on_gpus(engine: str, small_run: Arguments, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < WORLD[engine]:
+        pytest.skip(f"needs {WORLD[engine]} GPUs")
+    fp8 = find_spec("torchao") and torch.cuda.get_device_capability() >= FP8_CAPABILITY
+    precisions = ["no", "bf16", *(["fp16"] * (engine != "fsdp2")), *(["fp8"] * bool(fp8))]
+    possible = all_cases({**DIMENSIONS, "engine": [engine], "precision": precisions})
+    train_and_check(pairwise(possible), small_run, tmp_path, "cuda")
+
+
+def train_and_check(
+    chosen: list[Case], small_run: Arguments, folder: Path, device: str = "cpu"
+) -> None:
+    """Train each case without and with a stop, all of one engine, and check what must hold."""
+    engine = chosen[0]["engine"]
     stopped, rest, all_runs = [], [], []
     for case in chosen:
         own = small_run(*options(case))
         whole, parted = (
-            [*own, "--out_dir", str(tmp_path / name(case) / part)] for part in ("whole", "parted")
+            [*own, "--out_dir", str(folder / name(case) / part)] for part in ("whole", "parted")
         )
-        stopped.append([name(case), parted, STOP, str(tmp_path / f"{name(case)}.pt")])
+        stopped.append([name(case), parted, STOP, str(folder / f"{name(case)}.pt")])
         rest += [[name(case), whole, 0, None], [name(case), parted, 0, None]]
         all_runs += [stopped[-1], *rest[-2:]]
     if engine == "elastic":  # stopped with two processes, resumed and never stopped with one
-        work("ddp", 2, stopped, tmp_path)
-        work("one", 1, rest, tmp_path)
+        work("ddp", 2, stopped, folder)
+        work("one", 1, rest, folder)
     else:
-        work(engine, WORLD[engine], all_runs, tmp_path)
+        work(engine, WORLD[engine], all_runs, folder, device)
     for case in chosen:
-        check(case, tmp_path)
+        check(case, folder, device)
 
 
-def check(case: Case, folder: Path) -> None:
+def check(case: Case, folder: Path, device: str) -> None:
     """What must hold of a case's two runs."""
     whole, parted = (folder / name(case) / part for part in ("whole", "parted"))
     kept = torch.load(folder / f"{name(case)}.pt", weights_only=True)
@@ -195,12 +228,15 @@ def check(case: Case, folder: Path) -> None:
     still = [n for n in after if torch.equal(after[n], kept["before"][n])]
     assert not still, f"{name(case)}: {still} did not move"
     assert (parted / "checkpoints" / f"step_{STOP:08d}").is_dir()
-    assert_same_weights(after, weights(parted, STEPS))
+    if device == "cpu":
+        assert_same_weights(after, weights(parted, STEPS))
+    else:  # kernels add in an order of their own
+        torch.testing.assert_close(after, weights(parted, STEPS), atol=1e-3, rtol=1e-2)
     shape = json.loads((parted / "checkpoints" / "step_00000003" / "model.json").read_text())
     error = gradient_error(kept, shape)
     sys.stdout.write(f"{name(case)}: {error:.1e}\n")
     assert kept["loss"].dtype == torch.float32
-    assert error < BOUNDS[case["precision"]], name(case)
+    assert error < BOUNDS[case["precision"]] * (1 if device == "cpu" else 10), name(case)
     export(str(whole), folder / f"{name(case)}.export")
 
 

@@ -1,4 +1,4 @@
-"""The engines that a run may use: one process, DDP, FSDP version 2; all others are refused by name.
+"""The engines that a run may use: one process, DDP, FSDP version 2 (HSDP too); others are refused.
 
 An engine comes from the accelerate config. tests/test_matrix.py trains on each of them.
 """

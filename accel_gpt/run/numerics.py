@@ -10,17 +10,16 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from accel_gpt.config import TrainConfig
 from accel_gpt.errors import DivergedError
 from accel_gpt.optim.sharded import is_sharded
 from accel_gpt.run.checkpoint import TrainState
+from accel_gpt.run.engine import REPLICATED
 
 SPIKE_WINDOW = 128  # steps; OLMo 2 (2025), whose trainer looks at as many
 NORM_TOLERANCE = 1e-5  # of norms of the same float32 weights on two kinds of processors: assumption
-REPLICATED = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 TOLD = 8  # batches that a sentence names
 
 

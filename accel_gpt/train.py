@@ -113,9 +113,11 @@ def train(config: Config, plan: Plan, started: float) -> int:
                 run.reporter.completed(run.state.step)
             run.loader.close()
             run.writer.wait()
-        accelerator.end_training()
+        stop.saved = stopping
+        run.reporter.write(accelerator.end_training)
         if run.uploads:  # what a signal keeps from the Hub, the next launch uploads
             stopping |= run.uploads.finish(lambda: stopping or stop.received is not None)
+    stop.ignore()
     display.say(last_words(config, run.state, stop.received if stopping else None))
     return PREEMPTED if stopping else 0
 

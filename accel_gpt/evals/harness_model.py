@@ -333,5 +333,7 @@ def opening_ids(tokenizer: Tokenizer) -> list[int]:
         return [beginning] if tokenizer.config["add_bos_token"] and beginning is not None else []
     if not isinstance(tokenizer, HFTokenizer):
         return []
-    ids: list[int] = tokenizer.tokenizer.encode("", add_special_tokens=True).ids
+    from tokenizers import Tokenizer as WithTemplate  # `tokenizer` encodes without
+
+    ids: list[int] = WithTemplate.from_str(tokenizer.file_text).encode("").ids
     return ids

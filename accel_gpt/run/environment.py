@@ -58,6 +58,7 @@ LAUNCHERS = (
 LOCAL = (
     *("data.train", "data.val", "data.tokenizer", "data.cache_", "data.prepare."),
     "checkpoint.resume",  # in the cache of each, where it was fetched
+    "out_dir",  # each save checks that it is shared
 )
 PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "tiktoken", "numpy")
 

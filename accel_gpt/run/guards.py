@@ -63,14 +63,17 @@ def require_same(
         for key in every[0] | own
         if own.get(key) != every[0].get(key)
     ]
-    if differences and not state.is_main_process:
+    if not differences:
+        return
+    if dist.is_initialized():  # else its threads may abort a process that ends after the others
+        dist.destroy_process_group()
+    if not state.is_main_process:
         sys.exit(kind.exit_code)
-    if differences:
-        more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
-        raise kind(
-            f"the processes of this run differ: {', '.join(differences[:SHOWN])}{more}; start all "
-            "with the same config, data, code and versions"
-        )
+    more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    raise kind(
+        f"the processes of this run differ: {', '.join(differences[:SHOWN])}{more}; start all "
+        "with the same config, data, code and versions"
+    )
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from typing import TextIO
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # all but line ends and tabs
 SECRET = re.compile(
-    r"\b(?:hf|ghp|gho|github_pat|glpat|sk|xox[a-z])[_-][\w-]{8,}"  # tokens by their makers' prefix
+    # tokens by their makers' prefix
+    r"\bhf_[A-Za-z0-9]{16,}|\b(?:ghp|gho|github_pat|glpat|sk|xox[a-z])[_-][\w-]{16,}"
     r"|\bAKIA[A-Z0-9]{12,}|\beyJ[\w-]{8,}\.[\w.-]+"  # AWS key ids, JSON web tokens
 )
 PERSON = re.compile(r"([A-Za-z][\w+.-]*://)[^\s/?#\"']*@")  # name and password in a URL

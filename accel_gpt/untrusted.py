@@ -54,6 +54,8 @@ def load_json(text: str, any_number: bool = False) -> Any:
 
 def whole_number(text: str) -> int:
     """The number that decimal digits spell, of at most 64 bits; else `ValueError`."""
+    if len(text) <= 18:  # the parser found digits: most numbers of a vocabulary
+        return int(text)
     if not re.fullmatch(r"[+-]?[0-9]{1,19}", text):
         raise ValueError(f"{text[:40]!r} is no whole number of at most 19 digits")
     return int(text)

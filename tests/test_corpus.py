@@ -1,6 +1,7 @@
 """What a run is trained on: mixtures and streamed text, exact over stops, and refused changes."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ import numpy as np
 import pytest
 
 from accel_gpt.data.prepare import prepare
+from accel_gpt.data.text.places import files
 from accel_gpt.data_config import PrepareConfig
+from accel_gpt.parse import load_config
 from accel_gpt.run.checkpoint import TrainState
 from accel_gpt.run.corpus import settle, source_changes
+from accel_gpt.run.text_corpus import TextCorpus, open_corpus
 from tests.conftest import launch, text_of
 from tests.test_train import assert_same_weights, records, signal_after, weights
 
@@ -261,6 +265,22 @@ def test_a_text_of_whole_windows_is_read_again_and_again(
     train = f"{{path: {tmp_path / 'text.txt'}, streaming: true, val_fraction: 0.501}}"
     options = ["--data.train", train, "--data.tokenizer", "bytes"]
     assert launch(small_run(*options)) == 0
+
+
+def test_copies_of_a_streamed_text_are_the_same_on_all_machines(
+    small_run: Arguments, streamed: list[str], tmp_path: Path
+) -> None:
+    """The time of a file's change differs between machines."""
+    config = load_config(small_run(*streamed), "train.py")
+    first = open_corpus(config)
+    assert isinstance(first, TextCorpus)
+    before = first.identity(), first.text.fingerprint
+    (text,) = {Path(path) for path in files(first.text.config)}
+    os.utime(text, (1, 1))
+    assert first.identity() == before[0]
+    assert first.text.fingerprint != before[1]
+    text.write_text(text.read_text() + "more")
+    assert first.identity() != before[0]
 
 
 def test_another_streamed_text_begins_at_its_beginning(

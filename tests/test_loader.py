@@ -134,6 +134,15 @@ def test_the_thread_pins_memory_for_the_device_of_its_process(
     assert pinned == [device, device]
 
 
+def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without a launcher: torch sets no current device of it."""
+    monkeypatch.setattr(Tensor, "pin_memory", lambda rows: rows)
+    rows = iter([(np.zeros((1, 3), dtype=np.uint16), None)])
+    loader = Loader(rows, 1, torch.device("cuda"))
+    loader.thread.join()
+    assert not isinstance(loader.ready.get(), Exception)
+
+
 def test_close_ends_the_thread(start: Start) -> None:
     loader = start()
     next(loader)

@@ -21,7 +21,7 @@ from accel_gpt.data.bpe import EOT
 from accel_gpt.data.making import builder as build
 from accel_gpt.data.making import from_shards, workers
 from accel_gpt.data.making.progress import Progress
-from accel_gpt.data.prepare import prepare
+from accel_gpt.data.prepare import prepare, recorded_path
 from accel_gpt.data.shards import open_split, read_index
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
 from accel_gpt.data_config import PrepareConfig
@@ -464,3 +464,14 @@ def test_no_document_of_val_is_in_train_and_the_split_is_that_of_the_text(tmp_pa
     hashes = [[s["sha256"] for s in shards] for folder in ("once", "three")
               for shards in read_index(tmp_path / folder)["splits"].values()]  # fmt: skip
     assert hashes[:2] == hashes[2:]
+
+
+def test_of_a_url_the_index_keeps_what_tells_it_apart_and_no_secret() -> None:
+    one, other = (recorded_path(f"https://user:word@host/get?id={n}") for n in "ab")
+    assert one != other
+    assert one == recorded_path("https://host/get?id=a")
+    assert one == recorded_path(one)
+    assert one is not None
+    assert "word" not in one
+    assert "id=" not in one
+    assert recorded_path("data/hf_wikipedia_1234567890_en/*") == "data/hf_wikipedia_1234567890_en/*"

@@ -5,6 +5,8 @@ import copy
 import json
 import logging
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_gpt.data import bpe, tokenizer_json
+from accel_gpt.data import bpe, tokenizer_json, trial
 from accel_gpt.data import tokenizer as tokenizing
 from accel_gpt.data.tokenizer import (
     BytesTokenizer,
@@ -561,3 +563,24 @@ def test_a_template_neither_drops_nor_repeats_the_text(parts: list[str], tmp_pat
     tokenizer = load_tokenizer(file)
     assert tokenizer.encode("king") == [ord(c) - 31 for c in "king"]
     assert tokenizer.encode_batch(["king"])[0].tolist() == tokenizer.encode("king")
+
+
+def test_replacements_that_find_nothing_of_each_other_do_not_multiply() -> None:
+    def file(*pairs: tuple[str, str]) -> str:
+        steps = [
+            {"type": "Replace", "pattern": {"String": one}, "content": two} for one, two in pairs
+        ]
+        return json.dumps({"normalizer": {"type": "Sequence", "normalizers": steps}})
+
+    assert trial.multiplied(file(("\n", "<0x0A>"), ("\t", "<0x09>"), ("  ", "<2sp>"))) is None
+    told = trial.multiplied(file(("a", "b" * 9), ("b", "c" * 9)))
+    assert told
+    assert "81 characters" in told
+
+
+def test_a_tokenizer_is_tried_where_less_is_allowed_than_it_may_take(tmp_path: Path) -> None:
+    foreign(tmp_path / "one")
+    text = (tmp_path / "one" / "tokenizer.json").read_text()
+    command = ["bash", "-c", f"ulimit -t 10; exec {sys.executable} -P {trial.__file__}"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -89,7 +89,7 @@ class Loader:
     def read_ahead(self) -> None:
         """Fill the queue until closed, with memory that CUDA can copy from while it computes."""
         try:
-            if self.device.type == "cuda":
+            if self.device.index is not None and self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # per thread; each starts with the first GPU
             for rows, place in self.rows:
                 if self.stop.is_set():

@@ -6,10 +6,12 @@ also tells the memory that it takes).
 """
 
 import errno
+import hashlib
 import re
 import shutil
 import sys
 import time
+import urllib.parse
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -31,7 +33,7 @@ from accel_gpt.data.shards import INDEX, Shard, read_index
 from accel_gpt.data.sources import describe_source
 from accel_gpt.data.text.places import is_url
 from accel_gpt.data_config import PrepareConfig
-from accel_gpt.errors import UserError, require, without_secrets
+from accel_gpt.errors import UserError, require
 from accel_gpt.files import sync, wait_for_lock
 
 
@@ -199,12 +201,22 @@ def record(config: PrepareConfig) -> dict[str, Any]:
     """What the index remembers of the config: all that the content depends on.
 
     Not the workers; not skip_invalid, as a folder that could be made without it is the same with
-    it, and a preparation that stopped at an invalid byte continues with it. Of a URL not what may
-    be secret: user, password, query.
+    it, and a preparation that stopped at an invalid byte continues with it.
     """
     left_out = ("workers", "skip_invalid")
     kept = {key: value for key, value in asdict(config).items() if key not in left_out}
-    return kept | {"path": config.path and without_secrets(config.path)}
+    return kept | {"path": recorded_path(config.path)}
+
+
+def recorded_path(path: str | None) -> str | None:
+    """A path, or a URL without what may be secret: no user and password, a SHA-256 as its query."""
+    if path is None or not is_url(path):
+        return path
+    parts = urllib.parse.urlsplit(path)
+    query = parts.query
+    if query and not query.startswith("sha256="):
+        query = f"sha256={hashlib.sha256(query.encode()).hexdigest()}"
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query=query).geturl()
 
 
 def recorded(config: PrepareConfig, source: str, rank: int, world: int) -> dict[str, Any]:
@@ -230,7 +242,7 @@ def is_ready(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) ->
     default = {field.name: field.default for field in fields(PrepareConfig)}
     asked = {**record(config), "rank": rank, "world": world}
     made = {"rank": 0, "world": 1, **default, **prepared}
-    made["path"] = without_secrets(made["path"]) if isinstance(made["path"], str) else None
+    made["path"] = recorded_path(made["path"])
     if made["tokenizer"] != config.tokenizer and is_tokenizer_of(config.tokenizer, out):
         made["tokenizer"] = config.tokenizer  # by another name
     if differ := differences(made, asked, "prepared"):

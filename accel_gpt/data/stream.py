@@ -46,8 +46,12 @@ class Text:
         """SHA-256 (hex) of the source, not of its whole content, what is read of it, and the
         tokenizer.
         """
+        return self.digest(times=True)
+
+    def digest(self, times: bool) -> str:
+        """`fingerprint`, with or without the `times` at which files changed, which copies lose."""
         config = self.config
-        told = [describe_source(config), config.text_field, config.val_fraction]
+        told = [describe_source(config, times), config.text_field, config.val_fraction]
         return hashlib.sha256(repr([*told, self.tokenizer.fingerprint]).encode()).hexdigest()
 
     def pieces(

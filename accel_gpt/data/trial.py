@@ -6,6 +6,7 @@ Its regular expressions and replacements run in a library that nothing here can 
 could take for ever or all memory, or end the process. Also finds what drops text.
 """
 
+import collections
 import contextlib
 import functools
 import json
@@ -47,11 +48,15 @@ def find_problem(text: str) -> str | None:
 
 def limit() -> None:
     """End this process where it takes more than a tokenizer may."""
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    most = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for kind, most in (
+        (resource.RLIMIT_CPU, SECONDS),
+        (resource.RLIMIT_AS, MEMORY),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        with contextlib.suppress(ValueError, OSError):  # macOS maps more than it may then have
+            soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(kind, (soft, hard))
 
 
 def problem(text: str) -> str | None:
@@ -66,13 +71,17 @@ def problem(text: str) -> str | None:
 
 
 def multiplied(text: str) -> str | None:
-    """Whether replacements one after the other make too many characters of one."""
+    """Whether replacements, each of which may find what the ones before it left, make too many
+    characters of one.
+    """
     for key in ("normalizer", "decoder"):
-        growth = 1.0
+        growth, left = 1.0, ""
         for step in objects(json.loads(text).get(key)):
             if step.get("type") == "Replace":
-                pattern = str(step["pattern"].get("String", "x"))
-                growth *= max(1.0, len(step["content"]) / max(1, len(pattern)))
+                pattern = step["pattern"].get("String")
+                more = max(1.0, len(step["content"]) / max(1, len(pattern or "x")))
+                growth = growth * more if pattern is None or pattern in left else max(growth, more)
+                left += step["content"]
         if growth > GROWTH:
             return f"its {key} makes up to {growth:.0f} characters of one"
     return None
@@ -116,10 +125,10 @@ def patterns(text: str, kind: str) -> Iterator[str]:
 
 
 def objects(value: Any) -> Iterator[dict[str, Any]]:
-    """Every object in a value of JSON."""
-    waiting = [value]
+    """Every object in a value of JSON, those of a list in its order."""
+    waiting = collections.deque([value])
     while waiting:
-        value = waiting.pop()
+        value = waiting.popleft()
         if isinstance(value, dict):
             yield value
             waiting += value.values()

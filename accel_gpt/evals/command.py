@@ -14,6 +14,7 @@ from accelerate import Accelerator
 
 from accel_gpt.config import Config
 from accel_gpt.data.folders import open_place
+from accel_gpt.data.remote.stores import shown_place
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data_config import Weighted
 from accel_gpt.errors import DataError, UserError, require, visible
@@ -239,7 +240,7 @@ def data_figures(
     place = str(asked.data)
     split, other = open_place(place, "val", config.data)
     check_tokenizer(tokenizer, other, asked.run)
-    name = Path(place).name
+    name = Path(shown_place(place)).name
     (part,) = parts([Weighted(place)], [split], config.eval.tokens, (name,))
     batch_size = asked.batch_size or config.train.sequences
     end = document_end(config.data, tokenizer)

@@ -74,9 +74,9 @@ def measured_rates(folder: Path) -> list[float]:
     """perf/tokens_per_second of each line of metrics that has it; `UserError` where none has."""
     try:
         lines = read_text(folder / "metrics.jsonl").splitlines()
-    except OSError:
+    except (OSError, ValueError):
         raise UserError(
-            f"--measured {folder} has no metrics.jsonl; give the folder of a run"
+            f"--measured {folder} has no metrics.jsonl that can be read; give the folder of a run"
         ) from None
     found: list[float] = []
     for line in lines:

@@ -14,6 +14,7 @@ from accel_gpt.data.folders import open_place
 from accel_gpt.data.loader import Loader, read_windows
 from accel_gpt.data.mixture import Mixture, Pattern
 from accel_gpt.data.order import Order
+from accel_gpt.data.remote.stores import shown_place
 from accel_gpt.data.shards import Split, resident
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data_config import DataConfig, TextStream, Weighted
@@ -219,9 +220,12 @@ def sources_of(data: DataConfig) -> list[Weighted]:
 
 
 def names_of(sources: list[Weighted]) -> tuple[str, ...]:
-    """The last part of each path where that tells them apart, else the whole."""
-    names = tuple(Path(source.path).name for source in sources)
-    return names if len(set(names)) == len(names) else tuple(s.path for s in sources)
+    """The last part of each path where that tells them apart, else the whole; of a URL without
+    user, password and query.
+    """
+    paths = tuple(shown_place(source.path) for source in sources)
+    names = tuple(Path(path).name for path in paths)
+    return names if len(set(names)) == len(names) else paths
 
 
 def same_tokenizer(sources: list[Weighted], opened: list[tuple[Split, Tokenizer]]) -> Tokenizer:

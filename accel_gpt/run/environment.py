@@ -54,10 +54,11 @@ LAUNCHERS = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("ACCELERATE_", "TORCHELASTIC_", "FSDP_", "PET_"),
 )
-# keys of the config that may differ between machines: paths
+# keys of the config that may differ between machines: paths, and what does not change training
 LOCAL = (
     *("data.train", "data.val", "data.tokenizer", "data.cache_", "data.prepare."),
     "checkpoint.resume",  # in the cache of each, where it was fetched
+    *("model.init_from", "eval.hellaswag", "train.cpu_threads", "log."),
     "out_dir",  # each save checks that it is shared
 )
 PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "tiktoken", "numpy")
@@ -321,7 +322,8 @@ def rank_identity(config: Config) -> dict[str, Any]:
     """
     package, code = Path(__file__).resolve().parents[1], hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
-        code.update(str(file.relative_to(package)).encode() + file.read_bytes())
+        if file.is_file():  # no dangling link of an editor
+            code.update(str(file.relative_to(package)).encode() + file.read_bytes())
     flat = to_flat(to_plain(config))
     versions = package_versions()
     return {key: value for key, value in flat.items() if not key.startswith(LOCAL)} | {

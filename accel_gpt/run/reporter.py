@@ -134,11 +134,13 @@ class Reporter:
             self.refused.discard(kind)
         except OSError as error:
             if not self.refused:
-                free = shutil.disk_usage(self.out_dir).free
+                free = ""
+                with contextlib.suppress(OSError):
+                    free = f" ({shutil.disk_usage(self.out_dir).free:,} bytes are free)"
                 self.say(
                     f"WARNING: figures could not be written in {self.out_dir}: "
-                    f"{error.strerror or error} ({free:,} bytes are free); training goes on, and "
-                    "they are written when there is room"
+                    f"{error.strerror or error}{free}; training goes on, and they are written when "
+                    "there is room"
                 )
             self.refused.add(kind)
 

@@ -39,6 +39,11 @@ class TextCorpus(Corpus):
     text: Text
     places: tuple[Place, ...] = ()  # of each process; empty: the beginning
 
+    def identity(self) -> dict[str, str]:
+        """As of other corpora; copies of the text on several machines are the same."""
+        same = self.text.digest(times=False)
+        return super().identity() | {"the fingerprint of the training data": same[:12]}
+
     def describe(self, state: TrainState) -> None:
         """Note in `state` what is trained on."""
         state.data_fingerprint, state.data_sources = self.text.fingerprint, []

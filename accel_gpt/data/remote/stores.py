@@ -79,6 +79,11 @@ def open_remote_folder(url: str, timeout: float) -> Remote:
     return HttpFolder(url, timeout) if http_ else FsspecFolder(url)
 
 
+def shown_place(place: str) -> str:
+    """A path as it is, a URL without what may be secret."""
+    return without_secrets(place) if "://" in place else place
+
+
 def without_secrets(url: str) -> str:
     """A URL without user, password, query, fragment and final slash."""
     parts = urllib.parse.urlsplit(url)

@@ -21,6 +21,7 @@ from accel_gpt.errors import (
     require,
     run_main,
     visible,
+    without_secrets,
 )
 from accel_gpt.options import (
     BenchCommand,
@@ -197,10 +198,11 @@ def inspect_command(argv: Sequence[str]) -> int:
 
         report = inspect_data(place, data, asked.quick, asked.windows, asked.block_size)
         tell = data_text
-    show(json.dumps(report, indent=1) + "\n" if asked.json else tell(report))
+    text = json.dumps(report, indent=1) + "\n" if asked.json else tell(report)
+    show(without_secrets(text))
     sys.stdout.flush()
     for problem in report["problems"]:
-        sys.stderr.write(f"error: {printable(problem)}\n")
+        sys.stderr.write(f"error: {without_secrets(printable(problem))}\n")
     return code if report["problems"] else 0
 
 

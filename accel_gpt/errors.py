@@ -8,7 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # all but line ends and tabs
+# all but line ends and tabs; bytes that are no UTF-8; what turns the direction of text around
+CONTROL = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\udc80-\udcff\u202a-\u202e\u2066-\u2069]"
+)
 SECRET = re.compile(
     # tokens by their makers' prefix
     r"\bhf_[A-Za-z0-9]{16,}|\b(?:ghp|gho|github_pat|glpat|sk|xox[a-z])[_-][\w-]{16,}"
@@ -145,7 +148,7 @@ def without_secrets(text: str) -> str:
 
 def visible(text: str, out: TextIO) -> str:
     """`text` as it may be written to `out`: a terminal would obey control characters."""
-    shown = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    shown = CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
     return shown if out.isatty() else text
 
 

@@ -34,6 +34,10 @@ FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
         ),
         ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tensor parallelism over 2 processes"),
         ({**FSDP2, "PARALLELISM_CONFIG_CP_SIZE": "2"}, "context parallelism over 2"),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, "a parallelism_config without FSDP"),
+        ({**FSDP2, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}, "is for 3 processes .* but 1 were"),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "x"}, "sizes 1 and x; give whole numbers"),
+        ({"ACCELERATE_MIXED_PRECISION": "int3"}, "mixed_precision int3; expected one of no, bf16"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "INDUCTOR; remove it and set train.compile"),
     ],
 )

@@ -87,6 +87,9 @@ def test_ranks_compare_config_code_and_versions(
     elsewhere = DataConfig(train="/scratch/a", cache_dir="/scratch/b")
     assert environment.rank_identity(replace(config, data=elsewhere)) == own
     assert environment.rank_identity(replace(config, seed=2))["seed"] == 2
+    with monkeypatch.context() as patch:
+        patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # of one machine's accelerate config
+        assert environment.rank_identity(config)["mixed_precision"] == "bf16"
     package = Path(environment.__file__).parents[1]
     copy = tmp_path / "accel_gpt"
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))

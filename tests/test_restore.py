@@ -13,6 +13,7 @@ from accel_gpt.config import Config
 from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.parse import leaves, to_flat, to_plain
 from accel_gpt.run.checkpoint import TrainState, checkpoints
+from accel_gpt.run.restore import said
 from accel_gpt.run.resume import check_same_run, differences
 from tests.conftest import QUIET, launch, reseal
 from tests.test_train import records, signal_after
@@ -224,3 +225,12 @@ def test_all_that_differs_is_listed_at_once() -> None:
     now = to_flat(to_plain(Config()))
     before = {**now, "optim.lr": 1.0, "seed": 3, "log.every": 7}
     assert differences(before, now) == {"optim.lr": (1.0, 6e-4), "seed": (3, 1337)}
+
+
+def test_no_advice_to_load_what_executes_code_is_passed_on(tmp_path: Path) -> None:
+    torch.save(print, tmp_path / "optimizer.bin")
+    with pytest.raises(Exception, match="weights_only") as caught:
+        torch.load(tmp_path / "optimizer.bin", weights_only=True)
+    assert said(caught.value) == (
+        "it holds objects other than tensors and plain values, which are not loaded"
+    )

@@ -584,3 +584,41 @@ def test_a_tokenizer_is_tried_where_less_is_allowed_than_it_may_take(tmp_path: P
     command = ["bash", "-c", f"ulimit -t 10; exec {sys.executable} -P {trial.__file__}"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("step", "dropped"),
+    [
+        ({"type": "Replace", "pattern": {"Regex": "cat"}, "content": ""}, True),
+        ({"type": "Replace", "pattern": {"Regex": r"\\s{2,}"}, "content": ""}, False),
+        ({"type": "Replace", "pattern": {"Regex": r"\\p{Cc}"}, "content": ""}, False),
+        ({"type": "Replace", "pattern": {"String": "``"}, "content": '"'}, False),
+    ],
+)
+def test_a_pattern_that_drops_words_is_refused(
+    step: dict[str, Any], dropped: bool, tmp_path: Path
+) -> None:
+    foreign(tmp_path / "one")
+    content = json.loads((tmp_path / "one" / "tokenizer.json").read_text())
+    content["normalizer"] = step
+    told = trial.find_problem(json.dumps(content)) or ""
+    assert ("drops 'cat', so that tokens would not hold" in told) == dropped, told
+
+
+def test_words_that_a_pre_tokenizer_removes_are_refused_and_spaces_are_not(tmp_path: Path) -> None:
+    foreign(tmp_path / "one")
+    content = json.loads((tmp_path / "one" / "tokenizer.json").read_text())
+    split = {"type": "Split", "behavior": "Removed"}
+    for pattern, invert, fine in (("cat|moon", False, False), (r"\w+|[^\w\s]+", True, True)):
+        content["pre_tokenizer"] = {**split, "pattern": {"Regex": pattern}, "invert": invert}
+        assert (trial.find_problem(json.dumps(content)) is None) == fine
+
+
+def test_an_id_beyond_any_vocabulary_is_refused(tmp_path: Path) -> None:
+    foreign(tmp_path / "one")
+    file = tmp_path / "one" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["zzz"] = 4_000_000_000
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="has a token of id 4,000,000,000"):
+        load_tokenizer(tmp_path / "one")

@@ -34,6 +34,7 @@ Ids = NDArray[Any]
 FILE = tokenizer_json.FILE
 FORMAT = "accel_gpt-tokenizer"
 VERSION = 1
+LARGEST_VOCABULARY = 1 << 24  # tokens; the largest of published models have 2^18
 # of what tokenizers change or lack: a text's first letter, white space, letters of many scripts
 PROBES = (
     "a",
@@ -218,6 +219,11 @@ class HFTokenizer(Tokenizer):
         self.file_text = text
         ids = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
+        if self.vocab_size > LARGEST_VOCABULARY:
+            raise DataError(
+                f"{where} has a token of id {self.vocab_size - 1:,}, expected less than "
+                f"{LARGEST_VOCABULARY:,}"
+            )
         self.eot = find_eot(ids, where, config)
         self.eot_id: int = ids[self.eot]
         parts = {k: v for k, v in parts.items() if k not in ("truncation", "padding")}

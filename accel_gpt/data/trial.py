@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import resource
 import string
 import subprocess
@@ -23,6 +24,7 @@ SECONDS = 20  # of a processor; a vocabulary of 262,144 tokens takes 2
 MEMORY = 8 << 30  # bytes of addresses
 RUN = 2000  # characters of a probe of one character, at which a costly expression shows
 GROWTH = 32  # times the characters of a text; Unicode's NFKC makes up to 18 of one
+LOST = "so that tokens would not hold the whole text"
 OTHERS = "\u00e9\u4e2d\u0430\U0001f600"  # Latin, Chinese, Cyrillic, emoji
 
 
@@ -30,13 +32,17 @@ OTHERS = "\u00e9\u4e2d\u0430\U0001f600"  # Latin, Chinese, Cyrillic, emoji
 def find_problem(text: str) -> str | None:
     """Why the tokenizer.json with this `text` cannot be used, None where it can."""
     quiet = {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-P", str(Path(__file__).resolve())],
-        input=text.encode(),
-        capture_output=True,
-        env={**os.environ, **quiet},
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", str(Path(__file__).resolve())],
+            input=text.encode(),
+            capture_output=True,
+            env={**os.environ, **quiet},
+            check=False,
+            timeout=6 * SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return f"encoding a short text with it took more than {6 * SECONDS} s"
     told = done.stdout.decode("utf-8", "replace").strip()
     if done.returncode == 0:
         return told or None
@@ -88,7 +94,10 @@ def multiplied(text: str) -> str | None:
 
 
 def dropped(tokenizer: Any, text: str) -> str | None:
-    """Names what prepares a text and leaves nothing of a visible one."""
+    """Names what prepares a text and leaves nothing of a visible one.
+
+    Tried with single characters; of what drops longer patterns, those patterns are looked at.
+    """
     steps = (
         ("normalizer", tokenizer.normalizer and tokenizer.normalizer.normalize_str),
         ("pre_tokenizer", tokenizer.pre_tokenizer and tokenizer.pre_tokenizer.pre_tokenize_str),
@@ -98,9 +107,12 @@ def dropped(tokenizer: Any, text: str) -> str | None:
     for name, step in steps:
         for one in visible if step else ():
             if not step(one):
-                return (
-                    f"its {name} drops {one[:20]!r}, so that tokens would not hold the whole text"
-                )
+                return f"its {name} drops {one[:20]!r}, {LOST}"
+    for name, _ in steps:
+        for part in objects(json.loads(text).get(name)):
+            removes = part.get("content") == "" or part.get("behavior") == "Removed"
+            if removes and not part.get("invert") and (found := spelled_out(part.get("pattern"))):
+                return f"its {name} drops {found[:20]!r}, {LOST}"
     return None
 
 
@@ -114,6 +126,15 @@ def costly(tokenizer: Any, text: str) -> str | None:
                 ids = tokenizer.encode(probe + end, add_special_tokens=False).ids
                 tokenizer.decode(ids[:RUN])
     return None
+
+
+def spelled_out(pattern: Any) -> str:
+    """A pattern with letters or digits beside its classes and escapes, as `cat`; else nothing."""
+    if not isinstance(pattern, dict):
+        return ""
+    string, regex = str(pattern.get("String", "")), str(pattern.get("Regex", ""))
+    bare = re.sub(r"\\[pP]\{.*?\}|\\[xu]\{?[0-9A-Fa-f]+|\\.|\{[0-9,]+\}", "", regex)
+    return string + regex if re.search(r"\w", string + bare) else ""
 
 
 def patterns(text: str, kind: str) -> Iterator[str]:

@@ -3,7 +3,9 @@
 An engine comes from the accelerate config. tests/test_matrix.py trains on each of them.
 """
 
+import math
 import os
+import re
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from accel_gpt.errors import UserError, require
 from accel_gpt.run.compiler import requested_precision
 
 REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+PRECISIONS = ("no", "bf16", "fp16", "fp8")
 ALLOWED = "plain processes (DDP) or FSDP version 2"
 
 
@@ -36,13 +39,45 @@ def check_requested_engine() -> None:
             f"the accelerate config asks for {name} parallelism over {size} processes, which is "
             f"not supported; use {ALLOWED}",
         )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    require(
+        precision in PRECISIONS,
+        f"the accelerate config has mixed_precision {precision}; expected one of "
+        f"{', '.join(PRECISIONS)}",
+    )
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     require(
         backend.lower() == "no",
         f"the accelerate config has dynamo_backend {backend}; remove it and set train.compile",
     )
-    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        return
+    check_replicas_and_shards()
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        check_fsdp_options()
+
+
+def check_replicas_and_shards() -> None:
+    """Raise `UserError` for a parallelism config that does not fit the processes."""
+    axes = [f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("DP_REPLICATE", "DP_SHARD")]
+    given = [os.environ.get(axis, "1") for axis in axes]
+    require(
+        all(re.fullmatch("[1-9][0-9]{0,5}", one) for one in given),
+        f"the accelerate config has parallelism sizes {' and '.join(given)}; give whole numbers",
+    )
+    product, started = math.prod(map(int, given)), int(os.environ.get("WORLD_SIZE", "1"))
+    require(
+        product == 1 or parse_flag_from_env("ACCELERATE_USE_FSDP"),
+        "the accelerate config has a parallelism_config without FSDP, which it needs; use "
+        f"{ALLOWED}",
+    )
+    require(
+        product in (1, started),
+        f"the parallelism_config of the accelerate config is for {product} processes "
+        f"(dp_replicate_size x dp_shard_size) but {started} were started",
+    )
+
+
+def check_fsdp_options() -> None:
+    """Raise `UserError` for FSDP version 1, and for options of version 2 that no test covers."""
     version = os.environ.get("FSDP_VERSION", "1")
     require(
         version == "2",

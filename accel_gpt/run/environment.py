@@ -40,7 +40,7 @@ from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import duration, require
 from accel_gpt.parse import to_flat, to_plain
 from accel_gpt.plan import Plan
-from accel_gpt.run.compiler import check_fp8
+from accel_gpt.run.compiler import check_fp8, requested_precision
 from accel_gpt.run.dashboard import check_port
 from accel_gpt.run.engine import check_engine, check_requested_engine, fp8_recipe, set_up_fsdp
 from accel_gpt.run.guards import require_same
@@ -327,6 +327,7 @@ def rank_identity(config: Config) -> dict[str, Any]:
     flat = to_flat(to_plain(config))
     versions = package_versions()
     return {key: value for key, value in flat.items() if not key.startswith(LOCAL)} | {
+        "mixed_precision": requested_precision(config),
         "the code of accel_gpt (SHA-256)": code.hexdigest()[:12],
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "torch": versions.get("torch"),

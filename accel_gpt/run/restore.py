@@ -108,7 +108,11 @@ def culprit(path: Path) -> Path:
 
 
 def said(error: Exception) -> str:
-    """What torch, safetensors or Accelerate say first; the rest is advice to read it unsafely."""
+    """What torch, safetensors or Accelerate say first; of what torch would not unpickle none of it,
+    as that is advice to read it unsafely.
+    """
+    if "weights_only" in str(error):
+        return "it holds objects other than tensors and plain values, which are not loaded"
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 

@@ -9,6 +9,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import sys
 import sysconfig
 import types
@@ -40,6 +41,7 @@ STDLIB_SKIP = frozenset(
 EXPANSION = 3
 TIMEOUT = 60  # seconds without a byte before a download is given up
 CHUNK = 1 << 20  # bytes read from the network at once
+KEPT_FREE = 1 << 30  # bytes that a download of unknown size leaves free
 
 
 # --------------------------------------------------------------------------- sources
@@ -299,8 +301,13 @@ def fetch(url: str, target: Path) -> None:
     """Write the content of `url` to `target`; an answer that breaks off is an `OSError`."""
     request = http_request(urllib.parse.urlsplit(url))
     with urllib.request.urlopen(request, timeout=TIMEOUT) as answer, target.open("wb") as file:
+        expected = answer.headers.get("Content-Length")
         while data := answer.read(CHUNK):
             file.write(data)
-        expected = answer.headers.get("Content-Length")
+            if expected is None and shutil.disk_usage(target.parent).free < KEPT_FREE:
+                raise OSError(
+                    f"its server does not tell its size, and after {file.tell():,} bytes less than "
+                    f"{KEPT_FREE:,} are free on the disk"
+                )
         if expected is not None and file.tell() != int(expected):
             raise OSError(f"it broke off after {file.tell()} of {expected} bytes")

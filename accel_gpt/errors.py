@@ -19,6 +19,7 @@ SECRET = re.compile(
 )
 PERSON = re.compile(r"([A-Za-z][\w+.-]*://)[^\s/?#\"']*@")  # name and password in a URL
 QUERY = re.compile(r"([A-Za-z][\w+.-]*://[^\s?\"']*\?)[^\s\"']+")  # signed URLs carry keys there
+LONGEST_SENTENCE = 1500  # characters of an error that are printed
 LONGEST = 1000 * 86_400.0  # seconds that a limit of time may have
 
 
@@ -162,6 +163,8 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         return main(argv)
     except UserError as error:
         told = without_secrets(printable(str(error)))
+        if len(told) > LONGEST_SENTENCE:  # a value out of a file
+            told = f"{told[: LONGEST_SENTENCE // 2]} [...] {told[-LONGEST_SENTENCE // 2 :]}"
         sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {told}\n")
         return error.exit_code
     except (MemoryError, RuntimeError) as error:  # torch raises the second where malloc fails

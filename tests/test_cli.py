@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.cli import COMMANDS, dispatch
+from accel_gpt.errors import UserError, run_main
 from tests.conftest import run_here
 
 Arguments = Callable[..., list[str]]
@@ -122,3 +123,14 @@ def test_prepare_train_and_sample_from_another_folder(
         assert call("sample", here, "--temperature", "0", "--seed", seed) == 0
         greedy.append(capsys.readouterr().out)
     assert greedy[0] == greedy[1]
+
+
+def test_a_sentence_keeps_its_beginning_and_end(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(_: object) -> int:
+        raise UserError(f"a value is {'x' * 9000}; expected another")
+
+    assert run_main(main, []) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: a value is xxx")
+    assert told.endswith("xxx; expected another\n")
+    assert len(told) < 1600

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel_gpt.data.folders import open_place
 from accel_gpt.data.formats import known_tokenizer, natural, of_split, open_foreign
 from accel_gpt.data.shards import Shard, Split
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, load_gpt2
+from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import DataError, UserError
 
 pytestmark = pytest.mark.usefixtures("gpt2_stand_in")
@@ -517,3 +519,9 @@ def test_a_file_cut_after_the_listing_is_told(tmp_path: Path) -> None:
         open_foreign(tmp_path, {"train.bin": 8}, tmp_path.joinpath, "train", "bytes")
     with pytest.raises(DataError, match=r"val\.bin cannot be read: No such file"):
         open_foreign(tmp_path, {"val.bin": 8}, tmp_path.joinpath, "val", "bytes")
+
+
+def test_a_link_to_itself_is_no_file_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "dataset.json").symlink_to("dataset.json")
+    with pytest.raises(UserError, match="no "):
+        open_place(str(tmp_path), "train", DataConfig())

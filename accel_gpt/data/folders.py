@@ -1,6 +1,5 @@
 """What a data place is: a folder of ours or of another project, here or behind a URL."""
 
-import os
 from pathlib import Path
 
 from accel_gpt.data.formats import open_foreign
@@ -25,7 +24,7 @@ def open_place(
         return open_remote(RemoteFolder(place, data.cache_dir, data.cache_gb), split, data)
     folder = Path(place)
     if folder.is_dir() and not (folder / INDEX).exists():
-        sizes = {file.name: file.stat().st_size for file in os.scandir(folder) if file.is_file()}
+        sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
         return open_foreign(folder, sizes, folder.joinpath, split, data.tokenizer)
     read_index(folder)
     return checked(open_split(folder, split), known or load_tokenizer(folder))

@@ -566,11 +566,11 @@ def test_a_template_neither_drops_nor_repeats_the_text(parts: list[str], tmp_pat
 
 
 def test_replacements_that_find_nothing_of_each_other_do_not_multiply() -> None:
-    def file(*pairs: tuple[str, str]) -> str:
+    def file(*pairs: tuple[str, str]) -> dict[str, Any]:
         steps = [
             {"type": "Replace", "pattern": {"String": one}, "content": two} for one, two in pairs
         ]
-        return json.dumps({"normalizer": {"type": "Sequence", "normalizers": steps}})
+        return {"normalizer": {"type": "Sequence", "normalizers": steps}, "decoder": None}
 
     assert trial.multiplied(file(("\n", "<0x0A>"), ("\t", "<0x09>"), ("  ", "<2sp>"))) is None
     told = trial.multiplied(file(("a", "b" * 9), ("b", "c" * 9)))

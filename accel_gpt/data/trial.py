@@ -71,18 +71,23 @@ def problem(text: str) -> str | None:
 
     try:
         tokenizer = Tokenizer.from_str(text)
-        return multiplied(text) or dropped(tokenizer, text) or costly(tokenizer, text)
+        content = json.loads(text)
+        parts = {key: content.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")}
+        found = multiplied(parts) or dropped(tokenizer, parts)
+        if found is None:
+            try_runs(tokenizer, parts)
+        return found
     except BaseException as error:  # a panic of Rust is no Exception
         return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def multiplied(text: str) -> str | None:
+def multiplied(parts: dict[str, Any]) -> str | None:
     """Whether replacements, each of which may find what the ones before it left, make too many
     characters of one.
     """
     for key in ("normalizer", "decoder"):
         growth, left = 1.0, ""
-        for step in objects(json.loads(text).get(key)):
+        for step in objects(parts[key]):
             if step.get("type") == "Replace":
                 pattern = step["pattern"].get("String")
                 more = max(1.0, len(step["content"]) / max(1, len(pattern or "x")))
@@ -93,7 +98,7 @@ def multiplied(text: str) -> str | None:
     return None
 
 
-def dropped(tokenizer: Any, text: str) -> str | None:
+def dropped(tokenizer: Any, parts: dict[str, Any]) -> str | None:
     """Names what prepares a text and leaves nothing of a visible one.
 
     Tried with single characters; of what drops longer patterns, those patterns are looked at.
@@ -103,29 +108,28 @@ def dropped(tokenizer: Any, text: str) -> str | None:
         ("pre_tokenizer", tokenizer.pre_tokenizer and tokenizer.pre_tokenizer.pre_tokenize_str),
     )
     visible = [c for c in string.printable + OTHERS if not c.isspace()]
-    visible += [one for one in patterns(text, "String") if one.strip()]
+    visible += [one for one in patterns(parts, "String") if one.strip()]
     for name, step in steps:
         for one in visible if step else ():
             if not step(one):
                 return f"its {name} drops {one[:20]!r}, {LOST}"
     for name, _ in steps:
-        for part in objects(json.loads(text).get(name)):
+        for part in objects(parts[name]):
             removes = part.get("content") == "" or part.get("behavior") == "Removed"
             if removes and not part.get("invert") and (found := spelled_out(part.get("pattern"))):
                 return f"its {name} drops {found[:20]!r}, {LOST}"
     return None
 
 
-def costly(tokenizer: Any, text: str) -> str | None:
-    """Encodes long runs of the characters of its expressions; what multiplies a text is named."""
-    spelled = "".join((*patterns(text, "Regex"), *patterns(text, "String")))[:200]
+def try_runs(tokenizer: Any, parts: dict[str, Any]) -> None:
+    """Encode long runs of the characters of its expressions, which a costly one shows at."""
+    spelled = "".join((*patterns(parts, "Regex"), *patterns(parts, "String")))[:200]
     runs = [c * RUN for c in dict.fromkeys(spelled + "a0 \n_.\u00e9")]
     for probe in [(spelled * RUN)[:RUN], *runs]:
         for end in ("", "\x00", "!b\n"):
             with contextlib.suppress(Exception):  # of a character that it does not know
                 ids = tokenizer.encode(probe + end, add_special_tokens=False).ids
                 tokenizer.decode(ids[:RUN])
-    return None
 
 
 def spelled_out(pattern: Any) -> str:
@@ -137,10 +141,9 @@ def spelled_out(pattern: Any) -> str:
     return string + regex if re.search(r"\w", string + bare) else ""
 
 
-def patterns(text: str, kind: str) -> Iterator[str]:
+def patterns(parts: dict[str, Any], kind: str) -> Iterator[str]:
     """The patterns of a kind, Regex or String, anywhere but in the vocabulary."""
-    content = json.loads(text)
-    for found in objects([content.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]):
+    for found in objects(list(parts.values())):
         if isinstance(found.get(kind), str):
             yield found[kind]
 

@@ -471,6 +471,7 @@ def test_of_a_url_the_index_keeps_what_tells_it_apart_and_no_secret() -> None:
     assert one != other
     assert one == recorded_path("https://host/get?id=a")
     assert one == recorded_path(one)
+    assert recorded_path(5) == 5  # of a damaged index, to be refused
     assert one is not None
     assert "word" not in one
     assert "id=" not in one

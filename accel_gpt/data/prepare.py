@@ -208,9 +208,9 @@ def record(config: PrepareConfig) -> dict[str, Any]:
     return kept | {"path": recorded_path(config.path)}
 
 
-def recorded_path(path: str | None) -> str | None:
+def recorded_path(path: Any) -> Any:
     """A path, or a URL without what may be secret: no user and password, a SHA-256 as its query."""
-    if path is None or not is_url(path):
+    if not isinstance(path, str) or not is_url(path):  # None, or whatever a damaged index has
         return path
     parts = urllib.parse.urlsplit(path)
     query = parts.query

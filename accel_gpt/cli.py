@@ -12,18 +12,9 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from accel_gpt import __version__
-from accel_gpt.config import SampleConfig
-from accel_gpt.data_config import DataConfig, PrepareConfig, Source
-from accel_gpt.errors import (
-    CheckpointError,
-    DataError,
-    UserError,
-    require,
-    run_main,
-    visible,
-    without_secrets,
-)
-from accel_gpt.options import (
+from accel_gpt.config.data import DataConfig, PrepareConfig, Source
+from accel_gpt.config.experiment import SampleConfig
+from accel_gpt.config.options import (
     BenchCommand,
     EvaluateCommand,
     ExportCommand,
@@ -35,7 +26,7 @@ from accel_gpt.options import (
     SampleCommand,
     VerifyResumeCommand,
 )
-from accel_gpt.parse import (
+from accel_gpt.config.parse import (
     build,
     flatten,
     leaves,
@@ -44,7 +35,16 @@ from accel_gpt.parse import (
     read_options,
     read_yaml,
 )
-from accel_gpt.shipped import resolve_config
+from accel_gpt.config.shipped import resolve_config
+from accel_gpt.errors import (
+    CheckpointError,
+    DataError,
+    UserError,
+    require,
+    run_main,
+    visible,
+    without_secrets,
+)
 
 T = TypeVar("T")
 
@@ -66,17 +66,17 @@ def prepare_command(argv: Sequence[str]) -> int:
     values = {f.name: getattr(asked, f.name) for f in fields(PrepareConfig)}
     if asked.merge:
         require(bool(asked.out), "--merge needs --out, the folder whose parts are joined")
-        from accel_gpt.data.making.merge import merge
+        from accel_gpt.prepare.merge import merge
 
         merge(Path(asked.out))
         return 0
     if asked.source is None:
-        from accel_gpt.data.sources import guess_source
+        from accel_gpt.text.documents import guess_source
 
         without_path: Source = "dataset" if asked.dataset else "stdlib"
         values["source"] = guess_source(asked.path) if asked.path else without_path
     out = asked.out or f"data/{values['source']}_{Path(asked.tokenizer).stem}"
-    from accel_gpt.data.prepare import prepare
+    from accel_gpt.prepare.prepare import prepare
 
     if not prepare(PrepareConfig(**values), Path(out), asked.rank, asked.world):
         require(
@@ -112,7 +112,7 @@ def sample_command(argv: Sequence[str]) -> int:
     )
     import torch
 
-    from accel_gpt.evals.interactive import interact
+    from accel_gpt.commands.sample import interact
     from accel_gpt.evals.samples import SEPARATOR, say_cut, write_text
     from accel_gpt.hub.load import load_pretrained
 
@@ -142,7 +142,7 @@ def evaluate_command(argv: Sequence[str]) -> int:
     """Print the figures of a model, and keep those of a run with it."""
     asked = parse_command(EvaluateCommand, argv, "accel-gpt evaluate")
     exit_on_sigterm()
-    from accel_gpt.evals.command import evaluate
+    from accel_gpt.commands.evaluate import evaluate
 
     show(evaluate(asked))
     return 0
@@ -181,20 +181,20 @@ def push_command(argv: Sequence[str]) -> int:
 def inspect_command(argv: Sequence[str]) -> int:
     """Print a report, then its problems on stderr; 0 when there are none."""
     asked = parse_command(InspectCommand, argv, "accel-gpt inspect")
-    from accel_gpt.data.inspection.report import data_text, printable, tokenizers_text
+    from accel_gpt.commands.inspect_report import data_text, printable, tokenizers_text
 
     data, code, place = DataConfig(tokenizer=asked.tokenizer), DataError.exit_code, asked.place
     if asked.text:
-        from accel_gpt.data.inspection.compare import compare
+        from accel_gpt.commands.compare_tokenizers import compare
 
         specs = asked.tokenizers or ("gpt2", "bytes", *filter(None, [place]))
         report, tell = compare(asked.text, specs, data), tokenizers_text
     elif is_run(place):
-        from accel_gpt.run.inspection import inspect_run, run_text
+        from accel_gpt.commands.inspect_run import inspect_run, run_text
 
         report, tell, code = inspect_run(place, asked.quick), run_text, CheckpointError.exit_code
     else:
-        from accel_gpt.data.inspection.describe import inspect_data
+        from accel_gpt.commands.inspect_data import inspect_data
 
         report = inspect_data(place, data, asked.quick, asked.windows, asked.block_size)
         tell = data_text
@@ -214,7 +214,7 @@ def verify_resume_command(argv: Sequence[str]) -> int:
     asked = parse_command(VerifyResumeCommand, own, "accel-gpt verify-resume")
     config = load_config([asked.config, *rest], "accel-gpt verify-resume", inherit)
     exit_on_sigterm()
-    from accel_gpt.run.verify_resume import verify_resume
+    from accel_gpt.commands.verify_resume import verify_resume
 
     return verify_resume(asked, config)
 
@@ -227,7 +227,7 @@ def bench_command(argv: Sequence[str]) -> int:
     asked = parse_command(BenchCommand, own, "accel-gpt bench")
     config = load_config([asked.config, *rest], "accel-gpt bench", inherit)
     exit_on_sigterm()
-    from accel_gpt.bench import bench, compare, table
+    from accel_gpt.commands.bench import bench, compare, table
 
     if asked.compare:
         show(compare(asked, rest))
@@ -238,9 +238,9 @@ def bench_command(argv: Sequence[str]) -> int:
 
 def plan_command(argv: Sequence[str]) -> int:
     """Print what a config will take, and what would make it fit."""
-    from accel_gpt.planning.forecast import forecast
-    from accel_gpt.planning.table import table
-    from accel_gpt.planning.vocabulary import inherit_known
+    from accel_gpt.commands.plan import forecast
+    from accel_gpt.commands.plan_table import table
+    from accel_gpt.commands.plan_vocabulary import inherit_known
 
     own, rest = parted(PlanCommand, argv)
     asked = parse_command(PlanCommand, own, "accel-gpt plan")

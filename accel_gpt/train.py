@@ -19,40 +19,40 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from accel_gpt.config import Config
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import load_config
+from accel_gpt.config.plan import Plan, make_plan
+from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.data.loader import Loader
 from accel_gpt.errors import DataError, run_main
-from accel_gpt.evals.figures import Evaluation, open_evaluation
+from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
+from accel_gpt.faults import reach
+from accel_gpt.hub.background_push import Uploads, start_uploads
 from accel_gpt.hub.load import start_model
 from accel_gpt.hub.resume import fetch_resume
 from accel_gpt.hub.sources import inherit
-from accel_gpt.hub.uploads import Uploads, start_uploads
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
-from accel_gpt.parse import load_config
-from accel_gpt.plan import Plan, make_plan
-from accel_gpt.planning.sizing import sized
-from accel_gpt.run.auto_precision import resolve_compile, start_accelerator
-from accel_gpt.run.batches import batch_figures, micro_batches, pass_over
-from accel_gpt.run.checkpoint import TrainState, is_due
-from accel_gpt.run.corpus import Corpus
-from accel_gpt.run.environment import ensure_data, is_main, world_size
-from accel_gpt.run.faults import reach
-from accel_gpt.run.gradients import Gradients, make_gradients
-from accel_gpt.run.guards import locked, peers, require_same
-from accel_gpt.run.metrics import Record
-from accel_gpt.run.numerics import Ledger, TooManySkippedError, check_weights
-from accel_gpt.run.reporter import Reporter, shown
-from accel_gpt.run.restore import restore
-from accel_gpt.run.resume import step_back, take_up
-from accel_gpt.run.setup import freeze, prepared
-from accel_gpt.run.signals import PREEMPTED, StopSignal, die_with_launcher, listen_for_stop
-from accel_gpt.run.terminal import Display, last_words
-from accel_gpt.run.text_corpus import open_corpus
-from accel_gpt.run.watchdog import Watchdog
-from accel_gpt.run.writer import Writer
-from accel_gpt.shipped import copy_shipped
+from accel_gpt.training.accelerator import ensure_data, is_main, world_size
+from accel_gpt.training.anomalies import Ledger, TooManySkippedError, check_weights
+from accel_gpt.training.auto_batch import sized
+from accel_gpt.training.batches import batch_figures, micro_batches, pass_over
+from accel_gpt.training.checkpoint import TrainState, is_due
+from accel_gpt.training.corpus import Corpus
+from accel_gpt.training.gradients import Gradients, make_gradients
+from accel_gpt.training.guards import locked, peers, require_same
+from accel_gpt.training.metrics import Record
+from accel_gpt.training.precision import resolve_compile, start_accelerator
+from accel_gpt.training.reporter import Reporter, shown
+from accel_gpt.training.restore import restore
+from accel_gpt.training.resume import step_back, take_up
+from accel_gpt.training.saving import Writer
+from accel_gpt.training.setup import freeze, prepared
+from accel_gpt.training.stopping import PREEMPTED, StopSignal, die_with_launcher, listen_for_stop
+from accel_gpt.training.terminal import Display, last_words
+from accel_gpt.training.text_corpus import open_corpus
+from accel_gpt.training.watchdog import Watchdog
 
 
 @dataclass
@@ -91,7 +91,7 @@ def launch(config: Config, source: str) -> int:
         ensure_data(config.data)
         with peers(plan.world_size):
             if config.eval.only:
-                from accel_gpt.evals.command import evaluate_only
+                from accel_gpt.commands.evaluate import evaluate_only
 
                 return evaluate_only(config)
             return train(fetch_resume(config), plan, started)

@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from accel_gpt.config import CheckpointConfig, Config, OptimConfig
+from accel_gpt.config.experiment import CheckpointConfig, Config, OptimConfig
+from accel_gpt.config.model import ModelConfig
 from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model_config import ModelConfig
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.run.checkpoint import TrainState, checkpoints, step_name, verify
-from accel_gpt.run.environment import keep_freed_memory
-from accel_gpt.run.writer import Writer
+from accel_gpt.training.accelerator import keep_freed_memory
+from accel_gpt.training.checkpoint import TrainState, checkpoints, step_name, verify
+from accel_gpt.training.saving import Writer
 
 VOCABULARY = 50_304
 SIDE = 1024  # of the matrices that are multiplied meanwhile

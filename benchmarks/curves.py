@@ -7,7 +7,7 @@ Each point of the first three is a process of its own: `gpt2` preset, 4 layers o
 2,048 tokens a step (context: 4,096), vocabulary 1,024, float32 on a CPU, forward, backward, clip,
 AdamW; time is the median of the steps, memory the highest resident set above that before the model.
 Loading is the time of a batch from 100 million tokens in 1 to 10,000 shards. Writes a PNG for each
-and curves.json, and prints the slope in logarithms, beside that of accel_gpt/model/cost.py.
+and curves.json, and prints the slope in logarithms, beside that of accel_gpt/cost/flops.py.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from typing import Any
 
 from common import Metrics, call, facts, headline, last_json, save, table
 
-from accel_gpt.model.cost import flops_per_token
-from accel_gpt.model_config import ModelConfig
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.cost.flops import flops_per_token
 
 VOCAB = 1024
 BASE = {"n_layer": 4, "n_embd": 256, "block_size": 128}
@@ -40,10 +40,10 @@ import json, re, statistics, sys, time
 from pathlib import Path
 import torch
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model_config import ModelConfig
+from accel_gpt.config.model import ModelConfig
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.optim_config import OptimConfig
-from accel_gpt.run.environment import keep_freed_memory
+from accel_gpt.config.optim import OptimConfig
+from accel_gpt.training.accelerator import keep_freed_memory
 
 shape, tokens, vocab, steps = json.loads(sys.argv[1])
 keep_freed_memory()

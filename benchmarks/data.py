@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from accel_gpt.config.plan import Plan
 from accel_gpt.data.loader import Loader, read_windows
-from accel_gpt.data.making.writer import ShardWriter, write_index
 from accel_gpt.data.mixture import Mixture, Pattern
 from accel_gpt.data.order import Order
 from accel_gpt.data.shards import Shard, open_split, token_dtype
-from accel_gpt.plan import Plan
+from accel_gpt.prepare.shard_writer import ShardWriter, write_index
 
 B, T = 12, 1024
 VOCAB = 50_257

@@ -38,8 +38,8 @@ from common import (
 )
 from systems import CHARS, GPT2, WHOLE_LOGITS, Job, gather, nanogpt, ours, trainer
 
-from accel_gpt.model.cost import flops_per_token, mfu, peak_flops
-from accel_gpt.model_config import ModelConfig
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.cost.flops import flops_per_token, mfu, peak_flops
 
 JOB = Job(12, 12, 768, 1024, 16, GPT2, steps=60, warmup=20, window=10, device="cuda")
 TINY = Job(2, 2, 32, 32, 4, CHARS, steps=6, warmup=2, window=2)
@@ -169,7 +169,7 @@ def show(job: Job, found: dict[str, list[Metrics]]) -> str:
     """Medians, and their ratios to the first's."""
     import torch
 
-    from accel_gpt.run.environment import device_name
+    from accel_gpt.training.accelerator import device_name
 
     shape = ModelConfig(
         n_layer=job.n_layer, n_head=job.n_head, n_embd=job.n_embd, block_size=job.block_size

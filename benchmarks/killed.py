@@ -22,8 +22,8 @@ from pathlib import Path
 
 import psutil
 
-from accel_gpt.data.sources import documents
-from accel_gpt.data_config import PrepareConfig
+from accel_gpt.config.data import PrepareConfig
+from accel_gpt.text.documents import documents
 
 FILES = 10
 

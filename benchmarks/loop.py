@@ -18,15 +18,16 @@ from pathlib import Path
 import torch
 
 from accel_gpt import train
+from accel_gpt.config.parse import load_config
+from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import run_main
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.parse import load_config
-from accel_gpt.plan import make_plan
-from accel_gpt.run.environment import ensure_data, start_accelerator
-from accel_gpt.run.signals import StopSignal
-from accel_gpt.run.terminal import Display
-from accel_gpt.run.watchdog import Watchdog
+from accel_gpt.training.accelerator import ensure_data
+from accel_gpt.training.precision import start_accelerator
+from accel_gpt.training.stopping import StopSignal
+from accel_gpt.training.terminal import Display
+from accel_gpt.training.watchdog import Watchdog
 
 ROUNDS = 20
 GUARDS = 2000
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
         config = load_config([*argv, "--out_dir", out, *quiet], "benchmarks/loop.py")
         plan = make_plan(config, 1)
         ensure_data(config.data)
-        accelerator = start_accelerator(config, plan)
+        config, accelerator = start_accelerator(config, plan)
         Path(out).mkdir(exist_ok=True)
         with Display(False, config, plan) as display:
             run = train.start(config, plan, accelerator, display)

@@ -68,12 +68,12 @@ measure(start, loss_of)
 OURS = (
     COMMON
     + r"""
-from accel_gpt.config import OptimConfig, TrainConfig
+from accel_gpt.config.experiment import OptimConfig, TrainConfig
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model_config import ModelConfig
+from accel_gpt.config.model import ModelConfig
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.run.environment import keep_freed_memory
-from accel_gpt.run.setup import set_up_model
+from accel_gpt.training.accelerator import keep_freed_memory
+from accel_gpt.training.setup import set_up_model
 import torch._dynamo
 
 keep_freed_memory()

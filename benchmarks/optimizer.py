@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_gpt.config.optim import OptimConfig
+from accel_gpt.config.parse import load_config
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.optim.muon import hidden_matrices
-from accel_gpt.optim_config import OptimConfig
-from accel_gpt.parse import load_config
-from accel_gpt.run.environment import device_name, keep_freed_memory
+from accel_gpt.training.accelerator import device_name, keep_freed_memory
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 VOCABULARIES = {"quickstart": 4096, "gpt2_124m": 50_257}

@@ -22,13 +22,14 @@ from common import ROOT, facts, headline, save
 from torch import Tensor, nn
 
 from accel_gpt import train
-from accel_gpt.config import Config
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import load_config
+from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import run_main
 from accel_gpt.model.gpt import GPT
-from accel_gpt.parse import load_config
-from accel_gpt.plan import make_plan
-from accel_gpt.run.environment import ensure_data, start_accelerator
-from accel_gpt.run.terminal import Display
+from accel_gpt.training.accelerator import ensure_data
+from accel_gpt.training.precision import start_accelerator
+from accel_gpt.training.terminal import Display
 
 LIMIT = 1e-4
 NAMES = {  # nanoGPT's, ours
@@ -98,7 +99,7 @@ def compare(asked: argparse.Namespace, config: Config) -> list[tuple[float, floa
     plan = make_plan(config, 1)
     ensure_data(config.data)
     Path(config.out_dir).mkdir()
-    accelerator = start_accelerator(config, plan)
+    config, accelerator = start_accelerator(config, plan)
     with Display(False, config, plan) as display:
         run = train.start(config, plan, accelerator, display)
     peer = model_of(asked.nanogpt, config, run.gpt)

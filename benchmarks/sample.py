@@ -19,12 +19,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.parse import load_config
 from accel_gpt.errors import run_main
 from accel_gpt.model.generate import generate
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model_config import ModelConfig
-from accel_gpt.parse import load_config
-from accel_gpt.run.environment import device_name
+from accel_gpt.training.accelerator import device_name
 
 NEW_TOKENS = 512
 PROMPT = 8

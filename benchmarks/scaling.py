@@ -30,9 +30,9 @@ from common import (
     table,
 )
 
-from accel_gpt.config import Config
-from accel_gpt.parse import load_config
-from accel_gpt.run.environment import ensure_data
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import load_config
+from accel_gpt.training.accelerator import ensure_data
 
 WINDOW = 5  # steps a line
 

@@ -31,11 +31,17 @@ from common import (
     timed,
 )
 
-from accel_gpt.parse import load_config
-from accel_gpt.run.environment import ensure_data
+from accel_gpt.config.parse import load_config
+from accel_gpt.training.accelerator import ensure_data
 
 GOALS = {"accel-gpt --help": 0.3, "first step": 1.5}  # seconds
-IMPORTS = ("accel_gpt.cli", "accel_gpt.parse", "torch", "accel_gpt.model.gpt", "accel_gpt.train")
+IMPORTS = (
+    "accel_gpt.cli",
+    "accel_gpt.config.parse",
+    "torch",
+    "accel_gpt.model.gpt",
+    "accel_gpt.train",
+)
 FIRST = """
 import json, os, sys, time
 import torch

@@ -40,8 +40,8 @@ from common import (
 )
 from systems import CHARS, gather
 
-from accel_gpt.parse import load_config
-from accel_gpt.run.environment import ensure_data
+from accel_gpt.config.parse import load_config
+from accel_gpt.training.accelerator import ensure_data
 
 PEER = "nanoGPT"
 README = (  # nanoGPT's, line 85

@@ -21,15 +21,15 @@ import torch
 from tiktoken_ext import openai_public
 
 from accel_gpt import train
-from accel_gpt.data.prepare import prepare
+from accel_gpt.config.data import PrepareConfig
+from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.data.tokenizer import Tokenizer, load_gpt2
-from accel_gpt.data_config import PrepareConfig
 from accel_gpt.errors import UserError, run_main
 from accel_gpt.files import sha256
-from accel_gpt.model_config import PRESETS, ModelConfig
-from accel_gpt.run.checkpoint import verify
-from accel_gpt.run.environment import shared_cores
-from accel_gpt.run.signals import SIGNALS
+from accel_gpt.prepare.prepare import prepare
+from accel_gpt.training.accelerator import shared_cores
+from accel_gpt.training.checkpoint import verify
+from accel_gpt.training.stopping import SIGNALS
 from tests.hermetic import (
     cut_network,
     kept_settings,

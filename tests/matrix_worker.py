@@ -27,7 +27,9 @@ from torch import Tensor
 from accel_gpt import train
 from accel_gpt.errors import run_main
 from accel_gpt.optim.sharded import is_sharded
-from accel_gpt.run import auto_precision, environment, gradients
+from accel_gpt.training import accelerator as environment
+from accel_gpt.training import gradients
+from accel_gpt.training import precision as auto_precision
 
 
 def emulate_fsdp2() -> None:

@@ -14,8 +14,10 @@ from accelerate import PartialState
 from safetensors.torch import load_file
 
 from accel_gpt import train
-from accel_gpt.config import Config
-from accel_gpt.run import auto_precision, environment, processor
+from accel_gpt.config.experiment import Config
+from accel_gpt.cost import processor
+from accel_gpt.training import accelerator as environment
+from accel_gpt.training import precision as auto_precision
 from tests.conftest import launch
 
 Arguments = Callable[..., list[str]]

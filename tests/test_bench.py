@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from accel_gpt import bench, train
+from accel_gpt import train
 from accel_gpt.cli import dispatch
+from accel_gpt.commands import bench
 from tests.conftest import run_here
 
 Arguments = Callable[..., list[str]]
@@ -54,7 +55,7 @@ def test_bench_times_the_training_step_and_keeps_nothing(
 def test_the_table_names_the_formula_of_mfu(
     small_run: Arguments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accel_gpt.run.setup.peak_flops", lambda name, dtype: 1e12)
+    monkeypatch.setattr("accel_gpt.training.setup.peak_flops", lambda name, dtype: 1e12)
     assert call(*small_run(*SHORT, "--parts", "0")) == 0
     shown = capsys.readouterr().out
     assert "MFLOP / (1 x 1.0 TFLOP/s of fp32)" in shown

@@ -12,14 +12,14 @@ import yaml
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
+from accel_gpt.config.parse import load_config, to_flat, to_plain
 from accel_gpt.data.shards import open_split
 from accel_gpt.errors import CheckpointError, UserError
-from accel_gpt.hub.card import write_card
 from accel_gpt.hub.markdown import fenced, mark
+from accel_gpt.hub.model_card import write_card
 from accel_gpt.hub.privacy import hub_dataset, place_name, public_key
-from accel_gpt.parse import load_config, to_flat, to_plain
 from accel_gpt.report.plots import loss_curves, smoothed
-from accel_gpt.run.checkpoint import TrainState
+from accel_gpt.training.checkpoint import TrainState
 from tests.conftest import tiny
 
 TOKEN = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_gpt.config import CheckpointConfig
+from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
-from accel_gpt.run.checkpoint import (
+from accel_gpt.training.checkpoint import (
     TrainState,
     checkpoints,
     find_checkpoint,
@@ -21,8 +21,8 @@ from accel_gpt.run.checkpoint import (
     verify,
     write_json,
 )
-from accel_gpt.run.resume import find_resume
-from accel_gpt.run.writer import clean, prune
+from accel_gpt.training.resume import find_resume
+from accel_gpt.training.saving import clean, prune
 from tests.conftest import launch
 
 Arguments = Callable[..., list[str]]

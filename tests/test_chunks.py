@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accel_gpt.cost.flops import chunk_tokens, padded_vocab_size
 from accel_gpt.model import chunks
 from accel_gpt.model.chunks import chunked_next_token_loss, chunked_row_losses
-from accel_gpt.model.cost import chunk_tokens, padded_vocab_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
 from tests.conftest import THREADS, tiny

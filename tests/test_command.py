@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from accel_gpt.errors import without_secrets
-from accel_gpt.run.command import command_line
+from accel_gpt.training.command import command_line
 
 
 def test_a_command_can_be_typed_again() -> None:

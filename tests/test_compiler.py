@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_gpt.config import Config, TrainConfig
+from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
-from accel_gpt.run import compiler
+from accel_gpt.training import compiler
 from tests.conftest import launch
 
 Arguments = Callable[..., list[str]]
@@ -92,7 +92,7 @@ def test_a_compiled_run_has_its_cache_before_it_compiles(
     monkeypatch.delenv(compiler.CACHE)
     places: list[str] = []
     monkeypatch.setattr(GPT, "compile", lambda model: places.append(os.environ[compiler.CACHE]))
-    monkeypatch.setattr("accel_gpt.run.auto_precision.compiler_error", lambda device: None)
+    monkeypatch.setattr("accel_gpt.training.precision.compiler_error", lambda device: None)
     quiet = ("--eval.every", "0", "--sample.every", "0", "--train.max_steps", "3")
     assert launch(small_run(*quiet)) == 0
     assert not (tmp_path / "cache").exists()

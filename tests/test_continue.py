@@ -16,14 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accel_gpt.data import sources
-from accel_gpt.data.making import builder as build
-from accel_gpt.data.making import journal, seen, workers, writer
-from accel_gpt.data.prepare import prepare
+from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import open_split, read_index
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer, train_bpe
-from accel_gpt.data_config import PrepareConfig
 from accel_gpt.errors import DataError, UserError
+from accel_gpt.prepare import builder as build
+from accel_gpt.prepare import dedupe as seen
+from accel_gpt.prepare import journal, workers
+from accel_gpt.prepare import shard_writer as writer
+from accel_gpt.prepare.prepare import prepare
+from accel_gpt.text import documents as sources
 
 fork = multiprocessing.get_context("fork")
 
@@ -440,7 +442,7 @@ def test_what_is_left_out_at_the_end_is_counted_once(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("accel_gpt.data.prepare.finish", stop)
+        patch.setattr("accel_gpt.prepare.prepare.finish", stop)
         with pytest.raises(KeyboardInterrupt):
             prepare(config, out)
     prepare(config, out)

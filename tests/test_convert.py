@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from accel_gpt.config.model import ModelConfig
 from accel_gpt.errors import UserError
-from accel_gpt.hub.convert import export_tensors, fill
-from accel_gpt.hub.shapes import CLASSES, preset_of, read_shape, write_shape
+from accel_gpt.hub.hf_config import CLASSES, preset_of, read_shape, write_shape
+from accel_gpt.hub.hf_weights import export_tensors, fill
 from accel_gpt.model.generate import generate
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model_config import ModelConfig
 from tests.conftest import tiny
 
 VOCAB, BLOCK = 65, 96

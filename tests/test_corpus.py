@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accel_gpt.data.prepare import prepare
-from accel_gpt.data.text.places import files
-from accel_gpt.data_config import PrepareConfig
-from accel_gpt.parse import load_config
-from accel_gpt.run.checkpoint import TrainState
-from accel_gpt.run.corpus import settle, source_changes
-from accel_gpt.run.text_corpus import TextCorpus, open_corpus
+from accel_gpt.config.data import PrepareConfig
+from accel_gpt.config.parse import load_config
+from accel_gpt.prepare.prepare import prepare
+from accel_gpt.text.files import files
+from accel_gpt.training.checkpoint import TrainState
+from accel_gpt.training.corpus import settle, source_changes
+from accel_gpt.training.text_corpus import TextCorpus, open_corpus
 from tests.conftest import launch, text_of
 from tests.test_train import assert_same_weights, records, signal_after, weights
 
@@ -245,7 +245,7 @@ def test_streamed_text_refuses_another_number_of_processes(
     path = tmp_path / "run/checkpoints/step_00000004"
     state = json.loads((path / "trainer_state.json").read_text())
     assert len(state["text_places"]) == 1
-    from accel_gpt.run import text_corpus
+    from accel_gpt.training import text_corpus
 
     place = text_corpus.TextCorpus.continued
 
@@ -295,7 +295,7 @@ def test_another_streamed_text_begins_at_its_beginning(
     assert launch(small_run(*changed)) == 2
     assert "--data.allow_change" in capsys.readouterr().err
     begun: list[object] = []
-    from accel_gpt.run import text_corpus
+    from accel_gpt.training import text_corpus
 
     read = text_corpus.read_text
     monkeypatch.setattr(

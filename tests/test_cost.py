@@ -9,7 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel_gpt.model.cost import (
+from accel_gpt.config.model import PRESETS, ModelConfig
+from accel_gpt.cost.flops import (
     PEAK_FLOPS,
     flops_per_token,
     mfu,
@@ -18,7 +19,6 @@ from accel_gpt.model.cost import (
     peak_flops,
 )
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model_config import PRESETS, ModelConfig
 
 
 def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:
@@ -171,5 +171,5 @@ def test_mfu_is_the_share_of_all_devices_peak() -> None:
 
 
 def test_counting_needs_no_torch() -> None:
-    code = "import sys, accel_gpt.model.cost; sys.exit('torch' in sys.modules)"
+    code = "import sys, accel_gpt.cost.flops; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

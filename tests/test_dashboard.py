@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from accel_gpt.config import Config, EvalConfig, LogConfig, TrainConfig
+from accel_gpt.commands.verify_resume import shortened
+from accel_gpt.config.experiment import Config, EvalConfig, LogConfig, TrainConfig
 from accel_gpt.errors import UserError
 from accel_gpt.evals.hellaswag import share
 from accel_gpt.evals.validation import Score, named_figures, split_figures
-from accel_gpt.run import dashboard
-from accel_gpt.run.dashboard import Dashboard
-from accel_gpt.run.trackers import chart_groups
-from accel_gpt.run.verify_resume import shortened
+from accel_gpt.training import dashboard
+from accel_gpt.training.dashboard import Dashboard
+from accel_gpt.training.trackers import chart_groups
 from tests.browser import CHROMIUM, Browser
 from tests.conftest import QUIET, launch
 from tests.terminals import Terminal, in_python
@@ -34,7 +34,7 @@ ADDRESS = re.compile(r"dashboard  (http://localhost:\d+)")
 SCENE = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from accel_gpt.run.dashboard import Dashboard
+from accel_gpt.training.dashboard import Dashboard
 
 signal.signal(signal.SIGINT, lambda *_: print("Ctrl-C was heard", flush=True))
 with Dashboard(Path("curves"), None, lambda text: print(text, flush=True)) as board:

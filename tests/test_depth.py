@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from accel_gpt.config import Config
-from accel_gpt.depth import describe, scaling_parameters
+from accel_gpt.config.depth import describe, scaling_parameters
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.parse import load_config, to_flat, to_plain, to_yaml
+from accel_gpt.config.plan import make_plan
+from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.errors import UserError
-from accel_gpt.model.cost import parameter_counts
-from accel_gpt.model_config import ModelConfig
-from accel_gpt.parse import load_config, to_flat, to_plain, to_yaml
-from accel_gpt.plan import make_plan
 from tests.conftest import tiny
 
 GPT2 = ("--data.prepare.source", "stdlib", "--data.prepare.tokenizer", "gpt2")

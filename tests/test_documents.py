@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention
 
+from accel_gpt.config.model import ModelConfig
 from accel_gpt.model import documents, gpt
 from accel_gpt.model.documents import (
     attend,
@@ -23,7 +24,6 @@ from accel_gpt.model.documents import (
 )
 from accel_gpt.model.gpt import GPT, KVCache
 from accel_gpt.model.loss import IGNORE
-from accel_gpt.model_config import ModelConfig
 from tests.conftest import tiny
 from tests.test_gpt import VOCAB, make
 

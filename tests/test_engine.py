@@ -8,12 +8,12 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from accel_gpt.config import Config
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.optim import OptimConfig
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.optim_config import OptimConfig
-from accel_gpt.run import engine
+from accel_gpt.training import engine
 from tests.conftest import launch, tiny
 
 Arguments = Callable[..., list[str]]

@@ -15,16 +15,16 @@ from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer
 
 from accel_gpt.cli import dispatch
-from accel_gpt.data.prepare import prepare
+from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import open_split
-from accel_gpt.data_config import PrepareConfig
 from accel_gpt.evals.table import as_json, as_table
 from accel_gpt.evals.validation import windows
 from accel_gpt.hub.export import export
 from accel_gpt.hub.load import load_pretrained
-from accel_gpt.run.guards import locked
-from accel_gpt.run.metrics import COLUMNS, MetricsLog
-from accel_gpt.run.records import merge_record
+from accel_gpt.prepare.prepare import prepare
+from accel_gpt.training.guards import locked
+from accel_gpt.training.metrics import COLUMNS, MetricsLog
+from accel_gpt.training.records import merge_record
 from tests.conftest import launch, run_here, text_of
 from tests.test_hellaswag import short
 from tests.test_launch import ACCELERATE, PLAIN
@@ -184,8 +184,10 @@ def test_tasks_go_to_the_harness(
         assert not model.training
         return {"eval/arc_easy_acc": 0.25}
 
-    monkeypatch.setattr("accel_gpt.evals.command.open_tasks", lambda tasks, place: (tasks, place))
-    monkeypatch.setattr("accel_gpt.evals.command.run_tasks", run_tasks)
+    monkeypatch.setattr(
+        "accel_gpt.commands.evaluate.open_tasks", lambda tasks, place: (tasks, place)
+    )
+    monkeypatch.setattr("accel_gpt.commands.evaluate.run_tasks", run_tasks)
     assert call(str(trained), "--tasks", "arc_easy,piqa", "--include_path", "here") == 0
     assert records(trained)[-1]["eval/arc_easy_acc"] == 0.25
     assert "arc_easy_acc" in capsys.readouterr().out

@@ -267,9 +267,9 @@ from accelerate.utils import DistributedType
 def backend(self, cpu=False, sagemaker_dp=False, backend=None):
     return "gloo", DistributedType.MULTI_GPU
 PartialState._prepare_backend = backend  # Accelerate offers FSDP on GPUs alone
-import accel_gpt.run.environment
-accel_gpt.run.environment.Accelerator = lambda cpu, **given: Accelerator(**given)
-accel_gpt.run.environment.PartialState = lambda cpu=None, **given: PartialState(**given)
+import accel_gpt.training.accelerator
+accel_gpt.training.accelerator.Accelerator = lambda cpu, **given: Accelerator(**given)
+accel_gpt.training.accelerator.PartialState = lambda cpu=None, **given: PartialState(**given)
 from accel_gpt import train
 sys.exit(train.main(sys.argv[1:]))
 """

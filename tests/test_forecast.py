@@ -15,10 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel_gpt.cli import dispatch
-from accel_gpt.config import Config
-from accel_gpt.data.shards import open_split
-from accel_gpt.errors import run_main
-from accel_gpt.model.cost import (
+from accel_gpt.commands.plan_pace import evaluation_tokens
+from accel_gpt.commands.plan_vocabulary import inherit_known
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.model import PRESETS, ModelConfig
+from accel_gpt.config.parse import load_config
+from accel_gpt.cost.flops import (
     DEVICE_MEMORY_GB,
     PEAK_FLOPS,
     device_memory,
@@ -26,11 +28,9 @@ from accel_gpt.model.cost import (
     padded_vocab_size,
     parameter_counts,
 )
+from accel_gpt.data.shards import open_split
+from accel_gpt.errors import run_main
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model_config import PRESETS, ModelConfig
-from accel_gpt.parse import load_config
-from accel_gpt.planning.pace import evaluation_tokens
-from accel_gpt.planning.vocabulary import inherit_known
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 GPT2 = str(next(path for path in CONFIGS if path.stem == "gpt2_124m"))

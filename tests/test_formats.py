@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel_gpt.config.data import DataConfig
 from accel_gpt.data.folders import open_place
-from accel_gpt.data.formats import known_tokenizer, natural, of_split, open_foreign
+from accel_gpt.data.foreign import known_tokenizer, natural, of_split, open_foreign
 from accel_gpt.data.shards import Shard, Split
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, load_gpt2
-from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import DataError, UserError
 
 pytestmark = pytest.mark.usefixtures("gpt2_stand_in")

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from accel_gpt.config.model import ModelConfig
 from accel_gpt.model.decode import Decoder
 from accel_gpt.model.generate import context_start, generate, sample_token, stream
 from accel_gpt.model.gpt import GPT, KVCache
-from accel_gpt.model_config import ModelConfig
 from tests.conftest import tiny
 
 VOCAB = 65

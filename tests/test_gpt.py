@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.model.evaluating import evaluating
 from accel_gpt.model.gpt import GPT, KVCache, dot_product_attention
 from accel_gpt.model.loss import IGNORE, next_token_loss
-from accel_gpt.model_config import PRESETS, ModelConfig
 from tests.conftest import tiny
 
 VOCAB = 65  # padded to 128

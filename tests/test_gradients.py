@@ -18,16 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from accel_gpt.config import Config, TrainConfig
+from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.plan import Plan
 from accel_gpt.data.order import derive_seed
 from accel_gpt.errors import UserError
 from accel_gpt.model.documents import separate
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
-from accel_gpt.plan import Plan
-from accel_gpt.run.batches import micro_batches
-from accel_gpt.run.engine import check_engine
-from accel_gpt.run.gradients import ExactGradients, Gradients, make_gradients
+from accel_gpt.training.batches import micro_batches
+from accel_gpt.training.engine import check_engine
+from accel_gpt.training.gradients import ExactGradients, Gradients, make_gradients
 from tests.conftest import QUIET, launch, reseal, tiny
 from tests.test_launch import TORCHRUN, TRAIN, finish
 from tests.test_train import assert_same_weights, records, weights

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_gpt.config import OptimConfig
+from accel_gpt.config.experiment import OptimConfig
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import PART, configure, make_optimizer, set_lr

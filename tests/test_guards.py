@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from accel_gpt.config import Config
-from accel_gpt.data_config import DataConfig
+from accel_gpt.config.data import DataConfig
+from accel_gpt.config.experiment import Config
 from accel_gpt.errors import BusyError, DataError, PeerError, UserError
-from accel_gpt.run import environment, guards
-from accel_gpt.run.guards import locked, peers, require_same
+from accel_gpt.training import accelerator as environment
+from accel_gpt.training import guards
+from accel_gpt.training.guards import locked, peers, require_same
 from tests.conftest import QUIET
 from tests.faults.launches import free_port
 from tests.test_launch import PLAIN
@@ -28,7 +29,7 @@ from tests.test_launch import PLAIN
 def test_a_folder_has_one_run(tmp_path: Path) -> None:
     with locked(tmp_path / "run"):
         code = (
-            "import sys; from accel_gpt.run.guards import locked; from pathlib import Path\n"
+            "import sys; from accel_gpt.training.guards import locked; from pathlib import Path\n"
             "with locked(Path(sys.argv[1])): pass"
         )
         command = [sys.executable, "-c", code, str(tmp_path / "run")]
@@ -109,7 +110,7 @@ SECOND = """
 import os, sys
 from accel_gpt import train
 from accel_gpt.errors import run_main
-from accel_gpt.run import environment
+from accel_gpt.training import accelerator as environment
 plain_update = train.update
 def update(run):
     plain_update(run)

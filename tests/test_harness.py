@@ -18,14 +18,14 @@ from safetensors.torch import save_file
 from accel_gpt import cli
 from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer, load_tokenizer, train_bpe
 from accel_gpt.errors import UserError
-from accel_gpt.evals import harness
-from accel_gpt.evals.harness import evaluate_tasks, figures, run_tasks
-from accel_gpt.hub.convert import export_tensors
+from accel_gpt.evals import tasks as harness
+from accel_gpt.evals.tasks import evaluate_tasks, figures, run_tasks
+from accel_gpt.hub.hf_config import write_shape
+from accel_gpt.hub.hf_weights import export_tensors
 from accel_gpt.hub.load import load_pretrained
-from accel_gpt.hub.shapes import write_shape
 from accel_gpt.hub.tokenizer_files import save_for_transformers
 from accel_gpt.model.gpt import GPT
-from accel_gpt.run.environment import plain_environment
+from accel_gpt.training.accelerator import plain_environment
 from tests.conftest import launch, run_here, text_of, tiny
 from tests.harness_tasks import COUNT, write_tasks
 from tests.test_train import records
@@ -187,7 +187,7 @@ PROCESS = """
 import json, sys, datasets
 datasets.config.HF_DATASETS_CACHE = sys.argv[3]
 from accelerate import Accelerator
-from accel_gpt.evals.harness import run_tasks
+from accel_gpt.evals.tasks import run_tasks
 from accel_gpt.hub.load import load_pretrained
 accelerator = Accelerator(cpu=True)
 found = run_tasks(*load_pretrained(sys.argv[1]), accelerator, sys.argv[4:], 9, 4, sys.argv[2])

@@ -16,18 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_gpt.cli import dispatch
-from accel_gpt.config import Config, OptimConfig
-from accel_gpt.data.inspection import scan as scanning
-from accel_gpt.data.inspection.describe import Reading, Unchecked, open_ours
-from accel_gpt.data.inspection.report import escape
-from accel_gpt.data.inspection.scan import LongestRun, scan
+from accel_gpt.commands import inspect_scan as scanning
+from accel_gpt.commands.inspect_data import Reading, Unchecked, open_ours
+from accel_gpt.commands.inspect_report import escape
+from accel_gpt.commands.inspect_scan import LongestRun, scan
+from accel_gpt.config.experiment import Config, OptimConfig
 from accel_gpt.data.shards import Shard, Split, open_split
 from accel_gpt.data.tokenizer import BytesTokenizer, load_gpt2
 from accel_gpt.errors import run_main
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.run.checkpoint import TrainState
-from accel_gpt.run.writer import Writer
+from accel_gpt.training.checkpoint import TrainState
+from accel_gpt.training.saving import Writer
 from tests.conftest import tiny
 
 EOT = 256

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from accel_gpt.config import SampleConfig
+from accel_gpt.commands.sample import USE, interact, spell
+from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.tokenizer import (
     BytesTokenizer,
     CharsTokenizer,
@@ -25,7 +26,6 @@ from accel_gpt.data.tokenizer import (
     train_bpe,
 )
 from accel_gpt.errors import UserError
-from accel_gpt.evals.interactive import USE, interact, spell
 from accel_gpt.evals.samples import write_text
 from accel_gpt.model.gpt import GPT
 from tests.conftest import text_of, tiny
@@ -302,9 +302,9 @@ import fcntl, signal, sys, termios
 signal.signal(signal.SIGINT, signal.default_int_handler)  # also where tests run in the background
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C is an interrupt
 import torch
-from accel_gpt.config import SampleConfig
+from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.tokenizer import CharsTokenizer
-from accel_gpt.evals.interactive import interact
+from accel_gpt.commands.sample import interact
 from accel_gpt.model.gpt import GPT
 from tests.conftest import tiny
 torch.set_num_threads(1)

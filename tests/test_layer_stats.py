@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from accel_gpt.model.documents import separate
 from accel_gpt.model.gpt import GPT, CausalSelfAttention
-from accel_gpt.run import layer_stats as stats
-from accel_gpt.run import reporter
+from accel_gpt.training import layer_stats as stats
+from accel_gpt.training import reporter
 from tests.conftest import launch, tiny
 from tests.test_train import assert_same_weights, records, weights
 

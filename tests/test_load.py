@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from accel_gpt import cli
+from accel_gpt.config.parse import load_config
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
 from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.hub.load import load_pretrained, start_model
 from accel_gpt.hub.sources import inherit
 from accel_gpt.hub.tokenizer_files import save_for_transformers
 from accel_gpt.model.gpt import GPT
-from accel_gpt.parse import load_config
-from accel_gpt.run.text_corpus import open_corpus
+from accel_gpt.training.text_corpus import open_corpus
 from tests.conftest import launch, run_here
 from tests.hub_server import HubServer, point_at
 from tests.test_convert import make_theirs

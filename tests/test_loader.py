@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from accel_gpt.config.plan import Plan
 from accel_gpt.data.loader import HASH_BITS, Loader, read_windows, rows_hash
 from accel_gpt.data.mixture import Mixture, Pattern
 from accel_gpt.data.order import Order
 from accel_gpt.data.shards import open_split
 from accel_gpt.errors import DataError
-from accel_gpt.plan import Plan
 
 CPU = torch.device("cpu")
 Start = Callable[..., Loader]

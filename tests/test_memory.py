@@ -17,13 +17,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel_gpt.config import Config, TrainConfig
-from accel_gpt.model import chunks, mlp
-from accel_gpt.model import memory as model_memory
-from accel_gpt.model.cost import hidden_matrices, padded_vocab_size, parameter_counts
-from accel_gpt.model.documents import separate
-from accel_gpt.model.gpt import GPT
-from accel_gpt.model.memory import (
+from accel_gpt.commands.plan import forecast
+from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.model import PRESETS, ModelConfig
+from accel_gpt.config.optim import OptimConfig
+from accel_gpt.config.options import PlanCommand
+from accel_gpt.config.parse import load_config
+from accel_gpt.cost import activations as model_memory
+from accel_gpt.cost import memory
+from accel_gpt.cost.activations import (
     Numerics,
     activation_bytes,
     backward_bytes,
@@ -33,16 +35,14 @@ from accel_gpt.model.memory import (
     kept_logits_bytes,
     logits_bytes,
 )
-from accel_gpt.model_config import PRESETS, ModelConfig
+from accel_gpt.cost.flops import hidden_matrices, padded_vocab_size, parameter_counts
+from accel_gpt.cost.machine import Machine
+from accel_gpt.cost.memory import IMPORTED_CPU, footprint, muon_work, optimizer_bytes
+from accel_gpt.model import chunks, mlp
+from accel_gpt.model.documents import separate
+from accel_gpt.model.gpt import GPT
 from accel_gpt.optim import muon
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.optim_config import OptimConfig
-from accel_gpt.options import PlanCommand
-from accel_gpt.parse import load_config
-from accel_gpt.planning import memory
-from accel_gpt.planning.forecast import forecast
-from accel_gpt.planning.machine import Machine
-from accel_gpt.planning.memory import IMPORTED_CPU, footprint, muon_work, optimizer_bytes
 from tests.conftest import tiny
 
 V, B = 100, 3

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from accel_gpt.data.making import merge as room
-from accel_gpt.data.making.merge import merge
-from accel_gpt.data.prepare import prepare
+from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import open_split, read_index
 from accel_gpt.data.tokenizer import load_tokenizer
-from accel_gpt.data_config import PrepareConfig
 from accel_gpt.errors import UserError
+from accel_gpt.prepare import merge as room
+from accel_gpt.prepare.merge import merge
+from accel_gpt.prepare.prepare import prepare
 
 WORLD = 3
 

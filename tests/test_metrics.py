@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from accel_gpt.config import Config, TrainConfig
+from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.plan import make_plan
+from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.errors import UserError
-from accel_gpt.model.cost import flops_per_token
 from accel_gpt.model.gpt import GPT
-from accel_gpt.plan import make_plan
-from accel_gpt.run import metrics
-from accel_gpt.run.metrics import COLUMNS, MetricsLog, Stopwatch, losses, read_lines
-from accel_gpt.run.setup import Speed
+from accel_gpt.training import metrics
+from accel_gpt.training.metrics import COLUMNS, MetricsLog, Stopwatch, losses, read_lines
+from accel_gpt.training.setup import Speed
 from tests.conftest import tiny
 
 
@@ -67,7 +67,7 @@ def test_pauses_do_not_count_as_training(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_mfu_is_a_share_of_the_peak_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_gpt.run.setup.peak_flops", lambda name, dtype: 1e12)
+    monkeypatch.setattr("accel_gpt.training.setup.peak_flops", lambda name, dtype: 1e12)
     gpt, accelerator = GPT(tiny(), 100), Accelerator(cpu=True)
     plan = make_plan(Config(model=gpt.config, train=TrainConfig(65536, max_steps=9)), 8)
     speed = Speed(gpt, plan, accelerator)

@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from accel_gpt.config.optim import OptimConfig
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim import muon
 from accel_gpt.optim.groups import PEAK, configure, make_optimizer, set_lr
 from accel_gpt.optim.muon import MuonAdamW, hidden_matrices, orthogonalize
 from accel_gpt.optim.schedule import momentum_at
-from accel_gpt.optim_config import OptimConfig
 from tests.conftest import launch, tiny
 from tests.faults.test_fsdp import launch as launch_sharded
 from tests.faults.test_fsdp import moments

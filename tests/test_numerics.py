@@ -11,10 +11,9 @@ from accelerate.utils import DistributedType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_gpt import train
-from accel_gpt.config import TrainConfig
+from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import DivergedError
-from accel_gpt.run.checkpoint import TrainState, checkpoints, read_state
-from accel_gpt.run.numerics import (
+from accel_gpt.training.anomalies import (
     SPIKE_WINDOW,
     Ledger,
     TooManySkippedError,
@@ -22,6 +21,7 @@ from accel_gpt.run.numerics import (
     ranges,
     spoken,
 )
+from accel_gpt.training.checkpoint import TrainState, checkpoints, read_state
 from tests.conftest import QUIET, launch
 from tests.processes import together
 from tests.test_train import assert_same_weights, records, signal_after, weights

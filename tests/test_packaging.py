@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.cli import dispatch
+from accel_gpt.config.parse import load_config
+from accel_gpt.config.shipped import copy_shipped, resolve_config, shipped_configs, shipped_folder
 from accel_gpt.errors import UserError, run_main
-from accel_gpt.parse import load_config
-from accel_gpt.shipped import copy_shipped, resolve_config, shipped_configs, shipped_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -8,10 +8,10 @@ from typing import get_args
 
 import pytest
 
-from accel_gpt.config import Config
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.model import PRESETS, ModelConfig
+from accel_gpt.config.parse import ANCESTORS, leaves, load_config, to_flat, to_plain, to_yaml
 from accel_gpt.errors import UserError, run_main
-from accel_gpt.model_config import PRESETS, ModelConfig
-from accel_gpt.parse import ANCESTORS, leaves, load_config, to_flat, to_plain, to_yaml
 
 CONFIG = """
 out_dir: runs/x

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from accel_gpt.config.data import DataConfig
 from accel_gpt.data.folders import open_place
 from accel_gpt.data.tokenizer import train_bpe
-from accel_gpt.data_config import DataConfig
 from tests.conftest import text_of
 
 pytestmark = pytest.mark.slow

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_gpt.config import Config, ScheduleConfig, TrainConfig
+from accel_gpt.config.experiment import Config, ScheduleConfig, TrainConfig
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
-from accel_gpt.model_config import ModelConfig
-from accel_gpt.plan import make_plan
 
 
 def config(schedule: ScheduleConfig | None = None, block_size: int = 1024, **train: int) -> Config:

@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accel_gpt.data import prepare as room
+from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.bpe import EOT
-from accel_gpt.data.making import builder as build
-from accel_gpt.data.making import from_shards, workers
-from accel_gpt.data.making.progress import Progress
-from accel_gpt.data.prepare import prepare, recorded_path
 from accel_gpt.data.shards import open_split, read_index
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
-from accel_gpt.data_config import PrepareConfig
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.files import wait_for_lock
+from accel_gpt.prepare import builder as build
+from accel_gpt.prepare import from_shards, workers
+from accel_gpt.prepare import prepare as room
+from accel_gpt.prepare.prepare import prepare, recorded_path
+from accel_gpt.prepare.progress import Progress
 
 
 @pytest.fixture
@@ -97,8 +97,8 @@ def test_one_text_is_parted_where_nanogpt_parts_it(tmp_path: Path, out: Path) ->
 def test_any_number_of_workers_writes_the_same_bytes(
     config: PrepareConfig, tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accel_gpt.data.making.workers.BATCH_CHARACTERS", 300)
-    monkeypatch.setattr("accel_gpt.data.sources.BATCH_CHARACTERS", 40)
+    monkeypatch.setattr("accel_gpt.prepare.workers.BATCH_CHARACTERS", 300)
+    monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 40)
     config = replace(config, tokenizer=tokenizer, vocab_size=280)
     for count in (1, 3):
         prepare(replace(config, workers=count), tmp_path / str(count))
@@ -111,7 +111,7 @@ def test_long_documents_in_pieces_give_the_same_tokens(
 ) -> None:
     config = replace(config, tokenizer="bpe", vocab_size=280)
     prepare(config, tmp_path / "whole")
-    monkeypatch.setattr("accel_gpt.data.sources.BATCH_CHARACTERS", 10)
+    monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 10)
     prepare(config, tmp_path / "pieces")
     for name in ("train", "val"):
         assert tokens(tmp_path / "whole", name) == tokens(tmp_path / "pieces", name)
@@ -236,7 +236,7 @@ def test_a_killed_worker_is_reported(
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(f"accel_gpt.data.making.{work}", die)
+    monkeypatch.setattr(f"accel_gpt.prepare.{work}", die)
     config = replace(config, tokenizer="bpe" if work.startswith("builder") else "bytes")
     with pytest.raises(UserError, match=r"was killed.*fewer data\.prepare\.workers"):
         prepare(config, out)

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from accel_gpt import cli
+from accel_gpt.hub import background_push as uploads
 from accel_gpt.hub import push as pushing
-from accel_gpt.hub import uploads
 from accel_gpt.hub.load import load_pretrained
-from accel_gpt.run.checkpoint import verify
+from accel_gpt.training.checkpoint import verify
 from tests.conftest import launch, run_here
 from tests.hub_server import HubServer, environment, no_waiting, point_at
 from tests.test_train import assert_same_weights, records, weights

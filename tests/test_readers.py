@@ -13,10 +13,10 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 
-from accel_gpt.data.sources import Skipped, documents, sample_texts, split_pieces
-from accel_gpt.data.text.readers import LONGEST_LINE, Share, json_lines
-from accel_gpt.data_config import PrepareConfig, Source
+from accel_gpt.config.data import PrepareConfig, Source
 from accel_gpt.errors import DataError, UserError
+from accel_gpt.text.documents import Skipped, documents, sample_texts, split_pieces
+from accel_gpt.text.readers import LONGEST_LINE, Share, json_lines
 
 ROWS = ["one", None, "", "two\nlines", "é 👍"]
 KEPT = ["one", "two\nlines", "é 👍"]
@@ -79,8 +79,8 @@ def test_a_bad_line_is_named_by_its_number_or_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, message: str
 ) -> None:
     limit = 200 if len(line) < 9999 else 10**6
-    monkeypatch.setattr("accel_gpt.data.text.readers.LONGEST_LINE", limit)
-    monkeypatch.setattr("accel_gpt.data.text.readers.CHUNK", 16)
+    monkeypatch.setattr("accel_gpt.text.readers.LONGEST_LINE", limit)
+    monkeypatch.setattr("accel_gpt.text.readers.CHUNK", 16)
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "ab"}\n' + line + b'{"text": "b"}\n')
     with pytest.raises(DataError, match=message):
@@ -95,7 +95,7 @@ def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
 
 
 def test_line_numbers_and_offsets_go_on_after_a_bomb(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_gpt.data.text.readers.LONGEST_LINE", 20)
+    monkeypatch.setattr("accel_gpt.text.readers.LONGEST_LINE", 20)
     told: list[str] = []
     data = b"x" * 21 + b"\n" + b"y" * 99 + b"\n\n" + b'{"t": "\xff"}\n' + b'{"t": "a"}\n'
     rows = json_lines(io.BytesIO(data), "it", "t", Share(), told.append)
@@ -207,8 +207,8 @@ def test_flipped_bytes_never_kill_the_process(tmp_path: Path) -> None:
     whole = path.read_bytes()
     offset = whole.index(b"\x09\x00\x00\x00\x12\x00\x00\x00")  # where the second row begins, ends
     path.write_bytes(whole[:offset] + b"\xff\xff\xff\x7f" + whole[offset + 4 :])
-    code = "from accel_gpt.data.sources import documents\n"
-    code += "from accel_gpt.data_config import PrepareConfig\n"
+    code = "from accel_gpt.text.documents import documents\n"
+    code += "from accel_gpt.config.data import PrepareConfig\n"
     code += f"list(documents(PrepareConfig(source='arrow', path={str(path)!r})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -255,8 +255,8 @@ PEAK = """
 import sys
 from pathlib import Path
 import pyarrow.parquet, pyarrow.ipc
-from accel_gpt.data.sources import split_pieces
-from accel_gpt.data_config import PrepareConfig
+from accel_gpt.text.documents import split_pieces
+from accel_gpt.config.data import PrepareConfig
 def memory_mb():  # without the pages of files
     return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1000
 for source in ("text", "jsonl", "parquet", "arrow"):

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from accel_gpt.config.data import DataConfig
 from accel_gpt.data.folders import open_place
 from accel_gpt.data.order import Order
 from accel_gpt.data.remote import download as downloading
@@ -34,7 +35,6 @@ from accel_gpt.data.remote.stores import (
     without_secrets,
 )
 from accel_gpt.data.shards import FORMAT, HEADER, VERSION, Shard, Split, open_split, resident
-from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import DataError, UserError
 
 QUICK = Patience(tries=4, first_pause=0.01, longest_pause=0.05, timeout=0.3, room=0.5)

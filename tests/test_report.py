@@ -18,17 +18,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_gpt import cli
-from accel_gpt.config import OptimConfig
-from accel_gpt.data_config import DataConfig, PrepareConfig
+from accel_gpt.config.data import DataConfig, PrepareConfig
+from accel_gpt.config.experiment import OptimConfig
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.parse import load_config
 from accel_gpt.errors import run_main
-from accel_gpt.model_config import ModelConfig
-from accel_gpt.parse import load_config
 from accel_gpt.report.figures import means, read_figures, thin
 from accel_gpt.report.payload import MOST_POINTS, all_marks, payload
 from accel_gpt.report.references import FOLDERS, find_reference, matches, read_reference
 from accel_gpt.report.run_folder import config_name, open_runs
 from accel_gpt.report.sample_texts import texts_in
-from accel_gpt.run.guards import locked
+from accel_gpt.training.guards import locked
 from tests.runs import LAUNCH, make_run, record
 from tests.test_readme import commands
 

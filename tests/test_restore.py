@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from accel_gpt.config import Config
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import leaves, to_flat, to_plain
 from accel_gpt.errors import CheckpointError, UserError
-from accel_gpt.parse import leaves, to_flat, to_plain
-from accel_gpt.run.checkpoint import TrainState, checkpoints
-from accel_gpt.run.restore import said
-from accel_gpt.run.resume import check_same_run, differences
+from accel_gpt.training.checkpoint import TrainState, checkpoints
+from accel_gpt.training.restore import said
+from accel_gpt.training.resume import check_same_run, differences
 from tests.conftest import QUIET, launch, reseal
 from tests.test_train import records, signal_after
 

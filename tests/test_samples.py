@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from accel_gpt import cli
-from accel_gpt.config import SampleConfig
+from accel_gpt.commands.sample import interact
+from accel_gpt.config.experiment import SampleConfig
+from accel_gpt.config.model import PRESETS
+from accel_gpt.config.parse import load_config
 from accel_gpt.data.tokenizer import BytesTokenizer
-from accel_gpt.evals.interactive import interact
 from accel_gpt.evals.samples import check_prompts, sample, samples_due, write_text
 from accel_gpt.model.generate import context_start, generate
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model_config import PRESETS
-from accel_gpt.parse import load_config
 from tests.conftest import launch, run_here, tiny
 from tests.processes import Member
 from tests.test_generate import VOCAB, make, run, scripted, seeded

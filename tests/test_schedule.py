@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_gpt.config.plan import Plan
 from accel_gpt.optim.schedule import lr_fraction
-from accel_gpt.plan import Plan
 
 PEAK, MIN = 6e-4, 6e-5
 

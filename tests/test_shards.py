@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel_gpt.config.data import DataConfig
 from accel_gpt.data import mapping, shards
 from accel_gpt.data.folders import open_place
-from accel_gpt.data.making.writer import ShardWriter, header, write_index
 from accel_gpt.data.shards import HEADER, Shard, npy_header, open_split, resident, token_dtype
-from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import DataError, UserError
+from accel_gpt.prepare.shard_writer import ShardWriter, header, write_index
 
 
 def index(folder: Path, written: list[Shard], vocab_size: int = 1000) -> None:

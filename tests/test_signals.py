@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from accel_gpt.config.parse import load_config
 from accel_gpt.errors import UserError, duration
-from accel_gpt.parse import load_config
-from accel_gpt.run.signals import PREEMPTED, SIGNALS, StopSignal
+from accel_gpt.training.stopping import PREEMPTED, SIGNALS, StopSignal
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_first_signal_is_remembered(number: signal.Signals) -> None:
 def test_a_forked_process_dies_of_a_signal_and_the_run_does_not_hear_it() -> None:
     """As the workers of a `multiprocessing.Pool`, which would be waited for for ever."""
     code = (
-        "import os, signal, time, accel_gpt.run.signals as g\n"
+        "import os, signal, time, accel_gpt.training.stopping as g\n"
         "stop = g.StopSignal()\n"
         "child = os.fork()\n"
         "if not child:\n"
@@ -55,7 +55,7 @@ def test_a_forked_process_dies_of_a_signal_and_the_run_does_not_hear_it() -> Non
 @pytest.mark.parametrize(("saved", "code"), [(False, 128 + signal.SIGTERM), (True, PREEMPTED)])
 def test_second_signal_later_ends_at_once(saved: bool, code: int) -> None:
     program = (
-        "import os, signal, time, accel_gpt.run.signals as g\n"
+        "import os, signal, time, accel_gpt.training.stopping as g\n"
         "g.SAME_PRESS_SECONDS = 0.2\n"
         f"stop = g.StopSignal()\nstop.saved = {saved}\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"

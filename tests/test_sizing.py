@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.cuda._utils import _get_device_index
 
+from accel_gpt.config.parse import load_config
+from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
-from accel_gpt.parse import load_config
-from accel_gpt.plan import make_plan
-from accel_gpt.planning import sizing
+from accel_gpt.training import auto_batch as sizing
 from tests.conftest import QUIET, launch
 from tests.processes import together
 from tests.test_train import assert_same_weights, records, weights
@@ -175,9 +175,9 @@ def test_running_out_of_memory_is_an_answer(
 TWO = """
 import os, sys
 from accelerate import Accelerator
-from accel_gpt.parse import load_config
-from accel_gpt.plan import make_plan
-from accel_gpt.planning import sizing
+from accel_gpt.config.parse import load_config
+from accel_gpt.config.plan import make_plan
+from accel_gpt.training import auto_batch as sizing
 config = load_config(sys.argv[1:], "test")
 accelerator = Accelerator(cpu=True)
 rank = accelerator.process_index

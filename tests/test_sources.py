@@ -22,8 +22,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel_gpt.config.data import PrepareConfig, Source
 from accel_gpt.data.bpe import pieces, stream_pieces
-from accel_gpt.data.sources import (
+from accel_gpt.errors import DataError, UserError
+from accel_gpt.text.documents import (
     Piece,
     Skipped,
     describe_source,
@@ -35,9 +37,7 @@ from accel_gpt.data.sources import (
     sample_texts,
     split_pieces,
 )
-from accel_gpt.data.text.places import SUFFIXES, file_share, stdlib_files
-from accel_gpt.data_config import PrepareConfig, Source
-from accel_gpt.errors import DataError, UserError
+from accel_gpt.text.files import SUFFIXES, file_share, stdlib_files
 
 
 def read(path: object, source: Source = "text", **more: Any) -> list[str]:
@@ -307,7 +307,7 @@ def test_the_share_held_out_is_that_asked_for(fraction: float) -> None:
 def test_long_documents_are_cut_only_where_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accel_gpt.data.sources.BATCH_CHARACTERS", 10)
+    monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 10)
     head, tail = "line one\nline two\nline three\nxxx", "xxxx"
     (tmp_path / "a.txt").write_text(head + tail)
     config = PrepareConfig(source="text", path=str(tmp_path))
@@ -366,8 +366,8 @@ def check_resume(config: PrepareConfig, **part: int) -> None:
 def test_reading_goes_on_after_any_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source, count: int, world: int
 ) -> None:
-    monkeypatch.setattr("accel_gpt.data.sources.BATCH_CHARACTERS", 12)
-    monkeypatch.setattr("accel_gpt.data.text.readers.CHUNK", 7)
+    monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 12)
+    monkeypatch.setattr("accel_gpt.text.readers.CHUNK", 7)
     config = make(tmp_path / "made", source, count)
     for rank in range(world):
         if source != "text" or count >= world:
@@ -380,8 +380,8 @@ def test_reading_goes_on_after_any_piece(
 def test_many_texts_and_the_library_go_on_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accel_gpt.data.sources.BATCH_CHARACTERS", 12)
-    monkeypatch.setattr("accel_gpt.data.sources.FEW_TEXTS", 2)
+    monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 12)
+    monkeypatch.setattr("accel_gpt.text.documents.FEW_TEXTS", 2)
     check_resume(make(tmp_path / "made", "text"))
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/a.py").write_bytes(b"# coding: latin-1\r\n" + b"x = '\xe9'\n" * 9)
@@ -404,7 +404,7 @@ def whole(pieces: Iterator[Piece]) -> list[tuple[str, str, bytes]]:
 def test_machines_together_read_each_document_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source, world: int
 ) -> None:
-    monkeypatch.setattr("accel_gpt.data.sources.BATCH_CHARACTERS", 12)
+    monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 12)
     config = make(tmp_path / "made", source, 5)
     if source == "text" and world > 5:
         with pytest.raises(UserError, match="has 5 text files, too few for 7 machines"):
@@ -443,7 +443,7 @@ class Input:
 
 
 def test_standard_input_is_read_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_gpt.data.sources.BATCH_CHARACTERS", 30)
+    monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 30)
 
     def read_stdin(source: Source, data: str, *start: Any) -> list[Piece]:
         monkeypatch.setattr("sys.stdin", Input(data.encode()))
@@ -623,7 +623,9 @@ def test_text_that_cannot_be_cut_has_a_limit(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_nothing_heavy_is_imported() -> None:
-    code = "import sys, accel_gpt.data.prepare as p; print(sorted({'torch', 'datasets', 'tiktoken',"
+    code = (
+        "import sys, accel_gpt.prepare.prepare as p; print(sorted({'torch', 'datasets', 'tiktoken',"
+    )
     code += " 'pyarrow', 'tokenizers', 'rich'} & set(sys.modules)))"
     root = str(Path(__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": root}

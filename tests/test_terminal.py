@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from accel_gpt.config import CheckpointConfig, Config, EvalConfig, LogConfig, TrainConfig
-from accel_gpt.model_config import ModelConfig
-from accel_gpt.plan import make_plan
-from accel_gpt.run import terminal
-from accel_gpt.run.checkpoint import TrainState, is_due
-from accel_gpt.run.panel import ASCII_BLOCKS, BLOCKS, FINEST, Curve, Panel, draw
-from accel_gpt.run.signals import SAME_PRESS_SECONDS
-from accel_gpt.run.terminal import Display, describe
+from accel_gpt.config.experiment import CheckpointConfig, Config, EvalConfig, LogConfig, TrainConfig
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.plan import make_plan
+from accel_gpt.training import terminal
+from accel_gpt.training.checkpoint import TrainState, is_due
+from accel_gpt.training.panel import ASCII_BLOCKS, BLOCKS, FINEST, Curve, Panel, draw
+from accel_gpt.training.stopping import SAME_PRESS_SECONDS
+from accel_gpt.training.terminal import Display, describe
 from tests.terminals import Terminal, in_python
 
 Arguments = Callable[..., list[str]]
@@ -32,9 +32,9 @@ SHOWN, HIDDEN = b"\x1b[?25h", b"\x1b[?25l"  # the cursor
 FRAME = b"\x1b[2mstep "  # the bar begins so
 SCENE = """
 import logging, sys, time, warnings
-from accel_gpt.config import Config, EvalConfig, TrainConfig
-from accel_gpt.plan import make_plan
-from accel_gpt.run.terminal import Display
+from accel_gpt.config.experiment import Config, EvalConfig, TrainConfig
+from accel_gpt.config.plan import make_plan
+from accel_gpt.training.terminal import Display
 
 early = logging.StreamHandler()  # before there is a panel
 logging.getLogger("library").addHandler(early)
@@ -358,7 +358,7 @@ def test_ctrl_c_saves_and_leaves_the_terminal_as_it_was(
 @pytest.mark.slow
 def test_a_second_ctrl_c_leaves_the_terminal_as_it_was() -> None:
     play = """
-from accel_gpt.run.signals import StopSignal
+from accel_gpt.training.stopping import StopSignal
 with display:
     stop = StopSignal()
     show(3)

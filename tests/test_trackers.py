@@ -24,8 +24,9 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 
 from accel_gpt import train
-from accel_gpt.run import environment, metrics
-from accel_gpt.run.trackers import run_name
+from accel_gpt.training import accelerator as environment
+from accel_gpt.training import metrics
+from accel_gpt.training.trackers import run_name
 from tests.conftest import launch
 from tests.test_train import records
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 from accel_gpt import train
-from accel_gpt.data.prepare import prepare
-from accel_gpt.data_config import PrepareConfig
-from accel_gpt.evals.figures import Evaluation
+from accel_gpt.config.data import PrepareConfig
+from accel_gpt.config.parse import load_config
+from accel_gpt.config.plan import make_plan
+from accel_gpt.evals.evaluation import Evaluation
 from accel_gpt.evals.samples import is_sample_step
 from accel_gpt.optim.schedule import lr_fraction
-from accel_gpt.parse import load_config
-from accel_gpt.plan import make_plan
+from accel_gpt.prepare.prepare import prepare
 from tests.conftest import QUIET, launch, text_of
 
 Arguments = Callable[..., list[str]]
@@ -350,7 +350,7 @@ def test_the_best_checkpoint_is_that_of_the_val_loss(
     val = iter((3.0, 1.0, 2.0))
     train_loss = iter((3.0, 2.0, 1.0))
     monkeypatch.setattr(
-        "accel_gpt.evals.figures.evaluate_splits",
+        "accel_gpt.evals.evaluation.evaluate_splits",
         lambda *_: {"eval/train_loss": next(train_loss), "eval/val_loss": next(val)},
     )
     assert launch(small_run("--checkpoint.keep_best", "true", "--sample.every", "0")) == 0
@@ -362,7 +362,9 @@ def test_speed_counts_training_alone(
 ) -> None:
     """By a clock on which a step takes a second, and all that is due after it takes a thousand."""
     now = [0.0]
-    monkeypatch.setattr("accel_gpt.run.metrics.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        "accel_gpt.training.metrics.time", SimpleNamespace(monotonic=lambda: now[0])
+    )
 
     def lasting(place: Any, name: str, seconds: float) -> None:
         function = getattr(place, name)

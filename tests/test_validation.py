@@ -18,10 +18,11 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from tokenizers import decoders, models, pre_tokenizers
 
+from accel_gpt.config.data import DataConfig, PrepareConfig
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.parse import load_config
 from accel_gpt.data.folders import open_place
-from accel_gpt.data.prepare import prepare
 from accel_gpt.data.shards import Split, open_split
-from accel_gpt.data_config import DataConfig, PrepareConfig
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.evals.validation import (
     Score,
@@ -33,11 +34,10 @@ from accel_gpt.evals.validation import (
     windows,
 )
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model_config import ModelConfig
-from accel_gpt.parse import load_config
-from accel_gpt.run.corpus import Part as Source
-from accel_gpt.run.corpus import open_shards
-from accel_gpt.run.text_corpus import open_corpus
+from accel_gpt.prepare.prepare import prepare
+from accel_gpt.training.corpus import Part as Source
+from accel_gpt.training.corpus import open_shards
+from accel_gpt.training.text_corpus import open_corpus
 from tests.conftest import WORDS, launch, text_of
 from tests.processes import together
 from tests.test_train import records

@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import save_file
 
 from accel_gpt.cli import dispatch, parted
+from accel_gpt.commands import verify_resume
+from accel_gpt.commands.run_comparison import Finding, compare_runs
+from accel_gpt.config.options import VerifyResumeCommand
+from accel_gpt.config.parse import load_config, to_flat, to_plain
+from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
-from accel_gpt.options import VerifyResumeCommand
-from accel_gpt.parse import load_config, to_flat, to_plain
-from accel_gpt.plan import make_plan
-from accel_gpt.run import verify_resume
-from accel_gpt.run.comparison import Finding, compare_runs
 from tests.conftest import run_here
 
 Arguments = Callable[..., list[str]]

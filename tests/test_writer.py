@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from accel_gpt import files, train
-from accel_gpt.config import CheckpointConfig
+from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.errors import CheckpointError
-from accel_gpt.run import writer
-from accel_gpt.run.checkpoint import checkpoints, read_state, step_name, verify, write_json
-from accel_gpt.run.faults import reached
-from accel_gpt.run.writer import check_shared, prune
+from accel_gpt.faults import reached
+from accel_gpt.training import saving as writer
+from accel_gpt.training.checkpoint import checkpoints, read_state, step_name, verify, write_json
+from accel_gpt.training.saving import check_shared, prune
 from tests.conftest import QUIET, launch
 from tests.test_train import assert_same_weights, records, signal_after, weights
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from accel_gpt.data.formats import open_foreign
+from accel_gpt.config.data import DataConfig
+from accel_gpt.data.foreign import open_foreign
 from accel_gpt.data.remote.folder import RemoteFolder, is_url
 from accel_gpt.data.shards import INDEX, Split, open_split, read_index
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
-from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import DataError
 
 

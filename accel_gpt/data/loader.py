@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from accel_gpt.config.plan import Plan
 from accel_gpt.data.mixture import Mixture
 from accel_gpt.errors import DataError
-from accel_gpt.plan import Plan
 
 Ints = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.unsignedinteger[Any]]

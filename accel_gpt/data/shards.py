@@ -1,4 +1,4 @@
-"""Formats on disk: token shards and their index, mapped for reading (`writer.py` writes them).
+"""Formats on disk: token shards and their index, mapped for reading (written by `prepare/`).
 
 A data folder holds `{split}_{000000}.npy` (one dimension, uint16 or uint32), tokenizer.json and
 dataset.json, the index: tokenizer, vocabulary, and what each shard holds.

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 from torch import Tensor
 
-from accel_gpt.config import SampleConfig
+from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.order import derive_seed
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError, require

@@ -4,7 +4,7 @@ import json
 import math
 import re
 
-from accel_gpt.run.metrics import Record, without_inf
+from accel_gpt.training.metrics import Record, without_inf
 
 LOSS = re.compile(r"eval/(train|val)_loss(/.+)?")
 

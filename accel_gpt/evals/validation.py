@@ -22,7 +22,7 @@ from accel_gpt.model.documents import separate
 from accel_gpt.model.evaluating import evaluating
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
-from accel_gpt.run.corpus import Corpus, Part
+from accel_gpt.training.corpus import Corpus, Part
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
+from accel_gpt.config.plan import plural
+from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.hub.facts import CardFacts
 from accel_gpt.hub.markdown import duration, given, mark, table
-from accel_gpt.model.cost import flops_per_token, parameter_counts
-from accel_gpt.plan import plural
 
 Rows = Iterable[tuple[str, str | None]]
 

@@ -23,20 +23,20 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from accel_gpt.config.data import DataConfig
 from accel_gpt.data.folders import open_place
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import CheckpointError, UserError, require, without_secrets
 from accel_gpt.evals.validation import batches, windows
 from accel_gpt.files import write_file
-from accel_gpt.hub.convert import export_tensors
+from accel_gpt.hub.hf_config import CLASSES, preset_of, write_shape
+from accel_gpt.hub.hf_weights import export_tensors
 from accel_gpt.hub.load import load_pretrained
-from accel_gpt.hub.shapes import CLASSES, preset_of, write_shape
 from accel_gpt.hub.sources import Source, find_source
 from accel_gpt.hub.tokenizer_files import save_for_transformers
 from accel_gpt.hub.verify import PARTED
 from accel_gpt.model.gpt import GPT
-from accel_gpt.run.checkpoint import read_state
+from accel_gpt.training.checkpoint import read_state
 
 WRITTEN = (
     *("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors"),

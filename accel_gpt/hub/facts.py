@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_gpt.config import Config
-from accel_gpt.data_config import TextStream
+from accel_gpt.config.changes import changed
+from accel_gpt.config.data import TextStream
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.parse import build, leaves
+from accel_gpt.config.plan import Plan, make_plan
 from accel_gpt.errors import UserError
 from accel_gpt.hub.privacy import hub_dataset, hub_model, place_name, source_name
 from accel_gpt.hub.trained_on import Source, sources_of
-from accel_gpt.model_config import ModelConfig
-from accel_gpt.parse import build, leaves
-from accel_gpt.plan import Plan, make_plan
 from accel_gpt.report.sample_texts import sample_files, texts_in
-from accel_gpt.run.changes import changed
-from accel_gpt.run.checkpoint import TrainState, read_shape, read_state
-from accel_gpt.run.environment import PACKAGES
-from accel_gpt.run.metrics import read_lines
+from accel_gpt.training.accelerator import PACKAGES
+from accel_gpt.training.checkpoint import TrainState, read_shape, read_state
+from accel_gpt.training.metrics import read_lines
 from accel_gpt.untrusted import load_json, read_json
 
 MOST_SAMPLES = 3

@@ -10,17 +10,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from accel_gpt.config import Config
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.hub.client import fetch, remote_files
-from accel_gpt.hub.convert import Tensors, fill
+from accel_gpt.hub.hf_weights import Tensors, fill
 from accel_gpt.hub.sources import Source, find_source, shape_of
-from accel_gpt.model.cost import parameter_counts
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model_config import ModelConfig
-from accel_gpt.run.checkpoint import load_model
-from accel_gpt.run.corpus import Corpus
+from accel_gpt.training.checkpoint import load_model
+from accel_gpt.training.corpus import Corpus
 from accel_gpt.untrusted import read_json
 
 SAFETENSORS = ("model.safetensors.index.json", "model.safetensors")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.hub.privacy import public_key, without_tokens
-from accel_gpt.run.metrics import COLUMNS, read_lines
+from accel_gpt.training.metrics import COLUMNS, read_lines
 from accel_gpt.untrusted import load_json
 
 NUMBER = r"(?:-?[0-9][0-9.]*(?:e[+-]?[0-9]+)?|-?inf|nan)?"

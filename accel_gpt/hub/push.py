@@ -19,26 +19,20 @@ from typing import TypeVar
 
 from safetensors import SafetensorError
 
+from accel_gpt.config.options import PushCommand
 from accel_gpt.errors import UserError
 from accel_gpt.files import link, sha256
-from accel_gpt.hub.card import write_card
 from accel_gpt.hub.client import Unreachable, check_repo, told
 from accel_gpt.hub.export import write_model
 from accel_gpt.hub.facts import public_launch
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.logs import copy_logs
+from accel_gpt.hub.model_card import write_card
 from accel_gpt.hub.privacy import source_name
 from accel_gpt.hub.resume import STATE
 from accel_gpt.hub.sources import Source
-from accel_gpt.options import PushCommand
-from accel_gpt.run.checkpoint import (
-    find_checkpoint,
-    read_json,
-    read_state,
-    verify,
-    write_json,
-)
-from accel_gpt.run.resume import FREE, NOT_TOLD
+from accel_gpt.training.checkpoint import find_checkpoint, read_json, read_state, verify, write_json
+from accel_gpt.training.resume import FREE, NOT_TOLD
 
 T = TypeVar("T")
 

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from accel_gpt.config import Config
+from accel_gpt.config.experiment import Config
 from accel_gpt.errors import require
 from accel_gpt.hub.client import SCHEME, fetch
-from accel_gpt.run.checkpoint import checkpoints, is_checkpoint
+from accel_gpt.training.checkpoint import checkpoints, is_checkpoint
 
 STATE = "checkpoint"  # folder of the repository
 

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_gpt.config import Config
+from accel_gpt.config.experiment import Config
 from accel_gpt.errors import CheckpointError, require
 from accel_gpt.hub.client import SCHEME, fetch, hub_name
-from accel_gpt.hub.shapes import read_shape
+from accel_gpt.hub.hf_config import read_shape
 from accel_gpt.untrusted import load_yaml, read_json, read_text
 
 SMALL_FILES = ("config.json", "tokenizer*.json", "chat_template.jinja", "vocab.json", "merges.txt")
@@ -50,7 +50,7 @@ def find_source(place: str, checkpoint: str = "last") -> Source:
         )
         return Source(place, folder, ours=False, remote=remote)
     require(folder.is_dir(), f"{place} is a file; give the folder of a run or of a model")
-    from accel_gpt.run.checkpoint import find_checkpoint, is_checkpoint
+    from accel_gpt.training.checkpoint import find_checkpoint, is_checkpoint
 
     if is_checkpoint(folder) or (folder / "checkpoints").is_dir():
         return Source(place, find_checkpoint(folder, checkpoint), ours=True)
@@ -64,7 +64,7 @@ def find_source(place: str, checkpoint: str = "last") -> Source:
 def shape_of(source: Source) -> dict[str, Any]:
     """The fields of `ModelConfig` that a source brings, `vocab_size` among them."""
     if source.ours:
-        from accel_gpt.run.checkpoint import read_shape as read_own
+        from accel_gpt.training.checkpoint import read_shape as read_own
 
         config, vocab_size = read_own(source.folder)
         own = {key: v for key, v in asdict(config).items() if key not in NOT_SHAPE}

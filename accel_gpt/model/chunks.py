@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_gpt.model.cost import chunk_tokens
+from accel_gpt.cost.flops import chunk_tokens
 from accel_gpt.model.loss import IGNORE
 
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.cost.flops import padded_vocab_size
 from accel_gpt.errors import require
-from accel_gpt.model.cost import padded_vocab_size
 from accel_gpt.model.documents import attend, attention_mask, positions
 from accel_gpt.model.head import Head
 from accel_gpt.model.mlp import MLP, ResidualProjection
-from accel_gpt.model_config import ModelConfig
 
 
 class KVCache:

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.cost.flops import padded_vocab_size
 from accel_gpt.model.chunks import chunked_next_token_loss, chunked_row_losses, fits_at_once
-from accel_gpt.model.cost import padded_vocab_size
 from accel_gpt.model.loss import next_token_loss, row_losses
-from accel_gpt.model_config import ModelConfig
 
 
 class Head(nn.Linear):

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
-from accel_gpt.model.cost import activates_twice
-from accel_gpt.model_config import ModelConfig
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.cost.flops import activates_twice
 
 
 class ResidualProjection(nn.Linear):

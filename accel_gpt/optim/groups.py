@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_gpt.config import Config
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.optim import OptimConfig
+from accel_gpt.config.plan import Plan
 from accel_gpt.errors import require
 from accel_gpt.model.head import Head
 from accel_gpt.optim.adamw import GuardedAdamW
 from accel_gpt.optim.muon import MOMENTUM, ROWS, MuonAdamW, hidden_matrices
 from accel_gpt.optim.schedule import lr_fraction, momentum_at
-from accel_gpt.optim_config import OptimConfig
-from accel_gpt.plan import Plan
 
 PEAK = "peak_lr"
 DECAYED = "decayed"

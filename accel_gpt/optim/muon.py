@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from accel_gpt.config.optim import STACK
 from accel_gpt.model.gpt import CausalSelfAttention
 from accel_gpt.model.mlp import MLP
 from accel_gpt.optim.adamw import GuardedAdamW
 from accel_gpt.optim.sharded import is_sharded
-from accel_gpt.optim_config import STACK
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

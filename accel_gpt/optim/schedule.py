@@ -2,7 +2,7 @@
 
 import math
 
-from accel_gpt.plan import Plan
+from accel_gpt.config.plan import Plan
 
 FIRST_MOMENTUM = 0.85
 

@@ -17,14 +17,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from accel_gpt.config.changes import changed
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.plan import plural
+from accel_gpt.config.shipped import shipped_folder
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
-from accel_gpt.model_config import ModelConfig
-from accel_gpt.plan import plural
 from accel_gpt.report.figures import number
 from accel_gpt.report.run_folder import RunFolder, config_name, read_text
-from accel_gpt.run.changes import changed
-from accel_gpt.shipped import shipped_folder
 from accel_gpt.untrusted import load_json
 
 # of the config, what changes neither the shape nor what is computed at the start

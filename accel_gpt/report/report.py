@@ -8,9 +8,9 @@ import csv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from accel_gpt.config.options import ReportCommand
 from accel_gpt.errors import UserError
 from accel_gpt.files import write_file
-from accel_gpt.options import ReportCommand
 from accel_gpt.report.page import build_page
 from accel_gpt.report.references import find_reference, write_reference
 from accel_gpt.report.run_folder import RunFolder, open_runs

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accel_gpt.config.parse import to_flat
 from accel_gpt.errors import UserError, without_secrets
-from accel_gpt.parse import to_flat
 from accel_gpt.report.figures import Figures, number, read_figures
 from accel_gpt.untrusted import load_json, load_yaml, open_file
 
@@ -136,7 +136,7 @@ def starred(value: Any) -> Any:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process is at work in a run's folder: it holds the lock of `run/guards.py`."""
+    """Whether a process is at work in a run's folder: it holds the lock of `training/guards.py`."""
     try:
         with open_file(path / ".lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back at once

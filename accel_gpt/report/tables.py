@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from accel_gpt.config.changes import changed
 from accel_gpt.report.markup import Markup, link, section, table, tag, text
 from accel_gpt.report.panels import PANELS
 from accel_gpt.report.payload import HELLASWAG
 from accel_gpt.report.plots import short
 from accel_gpt.report.references import hardware
 from accel_gpt.report.run_folder import RunFolder
-from accel_gpt.run.changes import changed
 
 ERRORS = ("_se", "_stderr")  # how the key of a standard error ends
 # of eval/, what has a place of its own

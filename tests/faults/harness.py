@@ -20,9 +20,9 @@ from typing import Any, Self
 import torch
 from safetensors.torch import load_file
 
-from accel_gpt.data.prepare import prepare
-from accel_gpt.data_config import PrepareConfig
-from accel_gpt.run.checkpoint import verify
+from accel_gpt.config.data import PrepareConfig
+from accel_gpt.prepare.prepare import prepare
+from accel_gpt.training.checkpoint import verify
 from tests.conftest import text_of
 from tests.faults.server import Answer, Request
 

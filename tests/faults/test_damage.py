@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.errors import UserError
-from accel_gpt.run.checkpoint import verify
+from accel_gpt.training.checkpoint import verify
 from tests.faults.harness import Server, Tiny, assert_same, finish, flip, newest, rewound
 
 FLIPS = 300

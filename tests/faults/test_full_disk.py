@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from accel_gpt.run.checkpoint import verify
+from accel_gpt.training.checkpoint import verify
 from tests.faults.disk import NoDiskError
 from tests.faults.harness import (
     Answer,

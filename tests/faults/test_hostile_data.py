@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from accel_gpt import cli
+from accel_gpt.config.data import DataConfig
 from accel_gpt.data.folders import open_place
-from accel_gpt.data_config import DataConfig
 from accel_gpt.errors import DataError, UserError
 from tests.conftest import launch, run_here
 from tests.faults.attack import Payload, pickled

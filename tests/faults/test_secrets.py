@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from accel_gpt import cli
+from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.data.tokenizer import BytesTokenizer
-from accel_gpt.data_config import DataConfig, PrepareConfig
 from accel_gpt.errors import DataError, visible
 from accel_gpt.hub import export as exporting
 from accel_gpt.hub import push as pushing
 from accel_gpt.hub.sources import Source
 from accel_gpt.model.gpt import GPT
-from accel_gpt.run import environment as machine
-from accel_gpt.run.metrics import append
+from accel_gpt.training import accelerator as machine
+from accel_gpt.training.metrics import append
 from tests.conftest import launch, run_here, tiny
 from tests.hub_server import HubServer, environment, no_waiting, point_at
 

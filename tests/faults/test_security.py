@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from accel_gpt import cli, train
+from accel_gpt.config.parse import load_config
 from accel_gpt.errors import CheckpointError, UserError
-from accel_gpt.parse import load_config
-from accel_gpt.run.checkpoint import find_checkpoint, read_json, read_shape, read_state, verify
+from accel_gpt.training.checkpoint import find_checkpoint, read_json, read_shape, read_state, verify
 from accel_gpt.untrusted import load_yaml
 from tests.conftest import launch, run_here
 from tests.faults.attack import fit, pickled, plant, zipped
@@ -164,7 +164,7 @@ import os
 import sys
 from accel_gpt import cli, train
 from accel_gpt.errors import run_main
-import accel_gpt.hub.load, accel_gpt.evals.interactive, torch._dynamo
+import accel_gpt.hub.load, accel_gpt.commands.sample, torch._dynamo
 names = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen")
 def hook(name, arguments):
     if name in names:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from accel_gpt import train
-from accel_gpt.config import SampleConfig
+from accel_gpt.config.data import PrepareConfig
+from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.order import derive_seed
-from accel_gpt.data.prepare import prepare
-from accel_gpt.data_config import PrepareConfig
 from accel_gpt.evals.samples import write_text
 from accel_gpt.hub.load import load_pretrained
+from accel_gpt.prepare.prepare import prepare
 from tests.conftest import run_here
 from tests.faults import test_fsdp
 from tests.faults.test_fsdp import FAULTY, launch

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from accel_gpt.run.signals import SIGNALS
+from accel_gpt.training.stopping import SIGNALS
 from tests.faults.launches import (
     TWO,
     Direct,
@@ -273,7 +273,7 @@ def test_a_hang_ends_all_and_names_the_place(
     assert time.monotonic() - began < 25
     shown = launch.shown(rank)
     assert f"process {rank} completed nothing for 4s (train.step_timeout)" in shown
-    assert 'accel_gpt/run/faults.py", line' in shown
+    assert 'accel_gpt/faults.py", line' in shown
     assert "in act" in shown
     assert 'data/loader.py", line' in shown  # another thread
 
@@ -281,7 +281,7 @@ def test_a_hang_ends_all_and_names_the_place(
 def test_a_hang_that_holds_the_interpreter_ends_too() -> None:
     code = (
         "import ctypes\n"
-        "from accel_gpt.run.watchdog import Watchdog\n"
+        "from accel_gpt.training.watchdog import Watchdog\n"
         "def holds_the_interpreter(): ctypes.PyDLL(None).sleep(60)\n"
         "with Watchdog('1s'):\n"
         "    __import__('time').sleep(0.3)\n"

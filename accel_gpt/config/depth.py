@@ -1,0 +1,188 @@
+"""The depth dial: what `model.depth` sets where the config does not. No torch.
+
+Rules and start values are those of nanochat (Karpathy 2025-26, scripts/base_train.py) and of
+modded-nanogpt's track 3 (Jordan and others 2026, start 36); docs/fast.md has them as a table. The
+reference is depth 12 with batches of 2^19 tokens, for which the start values were found.
+
+Legend: N parameters of blocks and head, D tokens of the run, B tokens of a step.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any
+
+from accel_gpt.config.data import PrepareConfig
+from accel_gpt.config.model import PRESETS, ModelConfig
+from accel_gpt.errors import require
+
+HEAD_DIM = 128
+CHANNELS_PER_LAYER = 64
+REFERENCE_DEPTH, REFERENCE_WIDTH, REFERENCE_BATCH = 12, 768, 2**19
+TOKENS_PER_PARAMETER = 10.5  # of N; nanochat dev/LOG.md, January 2026
+BATCH_EXPONENT = 0.383  # Bergsma et al. 2025, arXiv 2505.13738: the best batch grows as D^0.383
+MUON_LR, MUON_DECAY = 0.025, 0.05
+EMBEDDING_LR, HEAD_LR = 0.7, 0.004  # the first for a table drawn with spread 1
+MOMENTUM_WARMUP = 300  # steps; at most a tenth of the run (assumption)
+WARMUP, COOLDOWN, FLOOR = 40, 0.65, 0.05  # steps; share of the run; share of the peak
+MICRO_BATCH = 16  # sequences, unless a step has fewer
+KINDS: Mapping[str, Any] = MappingProxyType(
+    {"model.preset": "fast", "optim.name": "muon", "schedule.name": "wsd"}
+)
+# of the recipe's optimizer, the same at every depth
+RECIPE: Mapping[str, Any] = MappingProxyType(
+    {
+        "optim.beta1": 0.8,
+        "optim.beta2": 0.95,
+        "optim.eps": 1e-10,
+        "optim.weight_decay": 0.0,
+        "optim.grad_clip": 0.0,
+        "optim.muon_scale": "original",
+        "optim.muon_cautious_decay": True,
+    }
+)
+VOCABULARIES: Mapping[str, int] = MappingProxyType({"gpt2": 50257, "bytes": 257})
+
+
+def turn(checked: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys that the dial sets, by dotted keys: those that `checked` lacks or has as null; none
+    without a depth.
+
+    Raises `UserError` where a model that is started from has its shape already.
+    """
+    if checked.get("model.depth") is None:
+        return {}
+    start = checked.get("model.init_from", "scratch")
+    require(
+        start == "scratch",
+        f"model.depth is {checked['model.depth']} but model.init_from is {start}, which brings its "
+        "shape; leave model.depth out",
+    )
+    full = {**KINDS, **checked}
+    for key, value in PRESETS[full["model.preset"]].items():
+        full.setdefault(f"model.{key}", value)
+    given = {key: value for key, value in full.items() if value is not None}
+    return {key: value for key, value in rules(given).items() if checked.get(key) is None}
+
+
+def rules(given: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the dial says, from what is given and, where that lacks a value, its own."""
+    depth = int(given["model.depth"])
+    found: dict[str, Any] = dict(KINDS)
+
+    def value(key: str) -> Any:
+        return given.get(key, found.get(key))
+
+    found["model.n_layer"] = depth
+    found["model.n_embd"] = -(-depth * CHANNELS_PER_LAYER // HEAD_DIM) * HEAD_DIM
+    found["model.n_head"] = max(1, value("model.n_embd") // HEAD_DIM)
+    shape = {key[6:]: item for key, item in (found | dict(given)).items() if key[:6] == "model."}
+    tokens = TOKENS_PER_PARAMETER * scaling_parameters(ModelConfig(**shape), given)
+    reference = TOKENS_PER_PARAMETER * reference_parameters(ModelConfig(**shape), given)
+    batch = REFERENCE_BATCH * (tokens / reference) ** BATCH_EXPONENT
+    found["train.tokens_per_step"] = 2 ** round(math.log2(batch))
+    B, T = value("train.tokens_per_step"), value("model.block_size") or ModelConfig.block_size
+    found["train.micro_batch_size"] = max(1, min(MICRO_BATCH, B // T))
+    steps = value("train.max_steps") or max(1, round(tokens / B))
+    if not value("train.max_steps"):
+        found["train.max_tokens"] = steps * B
+        steps = max(1, -(-value("train.max_tokens") // B))
+    by_hand = value("schedule.decay_steps") or value("schedule.decay_tokens")
+    if value("schedule.name") == "wsd" and not by_hand:
+        found["schedule.decay_share"] = COOLDOWN
+    if not value("schedule.warmup_tokens"):
+        found["schedule.warmup_steps"] = min(WARMUP, steps // 10)
+    if value("model.preset") == "fast" and value("optim.name") == "muon":
+        found |= rates(value, B, reference / tokens, steps)
+    return found
+
+
+def rates(value: Any, B: int, shortness: float, steps: int) -> dict[str, Any]:
+    """Learning rates and decay of the `fast` recipe.
+
+    All rates grow as the root of B (Malladi et al. 2022 for Adam; for Muon an assumption of
+    nanochat's), AdamW's fall as the root of the width; the decay keeps B / (lr decay D), the epochs
+    that weights remember (Wang & Aitchison 2024, arXiv 2405.13698). The embedding is normalised at
+    once, so that only lr over its initial spread counts.
+    """
+    by_batch = math.sqrt(B / REFERENCE_BATCH)
+    by_width = math.sqrt(REFERENCE_WIDTH / value("model.n_embd"))
+    found = dict(RECIPE)
+    found["optim.lr"] = short(HEAD_LR * by_batch * by_width)
+    spread = value("model.init_std") or ModelConfig.init_std
+    found["optim.embedding_lr"] = short(EMBEDDING_LR * spread * by_batch * by_width)
+    if (value("optim.muon_scale") or RECIPE["optim.muon_scale"]) == "original":
+        found["optim.muon_lr"] = short(MUON_LR * by_batch)
+    found["optim.muon_weight_decay"] = short(MUON_DECAY * by_batch * shortness)
+    found["optim.muon_momentum_warmup"] = min(MOMENTUM_WARMUP, steps // 10)
+    found["schedule.min_lr"] = short(FLOOR * (value("optim.lr") or found["optim.lr"]))
+    return found
+
+
+def short(number: float) -> float:
+    """Four significant digits."""
+    return float(f"{number:.4g}")
+
+
+def scaling_parameters(model: ModelConfig, given: Mapping[str, Any]) -> int:
+    """N: matrices of the blocks and the head, tied or not, which give the cleanest scaling laws
+    (nanochat dev/LOG.md, January 2026).
+    """
+    heads = (2 * model.n_head + 2 * model.kv_heads) * model.head_size
+    mlp = (3 if model.mlp == "swiglu" else 2) * model.hidden_size
+    return model.n_embd * (model.n_layer * (heads + mlp) + vocabulary(given))
+
+
+def reference_parameters(model: ModelConfig, given: Mapping[str, Any]) -> int:
+    """N of the reference, 12 layers with all heads of 128 channels, and the same vocabulary."""
+    heads = REFERENCE_WIDTH // HEAD_DIM
+    mlp = ModelConfig(mlp=model.mlp, n_embd=REFERENCE_WIDTH, n_head=heads, n_layer=REFERENCE_DEPTH)
+    return scaling_parameters(mlp, given)
+
+
+def vocabulary(given: Mapping[str, Any]) -> int:
+    """Tokens in the vocabulary, as the config tells; `UserError` where it does not."""
+    if size := given.get("model.vocab_size"):
+        return int(size)
+    tokenizer = given.get("data.tokenizer")
+    if tokenizer is None and given.get("data.prepare.source"):
+        tokenizer = given.get("data.prepare.tokenizer", PrepareConfig.tokenizer)
+    if tokenizer == "bpe":
+        return int(given.get("data.prepare.vocab_size", PrepareConfig.vocab_size))
+    require(
+        tokenizer in VOCABULARIES,
+        f"model.depth is {given['model.depth']}, from which the batch follows with the size of the "
+        f"vocabulary, but the config does not tell that of tokenizer {tokenizer}; set "
+        "model.vocab_size",
+    )
+    return VOCABULARIES[str(tokenizer)]
+
+
+def describe(flat: Mapping[str, Any]) -> Sequence[str]:
+    """What of a resolved config, by dotted keys, follows from its depth and what was set over it,
+    a line for each section; none without a depth.
+    """
+    if flat.get("model.depth") is None:
+        return []
+    lines = []
+    said = rules(flat)
+    for section, keys in groupby(sorted(said), section_of):
+        words: dict[bool, list[str]] = {True: [], False: []}
+        for key in keys:
+            words[flat[key] == said[key]].append(f"{key.partition('.')[2]} {shown(flat[key])}")
+        line = f"depth {flat['model.depth']} sets {section}: {', '.join(words[True]) or 'nothing'}"
+        lines.append(line + (f"; set over it: {', '.join(words[False])}" if words[False] else ""))
+    return lines
+
+
+def section_of(key: str) -> str:
+    """`model` of `model.n_layer`."""
+    return key.partition(".")[0]
+
+
+def shown(value: Any) -> str:
+    """A value as the lines of a run show it."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,122 @@
+"""The numbers that follow from the config and the number of processes. No torch."""
+
+import math
+from dataclasses import dataclass
+
+from accel_gpt.config.experiment import Config
+from accel_gpt.errors import UserError, require
+
+WSD_DECAY_SHARE = 0.2  # of all steps; assumption, within the 10-20 % of Hägele et al. 2024, fig. 5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Batch and length of a run, all derived."""
+
+    world_size: int
+    micro_batch_size: int  # sequences
+    block_size: int  # tokens
+    accumulation_steps: int  # micro-steps per step
+    max_steps: int
+    warmup_steps: int
+    decay_steps: int
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of one optimizer update, over all processes."""
+        return self.micro_batch_size * self.accumulation_steps * self.world_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer update, over all processes."""
+        return self.sequences_per_step * self.block_size
+
+    def firsts(self, rank: int, position: int) -> range:
+        """Number of the first sequence of each micro-step of process `rank`, from `position` on."""
+        start = position + rank * self.micro_batch_size
+        end = position + self.sequences_per_step
+        return range(start, end, self.micro_batch_size * self.world_size)
+
+    def describe(self) -> str:
+        """The arithmetic of the run, for its first lines."""
+        batch = plural(self.micro_batch_size, "sequence")
+        micro = plural(self.accumulation_steps, "micro-step")
+        processes = plural(self.world_size, "process", "processes")
+        return (
+            f"{self.tokens_per_step:,} tokens a step = {batch} x {self.block_size:,} tokens "
+            f"x {micro} x {processes}\n"
+            f"{self.max_steps * self.tokens_per_step:,} tokens in all = {self.max_steps:,} steps, "
+            f"{self.warmup_steps:,} of them warm-up"
+        )
+
+
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def make_plan(config: Config, world_size: int) -> Plan:
+    """Derive the plan; `UserError` where the numbers do not fit together."""
+    train, schedule = config.train, config.schedule
+    require(
+        train.max_steps is not None or train.max_tokens is not None,
+        "the length of the run is not set; set train.max_steps or train.max_tokens",
+    )
+    max_steps = train.max_steps or in_steps(train.max_tokens, train.tokens_per_step)
+    warmup = in_steps(schedule.warmup_tokens, train.tokens_per_step) or schedule.warmup_steps
+    if schedule.name != "constant":
+        require(
+            warmup < max_steps,
+            f"the warm-up takes {warmup:,} steps but the run only {max_steps:,}; "
+            "shorten schedule.warmup_steps or lengthen the run",
+        )
+    share = schedule.decay_share or (WSD_DECAY_SHARE if schedule.name == "wsd" else 1)
+    everything = math.ceil(share * max_steps)
+    decay = in_steps(schedule.decay_tokens, train.tokens_per_step) or schedule.decay_steps
+    decay = decay or min(everything, max(1, max_steps - warmup))
+    require(
+        schedule.name != "wsd" or warmup + decay <= max_steps,
+        f"the warm-up takes {warmup:,} steps and the decay {decay:,}, more than the {max_steps:,} "
+        "of the run; shorten schedule.decay_steps",
+    )
+    return Plan(
+        world_size=world_size,
+        micro_batch_size=train.sequences,
+        block_size=config.model.block_size,
+        accumulation_steps=accumulation(config, world_size),
+        max_steps=max_steps,
+        warmup_steps=warmup,
+        decay_steps=decay,
+    )
+
+
+def in_steps(tokens: int | None, tokens_per_step: int) -> int:
+    """Steps that cover `tokens`, rounded up; 0 for none."""
+    return math.ceil((tokens or 0) / tokens_per_step)
+
+
+def accumulation(config: Config, world_size: int) -> int:
+    """Micro-steps per step; `UserError` naming what would divide exactly."""
+    total, micro, block = (
+        config.train.tokens_per_step,
+        config.train.sequences,
+        config.model.block_size,
+    )
+    unit = micro * block * world_size
+    if total % unit == 0:
+        return total // unit
+    below = total // unit * unit
+    sequences = total // block
+    fitting = [
+        size
+        for size in range(1, min(sequences, 4096) + 1)
+        if total % block == 0 and sequences % (size * world_size) == 0
+    ]
+    micro_hint = ", ".join(map(str, sorted(fitting, key=lambda size: abs(size - micro))[:4]))
+    raise UserError(
+        f"train.tokens_per_step is {total:,}, not a multiple of {micro} sequences x {block} tokens "
+        f"x {world_size} processes = {unit:,}; nearest: "
+        + (f"{below:,} or " if below else "")
+        + f"{below + unit:,}"
+        + (f", or train.micro_batch_size one of {micro_hint}" if micro_hint else "")
+    )

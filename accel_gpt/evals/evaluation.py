@@ -1,0 +1,60 @@
+"""All figures of an evaluation: the loss of both splits, and questions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from accelerate import Accelerator
+
+from accel_gpt.config.data import TextStream
+from accel_gpt.config.experiment import Config
+from accel_gpt.data.remote.folder import is_url
+from accel_gpt.errors import require
+from accel_gpt.evals.hellaswag import Questions, read_questions, score_questions
+from accel_gpt.evals.validation import evaluate_splits
+from accel_gpt.model.gpt import GPT
+from accel_gpt.training.corpus import Corpus, sources_of, val_sources
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is asked of a model."""
+
+    corpus: Corpus
+    batch_size: int  # windows of block_size tokens per process and forward
+    questions: Questions = ()  # of HellaSwag
+
+    def figures(
+        self, model: GPT, accelerator: Accelerator, beat: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """The eval/ figures of a record; a collective. `beat` is called with each batch."""
+        found = evaluate_splits(model, self.corpus, accelerator, self.batch_size, beat)
+        if self.questions:
+            parts = (model, self.questions, accelerator, self.batch_size)
+            found |= score_questions(*parts, beat)
+        return found
+
+    def whole_val(
+        self, model: GPT, accelerator: Accelerator, beat: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """The eval/whole_val figures: over all tokens of the val split; a collective."""
+        val = tuple(replace(part, tokens=None) for part in self.corpus.evaluated["val"])
+        whole = replace(self.corpus, evaluated={"whole_val": val})
+        return evaluate_splits(model, whole, accelerator, self.batch_size, beat)
+
+
+def open_evaluation(config: Config, corpus: Corpus) -> Evaluation:
+    """What the config asks; a fault in the questions is told now, not when they are due."""
+    if config.eval.whole_at_end:
+        data = config.data
+        streamed = isinstance(data.train, TextStream)
+        held = val_sources(data) or ([] if streamed else sources_of(data))
+        require(
+            bool(held) and not any(is_url(source.path) for source in held),
+            "eval.whole_at_end is true but the val split is remote or streamed, and eval.tokens "
+            "tokens of it are held; leave eval.whole_at_end out",
+        )
+    questions: Questions = ()
+    if config.eval.hellaswag is not None:
+        parts = (config.eval.hellaswag, corpus.tokenizer, config.model.block_size)
+        questions = read_questions(*parts, config.eval.hellaswag_limit)
+    return Evaluation(corpus, config.train.sequences, questions)

@@ -1,0 +1,313 @@
+"""Which files a source consists of, in order, and which of them a machine reads.
+
+Downloads go to ~/.cache/accel_gpt (or $XDG_CACHE_HOME/accel_gpt).
+"""
+
+import glob
+import hashlib
+import http.client
+import json
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import types
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from accel_gpt import untrusted
+from accel_gpt.config.data import PrepareConfig, Source
+from accel_gpt.data.remote.stores import http_request
+from accel_gpt.errors import DataError, UserError, require
+
+# Endings of the files that a folder is searched for; a file given by name may have any.
+SUFFIXES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {
+        "text": (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".js"),
+        "jsonl": tuple(a + b for a in (".jsonl", ".json", ".ndjson") for b in ("", ".gz", ".zst")),
+        "parquet": (".parquet",),
+        "arrow": (".arrow", ".feather"),
+    }
+)
+# Tests and installed packages are no part of the library's own sources.
+STDLIB_SKIP = frozenset(
+    ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled")
+)
+# Text for a byte of a compressed file. Assumption: what gzip and zstd make of prose and code.
+EXPANSION = 3
+TIMEOUT = 60  # seconds without a byte before a download is given up
+CHUNK = 1 << 20  # bytes read from the network at once
+KEPT_FREE = 1 << 30  # bytes that a download of unknown size leaves free
+
+
+# --------------------------------------------------------------------------- sources
+
+
+def check_source(config: PrepareConfig) -> None:
+    """Whether this module reads such a source."""
+    readable = "stdlib, text, jsonl, parquet, arrow or dataset"
+    require(
+        config.source not in (None, "shards"),
+        f"data.prepare.source is {'not set' if config.source is None else config.source}; for text "
+        f"give {readable}, otherwise an existing folder as data.train",
+    )
+    require(
+        config.path != "-" or config.source in ("text", "jsonl"),
+        f"data.prepare.source is {config.source}, which cannot be read from standard input; give "
+        "text or jsonl, or a file",
+    )
+
+
+def files(config: PrepareConfig) -> list[Path]:
+    """Local files of the source, a URL being downloaded first; `UserError` if all are empty."""
+    if config.source == "stdlib":
+        return stdlib_files()
+    assert config.source is not None
+    assert config.path is not None
+    check_path(config.path)
+    saved = saved_files(config.path, config.dataset_split) if config.source == "arrow" else None
+    found = saved or find_files(config.path, SUFFIXES[config.source])
+    require(
+        any(path.stat().st_size for path in found),
+        f"data.prepare.path is {config.path}, which holds no text: {found[0]} is empty; expected "
+        "a file with text in it",
+    )
+    return found
+
+
+def check_path(path: str) -> None:
+    """`UserError` for a name that the system cannot look up."""
+    try:
+        if not is_url(path):
+            Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"data.prepare.path is {path:.100}, which cannot be looked up: "
+            f"{getattr(error, 'strerror', None) or error}; give a file, a folder, a glob or an "
+            "http(s) URL"
+        ) from None
+
+
+def text_bytes(path: Path) -> int:
+    """About how many bytes of text a file holds."""
+    compressed = path.name.lower().endswith((".gz", ".zst", ".parquet"))
+    return path.stat().st_size * (EXPANSION if compressed else 1)
+
+
+def describe_source(config: PrepareConfig, times: bool = True) -> str:
+    """A fingerprint (SHA-256 in hex) of what is read: names, sizes and, if asked, times of change
+    of files in their order, of a download its URL; the id of a data set. Empty for standard input.
+    """
+    check_source(config)
+    if config.path == "-":
+        return ""
+    if config.source == "dataset":
+        seen: list[object] = [config.dataset, config.dataset_config, config.dataset_split]
+    elif config.path is not None and is_url(config.path):
+        seen = [config.path, *(path.stat().st_size for path in files(config))]
+    else:
+        paths = files(config)
+        root = os.path.commonpath([path.absolute().parent for path in paths])
+        seen = []
+        for path in paths:
+            state = path.stat()
+            name = path.absolute().relative_to(root).as_posix()
+            seen.append([name, state.st_size, *([state.st_mtime_ns] if times else [])])
+    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
+
+
+def file_share(sizes: list[int], rank: int, world: int) -> range:
+    """Numbers of the rank's files: a run of about equal bytes, of one file at least."""
+    bounds, done, unit = [0], 0, 0
+    for part in range(1, world):
+        while unit < len(sizes) and (done + sizes[unit] / 2) * world < part * sum(sizes):
+            done += sizes[unit]
+            unit += 1
+        bounds.append(min(max(unit, bounds[-1] + 1), len(sizes) - world + part))
+    return range(bounds[rank], [*bounds, len(sizes)][rank + 1])
+
+
+# --------------------------------------------------------------------------- files
+
+
+def stdlib_files() -> list[Path]:
+    """Python sources of the running interpreter's library, without tests."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = walk(root, (".py",), STDLIB_SKIP)
+    if not found:
+        raise UserError(
+            f"this Python has no library sources in {root}; choose another data.prepare.source"
+        )
+    return found
+
+
+def walk(root: Path, suffixes: tuple[str, ...], skip: frozenset[str] = frozenset()) -> list[Path]:
+    """Regular files below `root` with one of `suffixes`, hidden ones left out, by relative path."""
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+        matching = [n for n in names if n.lower().endswith(suffixes) and not n.startswith(".")]
+        found.extend(path for n in matching if (path := Path(folder, n)).is_file())
+    return sorted(found, key=lambda path: path.relative_to(root).parts)
+
+
+def find_files(path: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """The files that `path` (file, folder, glob or URL) stands for, sorted."""
+    if is_url(path):
+        return [download(path)]
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [place]
+    if place.is_dir():
+        if found := walk(place, suffixes):
+            return found
+        raise UserError(
+            f"data.prepare.path is the folder {path}, which holds no file ending in "
+            f"{' '.join(suffixes)}; give a glob such as {path.rstrip('/')}/* to take others"
+        )
+    if not glob.has_magic(path):
+        raise UserError(
+            f"data.prepare.path is {path}, which does not exist (looked for {place.absolute()}); "
+            "give a file, a folder, a glob or an http(s) URL"
+        )
+    found = [Path(name) for name in sorted(glob.glob(str(place), recursive=True))]
+    found = [file for file in found if file.is_file()]
+    if not found:
+        raise UserError(
+            f"data.prepare.path is {path}, which matches no file (looked from {Path.cwd()}); "
+            "give a file, a folder, a glob or an http(s) URL"
+        )
+    return found
+
+
+def saved_files(path: str, split: str) -> list[Path] | None:
+    """The files of a folder that `datasets` wrote by save_to_disk, None for other places.
+
+    Other Arrow files in it are caches of derived data; of several splits `split` is meant.
+    """
+    folder = Path(path).expanduser()
+    if (folder / "dataset_dict.json").is_file():
+        held = read_json(folder / "dataset_dict.json").get("splits")
+        held = held if isinstance(held, list) else []
+        if split not in held:
+            raise UserError(
+                f"data.prepare.dataset_split is {split}, which {path} does not have; it has "
+                f"{', '.join(map(str, held))}"
+            )
+        folder = folder / split
+    if not (folder / "state.json").is_file():
+        return None
+    state = folder / "state.json"
+    named = read_json(state).get("_data_files") or []
+    return [saved_file(state, entry) for entry in (named if isinstance(named, list) else [named])]
+
+
+def saved_file(state: Path, entry: object) -> Path:
+    """The file beside `state` that an entry of it names."""
+    name = entry.get("filename") if isinstance(entry, Mapping) else None
+    if not isinstance(name, str) or "\0" in name or name != Path(name).name or "\\" in name:
+        raise DataError(
+            f"{state} has the entry {entry!r:.80}; expected the name of a file beside it"
+        )
+    if not (state.parent / name).is_file():
+        raise DataError(
+            f"{state} names {name}, which is not in {state.parent}; copy the whole folder"
+        )
+    return state.parent / name
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a small JSON file."""
+    try:
+        return dict(untrusted.read_json(path))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path} is not the file that save_to_disk writes: {error}") from None
+
+
+def guess_source(path: str) -> Source:
+    """What `path` holds, by the endings of its files: of several kinds the one with most bytes.
+
+    Bare .json beside other kinds does not count: it describes them. What is left out is told.
+    Raises `UserError` when no ending is known, and for standard input, which has none.
+    """
+    require(
+        path != "-",
+        "data.prepare.path is -, and standard input does not tell what it holds; give --source "
+        "text or --source jsonl",
+    )
+    check_path(path)
+    place = Path(path).expanduser()
+    if any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return "arrow"
+    if is_url(path):
+        sizes = {path.split("?")[0].split("#")[0]: 1}
+    else:
+        endings = tuple(ending for known in SUFFIXES.values() for ending in known)
+        sizes = {str(file): file.stat().st_size for file in find_files(path, endings)}
+    amount, count = dict.fromkeys(SUFFIXES, 0), dict.fromkeys(SUFFIXES, 0)
+    bare = all(name.lower().endswith(".json") for name in sizes)
+    for name, size in sizes.items():
+        for source, known in SUFFIXES.items():
+            count[source] += name.lower().endswith(known)
+            if bare or not name.lower().endswith(".json"):
+                amount[source] += (size + 1) * name.lower().endswith(known)
+    best = max(amount, key=amount.__getitem__)
+    if amount[best] and count[best] < len(sizes):
+        left_out = len(sizes) - count[best]
+        sys.stderr.write(f"reading {count[best]} files as {best}; {left_out} others left out\n")
+    if not amount[best]:
+        raise UserError(
+            f"data.prepare.path is {path}, whose ending does not tell what it holds; set "
+            "data.prepare.source to text, jsonl, parquet or arrow"
+        )
+    return cast(Source, best)
+
+
+# --------------------------------------------------------------------------- network
+
+
+def is_url(path: str) -> bool:
+    """Whether `path` is an http(s) URL."""
+    return re.match(r"https?://", path) is not None
+
+
+def download(url: str) -> Path:
+    """The file at `url`, fetched once."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accel_gpt"
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", url.split("?")[0].rstrip("/").rpartition("/")[2])
+    target = cache / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{name}"
+    if target.exists():
+        return target
+    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        fetch(url, temporary)
+        temporary.rename(target)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise UserError(
+            f"{url} could not be downloaded to {cache}: {error}; check the address and the "
+            "network, or fetch it by hand and give data.prepare.path the file"
+        ) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def fetch(url: str, target: Path) -> None:
+    """Write the content of `url` to `target`; an answer that breaks off is an `OSError`."""
+    request = http_request(urllib.parse.urlsplit(url))
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as answer, target.open("wb") as file:
+        expected = answer.headers.get("Content-Length")
+        while data := answer.read(CHUNK):
+            file.write(data)
+            if expected is None and shutil.disk_usage(target.parent).free < KEPT_FREE:
+                raise OSError(
+                    f"its server does not tell its size, and after {file.tell():,} bytes less than "
+                    f"{KEPT_FREE:,} are free on the disk"
+                )
+        if expected is not None and file.tell() != int(expected):
+            raise OSError(f"it broke off after {file.tell()} of {expected} bytes")

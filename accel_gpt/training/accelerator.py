@@ -1,0 +1,361 @@
+"""The machine: processes, threads, precision; and what `run.json` records of it."""
+
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    LoggerType,
+    ProjectConfiguration,
+    parse_flag_from_env,
+)
+
+from accel_gpt.config.data import DataConfig
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import to_flat, to_plain
+from accel_gpt.config.plan import Plan
+from accel_gpt.cost.processor import bf16_instructions
+from accel_gpt.data.remote.folder import is_url
+from accel_gpt.errors import duration, require
+from accel_gpt.prepare.prepare import prepare
+from accel_gpt.training.compiler import check_fp8, requested_precision
+from accel_gpt.training.dashboard import check_port
+from accel_gpt.training.engine import check_engine, check_requested_engine, fp8_recipe, set_up_fsdp
+from accel_gpt.training.guards import require_same
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # where train.step_timeout is null
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # glibc, malloc.h
+# what a launcher tells its processes, by how it begins
+LAUNCHERS = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("ACCELERATE_", "TORCHELASTIC_", "FSDP_", "PET_"),
+)
+# keys of the config that may differ between machines: paths, and what does not change training
+LOCAL = (
+    *("data.train", "data.val", "data.tokenizer", "data.cache_", "data.prepare."),
+    "checkpoint.resume",  # in the cache of each, where it was fetched
+    *("model.init_from", "eval.hellaswag", "train.cpu_threads", "log."),
+    "out_dir",  # each save checks that it is shared
+)
+PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "tiktoken", "numpy")
+
+
+def world_size() -> int:
+    """Processes that the launcher started.
+
+    Raises `UserError` where it did not say how they find each other: each would train alone.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    require(
+        size == 1 or not missing,
+        f"WORLD_SIZE is {size} but {', '.join(missing)} are not set; start with accelerate launch "
+        "or with torchrun",
+    )
+    return size
+
+
+def plain_environment() -> dict[str, str]:
+    """Ours without what a launcher put there: for processes that are not of its group."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
+
+
+def is_main() -> bool:
+    """Whether this is the first process of all machines; known before any of them talks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def ensure_data(data: DataConfig) -> None:
+    """Make the data folder if it is missing: one process a machine does, the others wait.
+
+    The work is done by `accel-gpt prepare` in a process of its own, which needs no torch and gives
+    its memory back. Exits with its code if it fails; raises `UserError` if the folder that is there
+    was prepared in another way.
+    """
+    text = data.prepare.path or data.prepare.dataset
+    if data.prepare.source is None:
+        require(
+            not (text and data.folder) or Path(str(data.folder)).exists(),
+            f"data.train {data.folder} does not exist, and data.prepare.source does not say what "
+            f"{text} is; set it to text, jsonl, parquet, arrow or dataset",
+        )
+        return
+    require(
+        bool(data.folder) and not is_url(str(data.folder)),
+        f"data.prepare makes one folder, but data.train is {data.train or 'empty'}; name the "
+        "folder, or prepare those of a mixture one by one with accel-gpt prepare",
+    )
+    folder = Path(str(data.folder))
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        while not (folder / "dataset.json").exists():
+            time.sleep(0.2)
+        return
+    if (folder / "dataset.json").exists():
+        prepare(data.prepare, folder)  # only compares
+        return
+    settings = {"out": str(folder), **asdict(data.prepare)}
+    # through a pipe: everybody on the machine can see a command line, and a URL may hold a password
+    reading, writing = os.pipe()
+    os.write(writing, json.dumps(settings, ensure_ascii=False).encode("utf-8", "surrogateescape"))
+    os.close(writing)
+    command = [sys.executable, "-m", "accel_gpt.cli", "prepare", f"/dev/fd/{reading}"]
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.signal(n, lambda number, _: sys.exit(128 + number)) for n in numbers]
+    try:  # the process is killed if we are told to end
+        code = subprocess.run(command, check=False, pass_fds=(reading,)).returncode
+    finally:
+        os.close(reading)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    if code:
+        sys.exit(code)
+
+
+def start_processes(config: Config) -> PartialState:
+    """Join the processes into one group, and set what computing needs: threads, float32 products.
+
+    Raises `UserError` for an engine that is not supported, and for processes that do not form one
+    group or differ in config, code or versions: they would train apart.
+    """
+    check_requested_engine()
+    if config.train.reproducible:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
+    # Accelerator would see to use_cpu of the accelerate config, PartialState does not
+    cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    state = PartialState(cpu=cpu, timeout=collective_timeout(config))
+    check_processes(state, world_size())
+    require_same(state, rank_identity(config) if state.num_processes > 1 else {})
+    set_float32_products(config.train.matmul_precision, state.device)
+    if state.device.type == "cpu":
+        threads = 1 if config.train.reproducible else shared_cores()
+        torch.set_num_threads(config.train.cpu_threads or threads)
+        torch.set_flush_denormal(True)  # Adam moments of unseen tokens decay into denormals
+        keep_freed_memory()
+    return state
+
+
+def set_float32_products(precision: str, device: torch.device) -> None:
+    """Let products of float32 compute as `train.matmul_precision` says; auto: TF32 on CUDA alone.
+
+    On a CPU TF32 sends small products, as those of attention, through a slower path of oneDNN.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = precision != "highest"
+    else:
+        torch.set_float32_matmul_precision("highest" if precision == "auto" else precision)
+
+
+def make_accelerator(config: Config, plan: Plan) -> Accelerator:
+    """The `Accelerator` of a run, after `start_processes`, with a precision that is not auto.
+
+    Raises `UserError` for an engine or precision that is not supported: see `training/engine.py`.
+    """
+    check_trackers(config.log.trackers)
+    check_fp8(config)
+    if config.log.dashboard and is_main():
+        check_port(config.log.dashboard_port)
+    # at every save it would tell that tied weights are stored once
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
+    # twice a step Accelerate would search all of sys.path for this optimizer: 0.25 ms
+    sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]
+    # torch 2.13 has another name for it, which Accelerate 1.15 cannot pass on
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+    accelerator = Accelerator(
+        cpu=PartialState().device.type == "cpu",
+        mixed_precision=config.train.mixed_precision,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=plan.accumulation_steps, sync_with_dataloader=False
+        ),
+        log_with=list(config.log.trackers) or None,
+        project_config=ProjectConfiguration(
+            config.out_dir, logging_dir=str(Path(config.out_dir) / "tensorboard")
+        ),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            *fp8_recipe(config),
+        ],
+    )
+    check_engine(accelerator, config)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        set_up_fsdp(accelerator)
+    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16" and is_main():
+        warn_of_slow_bf16()
+    return accelerator
+
+
+def warn_of_slow_bf16() -> None:
+    """Tell that this CPU computes bf16 more slowly than float32, where it does."""
+    if bf16_instructions() is None:
+        sys.stderr.write(
+            "WARNING: mixed_precision is bf16, for which this CPU has no instructions: a step "
+            "takes several times as long as in float32; set train.mixed_precision to auto or no\n"
+        )
+
+
+def check_processes(state: PartialState, started: int) -> None:
+    """Raise `UserError` unless the processes that were `started` form one group."""
+    require(
+        state.num_processes == started,
+        f"the launcher started {started} processes but Accelerate sees "
+        f"{state.num_processes}; start with accelerate launch or with torchrun",
+    )
+
+
+def collective_timeout(config: Config) -> timedelta:
+    """How long processes wait for each other."""
+    seconds = duration("train.step_timeout", config.train.step_timeout)
+    return timedelta(seconds=seconds) if seconds else COLLECTIVE_TIMEOUT
+
+
+def host_group(config: Config, accelerator: Accelerator) -> dist.ProcessGroup | None:
+    """A group of the hosts, beside that of the devices; None for one process. A collective."""
+    if accelerator.num_processes == 1:
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=collective_timeout(config))
+    return group
+
+
+def keep_freed_memory() -> None:
+    """Let the C library reuse large blocks rather than map them anew for every tensor.
+
+    A training step frees and asks for the same blocks again; mapping each costs a page fault per
+    4 KiB: benchmarks/RESULTS.md has what that takes on a virtual machine. glibc only: mallopt(3).
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(M_TOP_PAD, 64 * 2**20)
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Raise `UserError` for a tracker that Accelerate does not know or would silently drop."""
+    known = [str(kind) for kind in LoggerType if str(kind) != "all"]
+    usable = [str(kind) for kind in get_available_trackers()]
+    for name in names:
+        require(name in known, f"log.trackers has {name!r}; Accelerate knows {', '.join(known)}")
+        require(name in usable, f"log.trackers has {name} but it is not installed; pip install it")
+
+
+def shared_cores() -> int:
+    """Cores that this process may use, shared evenly by the processes on the machine.
+
+    `accelerate launch` and `torchrun` set OMP_NUM_THREADS=1; a trainer wants them all.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def device_name(device: torch.device) -> str:
+    """The name that the maker gave the device."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    if device.type != "cpu":
+        return device.type
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "CPU"
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else "CPU"
+
+
+def memory_gb(device: torch.device) -> float:
+    """Peak memory of the device's allocator since the start, or of this process on a CPU; 1e9 B."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def describe_machine(accelerator: Accelerator) -> dict[str, Any]:
+    """Versions, commit and hardware, as JSON."""
+    return {
+        "versions": {"python": platform.python_version(), **package_versions()},
+        "commit": commit(),
+        "device": device_name(accelerator.device),
+        "processes": accelerator.num_processes,
+        "threads_per_process": torch.get_num_threads(),
+        "mixed_precision": accelerator.mixed_precision,
+        "platform": platform.platform(),
+    }
+
+
+def code_versions() -> dict[str, str]:
+    """Versions of Python and the packages that decide a run, and where it is known the commit."""
+    found = {"python": platform.python_version(), **package_versions()}
+    return found | ({"commit": known} if (known := commit()) else {})
+
+
+def rank_identity(config: Config) -> dict[str, Any]:
+    """What all ranks must have alike: the config without its paths of data, whose content is
+    compared when it is open, the code of this package, and the versions that decide a run.
+    """
+    package, code = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        if file.is_file():  # no dangling link of an editor
+            code.update(str(file.relative_to(package)).encode() + file.read_bytes())
+    flat = to_flat(to_plain(config))
+    versions = package_versions()
+    return {key: value for key, value in flat.items() if not key.startswith(LOCAL)} | {
+        "mixed_precision": requested_precision(config),
+        "the code of accel_gpt (SHA-256)": code.hexdigest()[:12],
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": versions.get("torch"),
+        "accelerate": versions.get("accelerate"),
+    }
+
+
+@cache
+def package_versions() -> Mapping[str, str]:
+    """Installed versions of the packages that decide a run."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return MappingProxyType(found)
+
+
+@cache
+def commit() -> str | None:
+    """The commit of this package's source, `-dirty` added if changed; None outside a checkout."""
+    here = Path(__file__).resolve().parents[2]
+    if not (here / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,240 @@
+"""`train.mixed_precision: auto` and `train.compile: auto`, resolved at the start of a run.
+
+A table of devices decides; where it cannot know, a few real steps are timed. The main process
+decides for all ranks. The choice stands in `config.yaml` of the run, and a resume keeps it.
+"""
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object
+
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.plan import Plan, make_plan
+from accel_gpt.cost.flops import flops_per_token, peak_flops
+from accel_gpt.cost.processor import MATRIX_UNITS, bf16_instructions
+from accel_gpt.errors import require
+from accel_gpt.model.gpt import GPT
+from accel_gpt.optim.groups import make_optimizer
+from accel_gpt.training.accelerator import (
+    device_name,
+    make_accelerator,
+    start_processes,
+    world_size,
+)
+from accel_gpt.training.checkpoint import read_state
+from accel_gpt.training.compiler import compiler_error, requested_precision
+from accel_gpt.training.resume import launched_config, main_decides
+from accel_gpt.training.text_corpus import open_corpus
+
+BF16_CAPABILITY = (8, 0)  # Ampere: NVIDIA's first matrix units for bf16
+TIMED_STEPS, TIMED_SECONDS = 3, 2.0  # at most so many steps of about so many seconds
+SHORT = 60.0  # seconds; nothing is timed for a shorter run
+# FLOP/s of one core, between which any CPU is taken to train: assumptions
+SLOW_CORE, FAST_CORE = 1e10, 1e12
+GPU_MFU = 0.3  # of a step that is not compiled: assumption
+# The share of a step that compiling saves, and the seconds that it takes. CPU: measured, see
+# docs/speed.md. CUDA: nanoGPT's README, 250 ms become 135; the seconds are an assumption.
+CPU_GAIN_FLOAT32, CPU_GAIN_BF16, CUDA_GAIN = 0.05, 0.25, 0.45
+COMPILE_SECONDS: Mapping[str, float] = MappingProxyType({"cpu": 45.0, "cuda": 60.0})
+
+
+def start_accelerator(config: Config, plan: Plan) -> tuple[Config, Accelerator]:
+    """The `Accelerator` of a run, and `config` with the precision that it computes in."""
+    start_processes(config)
+    config = resolve_precision(config)
+    return config, make_accelerator(config, plan)
+
+
+def resolve_precision(config: Config) -> Config:
+    """`config` with a precision in place of auto; a collective."""
+    if config.train.mixed_precision != "auto":
+        return config
+    precision, reason = main_decides(PartialState(), lambda: choose_precision(config))
+    report(config, f"precision {'float32' if precision == 'no' else precision}", reason)
+    return replace(config, train=replace(config.train, mixed_precision=precision))
+
+
+def resolve_compile(config: Config, plan: Plan) -> Config:
+    """`config` with true or false in place of auto; a collective.
+
+    Raises `UserError` where `train.compile` is true and there is no compiler that works.
+    """
+    asked = config.train.compile
+    if asked is False:
+        return config
+    if asked is True:
+        error = compiler_error_anywhere()
+        require(
+            error is None,
+            f"train.compile is true but torch.compile does not work here ({error}); install a C++ "
+            "compiler such as g++, or set train.compile to auto or false",
+        )
+        return config
+    compiled, reason = main_decides(PartialState(), lambda: choose_compile(config, plan))
+    if compiled and (error := compiler_error_anywhere()):
+        compiled, reason = False, f"torch.compile does not work here ({error})"
+    report(config, "compiled" if compiled else "not compiled", reason)
+    return replace(config, train=replace(config.train, compile=compiled))
+
+
+def report(config: Config, choice: str, reason: str) -> None:
+    """Print what was chosen, and why."""
+    if PartialState().is_main_process and config.log.level == "info":
+        sys.stderr.write(f"auto     {choice}: {reason}\n")
+
+
+def earlier_choice(config: Config, key: str) -> tuple[Any, Path] | None:
+    """The value of `key` in the last launch of the run that `config` resumes, and where it stands.
+
+    None for a new run.
+    """
+    path = Path(config.out_dir) / "config.yaml"
+    resumed = Path(config.checkpoint.resume)
+    try:
+        if path.is_file():
+            return launched_config(path)[key], path
+        if (resumed / "trainer_state.json").is_file():
+            return read_state(resumed).config[key], resumed
+    except (OSError, ValueError, KeyError, AttributeError):  # found and told when the run resumes
+        pass
+    return None
+
+
+def choose_precision(config: Config) -> tuple[str, str]:
+    """The precision and the reason."""
+    earlier = earlier_choice(config, "train.mixed_precision")
+    if earlier and earlier[0] in ("no", "bf16", "fp16", "fp8"):
+        return earlier[0], f"as {earlier[1]} has it"
+    launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launcher != "no":
+        return launcher, "accelerate launch asks for it"
+    device = PartialState().device
+    if device.type == "cuda":
+        name, amd = device_name(device), torch.version.hip is not None
+        units = not amd and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
+        if units or peak_flops(name, "bf16"):
+            return "bf16", f"{name} has matrix units for it"
+        return "no", f"{name} is not known to have matrix units for bf16"
+    if device.type != "cpu":
+        return "no", f"bf16 on {device.type} has not been measured"
+    instructions, train = bf16_instructions(), config.train
+    if instructions is None:
+        return "no", "this CPU has no bf16 instructions"
+    if instructions == MATRIX_UNITS:
+        return "bf16", f"this CPU has matrix units for it ({MATRIX_UNITS})"
+    if train.reproducible or config.eval.only or train.micro_batch_size == "auto":
+        return "no", f"no step is timed that would tell what {instructions} gains"
+    plan = make_plan(config, world_size())
+    vocab_size = open_corpus(config).vocab_size
+    if seconds_at(SLOW_CORE * torch.get_num_threads(), config, plan, vocab_size) < SHORT:
+        return "no", f"the run is too short to try {instructions}"
+    times = {p: step_seconds(config, plan, vocab_size, p) for p in ("no", "bf16")}
+    fastest = min(times, key=lambda precision: times[precision])
+    return fastest, (
+        f"a step takes {1000 * times['bf16']:,.0f} ms in bf16 ({instructions}) and "
+        f"{1000 * times['no']:,.0f} ms in float32"
+    )
+
+
+def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
+    """Whether to compile, and the reason."""
+    earlier = earlier_choice(config, "train.compile")
+    kind = PartialState().device.type
+    if config.train.reproducible:
+        return False, "train.reproducible excludes it"
+    if kind not in COMPILE_SECONDS:
+        return False, f"torch.compile on {kind} has not been measured"
+    if earlier and isinstance(earlier[0], bool):
+        compiled, reason = earlier[0], f"as {earlier[1]} has it"
+    else:
+        gain, cost = compiled_gain(kind, requested_precision(config)), COMPILE_SECONDS[kind]
+        seconds = run_seconds(config, plan, cost / gain)
+        compiled = seconds * gain > cost
+        reason = (
+            f"it saves about {gain:.0%} of a step and takes about {cost:.0f} s; the run is "
+            f"estimated at {seconds:,.0f} s without"
+        )
+    return compiled, reason
+
+
+def compiled_gain(kind: str, precision: str) -> float:
+    """The share of a step that compiling saves."""
+    if kind == "cuda":
+        return CUDA_GAIN
+    return CPU_GAIN_FLOAT32 if precision == "no" else CPU_GAIN_BF16
+
+
+def compiler_error_anywhere() -> str | None:
+    """Why torch.compile fails on one of the machines, None where it works on all; a collective."""
+    state = PartialState()
+    mine = compiler_error(state.device.type) if state.is_local_main_process else None
+    return next((error for error in gather_object([mine]) if error), None)
+
+
+# --------------------------------------------------------------------------- how long a run takes
+
+
+def run_seconds(config: Config, plan: Plan, enough: float) -> float:
+    """Estimate the seconds that the run takes without compiling.
+
+    By arithmetic on CUDA. On a CPU by timing a step, unless even a slow one takes less than a
+    minute (its seconds), or even a fast one more than `enough` (its seconds).
+    """
+    device, vocab_size = PartialState().device, open_corpus(config).vocab_size
+    if device.type == "cuda":
+        full = "fp32" if config.train.matmul_precision == "highest" else "tf32"
+        dtype = full if requested_precision(config) == "no" else "bf16"
+        peak = peak_flops(device_name(device), dtype) or 1e14
+        return seconds_at(GPU_MFU * peak, config, plan, vocab_size)
+    slow, fast = (core * torch.get_num_threads() for core in (SLOW_CORE, FAST_CORE))
+    if (longest := seconds_at(slow, config, plan, vocab_size)) < SHORT:
+        return longest
+    if (shortest := seconds_at(fast, config, plan, vocab_size)) > enough:
+        return shortest
+    return plan.max_steps * step_seconds(config, plan, vocab_size, requested_precision(config))
+
+
+def seconds_at(rate: float, config: Config, plan: Plan, vocab_size: int) -> float:
+    """Seconds of the run where each process computes `rate` FLOP/s."""
+    work = plan.max_steps * plan.tokens_per_step * flops_per_token(config.model, vocab_size)
+    return work / rate / plan.world_size
+
+
+def step_seconds(config: Config, plan: Plan, vocab_size: int, precision: str) -> float:
+    """Seconds of an optimizer step of this process, timed with a model of its own on a CPU.
+
+    Its weights and tokens are random; the run draws its own after this. As many sequences as a slow
+    CPU computes in `TIMED_SECONDS` stand for the others of a large micro-batch.
+    """
+    work = plan.block_size * flops_per_token(config.model, vocab_size)  # of a sequence
+    most = int(TIMED_SECONDS * SLOW_CORE * torch.get_num_threads() / work)
+    sequences = max(1, min(plan.micro_batch_size, most))
+    micro_steps = plan.accumulation_steps * plan.micro_batch_size / sequences
+    gpt = GPT(config.model, vocab_size)
+    gpt.recompute = config.train.activation_checkpointing == "blocks"
+    optimizer = make_optimizer(gpt, config.optim)
+    tokens, targets = torch.randint(vocab_size, (2, sequences, plan.block_size))
+    times = []
+    for _ in range(1 + TIMED_STEPS):
+        start = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = gpt(tokens, targets)
+        loss.backward()
+        middle = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        end = time.perf_counter()
+        times.append(micro_steps * (middle - start) + end - middle)
+        if end - start > TIMED_SECONDS:
+            break
+    return statistics.median(times[1:] or times)  # the first one warms up

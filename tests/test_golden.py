@@ -1,0 +1,215 @@
+"""What a user sees stays as it is: help, config keys, errors, exit codes, files and their keys.
+
+The expected text is in `tests/golden/`. Where a difference is wanted, write it again and read the
+diff: `ACCEL_GPT_GOLDEN=write pytest tests/test_golden.py`. A case of `errors.txt` is a line that
+begins with `$`; add one and write the file again to get its exit code and its stderr.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from accel_gpt import cli, train
+from accel_gpt.parse import load_config
+from tests.conftest import text_of
+from tests.hermetic import kept_settings
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = ROOT / "tests" / "golden"
+
+
+def check(name: str, lines: list[str]) -> None:
+    """Compare `lines` with the stored file, or write it."""
+    path, text = GOLDEN / name, "\n".join(lines).strip() + "\n"
+    if os.environ.get("ACCEL_GPT_GOLDEN") == "write":
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert text.splitlines() == path.read_text(encoding="utf-8").splitlines(), f"{path} differs"
+
+
+def call(*words: str) -> int:
+    """Run `accel-gpt WORDS` in this process; the exit code."""
+    with kept_settings(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["accel-gpt", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    return int(end.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data and a run, copies of them with a fault, and what is in `golden/room`."""
+    room = tmp_path_factory.mktemp("room")
+    (room / "text.txt").write_text(text_of(5000))
+    (room / "empty").mkdir()
+    with contextlib.chdir(room):
+        for kind in ("bytes", "chars", "bpe"):
+            words = f"prepare --path text.txt --tokenizer {kind} --vocab-size 300 --out {kind}"
+            assert call(*words.split(), "--workers", "1", "--shard-tokens", "7000") == 0
+        assert call("train", str(GOLDEN / "room" / "small.yaml")) == 0
+    for data in ("cut", "not_json", "newer", "gone", "other_tokenizer"):
+        shutil.copytree(room / "bytes", room / data, dirs_exist_ok=True)
+    for run in ("damaged", "newer_run", "evaluated"):
+        shutil.copytree(room / "run", room / run, dirs_exist_ok=True)
+    shutil.copytree(GOLDEN / "room", room, dirs_exist_ok=True)
+    (room / "gone" / "val_000000.npy").unlink()
+    return room
+
+
+@pytest.fixture
+def room(made: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder `made` as the current one, with a run that another process is writing."""
+    monkeypatch.chdir(made)
+    monkeypatch.setenv("COLUMNS", "100")
+    with open("busy/.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield made
+
+
+def shown_help(*words: str) -> list[str]:
+    """Help with one line an option, without frames, nor what only newer versions of tyro print."""
+    lines: list[str] = []
+    top = 0
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")) as out:
+        assert call(*words, "--help") == 0
+        out.seek(0)
+    for line in out.read().splitlines():
+        text = " ".join(line.strip("│╭╮╰╯─ ").split())
+        if line.startswith("╭"):
+            lines = lines if top else [lines[0], " ".join(filter(None, lines[1:]))]
+            lines += ["", f"[{text}]"]
+            top = len(lines)
+        elif line.startswith("│ ─"):  # below the description of a section
+            del lines[top:]
+        elif line.startswith("│  "):  # goes on with an option
+            lines[-1] += f" {text}"
+        elif not line.startswith("╰"):
+            lines.append(text.partition(" [-h]")[0])
+    older = {"[[STR [STR ...]]]": "[STR [STR ...]]", "(default: )": "(required)"}  # as tyro 1.0.0
+    for now, then in older.items():
+        lines = [line.replace(now, then) for line in lines]
+    return lines
+
+
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+def test_help(command: str, room: Path) -> None:
+    check(f"help/{command or 'accel-gpt'}.txt", shown_help(*command.split()))
+
+
+def test_help_of_train_py(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "main", lambda: train.main(sys.argv[1:]))
+    first, *rest = shown_help()
+    assert first == "usage: train.py CONFIG"
+    check("help/train.txt", ["usage: accel-gpt train CONFIG", *rest])
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of a config as YAML has it."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    parts = (flat(part, f"{prefix}.{key}".strip(".")) for key, part in value.items())
+    return {key: part for found in parts for key, part in found.items()}
+
+
+def resolved(*words: str) -> dict[str, Any]:
+    config = dataclasses.asdict(load_config(words, "accel-gpt train"))
+    return flat(json.loads(json.dumps(config)))
+
+
+def kind_of(key: str) -> str:
+    """What a key takes, as the error for another value says."""
+    found = []
+    for value in ("[[1.5]]", "null"):
+        try:
+            accepted = resolved("empty.yaml", f"--{key}={value}")[key]
+            found.append("null" if accepted is None else "text")
+        except ValueError as error:
+            found.append(str(error).partition("; ")[2].removeprefix("expected "))
+    return " or ".join(dict.fromkeys(found))
+
+
+def test_config_keys(room: Path) -> None:
+    """Each key with its default and kind; of the shipped configs what differs from the defaults."""
+    defaults = resolved("empty.yaml")
+    lines = [f"{key}: {json.dumps(value)} ({kind_of(key)})" for key, value in defaults.items()]
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        values = resolved(str(path)).items()
+        lines += [
+            "",
+            path.name,
+            *(f"{k}: {json.dumps(v)}" for k, v in values if defaults.get(k, ...) != v),
+        ]
+    for path in sorted((ROOT / "configs" / "data").glob("*.yaml")):
+        recipe = yaml.safe_load(path.read_text())
+        lines += ["", f"data/{path.name}", *(f"{k}: {json.dumps(v)}" for k, v in recipe.items())]
+    check("config.txt", lines)
+
+
+def test_errors(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code and errors on stderr of each command line."""
+    lines: list[str] = []
+    for case in (GOLDEN / "errors.txt").read_text(encoding="utf-8").splitlines():
+        if case.startswith("$ accel-gpt "):
+            capsys.readouterr()
+            code = call(*shlex.split(case)[2:])
+            told = capsys.readouterr().err.replace(str(room), "ROOM").splitlines()
+            lines += [case, *(line for line in told if "error" in line), f"exit {code}", ""]
+    check("errors.txt", lines)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "chars", "bpe"])
+def test_prepared_folder(kind: str, room: Path) -> None:
+    content = {path.name: path.read_bytes() for path in sorted(Path(kind).iterdir())}
+    index = json.dumps(json.loads(content.pop("dataset.json")), indent=1)
+    sums = [f"{name} {hashlib.sha256(content[name]).hexdigest()}" for name in content]
+    check(f"prepared_{kind}.txt", [*sums, *index.splitlines()])
+
+
+def keys(value: Any, prefix: str = "") -> set[str]:
+    """Dotted keys of a JSON value, those of all elements of a list together."""
+    if isinstance(value, list):
+        return {prefix}.union(*(keys(part, f"{prefix}[]") for part in value if part))
+    if not isinstance(value, dict) or prefix.endswith(".versions"):  # of what is installed
+        return {prefix}
+    return set().union(*(keys(part, f"{prefix}.{key}") for key, part in value.items()))
+
+
+def test_files_of_a_run(room: Path) -> None:
+    """Their names, the keys of the JSON among them, the tensors, the metrics of each record."""
+    paths = sorted(path for path in Path("run").rglob("*") if path.is_file())
+    lines = [re.sub(r"(tfevents).*", r"\1", str(path)) for path in paths]
+    for path in paths:
+        if path.suffix == ".json" and "step_00000002" not in path.parts:
+            lines += ["", *sorted(keys(json.loads(path.read_text()), path.name))]
+    header = Path("run/checkpoints/step_00000004/model.safetensors").read_bytes()
+    tensors = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
+    lines += ["", *(f"{k} {v.get('dtype')} {v.get('shape')}" for k, v in sorted(tensors.items()))]
+    lines += ["", *Path("run/metrics.csv").read_text().splitlines()[0].split(",")]
+    for record in map(json.loads, Path("run/metrics.jsonl").read_text().splitlines()):
+        known = sorted(record.keys() - {"perf/mfu"})  # where the peak of the device is known
+        lines += ["", f"metrics of step {record['step']}", *known]
+    check("run.txt", lines)
+
+
+REPORTS = ("inspect bytes", "inspect run", "plan small.yaml", "evaluate evaluated")
+
+
+@pytest.mark.parametrize("command", REPORTS)
+def test_json_reports(command: str, room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*command.split(), "--json") == 0
+    found = keys(json.loads(capsys.readouterr().out))
+    check(f"json/{command.replace(' ', '_')}.txt", sorted(found))

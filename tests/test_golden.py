@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from accel_gpt import cli, train
-from accel_gpt.parse import load_config
+from accel_gpt.config.parse import load_config
 from tests.conftest import text_of
 from tests.hermetic import kept_settings
 

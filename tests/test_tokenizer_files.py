@@ -497,19 +497,20 @@ DOUBLED = replace("String", "a", "aa")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pre_tokenizer": split("(a+)+$")}, "retry-limit|took too long"),
-        ({"pre_tokenizer": split("(x+x+)+y")}, "retry-limit|took too long"),
+        ({"pre_tokenizer": split("(a+)+$")}, "retry-limit"),
+        ({"pre_tokenizer": split("(x+x+)+y")}, "retry-limit"),
         (
             {
                 "normalizer": {
                     "type": "Sequence",
-                    "normalizers": [replace("String", "a", "aa")] * 40,
+                    "normalizers": [DOUBLED] * 40,
                 }
             },
             "its normalizer makes up to 1099511627776",
         ),
         ({"normalizer": replace("Regex", "[0-9]", "")}, "its normalizer drops '0'"),
         ({"normalizer": replace("String", "king", "")}, "its normalizer drops 'king'"),
+        ({"normalizer": replace("String", "--", "")}, "its normalizer drops '--'"),
         (
             {"pre_tokenizer": {"type": "Punctuation", "behavior": "Removed"}},
             "its pre_tokenizer drops '!'",
@@ -590,9 +591,10 @@ def test_a_tokenizer_is_tried_where_less_is_allowed_than_it_may_take(tmp_path: P
     ("step", "dropped"),
     [
         ({"type": "Replace", "pattern": {"Regex": "cat"}, "content": ""}, True),
-        ({"type": "Replace", "pattern": {"Regex": r"\\s{2,}"}, "content": ""}, False),
-        ({"type": "Replace", "pattern": {"Regex": r"\\p{Cc}"}, "content": ""}, False),
+        ({"type": "Replace", "pattern": {"Regex": r"\s{2,}"}, "content": ""}, False),
+        ({"type": "Replace", "pattern": {"Regex": r"\p{Cc}"}, "content": ""}, False),
         ({"type": "Replace", "pattern": {"String": "``"}, "content": '"'}, False),
+        ({"type": "Replace", "pattern": {"String": "cat"}, "content": "dog"}, False),
     ],
 )
 def test_a_pattern_that_drops_words_is_refused(
@@ -602,14 +604,16 @@ def test_a_pattern_that_drops_words_is_refused(
     content = json.loads((tmp_path / "one" / "tokenizer.json").read_text())
     content["normalizer"] = step
     told = trial.find_problem(json.dumps(content)) or ""
-    assert ("drops 'cat', so that tokens would not hold" in told) == dropped, told
+    expected = "its normalizer drops 'cat', so that tokens would not hold the whole text"
+    assert told == (expected if dropped else "")
 
 
 def test_words_that_a_pre_tokenizer_removes_are_refused_and_spaces_are_not(tmp_path: Path) -> None:
     foreign(tmp_path / "one")
     content = json.loads((tmp_path / "one" / "tokenizer.json").read_text())
     split = {"type": "Split", "behavior": "Removed"}
-    for pattern, invert, fine in (("cat|moon", False, False), (r"\w+|[^\w\s]+", True, True)):
+    letters = "[A-Za-z]+|[^A-Za-z ]+"  # where inverted, all but these is removed: spaces
+    for pattern, invert, fine in (("cat|moon", False, False), (letters, True, True)):
         content["pre_tokenizer"] = {**split, "pattern": {"Regex": pattern}, "invert": invert}
         assert (trial.find_problem(json.dumps(content)) is None) == fine
 

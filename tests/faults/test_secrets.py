@@ -31,6 +31,7 @@ Arguments = Callable[..., list[str]]
 REPO = "tester/tiny"
 TOKEN, KEY = "hf_CANARY" + "x" * 25, "WANDBCANARY" + "y" * 29
 PASSWORD = "S3CRETPASSWORD"
+CONTROLS = "a\x1b]0;x\x07b\x7f\x9b\u202e"  # what a terminal would obey
 SHORT = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]
 SHORT += ["--schedule.warmup_steps", "0"]
 
@@ -195,13 +196,17 @@ def test_preparing_from_a_url_keeps_and_tells_no_secret(
         for number, code in ((0, 0), (0, 0), (1, 2)):  # of another query is another text
             url = f"{place}/text.txt?token={PASSWORD}{number}"
             assert run_here(cli.dispatch, [*words, "--path", url]) == code
+        index = tmp_path / "o" / "dataset.json"
+        made = json.loads(index.read_text())
+        assert not holding(tmp_path / "o", PASSWORD)
+        assert made["prepared"]["path"].startswith(f"{place}/text.txt?sha256=")
+        made["prepared"]["path"] = f"{place}/text.txt?token={PASSWORD}0"  # as once written
+        index.write_text(json.dumps(made))
+        assert run_here(cli.dispatch, [*words, "--path", made["prepared"]["path"]]) == 0
         words[-1] += "ther"
         missing = f"{place.replace('//', f'//user:{PASSWORD}@')}/no.txt?k={PASSWORD}"
         assert run_here(cli.dispatch, [*words, "--path", missing]) == 2
         served.shutdown()
-    assert not holding(tmp_path / "o", PASSWORD)
-    made = json.loads((tmp_path / "o" / "dataset.json").read_text())["prepared"]
-    assert made["path"].startswith(f"{place}/text.txt?sha256=")
     told = "".join(capsys.readouterr())
     assert "already prepared" in told
     assert "could not be downloaded" in told
@@ -235,14 +240,14 @@ def test_a_terminal_obeys_no_text_of_a_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A prompt or a model that writes ESC or BEL could retitle a terminal, or type into it."""
-    words = ["sample", str(trained(*SHORT)), "--prompt", "a\x1b]0;x\x07b\x7f"]
+    words = ["sample", str(trained(*SHORT)), "--prompt", CONTROLS]
     words += ["--max_new_tokens", "200", "--temperature", "2", "--top_k", "null"]
     assert run_here(cli.dispatch, words) == 0
     piped = capsys.readouterr().out
-    assert piped.startswith("a\x1b]0;x\x07b\x7f")  # to a file goes what the model wrote
+    assert piped.startswith(CONTROLS)  # to a file goes what the model wrote
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert run_here(cli.dispatch, words) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(r"a\x1b]0;x\x07b\x7f")
-    assert not {*shown} & ({*map(chr, range(32)), "\x7f", "\x9b"} - {*"\n\t\r"})
+    assert shown.startswith(r"a\x1b]0;x\x07b\x7f\x9b\u202e")
+    assert not {*shown} & ({*map(chr, range(32)), "\x7f", "\x9b", "\u202e"} - {*"\n\t\r"})
     assert shown == visible(piped, sys.stdout)

@@ -41,9 +41,10 @@ from accel_gpt.training.batches import batch_figures, micro_batches, pass_over
 from accel_gpt.training.checkpoint import TrainState, is_due
 from accel_gpt.training.corpus import Corpus
 from accel_gpt.training.gradients import Gradients, make_gradients
-from accel_gpt.training.guards import locked, peers, require_same
+from accel_gpt.training.guards import locked
 from accel_gpt.training.metrics import Record
 from accel_gpt.training.precision import resolve_compile, start_accelerator
+from accel_gpt.training.ranks import peers, require_same
 from accel_gpt.training.reporter import Reporter, shown
 from accel_gpt.training.restore import restore
 from accel_gpt.training.resume import step_back, take_up
@@ -126,10 +127,10 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     """Build everything, and take up the checkpoint that the run has."""
     corpus = open_corpus(config)
     evaluation = open_evaluation(config, corpus)
-    require_same(accelerator, corpus.identity(), DataError)
+    require_same(corpus.identity(), DataError)
     state, say = corpus.new_state(config, accelerator.num_processes), display.say
     check_prompts(config.sample, corpus.tokenizer, config.model.block_size, say)
-    path = take_up(config, state, accelerator, say)
+    path = take_up(config, state, say)
     torch.manual_seed(config.seed)
     gpt = start_model(config, corpus, path is not None, say)
     model, optimizer = prepared(config, accelerator, gpt)
@@ -245,7 +246,7 @@ def save(run: Run, last: bool) -> None:
 def go_back(run: Run) -> None:
     """Return to the last checkpoint, once, and leave out the batches that led away from it."""
     run.writer.wait()
-    path, excluded = step_back(run.config, run.plan, run.state, run.accelerator, run.reporter.say)
+    path, excluded = step_back(run.config, run.plan, run.state, run.reporter.say)
     run.loader.close()
     parts = (run.gpt, run.optimizer, run.reporter.say)
     run.state = restore(run.accelerator, path, run.state, *parts)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,9 @@ from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import BusyError, DataError, PeerError, UserError
 from accel_gpt.training import accelerator as environment
-from accel_gpt.training import guards
-from accel_gpt.training.guards import locked, peers, require_same
+from accel_gpt.training import ranks
+from accel_gpt.training.guards import locked
+from accel_gpt.training.ranks import RankError, all_ranks, peers, require_same
 from tests.conftest import QUIET
 from tests.faults.launches import free_port
 from tests.test_launch import PLAIN
@@ -65,18 +65,37 @@ def test_lost_peers_are_told_and_other_errors_are_left_alone() -> None:
 
 def test_ranks_that_differ_leave_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     every = [{"optim.lr": 0.1, "torch": "2.13"}] * 2 + [{"optim.lr": 0.2, "torch": "2.13"}]
-    monkeypatch.setattr(guards, "gather_object", lambda _: every)
-    state: Any = SimpleNamespace(num_processes=3, is_main_process=True)
+    monkeypatch.setattr(ranks, "all_gather", lambda _: every)
     message = r"differ: optim\.lr is 0\.1 on rank 0 and 0\.2 on rank 2; start all with the same"
     with pytest.raises(DataError, match=message):
-        require_same(state, every[0], DataError)
-    state.is_main_process = False
+        require_same(every[0], DataError)
+    monkeypatch.setattr(ranks, "current_rank", lambda: 1)
     for kind in (UserError, DataError):
-        with pytest.raises(SystemExit) as left:
-            require_same(state, every[0], kind)
+        with pytest.raises(SystemExit) as left, peers(3):
+            require_same(every[0], kind)
         assert left.value.code == kind.exit_code
     every.pop()
-    require_same(state, every[0])
+    require_same(every[0])
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_what_a_rank_raises_is_raised_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that failed raises its own exception; the others leave with its exit code."""
+    errors = (None, BusyError("rank 1 cannot"), ValueError("rank 2 cannot"))
+    every = [None, ("rank 1 cannot", 6), ("rank 2 cannot", 70)]
+    given: list[Any] = []
+    monkeypatch.setattr(ranks, "all_gather", lambda own, _: given.append(own) or every)
+    monkeypatch.setattr(ranks, "current_rank", lambda _: rank)
+
+    def work() -> None:
+        if error := errors[rank]:
+            raise error
+
+    kind = BusyError if rank == 1 else RankError
+    with pytest.raises(kind, match="rank 1 cannot") as caught, all_ranks():
+        work()
+    assert given == [every[rank]]
+    assert caught.value.exit_code == 6
 
 
 def test_ranks_compare_config_code_and_versions(

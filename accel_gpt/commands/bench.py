@@ -34,8 +34,8 @@ from accel_gpt.training.accelerator import (
     world_size,
 )
 from accel_gpt.training.auto_batch import sized
-from accel_gpt.training.guards import peers
 from accel_gpt.training.precision import resolve_compile, start_accelerator
+from accel_gpt.training.ranks import peers
 from accel_gpt.training.stopping import die_with_launcher
 from accel_gpt.training.terminal import Display
 

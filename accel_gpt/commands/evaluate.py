@@ -32,9 +32,10 @@ from accel_gpt.training.accelerator import start_processes, world_size
 from accel_gpt.training.checkpoint import TrainState, checkpoints, find_checkpoint, read_state
 from accel_gpt.training.compiler import requested_precision
 from accel_gpt.training.corpus import document_end, parts
-from accel_gpt.training.guards import locked, peers
+from accel_gpt.training.guards import locked
 from accel_gpt.training.metrics import Record
 from accel_gpt.training.precision import resolve_precision
+from accel_gpt.training.ranks import peers
 from accel_gpt.training.records import merge_record
 from accel_gpt.training.setup import launches, set_up_model
 from accel_gpt.training.text_corpus import open_corpus

@@ -44,7 +44,7 @@ from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.compiler import check_fp8, requested_precision
 from accel_gpt.training.dashboard import check_port
 from accel_gpt.training.engine import check_engine, check_requested_engine, fp8_recipe, set_up_fsdp
-from accel_gpt.training.guards import require_same
+from accel_gpt.training.ranks import require_same
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # where train.step_timeout is null
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # glibc, malloc.h
@@ -150,7 +150,8 @@ def start_processes(config: Config) -> PartialState:
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     state = PartialState(cpu=cpu, timeout=collective_timeout(config))
     check_processes(state, world_size())
-    require_same(state, rank_identity(config) if state.num_processes > 1 else {})
+    if state.num_processes > 1:
+        require_same(rank_identity(config))
     set_float32_products(config.train.matmul_precision, state.device)
     if state.device.type == "cpu":
         threads = 1 if config.train.reproducible else shared_cores()

@@ -26,7 +26,7 @@ from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import device_name
-from accel_gpt.training.resume import main_decides
+from accel_gpt.training.ranks import on_main
 from accel_gpt.training.setup import set_up_model
 from accel_gpt.training.text_corpus import open_corpus
 from accel_gpt.untrusted import load_json
@@ -57,7 +57,7 @@ def sized(
     )
     vocab_size = open_corpus(config).vocab_size
     kept, asked = Path(config.out_dir) / KEPT, question(config, vocab_size, accelerator)
-    size = main_decides(accelerator, lambda: remembered(kept, asked))
+    size = on_main(lambda: remembered(kept, asked))
     how = f"as found before, in {kept}"
     if size is None:
         tried = fits or trial(config, vocab_size, accelerator)

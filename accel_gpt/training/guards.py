@@ -1,23 +1,13 @@
-"""One run in a folder, and one error where one of its processes has gone."""
+"""The lock of a run's folder: one run at a time works in it."""
 
 import fcntl
 import os
-import re
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
-from accelerate import Accelerator, PartialState
-from accelerate.utils import gather_object
-
-from accel_gpt.errors import BusyError, PeerError, UserError
-
-SHOWN = 4  # differences that a sentence names
-BACKENDS = ("gloo", "NCCL", "Connection closed by peer")  # in texts of errors without a class
+from accel_gpt.errors import BusyError, UserError
 
 
 @contextmanager
@@ -46,54 +36,3 @@ def locked(folder: Path) -> Iterator[None]:
         lock.write(f"process {os.getpid()} on {os.uname().nodename} since {now}")
         lock.flush()
         yield
-
-
-def require_same(
-    state: PartialState | Accelerator, values: Mapping[str, Any], kind: type[UserError] = UserError
-) -> None:
-    """Raise `kind` on the main process unless `values` are the same on all ranks; the others leave
-    with its exit code. A collective.
-    """
-    if state.num_processes == 1:
-        return
-    every = gather_object([dict(values)])
-    differences = [
-        f"{key} is {every[0].get(key)} on rank 0 and {own.get(key)} on rank {rank}"
-        for rank, own in enumerate(every)
-        for key in every[0] | own
-        if own.get(key) != every[0].get(key)
-    ]
-    if not differences:
-        return
-    if dist.is_initialized():  # else its threads may abort a process that ends after the others
-        dist.destroy_process_group()
-    if not state.is_main_process:
-        sys.exit(kind.exit_code)
-    more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
-    raise kind(
-        f"the processes of this run differ: {', '.join(differences[:SHOWN])}{more}; start all "
-        "with the same config, data, code and versions"
-    )
-
-
-@contextmanager
-def peers(processes: int) -> Iterator[None]:
-    """Turn what torch raises when another process has gone into a `PeerError`."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        lost = isinstance(error, dist.DistError) or any(name in text for name in BACKENDS)
-        if processes == 1 or not lost:
-            raise
-        raise lost_peer(text) from None
-
-
-def lost_peer(text: str) -> PeerError:
-    """The error of a process whose peer has gone, of which torch said `text`."""
-    first = text.strip().partition("\n")[0]
-    reason = re.sub(r"^\[[^]]*\] *", "", first).partition(". ")[0]  # without the file in C++
-    return PeerError(
-        f"another process of the run has gone or does not answer ({reason}); its own message "
-        "tells why, and a new launch goes on from the last checkpoint"
-    )

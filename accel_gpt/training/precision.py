@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import gather_object
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan
@@ -33,7 +32,8 @@ from accel_gpt.training.accelerator import (
 )
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.compiler import compiler_error, requested_precision
-from accel_gpt.training.resume import launched_config, main_decides
+from accel_gpt.training.ranks import all_gather, on_main
+from accel_gpt.training.resume import launched_config
 from accel_gpt.training.text_corpus import open_corpus
 
 BF16_CAPABILITY = (8, 0)  # Ampere: NVIDIA's first matrix units for bf16
@@ -59,7 +59,7 @@ def resolve_precision(config: Config) -> Config:
     """`config` with a precision in place of auto; a collective."""
     if config.train.mixed_precision != "auto":
         return config
-    precision, reason = main_decides(PartialState(), lambda: choose_precision(config))
+    precision, reason = on_main(lambda: choose_precision(config))
     report(config, f"precision {'float32' if precision == 'no' else precision}", reason)
     return replace(config, train=replace(config.train, mixed_precision=precision))
 
@@ -80,7 +80,7 @@ def resolve_compile(config: Config, plan: Plan) -> Config:
             "compiler such as g++, or set train.compile to auto or false",
         )
         return config
-    compiled, reason = main_decides(PartialState(), lambda: choose_compile(config, plan))
+    compiled, reason = on_main(lambda: choose_compile(config, plan))
     if compiled and (error := compiler_error_anywhere()):
         compiled, reason = False, f"torch.compile does not work here ({error})"
     report(config, "compiled" if compiled else "not compiled", reason)
@@ -178,7 +178,7 @@ def compiler_error_anywhere() -> str | None:
     """Why torch.compile fails on one of the machines, None where it works on all; a collective."""
     state = PartialState()
     mine = compiler_error(state.device.type) if state.is_local_main_process else None
-    return next((error for error in gather_object([mine]) if error), None)
+    return next((error for error in all_gather(mine) if error), None)
 
 
 # --------------------------------------------------------------------------- how long a run takes

@@ -5,13 +5,9 @@ may change, all others need `--checkpoint.allow_change`.
 """
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_plain
@@ -31,6 +27,7 @@ from accel_gpt.training.checkpoint import (
     verify,
 )
 from accel_gpt.training.corpus import source_changes
+from accel_gpt.training.ranks import on_main
 from accel_gpt.training.saving import clean, discard
 from accel_gpt.untrusted import load_yaml, read_text
 
@@ -124,31 +121,10 @@ def find_resume(
     return None
 
 
-def take_up(
-    config: Config, now: TrainState, accelerator: Accelerator, say: Callable[[str], None]
-) -> Path | None:
+def take_up(config: Config, now: TrainState, say: Callable[[str], None]) -> Path | None:
     """The checkpoint to continue from, chosen and verified by the main process for all of them."""
-    path = main_decides(accelerator, lambda: choose(config, now, say))
+    path = on_main(lambda: choose(config, now, say))
     return Path(path) if path else None
-
-
-def main_decides(accelerator: Accelerator | PartialState, decide: Callable[[], Any]) -> Any:
-    """What `decide` gives on the main process, on all of them; where it refuses, the others leave
-    with its exit code.
-    """
-    decision: list[Any] = [None, 0]
-    refusal = None
-    if accelerator.is_main_process:
-        try:
-            decision = [decide(), 0]
-        except UserError as error:
-            decision, refusal = [None, error.exit_code], error
-    broadcast_object_list(decision)
-    if refusal:
-        raise refusal
-    if decision[1]:
-        sys.exit(decision[1])
-    return decision[0]
 
 
 def choose(config: Config, now: TrainState, say: Callable[[str], None]) -> str | None:
@@ -174,7 +150,6 @@ def step_back(
     config: Config,
     plan: Plan,
     state: TrainState,
-    accelerator: Accelerator,
     say: Callable[[str], None],
 ) -> tuple[Path, list[list[int]]]:
     """The checkpoint to return to after too many skipped updates, and the sequences to leave out.
@@ -211,7 +186,7 @@ def step_back(
         say(f"WARNING: {what}; returning to {path} and going on without them")
         return str(path), saved.excluded + spans
 
-    path, excluded = main_decides(accelerator, decide)
+    path, excluded = on_main(decide)
     return Path(path), excluded
 
 

@@ -43,7 +43,7 @@ from accel_gpt.training.checkpoint import (
     verify,
     write_json,
 )
-from accel_gpt.training.guards import lost_peer
+from accel_gpt.training.ranks import lost_peer
 from accel_gpt.training.snapshot import Snapshot
 
 RETRY_SECONDS = 60.0  # after a save that failed; assumption

@@ -24,7 +24,8 @@ from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import keep_freed_memory
-from accel_gpt.training.checkpoint import TrainState, checkpoints, step_name, verify
+from accel_gpt.training.checkpoint import TrainState, verify
+from accel_gpt.training.run_folder import checkpoint_steps, step_name
 from accel_gpt.training.saving import Writer
 
 VOCABULARY = 50_304
@@ -91,7 +92,7 @@ def report(times: dict[str, list[list[float]]], slow: dict[str, list[float]]) ->
 
 def check_reading(root: Path) -> None:
     """Verification against reading, both from the disk: the system forgets the files before."""
-    path = root / step_name(checkpoints(root)[-1])
+    path = root / step_name(checkpoint_steps(root)[-1])
     files = [file for file in path.iterdir() if file.is_file()]
     reading, verifying = [], []
     for _ in range(5):

@@ -12,16 +12,15 @@ from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
 from accel_gpt.training.checkpoint import (
     TrainState,
-    checkpoints,
     find_checkpoint,
     is_due,
     load_model,
     read_state,
-    step_name,
     verify,
     write_json,
 )
 from accel_gpt.training.resume import find_resume
+from accel_gpt.training.run_folder import checkpoint_steps, step_name
 from accel_gpt.training.saving import clean, prune
 from tests.conftest import launch
 
@@ -63,7 +62,7 @@ def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
         write_json(root / step_name(step) / "trainer_state.json", {"format": 1, "step": step})
     (root / "mine").mkdir()
     prune(tmp_path, CheckpointConfig(keep_last=2), 5, best_step=2)
-    assert checkpoints(root) == [2, 4, 5]
+    assert checkpoint_steps(root) == [2, 4, 5]
     assert (root / "mine").is_dir()  # not ours
     assert (tmp_path / "best").read_text() == "2\n"
     assert find_checkpoint(tmp_path, "best").name == "step_00000002"
@@ -76,7 +75,7 @@ def test_only_what_holds_the_step_of_its_name_is_counted(tmp_path: Path) -> None
         (root / step_name(name)).mkdir(parents=True)
         write_json(root / step_name(name) / "trainer_state.json", {"format": 1, "step": content})
     prune(tmp_path, CheckpointConfig(keep_last=1), 4, best_step=None)
-    assert checkpoints(root) == [2, 4, 100, 200]
+    assert checkpoint_steps(root) == [2, 4, 100, 200]
 
 
 def test_the_last_one_before_a_row_of_skipped_updates_is_kept(tmp_path: Path) -> None:
@@ -86,7 +85,7 @@ def test_the_last_one_before_a_row_of_skipped_updates_is_kept(tmp_path: Path) ->
         state = {"format": 1, "step": step, "skipped_in_row": row}
         write_json(root / step_name(step) / "trainer_state.json", state)
     prune(tmp_path, CheckpointConfig(keep_last=1), 4, best_step=None)
-    assert checkpoints(root) == [2, 4]
+    assert checkpoint_steps(root) == [2, 4]
 
 
 def test_a_copy_under_the_name_of_another_step_is_set_aside(run: Path) -> None:
@@ -97,20 +96,20 @@ def test_a_copy_under_the_name_of_another_step_is_set_aside(run: Path) -> None:
     said: list[str] = []
     assert find_resume(run, "auto", said.append) == root / "step_00000012"
     assert "step_00000100 holds step 8" in said[0]
-    assert checkpoints(root) == [8, 12]
+    assert checkpoint_steps(root) == [8, 12]
 
 
 @pytest.mark.parametrize("name", ["step_000000099", "step_٠٠٠٠٠٠٩٩", "step_0000000²", "step_99"])
 def test_a_name_that_we_never_write_is_no_checkpoint(run: Path, name: str) -> None:
     shutil.copytree(run / "checkpoints" / "step_00000012", run / "checkpoints" / name)
-    assert checkpoints(run / "checkpoints") == [8, 12]
+    assert checkpoint_steps(run / "checkpoints") == [8, 12]
     assert find_resume(run, "auto", lambda _: None) == run / "checkpoints" / "step_00000012"
 
 
 def test_debris_is_removed_and_never_taken_for_a_checkpoint(run: Path) -> None:
     root = run / "checkpoints"
     shutil.copytree(root / "step_00000012", root / ".tmp_step_00000016")
-    assert checkpoints(root) == [8, 12]
+    assert checkpoint_steps(root) == [8, 12]
     (root / "step_00000020").mkdir()  # never ours: a rename comes after the manifest
     clean(root)
     assert not (root / ".tmp_step_00000016").exists()

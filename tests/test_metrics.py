@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training import metrics
-from accel_gpt.training.metrics import COLUMNS, MetricsLog, Stopwatch, losses, read_lines
+from accel_gpt.training.metrics import COLUMNS, MetricsLog, Stopwatch
 from accel_gpt.training.setup import Speed
 from tests.conftest import tiny
 
@@ -105,11 +104,10 @@ def test_losses_of_the_run_so_far(tmp_path: Path) -> None:
     log.write({"step": 4, "tokens": 32, "train/loss": 2.0})
     with log.jsonl.open("a") as file:  # by whoever edits it
         file.write('{"step": 5, "train/loss": "2"}\n{"step": 6, "train/loss": [1]}\n')
-    assert list(losses(log.jsonl)) == [3.0, 2.0]
+    assert MetricsLog(tmp_path, 6, 0, 10).losses == [3.0, 2.0]
 
 
-def test_only_a_regular_file_of_figures_is_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "metrics.csv")  # a read of it would never end
-    assert read_lines(tmp_path / "metrics.csv") == []
+def test_a_folder_in_the_place_of_the_metrics_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").mkdir()
     with pytest.raises(UserError, match="is a folder, expected a file"):
-        read_lines(tmp_path)
+        MetricsLog(tmp_path, 0, 0, 10)

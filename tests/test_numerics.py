@@ -21,7 +21,8 @@ from accel_gpt.training.anomalies import (
     ranges,
     spoken,
 )
-from accel_gpt.training.checkpoint import TrainState, checkpoints, read_state
+from accel_gpt.training.checkpoint import TrainState, read_state
+from accel_gpt.training.run_folder import checkpoint_steps
 from tests.conftest import QUIET, launch
 from tests.processes import together
 from tests.test_train import assert_same_weights, records, signal_after, weights
@@ -146,7 +147,7 @@ def test_stopped_between_skipped_steps_equals_never_stopped(
     assert_same_weights(*map(weights, runs))
     before, after = (optimizer_of(run, 12) for run in runs)
     assert all(torch.equal(before[p][key], after[p][key]) for p in before for key in before[p])
-    assert checkpoints(runs[0] / "checkpoints") == checkpoints(runs[1] / "checkpoints")
+    assert checkpoint_steps(runs[0] / "checkpoints") == checkpoint_steps(runs[1] / "checkpoints")
 
 
 def test_weights_that_overflowed_are_never_saved(

@@ -12,9 +12,10 @@ import torch
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import leaves, to_flat, to_plain
 from accel_gpt.errors import CheckpointError, UserError
-from accel_gpt.training.checkpoint import TrainState, checkpoints
+from accel_gpt.training.checkpoint import TrainState
 from accel_gpt.training.restore import said
 from accel_gpt.training.resume import check_same_run, differences
+from accel_gpt.training.run_folder import checkpoint_steps
 from tests.conftest import QUIET, launch, reseal
 from tests.test_train import records, signal_after
 
@@ -161,7 +162,7 @@ def test_metrics_are_cut_back_to_the_step_that_is_resumed(
     assert records(run) == whole
     rows = (run / "metrics.csv").read_text().splitlines()
     assert [row.partition(",")[0] for row in rows] == ["step", *map(str, range(1, 13))]
-    assert checkpoints(run / "checkpoints") == [8, 12]
+    assert checkpoint_steps(run / "checkpoints") == [8, 12]
     assert (run / "best").read_text() == "8\n"
 
 

@@ -18,7 +18,8 @@ from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.errors import CheckpointError
 from accel_gpt.faults import reached
 from accel_gpt.training import saving as writer
-from accel_gpt.training.checkpoint import checkpoints, read_state, step_name, verify, write_json
+from accel_gpt.training.checkpoint import read_state, verify, write_json
+from accel_gpt.training.run_folder import checkpoint_steps, step_name
 from accel_gpt.training.saving import check_shared, prune
 from tests.conftest import QUIET, launch
 from tests.test_train import assert_same_weights, records, signal_after, weights
@@ -87,7 +88,7 @@ def test_training_does_not_wait_for_the_disk(
     assert launch(small_run(*QUIET)) == 0
     assert times[8] - times[4] < 1.5
     assert times[9] - times[8] > 0.5  # the next save waits for the one before
-    assert checkpoints(tmp_path / "run" / "checkpoints") == [8, 12]
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [8, 12]
 
 
 def test_points_are_passed_in_the_order_that_keeps_a_checkpoint_whole(
@@ -166,7 +167,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     assert re.search(r"it needs [\d,]+ bytes, [\d,]+ are free\); training goes on", said)
     root = tmp_path / "run" / "checkpoints"
     kept = [4, 8, 12] if point == "renamed" else [4, 12]  # it is valid once it has its name
-    assert checkpoints(root) == kept
+    assert checkpoint_steps(root) == kept
     for step in kept:
         verify(root / f"step_{step:08d}")
     assert not [p.name for p in root.iterdir() if p.name.startswith(".")]
@@ -190,7 +191,7 @@ def test_a_failed_save_is_tried_again_before_the_next_is_due(
     monkeypatch.setattr(train, "update", update)
     fault("manifest.due=enospc")
     assert launch(small_run(*QUIET, "--checkpoint.every", "8", "--checkpoint.keep_last", "9")) == 0
-    assert checkpoints(tmp_path / "run" / "checkpoints") == [9, 12]
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [9, 12]
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
@@ -207,7 +208,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
     assert said.count("WARNING: the checkpoint of step 12 could not be written") == 1
     assert "error: the checkpoint of step 12 could not be written: No space left on dev" in said
     assert "make room and launch again" in said
-    assert checkpoints(tmp_path / "run" / "checkpoints") == [4, 8]
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [4, 8]
 
 
 @pytest.mark.slow
@@ -277,7 +278,7 @@ def test_a_best_checkpoint_that_was_not_saved_takes_nothing_away(tmp_path: Path)
     fake(tmp_path, 1, 2, 3, 4)
     (tmp_path / "best").write_text("1\n")
     prune(tmp_path, CheckpointConfig(keep_last=2), 4, best_step=9)  # its save failed
-    assert checkpoints(tmp_path / "checkpoints") == [1, 3, 4]
+    assert checkpoint_steps(tmp_path / "checkpoints") == [1, 3, 4]
     assert (tmp_path / "best").read_text() == "1\n"
 
 
@@ -326,4 +327,4 @@ def test_a_warning_that_cannot_be_written_hides_no_failure(
         patch.setattr(sys, "stderr", Full())
         with pytest.raises(OSError, match="No space"):
             launch(options)  # the sentence of the error itself has no room, either
-    assert checkpoints(tmp_path / "run" / "checkpoints") == [4, 8]
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [4, 8]

@@ -29,15 +29,15 @@ from accel_gpt.hub.load import load_pretrained, start_model
 from accel_gpt.hub.sources import Source, find_source
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import start_processes, world_size
-from accel_gpt.training.checkpoint import TrainState, checkpoints, find_checkpoint, read_state
+from accel_gpt.training.checkpoint import TrainState, find_checkpoint, read_state
 from accel_gpt.training.compiler import requested_precision
 from accel_gpt.training.corpus import document_end, parts
 from accel_gpt.training.guards import locked
-from accel_gpt.training.metrics import Record
+from accel_gpt.training.metrics import Record, merge_record
 from accel_gpt.training.precision import resolve_precision
 from accel_gpt.training.ranks import peers
-from accel_gpt.training.records import merge_record
-from accel_gpt.training.setup import launches, set_up_model
+from accel_gpt.training.run_folder import RunFolder, checkpoint_steps
+from accel_gpt.training.setup import set_up_model
 from accel_gpt.training.text_corpus import open_corpus
 
 # by the precision of a training; fp8 is for training alone
@@ -93,7 +93,7 @@ def evaluate_only(config: Config) -> int:
     accelerator = start_accelerator(as_launched(config, out))
     corpus = open_corpus(config)
     evaluation = open_evaluation(config, corpus)
-    if checkpoints(out / "checkpoints"):
+    if checkpoint_steps(out / "checkpoints"):
         folder = find_checkpoint(out)
         state = read_state(folder)
         model, tokenizer = load_pretrained(str(folder), device=accelerator.device)
@@ -156,8 +156,7 @@ def run_config(source: Source, run: Path | None) -> Config:
 
 def launched_precision(run: Path | None) -> Literal["no", "bf16", "fp16"] | None:
     """The precision in which the last launch of a run evaluates; None where it does not say."""
-    last = launches(run / "run.json")[-1:] if run else []
-    found = last[0].get("mixed_precision") if last and isinstance(last[0], dict) else None
+    found = RunFolder(run).last_launch("mixed_precision") if run else None
     return EVALUATED_IN.get(str(found))
 
 

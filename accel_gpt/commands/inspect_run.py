@@ -25,14 +25,13 @@ from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.training.checkpoint import (
     TrainState,
-    checkpoints,
     find_checkpoint,
     is_checkpoint,
     read_shape,
     read_state,
-    step_name,
     verify,
 )
+from accel_gpt.training.run_folder import checkpoint_steps, step_name
 
 
 def inspect_run(place: str, quick: bool) -> dict[str, Any]:
@@ -43,7 +42,7 @@ def inspect_run(place: str, quick: bool) -> dict[str, Any]:
     path, root = Path(place), Path(place) / "checkpoints"
     best = None
     if root.is_dir() and not is_checkpoint(path):
-        found = [root / step_name(step) for step in checkpoints(root)]
+        found = [root / step_name(step) for step in checkpoint_steps(root)]
         if not found:
             find_checkpoint(path)  # raises
         if (path / "best").is_file():

@@ -3,7 +3,6 @@
 Reads `metrics.jsonl` and the last checkpoint of both folders.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from accel_gpt.training.checkpoint import find_checkpoint
-from accel_gpt.training.metrics import read_lines
+from accel_gpt.training.run_folder import RunFolder
 
 TOLERANCE = 1e-3  # relative, of losses on several numbers of processes; assumption
 FIGURES: tuple[tuple[str, str], ...] = (  # what they are called, how their keys begin
@@ -60,7 +59,7 @@ def compare_runs(whole: Path, other: Path, steps: int, exact: bool) -> list[Find
     the optimizer's state are measured and not judged; all the rest must be equal still.
     Raises `UserError` where a run lacks its last checkpoint.
     """
-    runs = [read_records(folder) for folder in (whole, other)]
+    runs = [list(RunFolder(folder).records()) for folder in (whole, other)]
     numbered = [{(i + 1, "step"): r["step"] for i, r in enumerate(records)} for records in runs]
     findings = [compare_values("steps", numbered[0], numbered[1], exact=True)]
     for what, start in FIGURES:
@@ -74,11 +73,6 @@ def compare_runs(whole: Path, other: Path, steps: int, exact: bool) -> list[Find
 
 
 # --------------------------------------------------------------------------- figures
-
-
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in read_lines(folder / "metrics.jsonl")]
 
 
 def figures(records: Sequence[Mapping[str, Any]], start: str) -> dict[tuple[int, str], Any]:

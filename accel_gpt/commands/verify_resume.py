@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from accel_gpt.commands.run_comparison import TOLERANCE, Finding, compare_runs, read_records, table
+from accel_gpt.commands.run_comparison import TOLERANCE, Finding, compare_runs, table
 from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config, LogConfig
 from accel_gpt.config.options import VerifyResumeCommand
@@ -32,7 +32,7 @@ from accel_gpt.config.plan import in_steps, make_plan, plural
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.training.accelerator import ensure_data, plain_environment
-from accel_gpt.training.resume import launched_config
+from accel_gpt.training.run_folder import RunFolder
 
 DIFFERENT = 1  # exit code
 LAST_LINES = 30  # of a launch that failed; torchrun adds some 20 to the trainer's
@@ -140,11 +140,9 @@ def command(trial: Trial, folder: Path, world: int) -> list[str]:
         launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
         words += [*launcher, "-m"]
     words += ["accel_gpt.train", str(trial.room / "config.yaml"), "--out_dir", str(folder)]
-    whole = trial.room / "undisturbed" / "config.yaml"
-    if whole.is_file():  # what auto stood for there
-        chosen = launched_config(whole)
-        for key in ("train.mixed_precision", "train.compile"):
-            words += [f"--{key}", str(chosen[key])]
+    chosen = RunFolder(trial.room / "undisturbed").config  # what auto stood for there
+    for key in ("train.mixed_precision", "train.compile") if chosen else ():
+        words += [f"--{key}", str(chosen[key])]
     return words
 
 
@@ -199,7 +197,7 @@ def launch(trial: Trial, folder: Path, world: int, after: float | None) -> bool:
     trial.seconds += spent
     if late and run.returncode == -signal.SIGKILL:
         trial.kills += 1
-        logged = plural(len(read_records(folder)), "step")
+        logged = plural(sum(1 for _ in RunFolder(folder).records()), "step")
         say(f"{name}: killed after {spent:.1f} s, {logged} logged ({trial.kills} so far)")
         return False
     if run.returncode:

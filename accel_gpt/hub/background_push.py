@@ -21,7 +21,7 @@ from typing import BinaryIO, TextIO
 from accel_gpt.config.experiment import Config, HubConfig
 from accel_gpt.files import link_tree
 from accel_gpt.training.accelerator import plain_environment
-from accel_gpt.training.checkpoint import checkpoints, step_name
+from accel_gpt.training.run_folder import checkpoint_steps, step_name
 
 LOG = "hub.log"
 MOST_WAITING = 3  # checkpoints; assumption: when the Hub is away for long, the disk must not fill
@@ -51,7 +51,7 @@ class Uploads:
         self.wake, self.ending, self.killed = threading.Event(), False, False
         for debris in self.room.glob(".step_*"):
             shutil.rmtree(debris, ignore_errors=True)
-        if checkpoints(self.room):  # of an earlier launch
+        if checkpoint_steps(self.room):  # of an earlier launch
             self.wake.set()
         self.thread = threading.Thread(target=self.work, name="uploads", daemon=True)
         self.thread.start()
@@ -85,7 +85,7 @@ class Uploads:
 
     def drop_oldest(self) -> None:
         """Give up the oldest checkpoints that wait, where there are more than `MOST_WAITING`."""
-        waiting = [step for step in checkpoints(self.room) if step != self.current]
+        waiting = [step for step in checkpoint_steps(self.room) if step != self.current]
         for step in waiting[:-MOST_WAITING]:
             self.say(f"WARNING: step {step:,} is given up: more than {MOST_WAITING} wait")
             shutil.rmtree(self.room / step_name(step), ignore_errors=True)
@@ -96,7 +96,7 @@ class Uploads:
         """
         if self.last:
             self.add(self.last)
-        if checkpoints(self.room):
+        if checkpoint_steps(self.room):
             self.say(f"waiting for the uploads to {self.config.repo_id}; Ctrl-C leaves them")
         self.ending = True
         self.wake.set()
@@ -105,7 +105,7 @@ class Uploads:
         cut_short = self.thread.is_alive()
         self.abandon()
         atexit.unregister(self.abandon)
-        if left := checkpoints(self.room):
+        if left := checkpoint_steps(self.room):
             steps = ", ".join(f"{step:,}" for step in left)
             self.say(
                 f"WARNING: not on the Hub: step {steps}; the same command launched again uploads "
@@ -147,7 +147,7 @@ class Uploads:
 
     def upload_all(self) -> None:
         """Try every waiting checkpoint once, the oldest first."""
-        for step in checkpoints(self.room):
+        for step in checkpoint_steps(self.room):
             if self.killed:
                 return
             if not (self.room / step_name(step)).is_dir():  # given up meanwhile

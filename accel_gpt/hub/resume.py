@@ -6,7 +6,8 @@ from pathlib import Path
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import require
 from accel_gpt.hub.client import SCHEME, fetch
-from accel_gpt.training.checkpoint import checkpoints, is_checkpoint
+from accel_gpt.training.checkpoint import is_checkpoint
+from accel_gpt.training.run_folder import checkpoint_steps
 
 STATE = "checkpoint"  # folder of the repository
 
@@ -18,7 +19,7 @@ def fetch_resume(config: Config) -> Config:
     without its state.
     """
     place = config.checkpoint.resume
-    if not place.startswith(SCHEME) or checkpoints(Path(config.out_dir) / "checkpoints"):
+    if not place.startswith(SCHEME) or checkpoint_steps(Path(config.out_dir) / "checkpoints"):
         return config
     folder = fetch(place, [f"{STATE}/*"]) / STATE
     require(

@@ -29,11 +29,11 @@ from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, require
 from accel_gpt.files import sha256, write_file
 from accel_gpt.model.gpt import GPT
+from accel_gpt.training.run_folder import CHECKPOINT, checkpoint_steps, step_name
 from accel_gpt.untrusted import load_json, read_text
 
 FORMAT = 1
 LARGEST_JSON = 16 << 20  # bytes; ours have some thousand
-NAME = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # what `step_name` gives
 NEEDED = ("model.json", "model.safetensors", "tokenizer.json", "trainer_state.json")
 READABLE = (".bin", ".pkl", ".pt", ".pth", ".safetensors", ".distcp", ".metadata")
 # of these, what we write; Accelerate and torch run what some others hold
@@ -97,11 +97,6 @@ def write_json(path: Path, value: object) -> None:
     write_file(path, [json.dumps(value, indent=1).encode()])
 
 
-def step_name(step: int) -> str:
-    """Folder name of a checkpoint."""
-    return f"step_{step:08d}"
-
-
 def quarantine(path: Path) -> None:
     """Move a damaged checkpoint aside, under a name that is not a checkpoint's."""
     number = 0
@@ -111,13 +106,6 @@ def quarantine(path: Path) -> None:
 
 
 # --------------------------------------------------------------------------- find and verify
-
-
-def checkpoints(root: Path) -> list[int]:
-    """Steps of the checkpoint folders in `root`, ascending; `verify` tells the intact ones."""
-    folders = (p for p in root.glob("step_*") if p.is_dir() and not p.is_symlink())
-    found = (NAME.fullmatch(path.name) for path in folders)
-    return sorted(int(match[1]) for match in found if match)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -164,7 +152,7 @@ def verify(path: Path, only: Collection[str] | None = None) -> None:
         name = file.relative_to(path).as_posix()
         if name.endswith(READABLE) and not (name in entries and TENSORS.fullmatch(name)):
             raise CheckpointError(f"{file} is none of the files that we write: it is not read")
-    named = NAME.fullmatch(path.name)
+    named = CHECKPOINT.fullmatch(path.name)
     if named and (step := read_state(path).step) != int(named[1]):
         raise CheckpointError(
             f"checkpoint {path} holds step {step:,}, which its name denies: rename it to "
@@ -204,7 +192,7 @@ def find_checkpoint(path: Path, which: str = "last") -> Path:
     if is_checkpoint(path):
         return path
     root = path / "checkpoints"
-    steps = [step for step in checkpoints(root) if is_checkpoint(root / step_name(step))]
+    steps = [step for step in checkpoint_steps(root) if is_checkpoint(root / step_name(step))]
     require(path.is_dir(), f"{path} does not exist; give the folder of a run or of a checkpoint")
     require(bool(steps), f"{path} holds no checkpoint; give the folder of a run that saved one")
     if which == "best":
@@ -243,7 +231,7 @@ def states_of(root: Path) -> dict[int, TrainState]:
     cannot be read, or hold another step than that of their name.
     """
     found = {}
-    for step in checkpoints(root):
+    for step in checkpoint_steps(root):
         with contextlib.suppress(UserError):
             state = read_state(root / step_name(step))
             if state.step == step:

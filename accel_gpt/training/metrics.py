@@ -9,17 +9,16 @@ import errno
 import io
 import json
 import math
-import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from accel_gpt.errors import require
 from accel_gpt.files import sync, write_all, write_file
-from accel_gpt.untrusted import load_json
+from accel_gpt.training.run_folder import RunFolder, is_number
 
 # metrics.csv, and with it the keys of metrics.jsonl; progress in percent of the run. Mixtures have
 # data/epochs/NAME and eval/val_loss/NAME in metrics.jsonl besides; log.batch_hash, data/batch_hash.
@@ -63,21 +62,25 @@ class MetricsLog:
     """The two files of figures, cut back to the step that a run resumes from."""
 
     def __init__(self, out_dir: Path, step: int, tokens: int, max_steps: int) -> None:
+        self.losses: list[float]  # the training losses up to `step`
         self.jsonl, self.csv = out_dir / "metrics.jsonl", out_dir / "metrics.csv"
         self.tokens_before, self.max_steps = tokens, max_steps
         self.lock = threading.Lock()  # of the thread that saves
-        self.waiting: dict[Path, str] = {self.jsonl: "", self.csv: ""}  # what the disk refused
-        kept = "".join(kept_lines(self.jsonl, step))
-        write_file(self.jsonl, [kept.encode()])
-        kept = csv_line(COLUMNS) + "".join(kept_rows(self.csv, step))
-        write_file(self.csv, [kept.encode()])
+        self.waiting: dict[Path, bytes] = {self.jsonl: b"", self.csv: b""}  # what the disk refused
+        for path in (self.jsonl, self.csv):
+            require(not path.is_dir(), f"{path} is a folder, expected a file; move it away")
+        run = RunFolder(out_dir)
+        records = [record for record in run.records() if record["step"] <= step]
+        rows = [row for row in run.csv_records() if int(row["step"]) <= step]
+        self.losses = [r["train/loss"] for r in records if is_number(r.get("train/loss"))]
+        write_file(self.jsonl, [as_jsonl(records)])
+        write_file(self.csv, [as_csv(rows)])
 
     def write(self, record: Record) -> None:
         """Append one record to both files; one that finds no room goes there with a later one.
 
         Raises `OSError` where it waits.
         """
-        line = json.dumps(without_inf(record)) + "\n"
         loss = record.get("train/loss")
         row: dict[str, float] = {
             **record,
@@ -87,15 +90,15 @@ class MetricsLog:
         if loss is not None:
             row["train/perplexity"] = math.exp(min(loss, 700))
         with self.lock:
-            self.waiting[self.jsonl] += line
-            self.waiting[self.csv] += csv_line([row.get(column, "") for column in COLUMNS])
+            self.waiting[self.jsonl] += as_jsonl([without_inf(record)])
+            self.waiting[self.csv] += as_csv([row], header=False)
             self.append()
 
     def append(self) -> None:
         """Write what waits; `OSError` where there is no room."""
-        for path, text in self.waiting.items():
-            append(path, text)
-            self.waiting[path] = ""
+        for path, content in self.waiting.items():
+            append(path, content)
+            self.waiting[path] = b""
 
     def sync(self) -> None:
         """Force both files to disk: before a checkpoint, which must not know more than they do."""
@@ -142,24 +145,42 @@ class Stopwatch:
         self.paused += time.monotonic() - start
 
 
-def kept_lines(path: Path, step: int) -> list[str]:
-    """Whole lines of a metrics.jsonl up to `step`; a torn last line is dropped."""
-    kept = []
-    for line in read_lines(path):
-        try:
-            record = load_json(line)
-            if record["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):  # not of ours
-            continue
-    return kept
+def merge_record(out_dir: Path, record: Record) -> None:
+    """Add metrics that were measured after a run to its record of that step, or a new record.
+
+    Rewrites both files as a whole. The caller holds the lock of the run's folder.
+    """
+    run = RunFolder(out_dir)
+    records = merged(list(run.records()), without_inf(record))
+    rows = merged(run.csv_records(), {key: str(value) for key, value in record.items()})
+    write_file(out_dir / "metrics.jsonl", [as_jsonl(records)])
+    write_file(out_dir / "metrics.csv", [as_csv(rows)])
 
 
-def kept_rows(path: Path, step: int) -> list[str]:
-    """Whole rows of a metrics.csv up to `step`, without its header."""
-    numbered = re.compile(r"[0-9]{1,18}(?=,)")
-    rows = ((numbered.match(line), line) for line in read_lines(path))
-    return [line for number, line in rows if number and int(number[0]) <= step]
+def merged(rows: list[dict[str, Any]], new: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """`rows` with the values of `new` in the last row of its step, or `new` where it belongs."""
+    step = int(new["step"])
+    same = [row for row in rows if int(row["step"]) == step]
+    if not same:
+        at = sum(int(row["step"]) < step for row in rows)
+        return [*rows[:at], dict(new), *rows[at:]]
+    same[-1].update({k: v for k, v in new.items() if k not in ("step", "tokens", "time")})
+    return rows
+
+
+def as_jsonl(records: Iterable[Mapping[str, Any]]) -> bytes:
+    """Records as the lines of metrics.jsonl."""
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def as_csv(rows: Iterable[Mapping[str, Any]], header: bool = True) -> bytes:
+    """Rows of metrics.csv."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
 
 
 def read_lines(path: Path) -> list[str]:
@@ -171,26 +192,12 @@ def read_lines(path: Path) -> list[str]:
     return [line for line in lines if line.endswith("\n")]
 
 
-def losses(path: Path) -> Iterator[float]:
-    """The training losses in a metrics.jsonl of which `kept_lines` are left."""
-    for line in read_lines(path):
-        if type(loss := load_json(line).get("train/loss")) in (int, float):
-            yield loss
-
-
-def csv_line(values: Any) -> str:
-    """One row of CSV."""
-    buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerow(values)
-    return buffer.getvalue()
-
-
-def append(path: Path, text: str) -> None:
+def append(path: Path, content: bytes) -> None:
     """Add to a file, all or nothing; closed again at once so that a reader sees whole lines."""
     with path.open("ab", buffering=0) as file:
         before = file.tell()
         try:
-            write_all(file, memoryview(text.encode()))
+            write_all(file, memoryview(content))
         except OSError:
             file.truncate(before)
             raise

@@ -33,7 +33,7 @@ from accel_gpt.training.accelerator import (
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.compiler import compiler_error, requested_precision
 from accel_gpt.training.ranks import all_gather, on_main
-from accel_gpt.training.resume import launched_config
+from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.text_corpus import open_corpus
 
 BF16_CAPABILITY = (8, 0)  # Ampere: NVIDIA's first matrix units for bf16
@@ -98,11 +98,10 @@ def earlier_choice(config: Config, key: str) -> tuple[Any, Path] | None:
 
     None for a new run.
     """
-    path = Path(config.out_dir) / "config.yaml"
-    resumed = Path(config.checkpoint.resume)
+    run, resumed = RunFolder(config.out_dir), Path(config.checkpoint.resume)
     try:
-        if path.is_file():
-            return launched_config(path)[key], path
+        if run.config:
+            return run.config[key], run.path / "config.yaml"
         if (resumed / "trainer_state.json").is_file():
             return read_state(resumed).config[key], resumed
     except (OSError, ValueError, KeyError, AttributeError):  # found and told when the run resumes

@@ -17,7 +17,7 @@ from accel_gpt.training.checkpoint import TrainState
 from accel_gpt.training.corpus import Corpus
 from accel_gpt.training.dashboard import Dashboard
 from accel_gpt.training.layer_stats import copies, layer_stats
-from accel_gpt.training.metrics import MetricsLog, Record, Stopwatch, losses
+from accel_gpt.training.metrics import MetricsLog, Record, Stopwatch
 from accel_gpt.training.profiling import Profile
 from accel_gpt.training.setup import Speed, record_run
 from accel_gpt.training.terminal import Display
@@ -76,7 +76,7 @@ class Reporter:
         """Cut the files back to `state`; the clock goes on from there."""
         if self.accelerator.is_main_process:
             self.metrics = MetricsLog(self.out_dir, state.step, state.tokens, self.plan.max_steps)
-            self.display.take_up(state.step, losses(self.metrics.jsonl))
+            self.display.take_up(state.step, self.metrics.losses)
         self.watch = Stopwatch(state.seconds, state.step, self.settle)
 
     def completed(self, step: int) -> None:

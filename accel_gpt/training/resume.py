@@ -18,18 +18,16 @@ from accel_gpt.training.anomalies import ranges, spoken
 from accel_gpt.training.checkpoint import (
     TrainState,
     before_skips,
-    checkpoints,
     is_checkpoint,
     quarantine,
     read_state,
     states_of,
-    step_name,
     verify,
 )
 from accel_gpt.training.corpus import source_changes
 from accel_gpt.training.ranks import on_main
+from accel_gpt.training.run_folder import RunFolder, checkpoint_steps, step_name
 from accel_gpt.training.saving import clean, discard
-from accel_gpt.untrusted import load_yaml, read_text
 
 FREE = (
     "out_dir",
@@ -90,19 +88,19 @@ def find_resume(
     """
     root = out_dir / "checkpoints"
     if resume == "never":
-        if checkpoints(root):
+        if checkpoint_steps(root):
             raise UserError(
                 f"checkpoint.resume is never but {out_dir} holds a run with checkpoints; "
                 "set another out_dir or remove it"
             )
         return None
-    if resume != "auto" and not checkpoints(root):
+    if resume != "auto" and not checkpoint_steps(root):
         if not is_checkpoint(Path(resume)):
             raise UserError(f"checkpoint.resume is {resume}, which is not a checkpoint folder")
         verify(Path(resume))
         return Path(resume)
     damaged = []
-    for step in reversed([step for step in checkpoints(root) if step <= most]):
+    for step in reversed([step for step in checkpoint_steps(root) if step <= most]):
         path = root / step_name(step)
         try:
             verify(path)
@@ -196,7 +194,7 @@ def name_best(out_dir: Path, saved: TrainState) -> None:
     named = best.read_text(encoding="utf-8", errors="replace") if best.is_file() else ""
     if not named or named.strip() == str(saved.best_step):
         return
-    if saved.best_step in checkpoints(out_dir / "checkpoints"):
+    if saved.best_step in checkpoint_steps(out_dir / "checkpoints"):
         write_file(best, [f"{saved.best_step}\n".encode()])
     else:
         best.unlink()
@@ -235,25 +233,11 @@ def parted(config: Mapping[str, Any]) -> bool:
     return any(config.get(key) is not None for key in PARTS)
 
 
-def launched_config(path: Path) -> dict[str, Any]:
-    """The dotted keys of a run's `config.yaml`, as its last launch resolved them.
-
-    Raises `OSError`, `ValueError` or `AttributeError` for a file that is none.
-    """
-    return to_flat(load_yaml(read_text(path)) or {})
-
-
 def check_same_folder(config: Config) -> None:
     """Raise `UserError` if `out_dir` belongs to a run of another config, without a checkpoint."""
-    saved = Path(config.out_dir) / "config.yaml"
-    if not saved.is_file():
+    before = RunFolder(config.out_dir).read_config()
+    if not before:
         return
-    try:
-        before = launched_config(saved)
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{saved} cannot be read ({error}); set another out_dir, or remove the file"
-        ) from None
     changes = differences(before, to_flat(to_plain(config)))
     refused = {k: v for k, v in changes.items() if k not in config.checkpoint.allow_change}
     if refused:

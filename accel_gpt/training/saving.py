@@ -39,11 +39,11 @@ from accel_gpt.training.checkpoint import (
     before_skips,
     quarantine,
     states_of,
-    step_name,
     verify,
     write_json,
 )
 from accel_gpt.training.ranks import lost_peer
+from accel_gpt.training.run_folder import step_name
 from accel_gpt.training.snapshot import Snapshot
 
 RETRY_SECONDS = 60.0  # after a save that failed; assumption

@@ -28,7 +28,7 @@ from accel_gpt.training.command import command_line
 from accel_gpt.training.compiler import keep_compiled
 from accel_gpt.training.corpus import Corpus
 from accel_gpt.training.engine import check_optimizer
-from accel_gpt.untrusted import read_json
+from accel_gpt.training.run_folder import RunFolder
 
 
 class Speed:
@@ -102,15 +102,6 @@ def describe_run(config: Config, plan: Plan, corpus: Corpus, speed: Speed, machi
     )
 
 
-def launches(record: Path) -> list[Any]:
-    """The launches in a `run.json`; what is none is replaced by the next."""
-    try:
-        found = read_json(record)["launches"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return found if isinstance(found, list) else []
-
-
 def identity(config: Config, plan: Plan, corpus: Corpus, speed: Speed) -> dict[str, Any]:
     """What is trained and on what, as JSON: figures that two runs can be compared by."""
     state, tokenizer = TrainState(), corpus.tokenizer
@@ -142,7 +133,6 @@ def record_run(
     out = Path(config.out_dir)
     machine = describe_machine(accelerator)
     write_file(out / "config.yaml", [to_yaml(config).encode()])
-    record = out / "run.json"
     this = {
         "step": step,
         "command": command_line(sys.argv),
@@ -150,5 +140,6 @@ def record_run(
         **machine,
         **identity(config, plan, corpus, speed),
     }
-    write_file(record, [json.dumps({"launches": [*launches(record), this]}, indent=1).encode()])
+    content = {"launches": [*RunFolder(out).launches, this]}
+    write_file(out / "run.json", [json.dumps(content, indent=1).encode()])
     return describe_run(config, plan, corpus, speed, machine)

@@ -126,8 +126,8 @@ def test_a_password_in_a_url_is_never_pushed(
     run = tmp_path / "run"
     checkpoint = run / "checkpoints" / "step_00000002"
     (checkpoint / "notes.txt").write_text(PASSWORD)
-    append(run / "metrics.jsonl", f'{{"step": 1, "x": "{PASSWORD}"}}\n')
-    append(run / "metrics.csv", f"1,{PASSWORD}\n")
+    append(run / "metrics.jsonl", f'{{"step": 1, "x": "{PASSWORD}"}}\n'.encode())
+    append(run / "metrics.csv", f"1,{PASSWORD}\n".encode())
     assert {run / "config.yaml", checkpoint / "trainer_state.json"} <= {*holding(run, PASSWORD)}
     with HubServer() as hub:
         point_at(monkeypatch, hub, tmp_path / "home")

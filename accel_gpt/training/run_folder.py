@@ -1,0 +1,274 @@
+"""The one reader of a run's folder: launches, config, metrics, samples and checkpoints.
+
+    run.json            {"launches": [{step, command, plan, device, versions, ...}]}, oldest first
+    config.yaml         the config, as the last launch resolved it
+    metrics.jsonl       one record a line: step, tokens, time and any metrics; metrics.csv the same
+    samples/            step_00001000.txt
+    checkpoints/        step_00001000/
+    best                the step of the best checkpoint
+    .lock               held while a process works in the folder
+
+Anybody may have written these files: reads are bounded, what is missing, torn or of another kind is
+left out. Needs no torch. N: records.
+"""
+
+import contextlib
+import csv
+import fcntl
+import math
+import re
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accel_gpt.config.parse import to_flat
+from accel_gpt.errors import SECRET, UserError
+from accel_gpt.untrusted import load_json, load_yaml, open_file
+
+LARGEST_FILE = 16 << 20  # bytes of run.json and config.yaml; ours have some thousand
+LARGEST_SAMPLES = 4 << 20  # bytes read of one file of samples
+LONGEST_LINE = 1 << 17  # bytes; ours have some hundred
+MOST_KEYS = 500  # of one run; ours have some dozen
+LARGEST_STEP = 1e15
+CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # what `step_name` gives
+SAMPLES = re.compile(r"step_(\d{8,15})\.txt")
+
+Floats = npt.NDArray[np.float64]
+
+
+class RunFolder:
+    """A run, read from its folder. A property reads its file once, when it is first used.
+
+    Read `in_use` before `metrics` where both count: a run that ends in between is then complete.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @cached_property
+    def launches(self) -> tuple[Mapping[str, Any], ...]:
+        """The launches in run.json, oldest first."""
+        try:
+            found = load_json(read_small(self.path / "run.json"))["launches"]
+            return tuple(launch for launch in found if isinstance(launch, dict))
+        except (OSError, ValueError, KeyError, TypeError):
+            return ()
+
+    def last_launch(self, *keys: str) -> Any:
+        """What the last launch recorded under nested keys ("plan", "max_steps"), or None."""
+        value: Any = self.launches[-1] if self.launches else None
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+    def read_config(self) -> dict[str, Any]:
+        """The dotted keys of config.yaml; {} without the file. `UserError` if it cannot be read."""
+        file = self.path / "config.yaml"
+        if not file.exists():
+            return {}
+        try:
+            content = load_yaml(read_small(file))
+            if not isinstance(content, Mapping | None):
+                raise ValueError("it is not a config")
+            return to_flat(content or {})
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(
+                f"{file} cannot be read ({error}); set another out_dir, or remove the file"
+            ) from None
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The dotted keys of config.yaml; {} if it is missing or cannot be read."""
+        with contextlib.suppress(UserError):
+            return self.read_config()
+        return {}
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The records of metrics.jsonl in the order of the file, each with a numeric `step`.
+
+        Written by another hand, a record may hold any other key and value.
+        """
+        for line in whole_lines(self.path / "metrics.jsonl"):
+            with contextlib.suppress(ValueError):
+                record = load_json(line.decode(), any_number=True)
+                if type(record) is dict and 0 <= number(record.get("step")) < LARGEST_STEP:
+                    yield record
+
+    def csv_records(self) -> list[dict[str, str]]:
+        """The rows of metrics.csv by the names in its header."""
+        lines = [line.decode(errors="replace") for line in whole_lines(self.path / "metrics.csv")]
+        rows = csv.DictReader(lines, quoting=csv.QUOTE_NONE)
+        return [row for row in rows if re.fullmatch("[0-9]{1,15}", row.get("step") or "")]
+
+    @cached_property
+    def metrics(self) -> "Metrics":
+        """The records of metrics.jsonl as columns, by step."""
+        return read_metrics(self.records())
+
+    @property
+    def step(self) -> int:
+        """The last step that has a record; 0: none."""
+        return int(self.metrics.steps[-1]) if len(self.metrics.steps) else 0
+
+    @property
+    def max_steps(self) -> int | None:
+        """The length of the run as the last launch planned it."""
+        steps = number(self.last_launch("plan", "max_steps"))
+        return int(steps) if 0 < steps < LARGEST_STEP else None
+
+    @cached_property
+    def in_use(self) -> bool:
+        """Whether a process works in the folder: it holds the lock of `training/guards.py`."""
+        try:
+            with open_file(self.path / ".lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file closes
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    @property
+    def samples(self) -> Mapping[int, Path]:
+        """The files of samples by step, ascending."""
+        found = {
+            int(match[1]): path
+            for path in (self.path / "samples").glob("step_*.txt")
+            if (match := SAMPLES.fullmatch(path.name)) and path.is_file()
+        }
+        return dict(sorted(found.items()))
+
+    def sample_texts(self, step: int) -> list[str]:
+        """The texts that were sampled at a step of `samples`, access tokens starred."""
+        with open_file(self.samples[step]) as file:
+            text = file.read(LARGEST_SAMPLES).decode(errors="replace").removesuffix("\n")
+        texts: list[str] = []
+        for part in re.split(r"^(?=--- sample \d+$)", text, flags=re.MULTILINE):
+            head, _, body = part.partition("\n")
+            if head == f"--- sample {len(texts) + 1}":
+                if texts:  # two newlines separate the samples
+                    texts[-1] = texts[-1].removesuffix("\n").removesuffix("\n")
+                texts.append(body)
+            elif texts:  # a line of the text itself
+                texts[-1] += part
+        return [SECRET.sub("***", text) for text in texts]
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """The folders of checkpoints by step, ascending; whether one is intact, `verify` says."""
+        root = self.path / "checkpoints"
+        return {step: root / step_name(step) for step in checkpoint_steps(root)}
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The records of a run as columns, by step; `nan` where tokens or seconds are unknown."""
+
+    steps: Floats  # (N,) completed updates, ascending
+    tokens: Floats  # (N,)
+    seconds: Floats  # (N,) since the run's first start
+    columns: dict[str, tuple[npt.NDArray[np.int64], Floats]]  # key -> records (n,), values (n,)
+
+    def curve(self, key: str) -> tuple[Floats, Floats]:
+        """Steps and values (n,) of a key; empty where it was never recorded."""
+        rows, values = self.columns.get(key, (np.zeros(0, np.int64), np.zeros(0)))
+        return self.steps[rows], values
+
+    def last(self, key: str) -> float | None:
+        """The newest value of a key."""
+        values = self.curve(key)[1]
+        return float(values[-1]) if len(values) else None
+
+    def keys(self, prefix: str) -> list[str]:
+        """The keys that begin with `prefix`, sorted."""
+        return sorted(key for key in self.columns if key.startswith(prefix))
+
+
+def read_metrics(records: Iterator[dict[str, Any]]) -> Metrics:
+    """Columns of the finite numbers in `records`, sorted by step; of one step the later is last."""
+    clocks = tuple(array("d") for _ in range(3))
+    columns: dict[str, tuple[array[int], array[float]]] = {}
+    for record in records:
+        row = len(clocks[0])
+        for clock, key in zip(clocks, ("step", "tokens", "time"), strict=True):
+            clock.append(number(record.pop(key, None)))
+        for key, value in record.items():
+            value = value if type(value) is float else number(value)
+            if value - value != 0:  # not finite
+                continue
+            if key not in columns:
+                if len(columns) == MOST_KEYS:
+                    continue
+                columns[key] = (array("q"), array("d"))
+            rows, values = columns[key]
+            rows.append(row)
+            values.append(value)
+    steps, tokens, seconds = (np.array(clock) for clock in clocks)
+    order = np.argsort(steps, kind="stable")
+    rank = np.argsort(order, kind="stable")  # record -> its index by step
+    by_step = {}
+    for key, (rows, values) in columns.items():
+        index = rank[np.array(rows)]
+        ascending = np.argsort(index)
+        by_step[key] = (index[ascending], np.array(values)[ascending])
+    steps = steps[order]
+    tokens, seconds = (interpolated(steps, clock[order]) for clock in (tokens, seconds))
+    return Metrics(steps, tokens, seconds, by_step)
+
+
+def interpolated(steps: Floats, clock: Floats) -> Floats:
+    """`clock` (N,), its missing values interpolated between the steps that have one."""
+    known = np.isfinite(clock)
+    if known.all() or not known.any():
+        return clock
+    return np.interp(steps, steps[known], clock[known])
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of JSON is a finite number."""
+    return math.isfinite(number(value))
+
+
+def number(value: object) -> float:
+    """A number of JSON as a float; `nan` for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file that end with a newline; none of a file that cannot be opened."""
+    with contextlib.suppress(OSError), open_file(path) as file:
+        while line := file.readline(LONGEST_LINE):
+            if line.endswith(b"\n"):
+                yield line
+
+
+def read_small(path: Path) -> str:
+    """The text of a regular file; `OSError`, or `ValueError` if it is too large or not UTF-8."""
+    with open_file(path) as file:
+        content = file.read(LARGEST_FILE + 1)
+    if len(content) > LARGEST_FILE:
+        raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
+    return content.decode()
+
+
+def step_name(step: int) -> str:
+    """The name of a checkpoint's folder."""
+    return f"step_{step:08d}"
+
+
+def checkpoint_steps(root: Path) -> list[int]:
+    """The steps of the checkpoint folders in `root`, ascending."""
+    folders = (path for path in root.glob("step_*") if path.is_dir() and not path.is_symlink())
+    found = (CHECKPOINT.fullmatch(path.name) for path in folders)
+    return sorted(int(match[1]) for match in found if match)

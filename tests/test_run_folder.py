@@ -1,0 +1,68 @@
+"""The one reader of a run: what anybody may have left in its folder."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from accel_gpt.errors import UserError
+from accel_gpt.training.run_folder import RunFolder
+
+
+def test_an_empty_folder_is_a_run_without_anything(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert (run.launches, run.config, list(run.records()), run.csv_records()) == ((), {}, [], [])
+    assert (run.step, run.max_steps, run.in_use) == (0, None, False)
+    assert (run.samples, run.checkpoints) == ({}, {})
+    for name in ("metrics.jsonl", "metrics.csv", "run.json", "config.yaml"):
+        os.mkfifo(tmp_path / name)  # a read of a pipe would never end
+    run = RunFolder(tmp_path)
+    assert (run.launches, run.config, list(run.records()), run.csv_records()) == ((), {}, [], [])
+    with pytest.raises(UserError, match=r"config\.yaml cannot be read"):
+        run.read_config()
+
+
+def test_launches_and_config(tmp_path: Path) -> None:
+    launches = [{"step": 0}, "none of ours", {"step": 4, "plan": {"max_steps": 9}}]
+    (tmp_path / "run.json").write_text(json.dumps({"launches": launches}))
+    (tmp_path / "config.yaml").write_text("seed: 1\noptim: {lr: 0.5}\n")
+    run = RunFolder(tmp_path)
+    assert [launch["step"] for launch in run.launches] == [0, 4]
+    assert (run.max_steps, run.last_launch("plan", "max_steps", "x")) == (9, None)
+    assert run.config == {"seed": 1, "optim.lr": 0.5}
+    for broken in ("- a\n", "7: x\n", "a: [", "a: &x [*x]", "x" * (17 << 20)):
+        (tmp_path / "config.yaml").write_text(broken)
+        assert RunFolder(tmp_path).config == {}
+        with pytest.raises(UserError, match="set another out_dir, or remove the file"):
+            RunFolder(tmp_path).read_config()
+
+
+def test_metrics_of_any_origin(tmp_path: Path) -> None:
+    lines = [
+        '{"step": 2, "tokens": 20, "time": 2.0, "train/loss": 3.0}',
+        *("not json", "[1]", '{"tokens": 5}', '{"step": "3"}', '{"step": 1e400}', "[" * 100_000),
+        '{"step": 4, "train/loss": 1' + "0" * 400 + ', "eval/val_loss": null, "x": "text"}',
+        '{"step": 6, "tokens": 60, "time": 6.0, "train/loss": 1.0, "eval/val_loss": 2.0}',
+        '{"step": 2, "eval/val_loss": 2.5}',  # evaluated later
+        '{"step": 8, "trai',  # torn
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    metrics = RunFolder(tmp_path).metrics
+    assert metrics.steps.tolist() == [2, 2, 4, 6]
+    assert metrics.tokens.tolist() == [20, 20, 40, 60]
+    assert [values.tolist() for values in metrics.curve("train/loss")] == [[2, 6], [3, 1]]
+    assert [values.tolist() for values in metrics.curve("eval/val_loss")] == [[2, 6], [2.5, 2]]
+    assert (metrics.last("x"), metrics.keys("eval/")) == (None, ["eval/val_loss"])
+    (tmp_path / "metrics.csv").write_text('step,train/loss\n2,3.0\n"4,\nx,1\n6,1.0,extra\n8,0.')
+    assert [row["step"] for row in RunFolder(tmp_path).csv_records()] == ["2", "6"]
+
+
+def test_samples_with_a_heading_in_their_text(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    text = "--- sample 1\nA hf_abcdefghijklmnopqrst\n--- sample 7\nB\n\n--- sample 2\nC\n\n"
+    (tmp_path / "samples/step_00000003.txt").write_text(text)
+    (tmp_path / "samples/step_3.txt").write_text("none of ours")
+    run = RunFolder(tmp_path)
+    assert list(run.samples) == [3]
+    assert run.sample_texts(3) == ["A ***\n--- sample 7\nB", "C\n"]

@@ -38,7 +38,6 @@ from accel_gpt.training.accelerator import ensure_data, is_main, world_size
 from accel_gpt.training.anomalies import Ledger, TooManySkippedError, check_weights
 from accel_gpt.training.auto_batch import sized
 from accel_gpt.training.batches import batch_figures, micro_batches, pass_over
-from accel_gpt.training.checkpoint import TrainState, is_due
 from accel_gpt.training.corpus import Corpus
 from accel_gpt.training.gradients import Gradients, make_gradients
 from accel_gpt.training.guards import locked
@@ -50,6 +49,7 @@ from accel_gpt.training.restore import restore
 from accel_gpt.training.resume import step_back, take_up
 from accel_gpt.training.saving import Writer
 from accel_gpt.training.setup import freeze, prepared
+from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import PREEMPTED, StopSignal, die_with_launcher, listen_for_stop
 from accel_gpt.training.terminal import Display, last_words
 from accel_gpt.training.text_corpus import open_corpus
@@ -206,7 +206,7 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
     logging = last or state.step % config.log.every == 0
     evaluating = last or bool(config.eval.every and state.step % config.eval.every == 0)
     saving = last or stopping or retrying
-    saving |= is_due(config.checkpoint, state, run.plan.tokens_per_step)
+    saving |= state.save_is_due(config.checkpoint, run.plan.tokens_per_step)
     sampling = samples_due(config.sample, state.step, last)
     record: Record = {}
     if logging or evaluating or saving:

@@ -24,9 +24,10 @@ from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import keep_freed_memory
-from accel_gpt.training.checkpoint import TrainState, verify
+from accel_gpt.training.checkpoint import verify
 from accel_gpt.training.run_folder import checkpoint_steps, step_name
 from accel_gpt.training.saving import Writer
+from accel_gpt.training.state import TrainState
 
 VOCABULARY = 50_304
 SIDE = 1024  # of the matrices that are multiplied meanwhile

@@ -19,7 +19,7 @@ from accel_gpt.hub.markdown import fenced, mark
 from accel_gpt.hub.model_card import write_card
 from accel_gpt.hub.privacy import hub_dataset, place_name, public_key
 from accel_gpt.report.plots import loss_curves, smoothed
-from accel_gpt.training.checkpoint import TrainState
+from accel_gpt.training.state import TrainState
 from tests.conftest import tiny
 
 TOKEN = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345"

@@ -11,9 +11,7 @@ import torch
 from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
 from accel_gpt.training.checkpoint import (
-    TrainState,
     find_checkpoint,
-    is_due,
     load_model,
     read_state,
     verify,
@@ -22,6 +20,7 @@ from accel_gpt.training.checkpoint import (
 from accel_gpt.training.resume import find_resume
 from accel_gpt.training.run_folder import checkpoint_steps, step_name
 from accel_gpt.training.saving import clean, prune
+from accel_gpt.training.state import TrainState
 from tests.conftest import launch
 
 Arguments = Callable[..., list[str]]
@@ -196,7 +195,7 @@ def test_unknown_step_lists_those_there_are(run: Path) -> None:
     ],
 )
 def test_intervals_in_steps_and_tokens(config: CheckpointConfig, due: list[int]) -> None:
-    found = [s for s in range(1, 9) if is_due(config, TrainState(step=s, tokens=100 * s), 100)]
+    found = [s for s in range(1, 9) if TrainState(step=s, tokens=100 * s).save_is_due(config, 100)]
     assert found == due
 
 

@@ -13,8 +13,8 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.parse import load_config
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.text.files import files
-from accel_gpt.training.checkpoint import TrainState
 from accel_gpt.training.corpus import settle, source_changes
+from accel_gpt.training.state import TrainState
 from accel_gpt.training.text_corpus import TextCorpus, open_corpus
 from tests.conftest import launch, text_of
 from tests.test_train import assert_same_weights, records, signal_after, weights

@@ -26,8 +26,8 @@ from accel_gpt.data.tokenizer import BytesTokenizer, load_gpt2
 from accel_gpt.errors import run_main
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training.checkpoint import TrainState
 from accel_gpt.training.saving import Writer
+from accel_gpt.training.state import TrainState
 from tests.conftest import tiny
 
 EOT = 256

@@ -21,8 +21,9 @@ from accel_gpt.training.anomalies import (
     ranges,
     spoken,
 )
-from accel_gpt.training.checkpoint import TrainState, read_state
+from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.run_folder import checkpoint_steps
+from accel_gpt.training.state import TrainState
 from tests.conftest import QUIET, launch
 from tests.processes import together
 from tests.test_train import assert_same_weights, records, signal_after, weights

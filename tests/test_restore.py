@@ -12,10 +12,10 @@ import torch
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import leaves, to_flat, to_plain
 from accel_gpt.errors import CheckpointError, UserError
-from accel_gpt.training.checkpoint import TrainState
 from accel_gpt.training.restore import said
 from accel_gpt.training.resume import check_same_run, differences
 from accel_gpt.training.run_folder import checkpoint_steps
+from accel_gpt.training.state import TrainState
 from tests.conftest import QUIET, launch, reseal
 from tests.test_train import records, signal_after
 

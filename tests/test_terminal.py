@@ -19,8 +19,8 @@ from accel_gpt.config.experiment import CheckpointConfig, Config, EvalConfig, Lo
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.plan import make_plan
 from accel_gpt.training import terminal
-from accel_gpt.training.checkpoint import TrainState, is_due
 from accel_gpt.training.panel import ASCII_BLOCKS, BLOCKS, FINEST, Curve, Panel, draw
+from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import SAME_PRESS_SECONDS
 from accel_gpt.training.terminal import Display, describe
 from tests.terminals import Terminal, in_python
@@ -126,7 +126,7 @@ def test_what_is_announced_is_what_comes(
     )  # fmt: skip
     panel.step = step
     later = range(step + 1, 21)
-    due = (s for s in later if s == 20 or is_due(saves, TrainState(step=s, tokens=8 * s), 8))
+    due = (s for s in later if s == 20 or TrainState(step=s, tokens=8 * s).save_is_due(saves, 8))
     assert panel.next_save() == next(due)
     due = (s for s in later if s == 20 or (evaluating and s % evaluating == 0))
     assert panel.next_evaluation() == next(due)

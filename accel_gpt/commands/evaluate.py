@@ -29,7 +29,7 @@ from accel_gpt.hub.load import load_pretrained, start_model
 from accel_gpt.hub.sources import Source, find_source
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import start_processes, world_size
-from accel_gpt.training.checkpoint import TrainState, find_checkpoint, read_state
+from accel_gpt.training.checkpoint import find_checkpoint, read_state
 from accel_gpt.training.compiler import requested_precision
 from accel_gpt.training.corpus import document_end, parts
 from accel_gpt.training.guards import locked
@@ -38,6 +38,7 @@ from accel_gpt.training.precision import resolve_precision
 from accel_gpt.training.ranks import peers
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps
 from accel_gpt.training.setup import set_up_model
+from accel_gpt.training.state import TrainState
 from accel_gpt.training.text_corpus import open_corpus
 
 # by the precision of a training; fp8 is for training alone

@@ -24,7 +24,6 @@ from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.training.checkpoint import (
-    TrainState,
     find_checkpoint,
     is_checkpoint,
     read_shape,
@@ -32,6 +31,7 @@ from accel_gpt.training.checkpoint import (
     verify,
 )
 from accel_gpt.training.run_folder import checkpoint_steps, step_name
+from accel_gpt.training.state import TrainState
 
 
 def inspect_run(place: str, quick: bool) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from accel_gpt.hub.privacy import hub_dataset, hub_model, place_name, source_nam
 from accel_gpt.hub.trained_on import Source, sources_of
 from accel_gpt.report.sample_texts import sample_files, texts_in
 from accel_gpt.training.accelerator import PACKAGES
-from accel_gpt.training.checkpoint import TrainState, read_shape, read_state
+from accel_gpt.training.checkpoint import read_shape, read_state
 from accel_gpt.training.metrics import read_lines
+from accel_gpt.training.state import TrainState
 from accel_gpt.untrusted import load_json, read_json
 
 MOST_SAMPLES = 3

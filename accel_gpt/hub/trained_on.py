@@ -9,7 +9,7 @@ from accel_gpt.data.remote.folder import is_url
 from accel_gpt.data.shards import INDEX, open_split, read_index
 from accel_gpt.errors import UserError
 from accel_gpt.hub.privacy import hub_dataset, place_name, source_name
-from accel_gpt.training.checkpoint import TrainState
+from accel_gpt.training.state import TrainState
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from accel_gpt.config.plan import Plan
 from accel_gpt.data.loader import HASH_BITS, Loader, rows_hash
 from accel_gpt.model.documents import separate
 from accel_gpt.model.loss import IGNORE
-from accel_gpt.training.checkpoint import TrainState
+from accel_gpt.training.state import TrainState
 
 Batch = tuple[Tensor, Tensor, Tensor | None, Tensor | float]
 

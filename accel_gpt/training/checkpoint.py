@@ -8,20 +8,17 @@ it is unpickled but what Accelerate loads with `weights_only=True`.
 
 import contextlib
 import json
-import math
 import re
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model as load_weights
 
-from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import build, flatten, leaves
 from accel_gpt.cost.flops import parameter_counts
@@ -30,6 +27,7 @@ from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, requi
 from accel_gpt.files import sha256, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.run_folder import CHECKPOINT, checkpoint_steps, step_name
+from accel_gpt.training.state import TrainState
 from accel_gpt.untrusted import load_json, read_text
 
 FORMAT = 1
@@ -43,53 +41,7 @@ TENSORS = re.compile(
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # names: in the folder itself, seen by `ls`
 
 
-@dataclass
-class TrainState:
-    """Everything that a run must remember besides tensors and random states."""
-
-    step: int = 0  # completed optimizer updates
-    sequences: int = 0  # windows consumed: the position in the data
-    tokens: int = 0
-    seconds: float = 0.0  # since the run's first start
-    val_loss: float | None = None  # of the last evaluation, nats per token
-    best_val_loss: float | None = None
-    best_step: int | None = None
-    world_size: int = 1
-    data_fingerprint: str = ""
-    data_origin: int = 0  # sequence at which this mixture of sources began
-    data_given: dict[str, int] = field(default_factory=dict)  # windows before it, by fingerprint
-    data_sources: list[dict[str, Any]] = field(default_factory=list)  # name, weight, fingerprint
-    text_places: list[Any] = field(default_factory=list)  # of each process: see TextCorpus
-    skipped: int = 0  # updates left out, because they were not finite or a spike
-    skipped_in_row: list[int] = field(default_factory=list)  # first sequences of the last of them
-    spikes: int = 0
-    losses: list[float] = field(default_factory=list)  # the window in which a spike stands out
-    excluded: list[list[int]] = field(default_factory=list)  # sequences left out: [first, end)
-    tokenizer_fingerprint: str = ""
-    config: dict[str, Any] = field(default_factory=dict)  # dotted keys
-    train_loss: float | None = None  # of this step
-    versions: dict[str, str] = field(default_factory=dict)  # of the code that made this step
-
-    def note_best(self) -> bool:
-        """Keep the lowest val loss and its step; whether it is the one just measured."""
-        assert self.val_loss is not None
-        best = math.inf if self.best_val_loss is None else self.best_val_loss
-        if not self.val_loss < best:  # also when it is not a number
-            return False
-        self.best_val_loss, self.best_step = self.val_loss, self.step
-        return True
-
-
 # --------------------------------------------------------------------------- names
-
-
-def is_due(config: CheckpointConfig, state: TrainState, tokens_per_step: int) -> bool:
-    """Whether the completed step asks for a checkpoint, by steps or by tokens."""
-    every, before = config.every_tokens, state.tokens - tokens_per_step
-    return bool(
-        (config.every and state.step % config.every == 0)
-        or (every and state.tokens // every > before // every)
-    )
 
 
 def write_json(path: Path, value: object) -> None:
@@ -217,13 +169,12 @@ def read_state(path: Path) -> TrainState:
     content = read_json(path / "trainer_state.json")
     check_format(path, content)
     content.pop("format")
-    hints = get_type_hints(TrainState)
-    for name, value in content.items():
-        if name not in hints or not is_of(value, hints[name]):
-            raise CheckpointError(
-                f"{path / 'trainer_state.json'} is not ours: {name[:100]!r} is {repr(value)[:100]}"
-            )
-    return TrainState(**content)
+    state = TrainState()
+    try:
+        state.load_state_dict(content)
+    except ValueError as error:
+        raise CheckpointError(f"{path / 'trainer_state.json'} is not ours: {error}") from None
+    return state
 
 
 def states_of(root: Path) -> dict[int, TrainState]:
@@ -242,15 +193,6 @@ def states_of(root: Path) -> dict[int, TrainState]:
 def before_skips(states: dict[int, TrainState]) -> list[int]:
     """Steps of those that lie in no row of skipped updates, in the order of `states`."""
     return [step for step, state in states.items() if not state.skipped_in_row]
-
-
-def is_of(value: Any, hint: Any) -> bool:
-    """Whether a value of JSON is of a type that a field has; numbers are not negative."""
-    if isinstance(hint, UnionType):
-        return any(is_of(value, option) for option in get_args(hint))
-    if hint in (int, float) and type(value) in (int, float):
-        return type(value) in (int, hint) and (value != value or value >= 0)
-    return type(value) is (get_origin(hint) or hint)
 
 
 def read_shape(path: Path) -> tuple[ModelConfig, int]:

@@ -22,7 +22,7 @@ from accel_gpt.data.shards import Split, resident
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.training.accelerator import code_versions
-from accel_gpt.training.checkpoint import TrainState
+from accel_gpt.training.state import TrainState
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from torch import Tensor
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.checkpoint import TrainState
 from accel_gpt.training.corpus import Corpus
 from accel_gpt.training.dashboard import Dashboard
 from accel_gpt.training.layer_stats import copies, layer_stats
 from accel_gpt.training.metrics import MetricsLog, Record, Stopwatch
 from accel_gpt.training.profiling import Profile
 from accel_gpt.training.setup import Speed, record_run
+from accel_gpt.training.state import TrainState
 from accel_gpt.training.terminal import Display
 from accel_gpt.training.trackers import (
     chart_groups,

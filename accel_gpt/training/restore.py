@@ -22,7 +22,8 @@ from accel_gpt.errors import CheckpointError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import state_names
 from accel_gpt.optim.sharded import is_sharded
-from accel_gpt.training.checkpoint import TrainState, read_state
+from accel_gpt.training.checkpoint import read_state
+from accel_gpt.training.state import TrainState
 
 
 def restore(

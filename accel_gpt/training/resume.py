@@ -16,7 +16,6 @@ from accel_gpt.errors import CheckpointError, DivergedError, UserError
 from accel_gpt.files import write_file
 from accel_gpt.training.anomalies import ranges, spoken
 from accel_gpt.training.checkpoint import (
-    TrainState,
     before_skips,
     is_checkpoint,
     quarantine,
@@ -28,6 +27,7 @@ from accel_gpt.training.corpus import source_changes
 from accel_gpt.training.ranks import on_main
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps, step_name
 from accel_gpt.training.saving import clean, discard
+from accel_gpt.training.state import TrainState
 
 FREE = (
     "out_dir",

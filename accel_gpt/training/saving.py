@@ -35,7 +35,6 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import host_group
 from accel_gpt.training.checkpoint import (
     FORMAT,
-    TrainState,
     before_skips,
     quarantine,
     states_of,
@@ -45,6 +44,7 @@ from accel_gpt.training.checkpoint import (
 from accel_gpt.training.ranks import lost_peer
 from accel_gpt.training.run_folder import step_name
 from accel_gpt.training.snapshot import Snapshot
+from accel_gpt.training.state import TrainState
 
 RETRY_SECONDS = 60.0  # after a save that failed; assumption
 LAST_TRIES, LAST_PAUSE_SECONDS = 3, 2.0  # for the last checkpoint of a launch

@@ -23,12 +23,12 @@ from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import describe_machine, device_name, memory_gb
-from accel_gpt.training.checkpoint import TrainState
 from accel_gpt.training.command import command_line
 from accel_gpt.training.compiler import keep_compiled
 from accel_gpt.training.corpus import Corpus
 from accel_gpt.training.engine import check_optimizer
 from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.state import TrainState
 
 
 class Speed:

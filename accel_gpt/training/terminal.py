@@ -18,8 +18,8 @@ from accel_gpt.errors import printable
 if TYPE_CHECKING:
     import rich.live
 
-    from accel_gpt.training.checkpoint import TrainState
     from accel_gpt.training.panel import Panel
+    from accel_gpt.training.state import TrainState
 
 SHOW_CURSOR = b"\x1b[?25h\n"  # which a live panel hides
 FRAME_SECONDS = 0.25  # between two frames, where something has changed

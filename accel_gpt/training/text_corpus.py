@@ -18,7 +18,6 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, require, without_secrets
 from accel_gpt.text.documents import guess_source
 from accel_gpt.text.streaming import Place, Text, read_text
-from accel_gpt.training.checkpoint import TrainState
 from accel_gpt.training.corpus import (
     Corpus,
     Part,
@@ -30,6 +29,7 @@ from accel_gpt.training.corpus import (
     val_names,
     val_sources,
 )
+from accel_gpt.training.state import TrainState
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+"""What a run remembers besides tensors and random states: `trainer_state.json` of a checkpoint.
+
+Each owner of state returns its fields from `state_dict()`, by the names below, and gets them back
+in `load_state_dict()`: the corpus its position in the data, the step guard its counts.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from accel_gpt.config.experiment import CheckpointConfig
+
+
+@dataclass
+class TrainState:
+    """The state of a run after `step` optimizer updates, on every rank alike."""
+
+    step: int = 0  # completed optimizer updates
+    sequences: int = 0  # consumed: the position in the data
+    tokens: int = 0
+    seconds: float = 0.0  # since the run's first start
+    val_loss: float | None = None  # of the last evaluation, nats per token
+    best_val_loss: float | None = None
+    best_step: int | None = None
+    world_size: int = 1
+    # of the corpus
+    data_fingerprint: str = ""
+    data_origin: int = 0  # sequence at which this mixture of sources began
+    data_given: dict[str, int] = field(default_factory=dict)  # sequences before it, by fingerprint
+    data_sources: list[dict[str, Any]] = field(default_factory=list)  # name, weight, fingerprint
+    text_places: list[Any] = field(default_factory=list)  # position of each rank in streamed text
+    # of the step guard
+    skipped: int = 0  # updates left out, because they were not finite or a spike
+    skipped_in_row: list[int] = field(default_factory=list)  # first sequences of the last of them
+    spikes: int = 0
+    losses: list[float] = field(default_factory=list)  # the window in which a spike stands out
+    excluded: list[list[int]] = field(default_factory=list)  # sequences left out: [first, end)
+    # of the run
+    tokenizer_fingerprint: str = ""
+    config: dict[str, Any] = field(default_factory=dict)  # dotted keys
+    train_loss: float | None = None  # of this step
+    versions: dict[str, str] = field(default_factory=dict)  # of the code that made this step
+
+    def load_state_dict(self, fields: Mapping[str, Any]) -> None:
+        """Take over fields, as those of an owner of state. Raises `ValueError` naming the first
+        that is unknown or of another type: a file may hold anything.
+        """
+        hints = get_type_hints(TrainState)
+        for name, value in fields.items():
+            if name not in hints or not is_of(value, hints[name]):
+                raise ValueError(f"{name[:100]!r} is {repr(value)[:100]}")
+            setattr(self, name, value)
+
+    def note_best(self) -> bool:
+        """Keep the lowest val loss and its step; returns whether it is the one just measured."""
+        assert self.val_loss is not None
+        best = math.inf if self.best_val_loss is None else self.best_val_loss
+        if not self.val_loss < best:  # also when it is not a number
+            return False
+        self.best_val_loss, self.best_step = self.val_loss, self.step
+        return True
+
+    def save_is_due(self, config: CheckpointConfig, tokens_per_step: int) -> bool:
+        """Whether the config asks for a checkpoint of the completed step, by steps or by tokens."""
+        every, before = config.every_tokens, self.tokens - tokens_per_step
+        return bool(
+            (config.every and self.step % config.every == 0)
+            or (every and self.tokens // every > before // every)
+        )
+
+
+def is_of(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON has the type of a field; numbers are not negative."""
+    if isinstance(hint, UnionType):
+        return any(is_of(value, option) for option in get_args(hint))
+    if hint in (int, float) and type(value) in (int, float):
+        return type(value) in (int, hint) and (value != value or value >= 0)
+    return type(value) is (get_origin(hint) or hint)

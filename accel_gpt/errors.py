@@ -1,25 +1,8 @@
 """What can go wrong, with the exit code that scripts see, and the checks shared by the config."""
 
-import errno
 import math
-import os
 import re
-import sys
-from collections.abc import Callable, Sequence
-from typing import TextIO
 
-# all but line ends and tabs; bytes that are no UTF-8; what turns the direction of text around
-CONTROL = re.compile(
-    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\udc80-\udcff\u202a-\u202e\u2066-\u2069]"
-)
-SECRET = re.compile(
-    # tokens by their makers' prefix
-    r"\bhf_[A-Za-z0-9]{16,}|\b(?:ghp|gho|github_pat|glpat|sk|xox[a-z])[_-][\w-]{16,}"
-    r"|\bAKIA[A-Z0-9]{12,}|\beyJ[\w-]{8,}\.[\w.-]+"  # AWS key ids, JSON web tokens
-)
-PERSON = re.compile(r"([A-Za-z][\w+.-]*://)[^\s/?#\"']*@")  # name and password in a URL
-QUERY = re.compile(r"([A-Za-z][\w+.-]*://[^\s?\"']*\?)[^\s\"']+")  # signed URLs carry keys there
-LONGEST_SENTENCE = 1500  # characters of an error that are printed
 LONGEST = 1000 * 86_400.0  # seconds that a limit of time may have
 
 
@@ -124,66 +107,3 @@ def divides(whole_name: str, whole: int, part_name: str, part: int) -> None:
         f"{whole_name} is {whole}, which {part_name} = {part} does not divide; "
         f"the nearest that it divides: {nearest}",
     )
-
-
-def printable(text: str) -> str:
-    """`text` without what steers a terminal, as a name in a file of others or a sample could."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
-
-
-def open_closed_streams() -> None:
-    """Let streams that the caller closed, as `2>&-`, lead nowhere: the next file that is opened
-    would get the number of one, and with it what libraries write there.
-    """
-    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(file)
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
-
-
-def without_secrets(text: str) -> str:
-    """`text` with access tokens, and names, passwords and queries in its URLs, starred."""
-    return QUERY.sub(r"\1***", PERSON.sub(r"\1***@", SECRET.sub("***", text)))
-
-
-def visible(text: str, out: TextIO) -> str:
-    """`text` as it may be written to `out`: a terminal would obey control characters."""
-    shown = CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
-    return shown if out.isatty() else text
-
-
-def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """The exit code of `main(argv)`; a user's mistake, or a full disk, becomes one
-    sentence on stderr.
-    """
-    rank = os.environ.get("RANK", "0")
-    open_closed_streams()
-    try:
-        return main(argv)
-    except UserError as error:
-        told = without_secrets(printable(str(error)))
-        if len(told) > LONGEST_SENTENCE:  # a value out of a file
-            told = f"{told[: LONGEST_SENTENCE // 2]} [...] {told[-LONGEST_SENTENCE // 2 :]}"
-        sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {told}\n")
-        return error.exit_code
-    except (MemoryError, RuntimeError) as error:  # torch raises the second where malloc fails
-        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
-            raise
-        told = (str(error).splitlines() or ["MemoryError"])[0]
-        sys.stderr.write(
-            f"error: there is not enough memory ({printable(told)[-120:]}); lower the model's "
-            "size, train.micro_batch_size or sample.num: accel-gpt plan shows what they take\n"
-        )
-        return UserError.exit_code
-    except BrokenPipeError:  # whoever read our output has enough, as `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        sys.stderr.write(f"error: {error}; make room and launch again\n")
-        return UserError.exit_code
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130

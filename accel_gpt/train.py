@@ -23,8 +23,9 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import Plan, make_plan
 from accel_gpt.config.shipped import copy_shipped
+from accel_gpt.console import run_main
 from accel_gpt.data.loader import Loader
-from accel_gpt.errors import DataError, run_main
+from accel_gpt.errors import DataError
 from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.faults import reach
@@ -92,7 +93,7 @@ def launch(config: Config, source: str) -> int:
         ensure_data(config.data)
         with peers(plan.world_size):
             if config.eval.only:
-                from accel_gpt.commands.evaluate import evaluate_only
+                from accel_gpt.commands.evaluate_model import evaluate_only
 
                 return evaluate_only(config)
             return train(fetch_resume(config), plan, started)

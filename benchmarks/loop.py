@@ -20,7 +20,7 @@ import torch
 from accel_gpt import train
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import make_plan
-from accel_gpt.errors import run_main
+from accel_gpt.console import run_main
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import ensure_data

@@ -25,7 +25,7 @@ from accel_gpt import train
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import make_plan
-from accel_gpt.errors import run_main
+from accel_gpt.console import run_main
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import ensure_data
 from accel_gpt.training.precision import start_accelerator

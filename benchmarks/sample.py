@@ -21,7 +21,7 @@ from torch import Tensor
 
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import load_config
-from accel_gpt.errors import run_main
+from accel_gpt.console import run_main
 from accel_gpt.model.generate import generate
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import device_name

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt import train
-from accel_gpt.errors import run_main
+from accel_gpt.console import run_main
 
 QUIET = "--eval.every 0 --sample.every 0 --checkpoint.every 0 --log.every 1000 --log.level warning"
 QUIET += " --log.trackers []"

@@ -23,8 +23,9 @@ from tiktoken_ext import openai_public
 from accel_gpt import train
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.model import PRESETS, ModelConfig
+from accel_gpt.console import run_main
 from accel_gpt.data.tokenizer import Tokenizer, load_gpt2
-from accel_gpt.errors import UserError, run_main
+from accel_gpt.errors import UserError
 from accel_gpt.files import sha256
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.accelerator import shared_cores

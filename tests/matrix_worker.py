@@ -25,7 +25,7 @@ from accelerate.utils import AORecipeKwargs, DistributedType
 from torch import Tensor
 
 from accel_gpt import train
-from accel_gpt.errors import run_main
+from accel_gpt.console import run_main
 from accel_gpt.optim.sharded import is_sharded
 from accel_gpt.training import accelerator as environment
 from accel_gpt.training import gradients

@@ -177,7 +177,7 @@ def test_a_broken_compiler_is_one_sentence(
 ) -> None:
     script = "from accel_gpt.run import auto_precision as a; a.run_seconds = lambda *_: 1e6; "
     script += (
-        "import sys; from accel_gpt.train import main; from accel_gpt.errors import run_main; "
+        "import sys; from accel_gpt.train import main; from accel_gpt.console import run_main; "
     )
     words = small_run("--train.compile", asked, "--train.max_steps", "4")
     environment = {

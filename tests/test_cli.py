@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.cli import COMMANDS, dispatch
-from accel_gpt.errors import UserError, run_main
+from accel_gpt.console import run_main
+from accel_gpt.errors import UserError
 from tests.conftest import run_here
 
 Arguments = Callable[..., list[str]]
@@ -83,7 +84,7 @@ def test_mistake_is_one_sentence_and_exit_code_2(
 def test_closed_streams_lead_nowhere(tmp_path: Path) -> None:
     """`2>&-`: neither the next file that is opened nor an error is mistaken for one of them."""
     program = (
-        "import sys, accel_gpt.errors as e\n"
+        "import sys, accel_gpt.console as e\n"
         "def main(argv):\n"
         "    print(1, file=sys.stderr), print(2, flush=True)\n"
         "    return open(argv[0], 'w').fileno()\n"

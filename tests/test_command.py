@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from accel_gpt.errors import without_secrets
+from accel_gpt.redact import without_secrets
 from accel_gpt.training.command import command_line
 
 

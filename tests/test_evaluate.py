@@ -184,9 +184,9 @@ def test_tasks_go_to_the_harness(
         return {"eval/arc_easy_acc": 0.25}
 
     monkeypatch.setattr(
-        "accel_gpt.commands.evaluate.open_tasks", lambda tasks, place: (tasks, place)
+        "accel_gpt.commands.evaluate_model.open_tasks", lambda tasks, place: (tasks, place)
     )
-    monkeypatch.setattr("accel_gpt.commands.evaluate.run_tasks", run_tasks)
+    monkeypatch.setattr("accel_gpt.commands.evaluate_model.run_tasks", run_tasks)
     assert call(str(trained), "--tasks", "arc_easy,piqa", "--include_path", "here") == 0
     assert records(trained)[-1]["eval/arc_easy_acc"] == 0.25
     assert "arc_easy_acc" in capsys.readouterr().out

@@ -20,6 +20,7 @@ from accel_gpt.commands.plan_vocabulary import inherit_known
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.parse import load_config
+from accel_gpt.console import run_main
 from accel_gpt.cost.flops import (
     DEVICE_MEMORY_GB,
     PEAK_FLOPS,
@@ -29,7 +30,6 @@ from accel_gpt.cost.flops import (
     parameter_counts,
 )
 from accel_gpt.data.shards import open_split
-from accel_gpt.errors import run_main
 from accel_gpt.model.gpt import GPT
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))

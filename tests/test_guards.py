@@ -128,7 +128,7 @@ def test_ranks_compare_config_code_and_versions(
 SECOND = """
 import os, sys
 from accel_gpt import train
-from accel_gpt.errors import run_main
+from accel_gpt.console import run_main
 from accel_gpt.training import accelerator as environment
 plain_update = train.update
 def update(run):

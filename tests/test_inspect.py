@@ -21,9 +21,9 @@ from accel_gpt.commands.inspect_data import Reading, Unchecked, open_ours
 from accel_gpt.commands.inspect_report import escape
 from accel_gpt.commands.inspect_scan import LongestRun, scan
 from accel_gpt.config.experiment import Config, OptimConfig
+from accel_gpt.console import run_main
 from accel_gpt.data.shards import Shard, Split, open_split
 from accel_gpt.data.tokenizer import BytesTokenizer, load_gpt2
-from accel_gpt.errors import run_main
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.saving import Writer

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from accel_gpt.commands.sample import USE, interact, spell
+from accel_gpt.commands.interactive import USE, interact, spell
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.tokenizer import (
     BytesTokenizer,
@@ -304,7 +304,7 @@ fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C is an interrupt
 import torch
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.tokenizer import CharsTokenizer
-from accel_gpt.commands.sample import interact
+from accel_gpt.commands.interactive import interact
 from accel_gpt.model.gpt import GPT
 from tests.conftest import tiny
 torch.set_num_threads(1)

@@ -14,6 +14,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # from the bottom up; a module imports its own level and those below
 LEVELS = [
     ["errors"],
+    ["redact"],
+    ["console"],
     ["files", "untrusted", "faults"],
     ["config"],
     ["cost"],
@@ -26,8 +28,7 @@ LEVELS = [
     ["evals"],
     ["report"],
     ["hub"],
-    ["commands"],
-    ["train"],
+    ["commands", "train"],
     ["cli"],
 ]
 # what could execute a file's content, or shows a wish to hide behaviour

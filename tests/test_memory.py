@@ -17,11 +17,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel_gpt.commands.plan import forecast
+from accel_gpt.commands.plan import PlanCommand
+from accel_gpt.commands.plan_forecast import forecast
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.optim import OptimConfig
-from accel_gpt.config.options import PlanCommand
 from accel_gpt.config.parse import load_config
 from accel_gpt.cost import activations as model_memory
 from accel_gpt.cost import memory
@@ -357,7 +357,7 @@ MEASURE = r"""
 import json, re, sys
 from pathlib import Path
 from accel_gpt import train
-from accel_gpt.errors import run_main
+from accel_gpt.console import run_main
 
 def resident(key):
     status = Path("/proc/self/status").read_text()

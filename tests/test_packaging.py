@@ -18,7 +18,8 @@ import pytest
 from accel_gpt.cli import dispatch
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.shipped import copy_shipped, resolve_config, shipped_configs, shipped_folder
-from accel_gpt.errors import UserError, run_main
+from accel_gpt.console import run_main
+from accel_gpt.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -91,7 +92,7 @@ def test_training_needs_neither_datasets_nor_pyarrow(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the king went to war by the sea\n" * 400)
     code = (
         "import sys; sys.modules.update(datasets=None, pyarrow=None)\n"
-        "import accel_gpt.cli, accel_gpt.report.report, accel_gpt.hub.export\n"
+        "import accel_gpt.cli, accel_gpt.commands.report, accel_gpt.hub.export\n"
         "sys.exit(accel_gpt.cli.dispatch(sys.argv[1:]))"
     )
     words = [sys.executable, "-c", code, "train", "quickstart", *few_steps()]

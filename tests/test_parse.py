@@ -11,7 +11,8 @@ import pytest
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.parse import ANCESTORS, leaves, load_config, to_flat, to_plain, to_yaml
-from accel_gpt.errors import UserError, run_main
+from accel_gpt.console import run_main
+from accel_gpt.errors import UserError
 
 CONFIG = """
 out_dir: runs/x

@@ -13,9 +13,9 @@ import pyarrow.parquet
 import pytest
 
 from accel_gpt.cli import dispatch
-from accel_gpt.commands.plan import forecast
+from accel_gpt.commands.plan import PlanCommand
+from accel_gpt.commands.plan_forecast import forecast
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.options import PlanCommand
 from accel_gpt.config.parse import leaves, load_config
 from accel_gpt.config.plan import make_plan
 from tests.hub_server import HubServer, environment

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from accel_gpt.cli import PrepareCommand, dispatch, parse_recipe
+from accel_gpt.cli import dispatch
+from accel_gpt.commands.prepare import PrepareCommand, parse_recipe
+from accel_gpt.console import run_main
 from accel_gpt.data.shards import open_split, read_index
-from accel_gpt.errors import UserError, run_main
+from accel_gpt.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[1] / "configs/data").glob("*.yaml"))
 

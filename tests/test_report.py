@@ -22,7 +22,7 @@ from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.experiment import OptimConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import load_config
-from accel_gpt.errors import run_main
+from accel_gpt.console import run_main
 from accel_gpt.report.figures import means, read_figures, thin
 from accel_gpt.report.payload import MOST_POINTS, all_marks, payload
 from accel_gpt.report.references import FOLDERS, find_reference, matches, read_reference
@@ -325,7 +325,7 @@ def test_mistakes(
 
 def test_a_report_needs_no_torch() -> None:
     code = (
-        "import sys, accel_gpt.report.report, accel_gpt.report.pictures\n"
+        "import sys, accel_gpt.commands.report, accel_gpt.report.pictures\n"
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'matplotlib')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_gpt import cli
-from accel_gpt.commands.sample import interact
+from accel_gpt.commands.interactive import interact
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.parse import load_config

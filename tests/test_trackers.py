@@ -56,7 +56,7 @@ socket.socket.connect = guarded(socket.socket.connect, target)
 socket.socket.connect_ex = guarded(socket.socket.connect_ex, target)
 socket.getaddrinfo = guarded(socket.getaddrinfo, lambda arguments: arguments[0])
 from accel_gpt import train
-from accel_gpt.errors import run_main
+from accel_gpt.console import run_main
 sys.exit(run_main(train.main, sys.argv[1:]))
 """
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accel_gpt.cli import dispatch, parted
-from accel_gpt.commands import verify_resume
+from accel_gpt.cli import dispatch
+from accel_gpt.commands import resume_trial
 from accel_gpt.commands.run_comparison import Finding, compare_runs
-from accel_gpt.config.options import VerifyResumeCommand
-from accel_gpt.config.parse import load_config, to_flat, to_plain
+from accel_gpt.commands.verify_resume import VerifyResumeCommand
+from accel_gpt.config.parse import load_config, split_options, to_flat, to_plain
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
 from tests.conftest import run_here
@@ -48,10 +48,14 @@ def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_own_options_are_parted_from_those_of_the_config() -> None:
     words = "c.yaml --steps 9 --optim.lr 1e-3 --keep --kills=2 --train.compile --model.dropout=0"
-    own, rest = parted(VerifyResumeCommand, words.split())
+    own, rest = split_options(VerifyResumeCommand, words.split())
     assert own == ["c.yaml", "--steps", "9", "--keep", "--kills=2"]
     assert rest == ["--optim.lr", "1e-3", "--train.compile", "--model.dropout=0"]
-    assert parted(VerifyResumeCommand, ["--steps", "9", "c.yaml"])[0] == ["--steps", "9", "c.yaml"]
+    assert split_options(VerifyResumeCommand, ["--steps", "9", "c.yaml"])[0] == [
+        "--steps",
+        "9",
+        "c.yaml",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,7 @@ def test_a_long_run_is_shortened_to_one_that_fits(
     null = ["--schedule.warmup_steps", "0", "--train.max_steps", "null"]
     null += ["--train.max_tokens", "1e9", "--optim.lr", "3e-3", "--log.layer_stats_every", "9"]
     given = load_config(small_run(*null, *schedule), "test")
-    config = verify_resume.shortened(given, 8)
+    config = resume_trial.shortened(given, 8)
     plan = make_plan(config, 1)
     assert (plan.max_steps, config.checkpoint.every, config.log.every) == (8, 1, 1)
     assert plan.warmup_steps == (6 if "wsd" in schedule else 7)
@@ -116,7 +120,7 @@ def test_launched_as_from_a_new_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "ACCELERATE_USE_CPU"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("LOCAL_TOOLS", "8")
-    found = verify_resume.plain_environment()
+    found = resume_trial.plain_environment()
     assert "7" not in found.values()
     assert found["LOCAL_TOOLS"] == "8"
 
@@ -268,7 +272,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path
             source = whole if folder.name == "undisturbed" else disturbed
             return [sys.executable, "-c", PRETENDED, str(source), str(folder)]
 
-        monkeypatch.setattr(verify_resume, "command", command)
+        monkeypatch.setattr(resume_trial, "command", command)
         return worlds
 
     return give
@@ -327,7 +331,7 @@ def test_a_launch_that_fails_is_shown(
     small_run: Arguments, rooms: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fails = [sys.executable, "-c", "import sys; print('disk on fire'); sys.exit(9)"]
-    monkeypatch.setattr(verify_resume, "command", lambda *_: fails)
+    monkeypatch.setattr(resume_trial, "command", lambda *_: fails)
     assert call(*small_run("--steps", "4")) == 1
     shown = capsys.readouterr().err
     assert "launch 1, undisturbed on 1 process ended by itself with code 9:\ndisk on fire" in shown
@@ -351,7 +355,7 @@ def test_ctrl_c_ends_all_processes_and_cleans_up(
 ) -> None:
     told = tmp_path / "pid"
     words = [sys.executable, "-c", FAMILY, str(told)]
-    monkeypatch.setattr(verify_resume, "command", lambda *_: words)
+    monkeypatch.setattr(resume_trial, "command", lambda *_: words)
 
     def interrupt() -> None:
         while not (told.exists() and told.read_text().endswith("\n")):

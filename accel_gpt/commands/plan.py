@@ -1,109 +1,70 @@
-"""All that follows from a config and a machine, as one mapping: what `accel-gpt plan` prints."""
+"""`accel-gpt plan CONFIG`: size, FLOPs, memory, hours and cost of a config; does it fit?"""
 
-from typing import Any
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from accel_gpt.commands.plan_pace import FORWARD_SHARE, evaluation_tokens, pace
-from accel_gpt.commands.plan_vocabulary import vocabulary
-from accel_gpt.config.depth import describe
-from accel_gpt.config.experiment import Config
-from accel_gpt.config.options import PlanCommand
-from accel_gpt.config.parse import to_flat, to_plain
-from accel_gpt.config.plan import Plan, make_plan
-from accel_gpt.cost.advice import largest_size, remedies, with_size
-from accel_gpt.cost.flops import flops_per_token, parameter_counts
-from accel_gpt.cost.machine import Machine, make_machine
-from accel_gpt.cost.memory import checkpoint_bytes, footprint
+import tyro
 
-CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
+from accel_gpt.config.parse import load_config, parse_command, split_options
+from accel_gpt.console import write_out
+from accel_gpt.errors import require
 
 
-def forecast(asked: PlanCommand, config: Config) -> dict[str, Any]:
-    """The numbers of a run, as JSON; `UserError` where they do not fit together."""
-    machine = make_machine(asked, config)
-    vocab_size, source = vocabulary(config, asked.vocab_size)
-    if config.train.micro_batch_size == "auto":
-        config = with_size(config, largest_size(config, vocab_size, machine) or 1)
-    plan = make_plan(config, machine.devices)
-    return {
-        "config": asked.config,
-        "machine": machine.spoken(),
-        "precision": {"is": machine.precision, "source": machine.precision_source},
-        "vocabulary": {"tokens": vocab_size, "source": source},
-        "parameters": parameter_counts(config.model, vocab_size),
-        "length": length(config, vocab_size, plan),
-        "depth": list(describe(to_flat(to_plain(config)))),
-        "memory": memory(config, vocab_size, machine, plan),
-        "time": time(asked, config, vocab_size, machine, plan),
-        "disk": disk(config, vocab_size, plan),
-    }
+@dataclass(frozen=True)
+class PlanCommand:
+    """Tell what a config will take: size, FLOPs, memory, steps, hours, disk, and whether it fits.
+
+    Any --section.key of the config may be set as well. Nothing is trained; a GPU is not needed.
+    """
+
+    config: Annotated[str, tyro.conf.Positional]
+    """YAML file, or name of a shipped config, as for train."""
+    gpus: int | None = None
+    """Devices, one process each; null: those of --config_file, else 1."""
+    gpu: str | None = None
+    """Their kind: h100, h200, b200, a100-80gb, l40s, 'rtx 4090', ...; null: CPUs."""
+    memory_gb: float | None = None
+    """Memory of a device in 1e9 bytes; null: that of its kind."""
+    distribution: Literal["ddp", "fsdp"] | None = None
+    """ddp: each device holds all; fsdp: its share; null: what --config_file says, else ddp."""
+    config_file: str | None = None
+    """What `accelerate config` wrote: number of processes, precision, FSDP."""
+    mfu: float | None = None
+    """Share of the peak FLOP/s that is reached, 0 to 1, for the hours."""
+    tokens_per_second: float | None = None
+    """Of all devices together, in place of mfu."""
+    measured: str | None = None
+    """Folder of a run whose speed is taken, in place of mfu."""
+    price: float | None = None
+    """Of a device for an hour, in any currency."""
+    vocab_size: int | None = None
+    """Tokens in the vocabulary, where neither data nor tokenizer tell."""
+    json: bool = False
+    """One JSON object in place of text."""
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "memory_gb", "mfu", "tokens_per_second", "price", "vocab_size"):
+            value = getattr(self, name)
+            ok = value is None or 0 < value < math.inf
+            require(ok, f"--{name} is {value}; it must be above 0 and finite")
+        require(self.mfu is None or self.mfu <= 1, f"--mfu is {self.mfu}; it is a share, 0 to 1")
+        speeds = ("mfu", "tokens_per_second", "measured")
+        given = [f"--{name}" for name in speeds if getattr(self, name) is not None]
+        require(len(given) < 2, f"{' and '.join(given)} each tell the speed; give one of them")
 
 
-def length(config: Config, vocab_size: int, plan: Plan) -> dict[str, Any]:
-    """Steps, tokens and FLOPs."""
-    tokens = plan.max_steps * plan.tokens_per_step
-    work = flops_per_token(config.model, vocab_size)
-    real = parameter_counts(config.model, vocab_size)["total_unpadded"]
-    return {
-        "steps": plan.max_steps,
-        "warmup_steps": plan.warmup_steps,
-        "tokens_per_step": plan.tokens_per_step,
-        "micro_batch_size": plan.micro_batch_size,
-        "block_size": plan.block_size,
-        "accumulation_steps": plan.accumulation_steps,
-        "devices": plan.world_size,
-        "tokens": tokens,
-        "tokens_per_parameter": tokens / real,
-        "flops_per_token": work,
-        "flops_per_step": work * plan.tokens_per_step,
-        "flops": work * tokens,
-    }
+def main(argv: Sequence[str]) -> int:
+    """Print what a config will take, and what would make it fit."""
+    from accel_gpt.commands.plan_forecast import forecast
+    from accel_gpt.commands.plan_table import table
+    from accel_gpt.commands.plan_vocabulary import inherit_known
 
-
-def memory(config: Config, vocab_size: int, machine: Machine, plan: Plan) -> dict[str, Any]:
-    """What one device holds, whether it fits, and what would make it fit."""
-    taken = footprint(config, vocab_size, machine, plan.accumulation_steps)
-    fits = None if machine.memory is None else taken.total <= machine.memory
-    return {
-        "moment": taken.moment,
-        "parts": taken.parts,
-        "total": taken.total,
-        "host": taken.host,
-        "device": machine.memory,
-        "fits": fits,
-        "compiled": config.train.compile is True,
-        "largest_micro_batch_size": largest_size(config, vocab_size, machine) if fits else None,
-        "remedies": [] if fits is not False else remedies(config, vocab_size, machine),
-    }
-
-
-def time(
-    asked: PlanCommand, config: Config, vocab_size: int, machine: Machine, plan: Plan
-) -> dict[str, Any]:
-    """Hours and cost; None where the speed is not known."""
-    speed = pace(asked, config, vocab_size, machine)
-    told = {"tokens_per_second": speed.tokens_per_second, "mfu": speed.mfu, "source": speed.source}
-    if speed.tokens_per_second is None:
-        return told | {"hours": None, "evaluation_hours": None, "device_hours": None, "cost": None}
-    training = plan.max_steps * plan.tokens_per_step / speed.tokens_per_second / 3600
-    evaluated = evaluation_tokens(config, plan.max_steps)
-    evaluating = FORWARD_SHARE * (evaluated or 0) / speed.tokens_per_second / 3600
-    device_hours = (training + evaluating) * machine.devices
-    return told | {
-        "hours": training + evaluating,
-        "evaluation_hours": None if evaluated is None else evaluating,
-        "device_hours": device_hours,
-        "cost": device_hours * asked.price if asked.price else None,
-    }
-
-
-def disk(config: Config, vocab_size: int, plan: Plan) -> dict[str, Any]:
-    """Bytes read and written."""
-    sequences = plan.max_steps * plan.sequences_per_step
-    width = 2 if vocab_size < 65536 else 4  # of a token in a shard
-    one, kept = checkpoint_bytes(config, vocab_size), config.checkpoint
-    return {
-        "data_read": sequences * (plan.block_size + 1) * width,
-        "checkpoint": one,
-        "checkpoints_kept": kept.keep_last + kept.keep_best,
-        "checkpoints": one * (kept.keep_last + kept.keep_best),
-    }
+    own, rest = split_options(PlanCommand, argv)
+    options = parse_command(PlanCommand, own, "accel-gpt plan")
+    config = load_config([options.config, *rest], "accel-gpt plan", inherit_known)
+    report = forecast(options, config)
+    write_out(json.dumps(report, indent=1) + "\n" if options.json else table(report))
+    return 0

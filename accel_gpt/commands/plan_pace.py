@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accel_gpt.commands.plan import PlanCommand
 from accel_gpt.commands.plan_vocabulary import folders, inherit_known, vocabulary
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.options import PlanCommand
 from accel_gpt.config.parse import load_config
 from accel_gpt.cost.flops import flops_per_token, mfu
 from accel_gpt.cost.machine import Machine

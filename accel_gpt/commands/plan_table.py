@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from accel_gpt.commands.plan import CHINCHILLA
+from accel_gpt.commands.plan_forecast import CHINCHILLA
 from accel_gpt.config.plan import plural
 
 Row = tuple[str, str, str]  # what, how much, how come

@@ -162,6 +162,25 @@ def read_options(cls: type, argv: Sequence[str]) -> Iterator[tuple[str, Any]]:
     require(not missing, f"{' and '.join(missing).upper()} missing; see --help")
 
 
+def split_options(cls: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split `argv` into the words of options of `cls` and those of all other options."""
+    own: list[str] = []
+    rest: list[str] = []
+    current = own
+    for word in argv:
+        if word.startswith("--"):
+            key, equals, _ = word[2:].partition("=")
+            known = key.replace("-", "_") in (*leaves(cls), "help")
+            current = own if known else rest
+            current.append(word)
+            if equals:
+                current = own
+        else:
+            current.append(word)
+            current = own
+    return own, rest
+
+
 def is_positional(hint: Any) -> bool:
     """Whether a field was marked with `tyro.conf.Positional`."""
     import tyro

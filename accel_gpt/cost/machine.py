@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.options import PlanCommand
 from accel_gpt.config.parse import read_yaml
 from accel_gpt.cost.activations import Numerics
 from accel_gpt.cost.flops import PEAK_FLOPS, device_key, device_memory, peak_flops
@@ -50,21 +49,26 @@ class Machine:
         return ", ".join([f"{self.devices} x {self.gpu or 'CPU process'}", *way, precision])
 
 
-def make_machine(asked: PlanCommand, config: Config) -> Machine:
+def make_machine(
+    config: Config,
+    gpus: int | None = None,
+    gpu: str | None = None,
+    memory_gb: float | None = None,
+    distribution: str | None = None,
+    config_file: str | None = None,
+) -> Machine:
     """What options, config and accelerate config say; `UserError` where they do not fit."""
-    said = read_accelerate(asked.config_file) if asked.config_file else {}
-    gpu = asked.gpu
+    said = read_accelerate(config_file) if config_file else {}
     if gpu is not None:
         near = difflib.get_close_matches(gpu.lower(), PEAK_FLOPS, n=1, cutoff=0.3)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(PEAK_FLOPS)}"
         require(device_key(gpu) is not None, f"--gpu {gpu} is not in the table of devices; {hint}")
-    memory = asked.memory_gb * 1e9 if asked.memory_gb else device_memory(gpu) if gpu else None
-    precision, source = precision_of(config, said, asked.config_file, gpu)
-    distribution = asked.distribution
+    memory = memory_gb * 1e9 if memory_gb else device_memory(gpu) if gpu else None
+    precision, source = precision_of(config, said, config_file, gpu)
     if distribution is None:
         distribution = "fsdp" if str(said.get("distributed_type")) == SHARDING else "ddp"
     machine = Machine(
-        devices=asked.gpus or processes(said, asked.config_file),
+        devices=gpus or processes(said, config_file),
         gpu=gpu,
         memory=memory,
         sharded=distribution == "fsdp",

@@ -26,7 +26,7 @@ from torch import Tensor
 from accel_gpt.config.data import DataConfig
 from accel_gpt.data.folders import open_place
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import CheckpointError, UserError, require, without_secrets
+from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.evals.validation import batches, windows
 from accel_gpt.files import write_file
 from accel_gpt.hub.hf_config import CLASSES, preset_of, write_shape
@@ -36,6 +36,7 @@ from accel_gpt.hub.sources import Source, find_source
 from accel_gpt.hub.tokenizer_files import save_for_transformers
 from accel_gpt.hub.verify import PARTED
 from accel_gpt.model.gpt import GPT
+from accel_gpt.redact import without_secrets
 from accel_gpt.training.checkpoint import read_state
 
 WRITTEN = (

@@ -5,8 +5,9 @@ import re
 import urllib.parse
 from pathlib import Path
 
-from accel_gpt.errors import SECRET, UserError
+from accel_gpt.errors import UserError
 from accel_gpt.hub.client import hub_name, parse_place
+from accel_gpt.redact import SECRET
 
 HOMES = ("home", "users")  # folders whose children are named for people
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -13,13 +13,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from safetensors import SafetensorError
 
-from accel_gpt.config.options import PushCommand
 from accel_gpt.errors import UserError
 from accel_gpt.files import link, sha256
 from accel_gpt.hub.client import Unreachable, check_repo, told
@@ -44,7 +44,22 @@ SWEPT_SECONDS = 86_400  # no push takes a day; assumption
 ATTEMPTS, FIRST_PAUSE_SECONDS = 4, 2.0  # the pause doubles; assumption
 
 
-def push(asked: PushCommand) -> str:
+@dataclass(frozen=True)
+class PushOptions:
+    """What is uploaded where; `commands/push.py` documents each option."""
+
+    run: str
+    repo: str
+    checkpoint: str | None = None
+    revision: str | None = None
+    private: bool = False
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    include_state: bool = False
+    license: str | None = None
+    data_license: str | None = None
+
+
+def push(asked: PushOptions) -> str:
     """Upload what `asked` says; what was uploaded where, for a person.
 
     Raises `UserError` where the Hub refuses or cannot be reached, `CheckpointError` where the
@@ -84,7 +99,7 @@ def named_step(revision: str | None) -> str:
     return step if re.fullmatch("[0-9]{1,18}", step) else "last"
 
 
-def fill_folder(asked: PushCommand, run: Path, checkpoint: Path, folder: Path) -> None:
+def fill_folder(asked: PushOptions, run: Path, checkpoint: Path, folder: Path) -> None:
     """Everything that goes into the repository."""
     model, tokenizer = load_pretrained(str(checkpoint))
     source = Source(asked.run, checkpoint, ours=True)
@@ -153,7 +168,7 @@ def again(attempt: Callable[[], T], repo: str) -> T:
         return attempt()
 
 
-def make_repository(asked: PushCommand) -> None:
+def make_repository(asked: PushOptions) -> None:
     """Make the repository and the branch, where they are missing."""
     from huggingface_hub import HfApi
 
@@ -163,7 +178,7 @@ def make_repository(asked: PushCommand) -> None:
         api.create_branch(asked.repo, branch=asked.revision, exist_ok=True)
 
 
-def upload(asked: PushCommand, files: Mapping[str, Path], step: int) -> str:
+def upload(asked: PushOptions, files: Mapping[str, Path], step: int) -> str:
     """One commit with `files`, by their names there; its address. What has not changed is not sent.
 
     What an earlier push left and this one has not, such as shards of the weights, is removed.

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.config.parse import to_flat
-from accel_gpt.errors import UserError, without_secrets
+from accel_gpt.errors import UserError
+from accel_gpt.redact import without_secrets
 from accel_gpt.report.figures import Figures, number, read_figures
 from accel_gpt.untrusted import load_json, load_yaml, open_file
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from accel_gpt.errors import SECRET
+from accel_gpt.redact import SECRET
 
 NAME = re.compile(r"step_(\d{8,15})\.txt")
 LARGEST_FILE = 4 << 20  # bytes read of one file

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from accel_gpt.errors import without_secrets
+from accel_gpt.redact import without_secrets
 
 
 def command_line(words: Sequence[str]) -> str:

@@ -28,7 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from accel_gpt.config.parse import to_flat
-from accel_gpt.errors import SECRET, UserError
+from accel_gpt.errors import UserError
+from accel_gpt.redact import SECRET
 from accel_gpt.untrusted import load_json, load_yaml, open_file
 
 LARGEST_FILE = 16 << 20  # bytes of run.json and config.yaml; ours have some thousand

@@ -18,10 +18,10 @@ from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.parse import to_flat, to_plain, to_yaml
 from accel_gpt.config.plan import Plan
 from accel_gpt.cost.flops import flops_per_token, mfu, parameter_counts, peak_flops
-from accel_gpt.errors import without_secrets
 from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
+from accel_gpt.redact import without_secrets
 from accel_gpt.training.accelerator import describe_machine, device_name, memory_gb
 from accel_gpt.training.command import command_line
 from accel_gpt.training.compiler import keep_compiled

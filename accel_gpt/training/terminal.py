@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
-from accel_gpt.errors import printable
+from accel_gpt.console import printable
 
 if TYPE_CHECKING:
     import rich.live

@@ -15,7 +15,8 @@ from accel_gpt.data.foreign import known_tokenizer
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.shards import Shard, Split, Tokens
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import DataError, require, without_secrets
+from accel_gpt.errors import DataError, require
+from accel_gpt.redact import without_secrets
 from accel_gpt.text.documents import guess_source
 from accel_gpt.text.streaming import Place, Text, read_text
 from accel_gpt.training.corpus import (

@@ -20,8 +20,9 @@ from accelerate.tracking import TensorBoardTracker
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_plain, to_yaml
-from accel_gpt.errors import UserError, without_secrets
+from accel_gpt.errors import UserError
 from accel_gpt.files import write_file
+from accel_gpt.redact import without_secrets
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

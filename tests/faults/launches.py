@@ -24,7 +24,7 @@ TWO = {
 SERVER = """
 import json, os, sys, traceback
 from accel_gpt import train
-from accel_gpt.errors import run_main
+from accel_gpt.console import run_main
 
 print("null", flush=True)
 for line in sys.stdin:

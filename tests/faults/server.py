@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt import cli, train
+from accel_gpt.console import run_main
 from accel_gpt.data import loader
-from accel_gpt.errors import run_main
 from accel_gpt.training import accelerator as environment
 from tests.faults.disk import Disk
 from tests.hermetic import sync_nothing

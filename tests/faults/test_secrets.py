@@ -16,8 +16,9 @@ import torch
 
 from accel_gpt import cli
 from accel_gpt.config.data import DataConfig, PrepareConfig
+from accel_gpt.console import visible
 from accel_gpt.data.tokenizer import BytesTokenizer
-from accel_gpt.errors import DataError, visible
+from accel_gpt.errors import DataError
 from accel_gpt.hub import export as exporting
 from accel_gpt.hub import push as pushing
 from accel_gpt.hub.sources import Source

@@ -163,8 +163,8 @@ import dataclasses
 import os
 import sys
 from accel_gpt import cli, train
-from accel_gpt.errors import run_main
-import accel_gpt.hub.load, accel_gpt.commands.sample, torch._dynamo
+from accel_gpt.console import run_main
+import accel_gpt.hub.load, accel_gpt.commands.interactive, torch._dynamo
 names = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen")
 def hook(name, arguments):
     if name in names:

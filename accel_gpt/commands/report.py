@@ -6,16 +6,59 @@ writing; changes nothing there but `report.html`. No torch.
 
 import csv
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
-from accel_gpt.config.options import ReportCommand
-from accel_gpt.errors import UserError
+import tyro
+
+from accel_gpt.config.parse import parse_command
+from accel_gpt.console import write_out
+from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.report.page import build_page
 from accel_gpt.report.references import find_reference, write_reference
 from accel_gpt.report.run_folder import RunFolder, open_runs
 
 FIRST = ("step", "tokens", "time")
+
+
+@dataclass(frozen=True)
+class ReportCommand:
+    """Write curves, samples and configs of runs as one HTML file, which needs no network.
+
+    Works while a run is writing. What lies in the runs may be of anybody: it is shown as text.
+    """
+
+    run: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Folders of runs."""
+    out: str | None = None
+    """HTML file; null: report.html in the run, of several runs in the current folder."""
+    reference: str = "auto"
+    """Curve drawn grey behind: a name in configs/references, a .json file, or none; auto: the one
+    for the same model and vocabulary, and the same data or config name."""
+    png: str | None = None
+    """Folder for each plot as a picture."""
+    csv: str | None = None
+    """File for all figures of all runs."""
+    as_reference: str | None = None
+    """JSON file for the val losses of the run, which must be finished, as a reference."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.run), "RUN missing; see --help")
+        require(len(self.run) == 1 or not self.as_reference, "--as_reference takes one run alone")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write a page with curves, samples and configs of runs."""
+    runs: list[str] = []
+    rest: list[str] = []
+    for number, word in enumerate(argv):
+        option = number > 0 and argv[number - 1].startswith("--") and "=" not in argv[number - 1]
+        (rest if word.startswith("-") or option else runs).append(word)
+    options = parse_command(ReportCommand, [*runs[:1], *rest], "accel-gpt report")
+    write_out(report(replace(options, run=tuple(runs))))
+    return 0
 
 
 def report(asked: ReportCommand) -> str:

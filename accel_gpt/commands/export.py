@@ -1,0 +1,48 @@
+"""`accel-gpt export RUN --to DIR`: a model as a folder that transformers opens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from accel_gpt.config.parse import parse_command
+from accel_gpt.console import exit_on_sigterm, write_out
+from accel_gpt.errors import require
+
+
+@dataclass(frozen=True)
+class ExportCommand:
+    """Write a model as a folder that `transformers` opens, and prove that it computes the same."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Folder of a run, of one checkpoint, or in transformers format; or a Hub id."""
+    to: str = ""
+    """Folder to make."""
+    checkpoint: str = "last"
+    """Of a run: last, best, or a step."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the weights."""
+    overwrite: bool = False
+    """Replace an exported model that is at `to`."""
+    allow_pickle: bool = False
+    """Also read weights in pickle files (.bin), without running what they hold."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.to), "--to is missing; give the folder to make")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write a folder for transformers; exit code 4 where it computes something else."""
+    options = parse_command(ExportCommand, argv, "accel-gpt export")
+    exit_on_sigterm()
+    from accel_gpt.hub.export import export
+
+    to = Path(options.to)
+    exported = export(
+        *(options.run, to, options.checkpoint, options.dtype),
+        *(options.overwrite, options.allow_pickle),
+    )
+    write_out(exported.told(to))
+    return 0

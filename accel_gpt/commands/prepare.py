@@ -1,0 +1,75 @@
+"""`accel-gpt prepare [RECIPE]`: text -> a folder of token shards."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TypeVar
+
+from accel_gpt.config.data import PrepareConfig, Source
+from accel_gpt.config.parse import build, flatten, parse_command, read_options, read_yaml
+from accel_gpt.config.shipped import resolve_config
+from accel_gpt.console import write_out
+from accel_gpt.errors import require
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PrepareCommand(PrepareConfig):
+    """Turn text, or shards of another project, into token shards; stopped, it continues.
+
+    RECIPE, a YAML file or the name of a shipped one, holds any of these options as `key: value`;
+    those of the command line go first.
+    """
+
+    source: Source | None = None
+    """What path or dataset holds; null: what the endings of path's files tell, dataset with
+    --dataset, else stdlib, the library of this Python."""
+    out: str = ""
+    """Folder to make; empty: data/<source>_<tokenizer>."""
+    rank: int = 0
+    """Which part of out this machine makes, from 0; of the --world parts."""
+    world: int = 1
+    """Machines that make a part of out each."""
+    merge: bool = False
+    """Join the parts of out that --rank and --world made."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Make a data folder, or a part of one, or join the parts."""
+    options = parse_recipe(PrepareCommand, argv, "accel-gpt prepare")
+    values = {f.name: getattr(options, f.name) for f in fields(PrepareConfig)}
+    if options.merge:
+        require(bool(options.out), "--merge needs --out, the folder whose parts are joined")
+        from accel_gpt.prepare.merge import merge
+
+        merge(Path(options.out))
+        return 0
+    if options.source is None:
+        from accel_gpt.text.documents import guess_source
+
+        without_path: Source = "dataset" if options.dataset else "stdlib"
+        values["source"] = guess_source(options.path) if options.path else without_path
+    out = options.out or f"data/{values['source']}_{Path(options.tokenizer).stem}"
+    from accel_gpt.prepare.prepare import prepare
+
+    if not prepare(PrepareConfig(**values), Path(out), options.rank, options.world):
+        require(
+            options.path != "-",
+            f"{out} is already prepared, so standard input was not read; delete the folder or give "
+            "another --out",
+        )
+        write_out(f"already prepared: {out}\n")
+    return 0
+
+
+def parse_recipe(cls: type[T], argv: Sequence[str], prog: str) -> T:
+    """Parse `[RECIPE] --key value ...` into the dataclass `cls`, whose fields both may set."""
+    words = list(argv)
+    path = words.pop(0) if words and not words[0].startswith("-") else None
+    if path is None or {"-h", "--help"} & set(words):
+        return parse_command(cls, words, f"{prog} [RECIPE]")
+    path = str(resolve_config(path, "data"))
+    values = read_yaml(path)
+    require(isinstance(values, Mapping), f"{path} holds no keys; see configs/data/ for recipes")
+    return build(cls, {**dict(flatten(cls, values, path)), **dict(read_options(cls, words))})

@@ -1,0 +1,48 @@
+"""`accel-gpt push RUN --repo user/name`: export a run and upload it to the Hub."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from accel_gpt.config.parse import parse_command
+from accel_gpt.console import exit_on_sigterm, write_out
+from accel_gpt.errors import require
+
+
+@dataclass(frozen=True)
+class PushCommand:
+    """Export a run and upload it to the Hub with a model card, its figures and its curves."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Folder of a run, or of one checkpoint."""
+    repo: str = ""
+    """Repository, user/name; made if it is missing."""
+    checkpoint: str | None = None
+    """last, best, or a step; null: the one that --revision step-N names, else last."""
+    revision: str | None = None
+    """Branch to upload to, made if it is missing; null: main, with a tag step-N."""
+    private: bool = False
+    """Make the repository a private one."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the weights."""
+    include_state: bool = False
+    """Upload the whole checkpoint too, so that training goes on from hf://user/name@step-N."""
+    license: str | None = None
+    """Of the weights, as the Hub spells it: apache-2.0, mit, cc-by-4.0, ..."""
+    data_license: str | None = None
+    """Of the data, for the model card."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.repo), "--repo is missing; give the repository as user/name")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Export a run and upload it to the Hub."""
+    options = parse_command(PushCommand, argv, "accel-gpt push")
+    exit_on_sigterm()
+    from accel_gpt.hub.push import PushOptions, push
+
+    write_out(push(PushOptions(**asdict(options))))
+    return 0

@@ -30,9 +30,8 @@ from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.faults import reach
 from accel_gpt.hub.background_push import Uploads, start_uploads
-from accel_gpt.hub.load import start_model
-from accel_gpt.hub.resume import fetch_resume
-from accel_gpt.hub.sources import inherit
+from accel_gpt.hub.load import download_checkpoint, load_initial_model
+from accel_gpt.hub.pretrained import inherit
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
 from accel_gpt.training.accelerator import ensure_data, is_main, world_size
@@ -96,7 +95,7 @@ def launch(config: Config, source: str) -> int:
                 from accel_gpt.commands.evaluate_model import evaluate_only
 
                 return evaluate_only(config)
-            return train(fetch_resume(config), plan, started)
+            return train(download_checkpoint(config), plan, started)
 
 
 def train(config: Config, plan: Plan, started: float) -> int:
@@ -133,7 +132,8 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     check_prompts(config.sample, corpus.tokenizer, config.model.block_size, say)
     path = take_up(config, state, say)
     torch.manual_seed(config.seed)
-    gpt = start_model(config, corpus, path is not None, say)
+    new = path or config.model.init_from == "scratch"
+    gpt = GPT(config.model, corpus.vocab_size) if new else load_initial_model(config, corpus, say)
     model, optimizer = prepared(config, accelerator, gpt)
     gradients = make_gradients(config, accelerator, model)
     if path:

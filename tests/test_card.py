@@ -306,7 +306,7 @@ def test_a_mixture_lists_its_sources_with_their_shares(make: Make, tmp_path: Pat
 
 
 def test_an_id_that_the_hub_does_not_take_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no name of a repository"):
+    with pytest.raises(UserError, match="is not a valid repository name"):
         write_card(
             tmp_path,
             tmp_path,

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.errors import UserError
-from accel_gpt.hub.hf_config import CLASSES, preset_of, read_shape, write_shape
-from accel_gpt.hub.hf_weights import export_tensors, fill
+from accel_gpt.hub.hf_config import CLASSES, matching_preset, read_shape, write_shape
+from accel_gpt.hub.hf_weights import export_tensors, load_weights
 from accel_gpt.model.generate import generate
 from accel_gpt.model.gpt import GPT
 from tests.conftest import tiny
@@ -80,7 +80,7 @@ def imported(theirs: Any) -> GPT:
     vocab_size = shape.pop("vocab_size")
     model = GPT.unfilled(ModelConfig(**shape), vocab_size).eval()
     tensors = {k: (lambda v=v: v) for k, v in theirs.state_dict().items()}
-    fill(model, shape["preset"], tensors, "the test")
+    load_weights(model, shape["preset"], tensors, "the test")
     return model
 
 
@@ -91,7 +91,7 @@ def exported(model: GPT) -> Any:
     content = write_shape(model.config, model.vocab_size, 7, "float32")
     config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
     theirs = getattr(transformers, content["architectures"][0])(config).eval()
-    tensors = export_tensors(model, preset_of(model.config), torch.float32)
+    tensors = export_tensors(model, matching_preset(model.config), torch.float32)
     missing, unexpected = theirs.load_state_dict(tensors, strict=False)
     tied = ["lm_head.weight"] if model.config.tie_embeddings else []
     assert missing == tied
@@ -226,7 +226,7 @@ def test_a_config_of_transformers_4_gives_the_same_shape() -> None:
 )
 def test_a_shape_that_no_class_computes_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        preset_of(tiny(**changes))
+        matching_preset(tiny(**changes))
 
 
 def test_tied_weights_may_be_stored_under_either_name_but_not_differ() -> None:
@@ -235,11 +235,11 @@ def test_tied_weights_may_be_stored_under_either_name_but_not_differ() -> None:
     model = GPT(ModelConfig(**shape), VOCAB)
     tensors = {k: (lambda v=v: v) for k, v in theirs.state_dict().items()}
     embedding = tensors.pop("model.embed_tokens.weight")
-    fill(model, "llama", tensors, "x")
+    load_weights(model, "llama", tensors, "x")
     assert torch.equal(model.wte.weight[:VOCAB], embedding())
     other = {"model.embed_tokens.weight": lambda: embedding() + 1}
     with pytest.raises(UserError, match=r"tie_word_embeddings true .* a head of its own"):
-        fill(model, "llama", tensors | other, "x")
+        load_weights(model, "llama", tensors | other, "x")
 
 
 def test_a_sliding_window_limits_the_context() -> None:
@@ -256,8 +256,8 @@ def test_missing_extra_and_misshapen_tensors_are_named() -> None:
     tensors = {k: (lambda v=v: v) for k, v in theirs.state_dict().items()}
     gone = "model.layers.1.mlp.up_proj.weight"
     with pytest.raises(UserError, match=f"lacks 1 of the tensors of a LlamaForCausalLM.*{gone}"):
-        fill(model, "llama", {k: v for k, v in tensors.items() if k != gone}, "x")
+        load_weights(model, "llama", {k: v for k, v in tensors.items() if k != gone}, "x")
     with pytest.raises(UserError, match=r"1 that are no tensors.*model\.score\.weight"):
-        fill(model, "llama", tensors | {"score.weight": tensors[gone]}, "x")
+        load_weights(model, "llama", tensors | {"score.weight": tensors[gone]}, "x")
     with pytest.raises(UserError, match=r"up_proj.* shape \(3, 32\), expected \(80, 32\)"):
-        fill(model, "llama", tensors | {gone: lambda: torch.zeros(3, 32)}, "x")
+        load_weights(model, "llama", tensors | {gone: lambda: torch.zeros(3, 32)}, "x")

@@ -15,8 +15,8 @@ from accel_gpt import cli
 from accel_gpt.config.parse import load_config
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
 from accel_gpt.errors import CheckpointError, UserError
-from accel_gpt.hub.load import load_pretrained, start_model
-from accel_gpt.hub.sources import inherit
+from accel_gpt.hub.load import load_initial_model, load_pretrained
+from accel_gpt.hub.pretrained import inherit
 from accel_gpt.hub.tokenizer_files import save_for_transformers
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.text_corpus import open_corpus
@@ -51,8 +51,8 @@ def folder(saved: tuple[Any, Path], tmp_path: Path) -> Path:
 
 def started(arguments: list[str], said: list[str] | None = None) -> GPT:
     config = load_config(arguments, "test", inherit)
-    say = (said if said is not None else []).append
-    return start_model(config, open_corpus(config), False, say)
+    log = (said if said is not None else []).append
+    return load_initial_model(config, open_corpus(config), log)
 
 
 def draw(vocab_size: int = 257, length: int = 32) -> Tensor:
@@ -86,10 +86,13 @@ def test_what_is_not_set_comes_with_the_weights(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model.n_layer", "3"], "model.n_layer is 3, but that of model.init_from"),
+        (["--model.n_layer", "3"], "model.n_layer is 3, but"),
         (["--model.block_size", "65"], "has 64 positions; set it to at most as many"),
-        (["--model.preset", "llama"], "model.preset is llama, but that of model.init_from"),
-        (["--model.bias", "false"], "model.bias is False, but that of"),
+        (["--model.preset", "llama"], "model.preset is llama, but"),
+        (
+            ["--model.bias", "false"],
+            "names, has True; leave model.bias unset",
+        ),
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused(
@@ -113,8 +116,8 @@ def test_another_tokenizer_is_refused_and_a_missing_one_assumed(
     (folder / "tokenizer.json").unlink()
     said: list[str] = []
     started(small_run("--model.init_from", str(folder)), said)
-    assert said == [f"{folder} holds no tokenizer: that of the data (bytes) is assumed"]
-    with pytest.raises(UserError, match="holds no tokenizer"):
+    assert said == [f"{folder} has no tokenizer: assuming the tokenizer of the data (bytes)"]
+    with pytest.raises(UserError, match="has no tokenizer"):
         load_pretrained(str(folder))
 
 
@@ -133,7 +136,7 @@ def test_weights_that_are_no_floats_are_refused(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     name = "transformer.h.1.mlp.c_fc.weight"
     save_file(tensors | {name: tensors[name].to(torch.int64)}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=rf"holds {name} as torch.int64; expected floats"):
+    with pytest.raises(UserError, match=rf"has {name} as torch.int64; expected floats"):
         load_pretrained(str(folder))
 
 
@@ -235,10 +238,10 @@ def test_pickled_weights_are_refused_unless_allowed_and_never_run(
     folder: Path, saved: tuple[Any, Path], small_run: Arguments, tmp_path: Path
 ) -> None:
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"holds no weights; expected model\.safetensors"):
+    with pytest.raises(UserError, match=r"has no weights; expected model\.safetensors"):
         load_pretrained(str(folder))
     torch.save(saved[0].state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pickle only.*--model\.allow_pickle.*--allow_pickle"):
+    with pytest.raises(UserError, match=r"pickle file only.*--model\.allow_pickle.*--allow_pickle"):
         load_pretrained(str(folder))
     model, _ = load_pretrained(str(folder), allow_pickle=True)
     tokens = draw()
@@ -277,7 +280,7 @@ def test_a_config_that_is_no_json_and_a_folder_without_one(folder: Path, tmp_pat
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_pretrained(str(folder))
     (folder / "config.json").unlink()
-    with pytest.raises(UserError, match="holds neither a run of ours nor a model"):
+    with pytest.raises(UserError, match="is not an accel-gpt run or transformers model folder"):
         load_pretrained(str(folder))
     with pytest.raises(UserError, match="neither a folder nor a repository"):
         load_pretrained(str(tmp_path / "nowhere"))
@@ -347,13 +350,13 @@ def test_a_model_comes_from_the_hub_and_then_from_its_cache(
         options = ["--max_new_tokens", "5", "--temperature", "0"]
         assert run_here(cli.dispatch, ["sample", "gpt2", *options]) == 0
         for place, message in (
-            ("user/nothing", "is neither a folder here nor a repository on the Hub"),
+            ("user/nothing", "is neither a local folder nor a repository on the Hub"),
             ("gpt2@v9", "has no revision v9"),
-            ("user/pickled", "holds no tokenizer"),
+            ("user/pickled", "has no tokenizer"),
         ):
             assert run_here(cli.dispatch, ["sample", place]) == 2
             assert message in capsys.readouterr().err
-        with pytest.raises(UserError, match="as a pickle only"):
+        with pytest.raises(UserError, match="in a pickle file only"):
             started(small_run("--model.init_from", "user/pickled"))
     again = started(small_run("--model.init_from", "gpt2"))  # the Hub has gone
     tokens = draw()

@@ -33,7 +33,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     with HubServer() as server:
         point_at(monkeypatch, server, tmp_path / "home")
         no_waiting(monkeypatch)
-        monkeypatch.setattr(pushing, "FIRST_PAUSE_SECONDS", 0.0)
+        monkeypatch.setattr(pushing, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
         yield server
 
 
@@ -137,7 +137,7 @@ def test_a_refusal_is_one_sentence(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--repo", "nouser"], "'nouser' is no name of a repository; expected user/name"),
+        (["--repo", "nouser"], "'nouser' is not a valid repository name; expected user/name"),
         (["--repo", "a/b", "--checkpoint", "7"], "has no checkpoint '7'"),
         ([], "--repo is missing"),
         (["--repo", "a/b", "--dtype", "int8"], "dtype is 'int8'; expected one of fp32, bf16, fp16"),
@@ -215,7 +215,7 @@ def test_only_the_end_is_pushed_and_its_state_only_when_asked_for(
     assert hub.tags(REPO).keys() == {"step-12"}
     other = ["--out_dir", str(tmp_path / "other"), "--checkpoint.resume", f"hf://{REPO}@step-12"]
     assert launch(small_run(*other)) == 2
-    assert "holds no state to resume from; push it with hub.include_state" in (
+    assert "has no state to resume from; push it with hub.include_state" in (
         capsys.readouterr().err
     )
 

@@ -40,7 +40,7 @@ class BenchCommand:
 
 def main(argv: Sequence[str]) -> int:
     """Measure the training step of a config on this machine."""
-    from accel_gpt.hub.sources import inherit
+    from accel_gpt.hub.pretrained import inherit
 
     own, rest = split_options(BenchCommand, argv)
     options = parse_command(BenchCommand, own, "accel-gpt bench")

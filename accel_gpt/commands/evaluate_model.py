@@ -26,8 +26,8 @@ from accel_gpt.evals.hellaswag import read_questions, score_questions
 from accel_gpt.evals.table import as_json, as_table, spelled
 from accel_gpt.evals.tasks import open_tasks, run_tasks
 from accel_gpt.evals.validation import evaluate_part, named_figures
-from accel_gpt.hub.load import load_pretrained, start_model
-from accel_gpt.hub.sources import Source, find_source
+from accel_gpt.hub.load import load_initial_model, load_pretrained
+from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import start_processes, world_size
 from accel_gpt.training.checkpoint import find_checkpoint, read_state
@@ -64,7 +64,7 @@ class Findings:
 def evaluate(asked: EvaluateCommand) -> str:
     """Measure what is asked; what the main process shall print, nothing on the others."""
     with peers(world_size()):
-        source = find_source(asked.run, asked.checkpoint)
+        source = find_pretrained(asked.run, asked.checkpoint)
         run = run_of(source)
         require(
             bool(run or asked.data or asked.hellaswag or asked.tasks),
@@ -73,14 +73,14 @@ def evaluate(asked: EvaluateCommand) -> str:
         )
         config = as_launched(run_config(source, run), run)
         accelerator = start_accelerator(config)
-        place = str(source.folder) if source.ours else asked.run
+        place = str(source.folder) if source.is_checkpoint else asked.run
         model, tokenizer = load_pretrained(place, "last", asked.allow_pickle, accelerator.device)
         model = accelerator.prepare_model(model, evaluation_mode=True)
         findings = measure(asked, config, model, tokenizer, accelerator)
         accelerator.end_training()
         if not accelerator.is_main_process:
             return ""
-        state = read_state(source.folder) if source.ours else None
+        state = read_state(source.folder) if source.is_checkpoint else None
         fate = keep(run, state, findings, accelerator.mixed_precision)
         step, figures = state.step if state else None, findings.kept | findings.passing
         tell = as_json if asked.json else as_table
@@ -107,7 +107,7 @@ def evaluate_only(config: Config) -> int:
             "there is nothing to evaluate; name a run that has one, or other weights",
         )
         state = TrainState()
-        model = start_model(config, corpus, False, lambda _: None)
+        model = load_initial_model(config, corpus, lambda _: None)
         model = model.to(accelerator.device).eval()
     set_up_model(model, config.train)
     model = accelerator.prepare_model(model, evaluation_mode=True)
@@ -128,11 +128,11 @@ def evaluate_only(config: Config) -> int:
 # --------------------------------------------------------------------------- what is evaluated
 
 
-def run_of(source: Source) -> Path | None:
+def run_of(source: Pretrained) -> Path | None:
     """The folder of the run that a checkpoint belongs to."""
     root = source.folder.parent
-    known = source.ours and root.name == "checkpoints" and (root.parent / "config.yaml").is_file()
-    return root.parent if known else None
+    known = root.name == "checkpoints" and (root.parent / "config.yaml").is_file()
+    return root.parent if source.is_checkpoint and known else None
 
 
 def with_batch_size(config: Config) -> Config:
@@ -140,7 +140,7 @@ def with_batch_size(config: Config) -> Config:
     return replace(config, train=replace(config.train, micro_batch_size=BATCH_SIZE))
 
 
-def run_config(source: Source, run: Path | None) -> Config:
+def run_config(source: Pretrained, run: Path | None) -> Config:
     """The config that a run was last launched with, or one that knows the tokenizer alone.
 
     Data that does not say its tokenizer is taken to have the model's.

@@ -30,7 +30,7 @@ def inherit_known(given: Mapping[str, Any]) -> Mapping[str, Any]:
     place = str(given["model.init_from"])
     shape = GPT2_SHAPES.get(place.removeprefix("openai-community/"))
     if shape is None or Path(place).exists():
-        from accel_gpt.hub.sources import inherit
+        from accel_gpt.hub.pretrained import inherit
 
         return inherit(given)
     brought = {**shape, "block_size": 1024, "vocab_size": GPT2}

@@ -1,7 +1,7 @@
 """`accel-gpt push RUN --repo user/name`: export a run and upload it to the Hub."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import tyro
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     """Export a run and upload it to the Hub."""
     options = parse_command(PushCommand, argv, "accel-gpt push")
     exit_on_sigterm()
-    from accel_gpt.hub.push import PushOptions, push
+    from accel_gpt.hub.push import push
 
-    write_out(push(PushOptions(**asdict(options))))
+    write_out(push(**vars(options)))
     return 0

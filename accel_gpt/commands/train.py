@@ -7,7 +7,7 @@ from accel_gpt.config.parse import load_config
 
 def main(argv: Sequence[str]) -> int:
     """Train as a config says; a mistake in it is reported before torch is imported."""
-    from accel_gpt.hub.sources import inherit
+    from accel_gpt.hub.pretrained import inherit
 
     config = load_config(argv, "accel-gpt train", inherit)
     from accel_gpt.train import launch

@@ -45,7 +45,7 @@ class VerifyResumeCommand:
 
 def main(argv: Sequence[str]) -> int:
     """Kill and resume runs of a config; 1 where they differ from one that was never stopped."""
-    from accel_gpt.hub.sources import inherit
+    from accel_gpt.hub.pretrained import inherit
 
     own, rest = split_options(VerifyResumeCommand, argv)
     options = parse_command(VerifyResumeCommand, own, "accel-gpt verify-resume")

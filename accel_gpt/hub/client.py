@@ -1,35 +1,43 @@
-"""The Hugging Face Hub, and what goes wrong with it in one sentence each.
+"""Access to the Hugging Face Hub, its errors as one sentence each.
 
-The token is the client's own affair (`hf auth login`, or HF_TOKEN): it is never seen here.
+The client finds the token itself (`hf auth login`, or HF_TOKEN): this package never handles it.
 """
 
 import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from accel_gpt.errors import UserError, require
 
 SCHEME = "hf://"
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-BUSY = (408, 429, 500, 502, 503, 504)  # statuses that pass
-HERE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)  # no fault of the Hub
+BUSY = (408, 429, 500, 502, 503, 504)  # HTTP status codes of a temporary failure
+LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)  # not the Hub's fault
+STATUS = MappingProxyType(
+    {
+        401: "it does not know you; log in with hf auth login, or set HF_TOKEN",
+        403: "your token lacks the permission; it needs the write role for this repository",
+        404: "there is no such repository, or it is not yours; check its name and your login",
+    }
+)
 
 
-class Unreachable(UserError):
-    """The connection broke or the Hub is busy: it may work later."""
+class UnreachableError(UserError):
+    """The connection broke or the Hub is busy: trying again may help."""
 
 
 def check_repo(repo: str) -> None:
-    """Raise `UserError` for what cannot be a repository of one's own."""
+    """Raise `UserError` unless `repo` is a valid name of a user's repository."""
     require(
-        is_repository(repo) and "/" in repo,
-        f"{repo!r} is no name of a repository; expected user/name",
+        is_repo(repo) and "/" in repo,
+        f"{repo!r} is not a valid repository name; expected user/name",
     )
 
 
-def is_repository(name: str) -> bool:
-    """Whether the Hub would take a name, `name` or `user/name`, for a repository."""
+def is_repo(name: str) -> bool:
+    """Whether the Hub accepts `name` or `user/name` as the name of a repository."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -37,102 +45,93 @@ def is_repository(name: str) -> bool:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return name.isascii()  # clients before that of constraints.txt take any letters
+    return name.isascii()  # older clients than constraints.txt has accept any letter
 
 
-def hub_name(place: str) -> str:
-    """`place` with the owner of GPT-2's weights, which are known without one."""
-    return f"openai-community/{place}" if place.partition("@")[0] in OPENAI else place
+def full_repo_name(name: str) -> str:
+    """Add the owner to the names of GPT-2's weights, which are known without one."""
+    return f"openai-community/{name}" if name.partition("@")[0] in OPENAI else name
 
 
-def parse_place(place: str) -> tuple[str, str | None]:
-    """`hf://user/name@revision`, also without scheme or revision -> (user/name, revision).
+def parse_repo(name: str) -> tuple[str, str | None]:
+    """Split `hf://user/name@revision` into user/name and revision; scheme, revision: optional.
 
-    Raises `UserError` for what cannot be a repository's name.
+    Raises `UserError` for an invalid name.
     """
-    repo, _, revision = place.removeprefix(SCHEME).partition("@")
+    repo, _, revision = name.removeprefix(SCHEME).partition("@")
     require(
-        is_repository(repo),
-        f"{place} is neither a folder nor a repository on the Hub (user/name, user/name@revision)",
+        is_repo(repo),
+        f"{name} is neither a folder nor a repository on the Hub (user/name, user/name@revision)",
     )
     return repo, revision or None
 
 
-def fetch(place: str, patterns: Sequence[str]) -> Path:
-    """The folder with those files of a repository that match `patterns`, from cache or network.
+def download(name: str, patterns: Sequence[str]) -> Path:
+    """Download the files of a repository that match `patterns`, unless cached; return the folder.
 
-    Raises `UserError` where there is no such repository or it cannot be reached.
+    Raises `UserError` if there is no such repository or it cannot be reached.
     """
     from huggingface_hub import snapshot_download
 
-    repo, revision = parse_place(place)
-    with told(repo, "read", revision):
+    repo, revision = parse_repo(name)
+    with hub_errors(repo, "read", revision):
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
 
 
-def remote_files(place: str) -> list[str]:
-    """Names of all files of a repository."""
+def list_files(name: str) -> list[str]:
+    """Return the names of all files of a repository."""
     from huggingface_hub import HfApi
 
-    repo, revision = parse_place(place)
-    with told(repo, "read", revision):
+    repo, revision = parse_repo(name)
+    with hub_errors(repo, "read", revision):
         return list(HfApi().list_repo_files(repo, revision=revision))
 
 
 @contextmanager
-def told(repo: str, doing: str, revision: str | None = None) -> Iterator[None]:
-    """Turn the errors of the client into one `UserError`; `doing` is read or written."""
+def hub_errors(repo: str, action: str, revision: str | None = None) -> Iterator[None]:
+    """Turn any error of the client into a `UserError` of one sentence; `action`: read, written."""
     from huggingface_hub import errors
 
     try:
         yield
     except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]
         cause: BaseException = error
-        # what kept it from looking beyond its cache, or from sending a large file
+        # the cause: why it could not look beyond its cache, or upload a large file
         if isinstance(error, errors.LocalEntryNotFoundError | RuntimeError) and error.__cause__:
             cause = error.__cause__
-        raise explained(cause, repo, doing, revision) from None
+        raise user_error(cause, repo, action, revision) from None
 
 
-def explained(error: BaseException, repo: str, doing: str, revision: str | None) -> UserError:
-    """One sentence for an error of the client."""
+def user_error(error: BaseException, repo: str, action: str, revision: str | None) -> UserError:
+    """Describe an error of the client in one sentence."""
     from huggingface_hub import errors
 
+    failed = f"{repo} on the Hub cannot be {action}"
     if isinstance(error, errors.RevisionNotFoundError):
         return UserError(f"{repo} on the Hub has no revision {revision}")
     if isinstance(error, errors.GatedRepoError):
         return UserError(
             f"{repo} on the Hub is gated; accept its terms on its page, then hf auth login"
         )
-    if isinstance(error, errors.RepositoryNotFoundError) and doing == "read":
+    if isinstance(error, errors.RepositoryNotFoundError) and action == "read":
         return UserError(
-            f"{repo} is neither a folder here nor a repository on the Hub that can be read; check "
-            "its name, or log in with hf auth login"
+            f"{repo} is neither a local folder nor a repository on the Hub that you can read; "
+            "check its name, or log in with hf auth login"
         )
     if isinstance(error, errors.LocalTokenNotFoundError):
-        return UserError(f"{repo} on the Hub cannot be {doing}: {reason(401)}")
+        return UserError(f"{failed}: {STATUS[401]}")
     if isinstance(error, errors.HfHubHTTPError):
         code = error.response.status_code
-        kind = Unreachable if code in BUSY else UserError
-        return kind(f"{repo} on the Hub cannot be {doing}: {reason(code)}")
-    if isinstance(error, OSError) and error.errno in HERE:
-        return UserError(f"{repo} cannot be {doing}: {error.strerror}: {error.filename}")
+        kind = UnreachableError if code in BUSY else UserError
+        reason = STATUS.get(code, f"it answered with status {code}; try again later")
+        return kind(f"{failed}: {reason}")
+    if isinstance(error, OSError) and error.errno in LOCAL:
+        return UserError(f"{repo} cannot be {action}: {error.strerror}: {error.filename}")
     if isinstance(error, FileNotFoundError):
-        return UserError(f"{repo} cannot be {doing}: {error.filename} has gone meanwhile")
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    if doing == "read":
-        return Unreachable(
-            f"{repo} is no folder here, and the Hub cannot be reached for it: {said}"
+        return UserError(f"{repo} cannot be {action}: {error.filename} was removed meanwhile")
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    if action == "read":
+        return UnreachableError(
+            f"{repo} is not a local folder, and the Hub cannot be reached: {reason}"
         )
-    return Unreachable(f"{repo} cannot be {doing}: the Hub cannot be reached: {said}")
-
-
-def reason(code: int) -> str:
-    """What a status of HTTP means here."""
-    if code == 401:
-        return "it does not know you; log in with hf auth login, or set HF_TOKEN"
-    if code == 403:
-        return "your token has no permission to; it needs the write role for this repository"
-    if code == 404:
-        return "there is no such repository, or it is not yours; check its name and your login"
-    return f"it answered with status {code}; try again later"
+    return UnreachableError(f"{repo} cannot be {action}: the Hub cannot be reached: {reason}")

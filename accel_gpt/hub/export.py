@@ -29,10 +29,10 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.evals.validation import batches, windows
 from accel_gpt.files import write_file
-from accel_gpt.hub.hf_config import CLASSES, preset_of, write_shape
+from accel_gpt.hub.hf_config import CLASSES, matching_preset, write_shape
 from accel_gpt.hub.hf_weights import export_tensors
 from accel_gpt.hub.load import load_pretrained
-from accel_gpt.hub.sources import Source, find_source
+from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.hub.tokenizer_files import save_for_transformers
 from accel_gpt.hub.verify import PARTED
 from accel_gpt.model.gpt import GPT
@@ -94,9 +94,9 @@ def export(
     """
     to = to.resolve()
     check_target(to, overwrite)
-    source = find_source(place, checkpoint)
+    source = find_pretrained(place, checkpoint)
     model, tokenizer = load_pretrained(place, checkpoint, allow_pickle)
-    preset_of(model.config)  # refused before anything is written
+    matching_preset(model.config)  # refused before anything is written
     # a folder that exists may be a mount point, or where somebody stands: it is filled, not moved
     temporary = to / TEMPORARY if to.is_dir() else to.with_name(f".tmp_{to.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -146,7 +146,7 @@ def replace_folder(new: Path, to: Path) -> None:
 
 
 def write_model(
-    model: GPT, tokenizer: Tokenizer, source: Source, folder: Path, dtype: str
+    model: GPT, tokenizer: Tokenizer, source: Pretrained, folder: Path, dtype: str
 ) -> Exported:
     """Write all files of a model into `folder`, and compare what transformers makes of them.
 
@@ -155,7 +155,7 @@ def write_model(
     from huggingface_hub import save_torch_state_dict
 
     name, kind = DTYPES[dtype]
-    preset = preset_of(model.config)
+    preset = matching_preset(model.config)
     shape = write_shape(model.config, model.vocab_size, tokenizer.eot_id, name)
     ends = {key: shape[key] for key in ("bos_token_id", "eos_token_id")}
     settings = ends | {"pad_token_id": tokenizer.eot_id}
@@ -197,7 +197,7 @@ def as_json(content: object) -> bytes:
 # --------------------------------------------------------------------------- proof
 
 
-def compared_tokens(model: GPT, tokenizer: Tokenizer, source: Source) -> tuple[Tensor, str]:
+def compared_tokens(model: GPT, tokenizer: Tokenizer, source: Pretrained) -> tuple[Tensor, str]:
     """(2, T) tokens of the val split that the run evaluated, and what they are.
 
     Tokens at random where the data is not at hand.
@@ -224,9 +224,9 @@ def compared_tokens(model: GPT, tokenizer: Tokenizer, source: Source) -> tuple[T
     return tokens, f"{COMPARED_WINDOWS} x {length} random tokens ({why})"
 
 
-def val_place(source: Source) -> str | None:
+def val_place(source: Pretrained) -> str | None:
     """The data folder or URL whose val split the run of a checkpoint evaluated; None: not known."""
-    if not source.ours:
+    if not source.is_checkpoint:
         return None
     config = read_state(source.folder).config
     named = [place for key, place in config.items() if key.startswith("data.val.")]

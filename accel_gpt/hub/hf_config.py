@@ -1,14 +1,14 @@
-"""The shapes of transformers' classes: config.json -> `ModelConfig` fields, and back. No weights.
+"""Model shapes as transformers has them: config.json -> `ModelConfig` fields, and back.
 
-Four classes compute what a shape of ours computes, one for each preset; Mistral's files are
-Llama's in all but name.
+Four classes of transformers compute what our model computes, one for each preset; a Mistral model
+is a Llama model in all but its name. Needs no torch.
 """
 
 import types
 from collections.abc import Mapping
 from typing import Any
 
-from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.errors import UserError, require
 
 CLASSES: Mapping[str, str] = types.MappingProxyType(
@@ -25,159 +25,129 @@ MODEL_TYPES: Mapping[str, str] = types.MappingProxyType(
 ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
     {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf", "relu2": "relu2"}
 )
-# what a shape must have for the class of a preset to compute the same
-NEEDS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
+# what a preset determines, besides `bias` and `logit_softcap`, which some classes can vary
+STRUCTURE = ("position", "norm", "norm_weight", "qk_norm", "embedding_norm", "mlp")
+# our field -> the name in config.json
+GPT2_FIELDS: Mapping[str, str] = types.MappingProxyType(
     {
-        "gpt2": {
-            "position": "learned",
-            "norm": "layernorm",
-            "norm_weight": True,
-            "qk_norm": False,
-            "embedding_norm": False,
-            "logit_softcap": None,
-            "mlp": ("gelu", "gelu_erf", "relu2"),
-        },
-        "llama": {
-            "position": "rope",
-            "norm": "rmsnorm",
-            "norm_weight": True,
-            "qk_norm": False,
-            "embedding_norm": False,
-            "logit_softcap": None,
-            "mlp": "swiglu",
-        },
-        "qwen3": {
-            "position": "rope",
-            "norm": "rmsnorm",
-            "norm_weight": True,
-            "qk_norm": True,
-            "embedding_norm": False,
-            "logit_softcap": None,
-            "mlp": "swiglu",
-            "bias": False,
-        },
-        "fast": {
-            "position": "rope",
-            "norm": "rmsnorm",
-            "norm_weight": False,
-            "qk_norm": True,
-            "embedding_norm": True,
-            "mlp": "relu2",
-            "bias": False,
-        },
+        "n_layer": "n_layer",
+        "n_head": "n_head",
+        "n_embd": "n_embd",
+        "block_size": "n_positions",
+        "vocab_size": "vocab_size",
+        "mlp_hidden": "n_inner",
+        "norm_eps": "layer_norm_epsilon",
+        "tie_embeddings": "tie_word_embeddings",
+    }
+)
+ROPE_FIELDS: Mapping[str, str] = types.MappingProxyType(
+    {
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_kv_head": "num_key_value_heads",
+        "n_embd": "hidden_size",
+        "block_size": "max_position_embeddings",
+        "vocab_size": "vocab_size",
+        "mlp_hidden": "intermediate_size",
+        "norm_eps": "rms_norm_eps",
+        "tie_embeddings": "tie_word_embeddings",
     }
 )
 
 
-# --------------------------------------------------------------------------- theirs -> ours
+def structure(preset: str) -> dict[str, Any]:
+    """Return the fields of a preset that `STRUCTURE` names, with `bias` and `logit_softcap`."""
+    config = ModelConfig(**PRESETS[preset])
+    return {key: getattr(config, key) for key in (*STRUCTURE, "bias", "logit_softcap")}
 
 
-def read_shape(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of `ModelConfig`, `vocab_size` among them, of a config.json.
+# --------------------------------------------------------------------------- transformers -> ours
 
-    Raises `UserError` for a class or a setting that our model does not compute, by its name.
+
+def read_shape(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Convert the content of a config.json to fields of `ModelConfig`, `vocab_size` among them.
+
+    `name`: of the model, for errors. Raises `UserError` for a class or setting that our model does
+    not compute.
     """
-    kind = str(content.get("model_type"))
-    if kind not in MODEL_TYPES:
-        found = (content.get("architectures") or [f"model of type {kind}"])[0]
+    model_type = str(content.get("model_type"))
+    if model_type not in MODEL_TYPES:
+        found = (content.get("architectures") or [f"model of type {model_type}"])[0]
         raise UserError(
-            f"{where} is a {found}; the classes that can be loaded are "
+            f"{name} is a {found}; the classes that can be loaded are "
             f"{', '.join(CLASSES.values())} and MistralForCausalLM"
         )
     require(
         not content.get("quantization_config"),
-        f"{where} is quantized; weights in float32, bfloat16 or float16 can be loaded",
+        f"{name} is quantized; weights in float32, bfloat16 or float16 can be loaded",
     )
     from transformers import CONFIG_MAPPING
 
+    preset = MODEL_TYPES[model_type]
+    read = read_gpt2 if preset == "gpt2" else read_rope
+    names = GPT2_FIELDS if preset == "gpt2" else ROPE_FIELDS
     try:
-        theirs = CONFIG_MAPPING[kind].from_dict(dict(content))
-        preset = MODEL_TYPES[kind]
-        fields = gpt2_fields(theirs, where) if preset == "gpt2" else rope_fields(theirs, where)
+        hf_config = CONFIG_MAPPING[model_type].from_dict(dict(content))
+        fields = {ours: getattr(hf_config, theirs) for ours, theirs in names.items()}
+        init_std = hf_config.initializer_range or 0.02
+        fields |= structure(preset) | {"preset": preset, "init_std": init_std}
+        return fields | read(hf_config, name)
     except UserError:
         raise
     except Exception as error:  # the strict dataclasses of transformers have errors of their own
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"config.json of {where} is not valid: {said[-1].strip()}") from None
-    return {"preset": preset, **fields}
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"config.json of {name} is not valid: {reason[-1].strip()}") from None
 
 
-def need(where: str, theirs: Any, key: str, *allowed: Any) -> None:
-    """Refuse a setting of theirs that has a value which our model does not compute."""
-    value = getattr(theirs, key, allowed[0])
-    spoken = " or ".join(map(str, allowed))
-    require(value in allowed, f"{where} has {key} {value}, which is not implemented; only {spoken}")
+def require_one_of(name: str, hf_config: Any, key: str, *allowed: Any) -> None:
+    """Raise `UserError` if a setting has a value that our model does not compute."""
+    value = getattr(hf_config, key, allowed[0])
+    choices = " or ".join(map(str, allowed))
+    require(value in allowed, f"{name} has {key} {value}, which is not implemented; only {choices}")
 
 
-def gpt2_fields(theirs: Any, where: str) -> dict[str, Any]:
-    """The shape of a GPT2Config."""
-    need(where, theirs, "add_cross_attention", False)
-    need(where, theirs, "scale_attn_weights", True)
-    need(where, theirs, "scale_attn_by_inverse_layer_idx", False)
-    need(where, theirs, "activation_function", *ACTIVATIONS)
-    return {
-        "n_layer": theirs.n_layer,
-        "n_head": theirs.n_head,
-        "n_embd": theirs.n_embd,
-        "block_size": theirs.n_positions,
-        "vocab_size": theirs.vocab_size,
-        "bias": True,
-        "position": "learned",
-        "norm": "layernorm",
-        "norm_eps": theirs.layer_norm_epsilon,
-        "mlp": ACTIVATIONS[theirs.activation_function],
-        "mlp_hidden": theirs.n_inner,
-        "tie_embeddings": theirs.tie_word_embeddings,
-        "init_std": theirs.initializer_range or 0.02,
-    }
+def read_gpt2(hf_config: Any, name: str) -> dict[str, Any]:
+    """Return the fields of a GPT2Config that differ from those of the preset."""
+    require_one_of(name, hf_config, "add_cross_attention", False)
+    require_one_of(name, hf_config, "scale_attn_weights", True)
+    require_one_of(name, hf_config, "scale_attn_by_inverse_layer_idx", False)
+    require_one_of(name, hf_config, "activation_function", *ACTIVATIONS)
+    return {"mlp": ACTIVATIONS[hf_config.activation_function]}
 
 
-def rope_fields(theirs: Any, where: str) -> dict[str, Any]:
-    """The shape of a LlamaConfig, MistralConfig, Qwen3Config or NanoChatConfig."""
-    fast = theirs.model_type == "nanochat"
-    need(where, theirs, "hidden_act", "relu2" if fast else "silu")
-    bias = bool(getattr(theirs, "attention_bias", False))
+def read_rope(hf_config: Any, name: str) -> dict[str, Any]:
+    """Return the fields of a LlamaConfig, MistralConfig, Qwen3Config or NanoChatConfig that differ
+    from those of the preset.
+    """
+    fast = hf_config.model_type == "nanochat"
+    require_one_of(name, hf_config, "hidden_act", "relu2" if fast else "silu")
     # Qwen3 and NanoChat never have biases in the MLP
-    need(where, theirs, "attention_bias", bool(getattr(theirs, "mlp_bias", False)))
-    heads, channels = theirs.num_attention_heads, theirs.hidden_size
-    head_dim = getattr(theirs, "head_dim", None)
-    window = getattr(theirs, "sliding_window", None)  # no longer context than it: full attention
+    require_one_of(name, hf_config, "attention_bias", bool(getattr(hf_config, "mlp_bias", False)))
+    block_size = hf_config.max_position_embeddings
+    window = getattr(hf_config, "sliding_window", None)  # within it, attention is full attention
+    head_dim = getattr(hf_config, "head_dim", None)
+    if head_dim and head_dim * hf_config.num_attention_heads == hf_config.hidden_size:
+        head_dim = None
     return {
-        "n_layer": theirs.num_hidden_layers,
-        "n_head": heads,
-        "n_kv_head": theirs.num_key_value_heads,
-        "n_embd": channels,
-        "head_dim": None if head_dim is None or head_dim * heads == channels else head_dim,
-        "block_size": min(theirs.max_position_embeddings, window or theirs.max_position_embeddings),
-        "vocab_size": theirs.vocab_size,
-        "bias": bias,
-        "position": "rope",
-        "norm": "rmsnorm",
-        "norm_weight": not fast,
-        "norm_eps": theirs.rms_norm_eps,
-        "qk_norm": theirs.model_type in ("qwen3", "nanochat"),
-        "embedding_norm": fast,
-        "mlp": "relu2" if fast else "swiglu",
-        "mlp_hidden": theirs.intermediate_size,
-        "tie_embeddings": theirs.tie_word_embeddings,
-        "logit_softcap": theirs.final_logit_softcapping if fast else None,
-        "init_std": theirs.initializer_range or 0.02,
-        **rotary_fields(theirs.rope_parameters or {}, where),
+        "block_size": min(block_size, window or block_size),
+        "head_dim": head_dim,
+        "bias": bool(getattr(hf_config, "attention_bias", False)),
+        "logit_softcap": hf_config.final_logit_softcapping if fast else None,
+        **read_rope_parameters(hf_config.rope_parameters or {}, name),
     }
 
 
-def rotary_fields(rope: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The `rope_` fields of `rope_parameters` as transformers 5 holds them."""
-    kind = rope.get("rope_type", "default")
+def read_rope_parameters(rope: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the `rope_` fields of `rope_parameters` as transformers 5 holds them."""
+    kind, partial = rope.get("rope_type", "default"), rope.get("partial_rotary_factor")
     require(
         kind in ("default", "linear", "llama3"),
-        f"{where} scales its rotary positions by {kind!r}, which is not implemented; default, "
+        f"{name} scales its rotary positions by {kind!r}, which is not implemented; default, "
         "linear and llama3 are",
     )
-    partial = rope.get("partial_rotary_factor")
     require(
         partial in (None, 1.0),
-        f"{where} turns only a part of each head (partial_rotary_factor {partial}), which is not "
+        f"{name} rotates only a part of each head (partial_rotary_factor {partial}), which is not "
         "implemented",
     )
     fields = {"rope_theta": float(rope.get("rope_theta", 10000.0))}
@@ -191,67 +161,78 @@ def rotary_fields(rope: Mapping[str, Any], where: str) -> dict[str, Any]:
     return fields
 
 
-# --------------------------------------------------------------------------- ours -> theirs
+# --------------------------------------------------------------------------- ours -> transformers
 
 
-def preset_of(config: ModelConfig) -> str:
-    """The preset whose class computes what this shape computes.
+def matching_preset(config: ModelConfig) -> str:
+    """Return the preset whose class in `CLASSES` computes a model of this shape.
 
-    Raises `UserError` where there is none, with what the nearest class would need.
+    Raises `UserError` if there is none, with what the nearest class needs.
     """
-    missing = {preset: lacks(config, preset) for preset in NEEDS}
-    nearest = min(missing, key=lambda preset: len(missing[preset]))
+    unmet = {preset: unmet_needs(config, preset) for preset in CLASSES}
+    nearest = min(unmet, key=lambda preset: len(unmet[preset]))
     require(
-        not missing[nearest],
+        not unmet[nearest],
         f"no class of transformers computes this shape; the nearest, {CLASSES[nearest]}, needs "
-        + ", ".join(missing[nearest]),
+        + ", ".join(unmet[nearest]),
     )
     return nearest
 
 
-def lacks(config: ModelConfig, preset: str) -> list[str]:
-    """What a shape must change for the class of a preset to compute it."""
-    found = []
-    for key, value in NEEDS[preset].items():
-        allowed = value if isinstance(value, tuple) else (value,)
-        if getattr(config, key) not in allowed:
-            found.append(f"model.{key} {' or '.join(map(str, allowed))}")
+def unmet_needs(config: ModelConfig, preset: str) -> list[str]:
+    """Return what must change in a shape for the class of a preset to compute it."""
+    found = structure(preset)
+    needs: dict[str, tuple[Any, ...]] = {key: (found[key],) for key in STRUCTURE}
+    if preset == "gpt2":
+        needs["mlp"] = tuple(dict.fromkeys(ACTIVATIONS.values()))
+    if preset in ("qwen3", "fast"):
+        needs["bias"] = (False,)
+    if preset != "fast":
+        needs["logit_softcap"] = (None,)
+    unmet = [
+        f"model.{key} {' or '.join(map(str, allowed))}"
+        for key, allowed in needs.items()
+        if getattr(config, key) not in allowed
+    ]
     if preset == "gpt2" and config.kv_heads != config.n_head:
-        found.append("model.n_kv_head null")
+        unmet.append("model.n_kv_head null")
     if preset == "gpt2" and config.head_size * config.n_head != config.n_embd:
-        found.append("model.head_dim null")
-    return found
+        unmet.append("model.head_dim null")
+    return unmet
 
 
 def write_shape(
     config: ModelConfig, vocab_size: int, eot_id: int | None, dtype: str
 ) -> dict[str, Any]:
-    """The content of config.json for a model of this shape over `vocab_size` tokens.
+    """Return the content of config.json for a model of this shape over `vocab_size` tokens.
 
-    Raises `UserError` where no class of transformers computes it.
+    Raises `UserError` if no class of transformers computes it.
     """
     from transformers import CONFIG_MAPPING
 
-    preset = preset_of(config)
-    kind = "nanochat" if preset == "fast" else preset
-    fields = gpt2_settings(config) if preset == "gpt2" else rope_settings(config, preset)
-    fields |= {
+    preset = matching_preset(config)
+    names, write = (GPT2_FIELDS, write_gpt2) if preset == "gpt2" else (ROPE_FIELDS, write_rope)
+    resolved = {
+        "n_kv_head": config.kv_heads,
+        "mlp_hidden": config.hidden_size,
+        "vocab_size": vocab_size,
+    }
+    fields = {theirs: resolved.get(ours, getattr(config, ours)) for ours, theirs in names.items()}
+    fields |= write(config, preset) | {
         "architectures": [CLASSES[preset]],
         "dtype": dtype,
-        "vocab_size": vocab_size,
-        "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
         "bos_token_id": eot_id,
         "eos_token_id": eot_id,
         "pad_token_id": None,
     }
     try:
-        theirs = CONFIG_MAPPING[kind](**fields)
+        hf_config = CONFIG_MAPPING["nanochat" if preset == "fast" else preset](**fields)
     except Exception as error:  # the strict dataclasses of transformers have errors of their own
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"{CLASSES[preset]} refuses this shape: {said[-1].strip()}") from None
-    content: dict[str, Any] = theirs.to_diff_dict()
-    content["torch_dtype"] = dtype  # this name, and those of rope, are what transformers 4 reads
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"{CLASSES[preset]} refuses this shape: {reason[-1].strip()}") from None
+    content: dict[str, Any] = hf_config.to_diff_dict()
+    content["torch_dtype"] = dtype  # transformers 4 reads this name, and the two of rope below
     if rope := content.get("rope_parameters"):
         content["rope_theta"] = rope["rope_theta"]
         if rope["rope_type"] != "default":
@@ -259,25 +240,19 @@ def write_shape(
     return content
 
 
-def gpt2_settings(config: ModelConfig) -> dict[str, Any]:
-    """Arguments of GPT2Config."""
+def write_gpt2(config: ModelConfig, _preset: str) -> dict[str, Any]:
+    """Return the arguments of GPT2Config that have no field of the same meaning in ours."""
     return {
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
-        "n_positions": config.block_size,
-        "n_ctx": config.block_size,  # of old; the converter of llama.cpp asks for it
-        "n_inner": config.hidden_size,
+        "n_ctx": config.block_size,  # an old name; the converter of llama.cpp needs it
         "activation_function": next(k for k, v in ACTIVATIONS.items() if v == config.mlp),
-        "layer_norm_epsilon": config.norm_eps,
         "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.dropout,
     }
 
 
-def rope_settings(config: ModelConfig, preset: str) -> dict[str, Any]:
-    """Arguments of LlamaConfig, Qwen3Config or NanoChatConfig."""
+def write_rope(config: ModelConfig, preset: str) -> dict[str, Any]:
+    """Return those arguments of LlamaConfig, Qwen3Config or NanoChatConfig."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling != "none":
         rope |= {"rope_type": config.rope_scaling, "factor": config.rope_factor}
@@ -285,22 +260,15 @@ def rope_settings(config: ModelConfig, preset: str) -> dict[str, Any]:
         rope["low_freq_factor"] = config.rope_low_freq_factor
         rope["high_freq_factor"] = config.rope_high_freq_factor
         rope["original_max_position_embeddings"] = config.rope_original_block_size
-    settings: dict[str, Any] = {
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.kv_heads,
-        "hidden_size": config.n_embd,
-        "intermediate_size": config.hidden_size,
-        "max_position_embeddings": config.block_size,
+    arguments: dict[str, Any] = {
         "hidden_act": "relu2" if preset == "fast" else "silu",
-        "rms_norm_eps": config.norm_eps,
         "attention_dropout": config.dropout,
-        "rope_parameters": rope,
         "attention_bias": config.bias,
         "head_dim": config.head_size,
+        "rope_parameters": rope,
     }
     if preset == "llama":
-        settings["mlp_bias"] = config.bias
+        arguments["mlp_bias"] = config.bias
     if preset == "fast":
-        settings["final_logit_softcapping"] = config.logit_softcap
-    return settings
+        arguments["final_logit_softcapping"] = config.logit_softcap
+    return arguments

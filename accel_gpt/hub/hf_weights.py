@@ -1,7 +1,7 @@
-"""Weights of transformers' classes, to ours and back.
+"""Weights of transformers' classes -> ours, and back.
 
-`pieces` lists how their tensors lie in ours: one table, read in both directions, so that what was
-imported is exported under the same names.
+`weight_table` lists which of their tensors make up each of ours. It is read in both directions, so
+a model that was loaded is exported under the same names.
 """
 
 import re
@@ -25,39 +25,39 @@ BUFFERS = re.compile(r".*\.attn\.(bias|masked_bias)|.*rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True)
-class Part:
-    """One tensor of theirs: its name, and how many rows of ours it holds."""
+class HFTensor:
+    """A tensor of transformers: its name, and how many rows of ours it holds."""
 
     name: str
     rows: int
     mirrored: bool = False
-    """Turns with the other sign: see `mirror`."""
+    """Its rotary positions turn the other way: see `mirror`."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One tensor of ours, and those of theirs that make it, one below the other."""
+class Weight:
+    """A tensor of ours, and the tensors of transformers that make it up, from the first row on."""
 
-    ours: str
-    parts: tuple[Part, ...]
+    name: str
+    parts: tuple[HFTensor, ...]
     transposed: bool = False
-    """Conv1D of GPT-2 keeps (in, out)."""
+    """GPT-2's Conv1D stores (in, out)."""
 
 
-def pieces(config: ModelConfig, preset: str, vocab_size: int) -> list[Piece]:
-    """The tensors of a model of this shape, and where the class of `preset` keeps them."""
-    listed = gpt2_pieces if preset == "gpt2" else rope_pieces
-    found = list(listed(config, preset, vocab_size))
+def weight_table(config: ModelConfig, preset: str, vocab_size: int) -> list[Weight]:
+    """Return the tensors of a model of this shape, and where the class of `preset` has them."""
+    weights = gpt2_weights if preset == "gpt2" else rope_weights
+    table = list(weights(config, preset, vocab_size))
     if not config.tie_embeddings:
-        found.append(Piece("head.weight", (Part("lm_head.weight", vocab_size),)))
-    return found
+        table.append(Weight("head.weight", (HFTensor("lm_head.weight", vocab_size),)))
+    return table
 
 
-def gpt2_pieces(config: ModelConfig, _preset: str, vocab_size: int) -> Iterator[Piece]:
-    """GPT2LMHeadModel; it has biases whatever `config.bias` says."""
+def gpt2_weights(config: ModelConfig, _preset: str, vocab_size: int) -> Iterator[Weight]:
+    """Yield the weights of GPT2LMHeadModel, which has biases whatever `config.bias` is."""
     C = config.n_embd
-    yield Piece("wte.weight", (Part("transformer.wte.weight", vocab_size),))
-    yield Piece("wpe.weight", (Part("transformer.wpe.weight", config.block_size),))
+    yield Weight("wte.weight", (HFTensor("transformer.wte.weight", vocab_size),))
+    yield Weight("wpe.weight", (HFTensor("transformer.wpe.weight", config.block_size),))
     linears = {
         "attn.qkv": ("attn.c_attn", 3 * C),
         "attn.proj": ("attn.c_proj", C),
@@ -69,29 +69,29 @@ def gpt2_pieces(config: ModelConfig, _preset: str, vocab_size: int) -> Iterator[
         norms += [(f"blocks.{i}.norm_{n}", f"h.{i}.ln_{n}") for n in (1, 2)]
         for ours, (theirs, rows) in linears.items():
             for kind in ("weight", "bias"):
-                part = Part(f"transformer.h.{i}.{theirs}.{kind}", rows)
-                yield Piece(f"blocks.{i}.{ours}.{kind}", (part,), transposed=kind == "weight")
+                part = HFTensor(f"transformer.h.{i}.{theirs}.{kind}", rows)
+                yield Weight(f"blocks.{i}.{ours}.{kind}", (part,), transposed=kind == "weight")
     for ours, theirs in norms:
         for kind in ("weight", "bias"):
-            yield Piece(f"{ours}.{kind}", (Part(f"transformer.{theirs}.{kind}", C),))
+            yield Weight(f"{ours}.{kind}", (HFTensor(f"transformer.{theirs}.{kind}", C),))
 
 
-def rope_pieces(config: ModelConfig, preset: str, vocab_size: int) -> Iterator[Piece]:
-    """LlamaForCausalLM, Qwen3ForCausalLM and NanoChatForCausalLM."""
+def rope_weights(config: ModelConfig, preset: str, vocab_size: int) -> Iterator[Weight]:
+    """Yield the weights of LlamaForCausalLM, Qwen3ForCausalLM or NanoChatForCausalLM."""
     C, D, hidden, fast = config.n_embd, config.head_size, config.hidden_size, preset == "fast"
     Q, K = config.n_head * D, config.kv_heads * D
-    yield Piece("wte.weight", (Part("model.embed_tokens.weight", vocab_size),))
+    yield Weight("wte.weight", (HFTensor("model.embed_tokens.weight", vocab_size),))
     linears = {
         "attn.qkv": (
-            Part("self_attn.q_proj", Q, mirrored=fast),
-            Part("self_attn.k_proj", K, mirrored=fast),
-            Part("self_attn.v_proj", K),
+            HFTensor("self_attn.q_proj", Q, mirrored=fast),
+            HFTensor("self_attn.k_proj", K, mirrored=fast),
+            HFTensor("self_attn.v_proj", K),
         ),
-        "attn.proj": (Part("self_attn.o_proj", C),),
-        "mlp.up": (Part("mlp.fc1", hidden),)
+        "attn.proj": (HFTensor("self_attn.o_proj", C),),
+        "mlp.up": (HFTensor("mlp.fc1", hidden),)
         if fast
-        else (Part("mlp.gate_proj", hidden), Part("mlp.up_proj", hidden)),
-        "mlp.down": (Part("mlp.fc2" if fast else "mlp.down_proj", C),),
+        else (HFTensor("mlp.gate_proj", hidden), HFTensor("mlp.up_proj", hidden)),
+        "mlp.down": (HFTensor("mlp.fc2" if fast else "mlp.down_proj", C),),
     }
     norms = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"} if not fast else {}
     if preset == "qwen3":
@@ -100,115 +100,111 @@ def rope_pieces(config: ModelConfig, preset: str, vocab_size: int) -> Iterator[P
         for ours, parts in linears.items():
             for kind in ("weight", "bias") if config.bias else ("weight",):
                 named = (
-                    Part(f"model.layers.{i}.{p.name}.{kind}", p.rows, p.mirrored) for p in parts
+                    HFTensor(f"model.layers.{i}.{p.name}.{kind}", p.rows, p.mirrored) for p in parts
                 )
-                yield Piece(f"blocks.{i}.{ours}.{kind}", tuple(named))
+                yield Weight(f"blocks.{i}.{ours}.{kind}", tuple(named))
         for ours, theirs in norms.items():
-            part = Part(f"model.layers.{i}.{theirs}.weight", D if "qk_norm" in ours else C)
-            yield Piece(f"blocks.{i}.{ours}.weight", (part,))
+            part = HFTensor(f"model.layers.{i}.{theirs}.weight", D if "qk_norm" in ours else C)
+            yield Weight(f"blocks.{i}.{ours}.weight", (part,))
     if not fast:
-        yield Piece("norm_f.weight", (Part("model.norm.weight", C),))
+        yield Weight("norm_f.weight", (HFTensor("model.norm.weight", C),))
 
 
 def mirror(tensor: Tensor, head_size: int) -> Tensor:
-    """Rows (heads * D, C) of queries or keys with the second half of each head negated.
+    """Negate the second half of each head in the rows (heads * D, C) of queries or keys.
 
-    NanoChat turns positions the other way round: its rotation of (a, b) by an angle is ours of
-    (a, -b), with the second half negated again. Products of queries and keys, and norms without
-    weights, see none of it.
+    NanoChat rotates positions the other way round: its rotation of (a, b) by an angle equals ours
+    of (a, -b), with the second half negated again. Products of queries and keys, and norms without
+    weights, do not change by it.
     """
     mirrored = tensor.clone()
     mirrored.view(-1, head_size, *tensor.shape[1:])[:, head_size // 2 :].neg_()
     return mirrored
 
 
-# --------------------------------------------------------------------------- theirs -> ours
+# --------------------------------------------------------------------------- transformers -> ours
 
 
 @torch.no_grad()
-def fill(model: GPT, preset: str, tensors: Tensors, where: str) -> None:
-    """Give `model` the weights of a class of transformers; positions beyond its block are left out.
+def load_weights(model: GPT, preset: str, tensors: Tensors, name: str) -> None:
+    """Copy the weights of a class of transformers into `model`, whose context may be shorter.
 
-    Raises `UserError` naming what is missing, left over or of another shape.
+    `name`: of the model, for errors. Raises `UserError` if a tensor is missing, left over or of
+    another shape.
     """
     config, own = model.config, model.state_dict()
-    table = pieces(config, preset, model.vocab_size)
+    table = weight_table(config, preset, model.vocab_size)
     prefix = "transformer." if preset == "gpt2" else "model."
-    # a model without its head is stored without the prefix
-    named = {
-        name if name.startswith((prefix, "lm_head.")) else prefix + name: read
-        for name, read in tensors.items()
-        if not BUFFERS.fullmatch(name)
+    # a model that was saved without its head lacks the prefix
+    found = {
+        key if key.startswith((prefix, "lm_head.")) else prefix + key: read
+        for key, read in tensors.items()
+        if not BUFFERS.fullmatch(key)
     }
     if config.tie_embeddings:
-        settle_head(named, table[0].parts[0].name, where)
-    expected = {part.name for piece in table for part in piece.parts}
-    check_names(expected, set(named), preset, where)
-    for piece in table:
-        ours = own[piece.ours]
+        drop_tied_head(found, table[0].parts[0].name, name)
+    expected = {part.name for weight in table for part in weight.parts}
+    kind = f"tensors of a {CLASSES[preset]} with its config.json"
+    if missing := sorted(expected - found.keys()):
+        raise UserError(f"{name} lacks {len(missing)} of the {kind}: {', '.join(missing[:3])}")
+    if extra := sorted(found.keys() - expected):
+        raise UserError(f"{name} has {len(extra)} that are no {kind}: {', '.join(extra[:3])}")
+    for weight in table:
+        ours = own[weight.name]
         ours.zero_()  # the rows that pad the vocabulary
         start = 0
-        for part in piece.parts:
-            tensor = named[part.name]()
-            if piece.transposed:
+        for part in weight.parts:
+            tensor = found[part.name]()
+            if weight.transposed:
                 tensor = tensor.T
-            target = ours[start : start + part.rows]
-            if piece.ours == "wpe.weight":
+            if weight.name == "wpe.weight":
                 tensor = tensor[: part.rows]
+            target = ours[start : start + part.rows]
             if tensor.dtype not in FLOATS:
-                raise UserError(f"{where} holds {part.name} as {tensor.dtype}; expected floats")
+                raise UserError(f"{name} has {part.name} as {tensor.dtype}; expected floats")
             if tensor.shape != target.shape:
                 raise UserError(
-                    f"{where} does not fit its config.json: {part.name} has shape "
+                    f"{name} does not fit its config.json: {part.name} has shape "
                     f"{tuple(tensor.shape)}, expected {tuple(target.shape)}"
                 )
             target.copy_(mirror(tensor, config.head_size) if part.mirrored else tensor)
             start += part.rows
 
 
-def settle_head(named: dict[str, Callable[[], Tensor]], embedding: str, where: str) -> None:
-    """Leave one of the two names under which tied weights may be stored.
+def drop_tied_head(found: dict[str, Callable[[], Tensor]], embedding: str, name: str) -> None:
+    """Keep one of the two names under which tied weights may be stored.
 
-    Raises `UserError` where the file has both and they differ, whatever its config.json says.
+    Raises `UserError` if both are there and differ, whatever config.json says.
     """
-    head = named.pop("lm_head.weight", None)
+    head = found.pop("lm_head.weight", None)
     if head is None:
         return
-    if embedding not in named:
-        named[embedding] = head
-    elif not torch.equal(named[embedding](), head()):
+    if embedding not in found:
+        found[embedding] = head
+    elif not torch.equal(found[embedding](), head()):
         raise UserError(
-            f"{where} has tie_word_embeddings true in its config.json, but a head of its own among "
+            f"{name} has tie_word_embeddings true in its config.json, but a head of its own among "
             "its weights; set it to false there"
         )
 
 
-def check_names(expected: set[str], found: set[str], preset: str, where: str) -> None:
-    """Raise `UserError` unless the tensors are exactly those of the class."""
-    told = f"tensors of a {CLASSES[preset]} with its config.json"
-    if missing := sorted(expected - found):
-        raise UserError(f"{where} lacks {len(missing)} of the {told}: {', '.join(missing[:3])}")
-    if extra := sorted(found - expected):
-        raise UserError(f"{where} has {len(extra)} that are no {told}: {', '.join(extra[:3])}")
-
-
-# --------------------------------------------------------------------------- ours -> theirs
+# --------------------------------------------------------------------------- ours -> transformers
 
 
 @torch.no_grad()
 def export_tensors(model: GPT, preset: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights under the names of the class of `preset`, without the rows that pad."""
+    """Return the weights under the names of the class of `preset`, without the rows that pad."""
     own, found = model.state_dict(), {}
-    for piece in pieces(model.config, preset, model.vocab_size):
+    for weight in weight_table(model.config, preset, model.vocab_size):
         start = 0
-        for part in piece.parts:
-            if piece.ours in own:
-                tensor = own[piece.ours][start : start + part.rows].to(dtype)
+        for part in weight.parts:
+            if weight.name in own:
+                tensor = own[weight.name][start : start + part.rows].to(dtype)
             else:  # GPT2LMHeadModel cannot be without biases
                 tensor = torch.zeros(part.rows, dtype=dtype)
             if part.mirrored:
                 tensor = mirror(tensor, model.config.head_size)
             # a copy, also of a slice: storage of its own, as the file will have
-            found[part.name] = (tensor.T if piece.transposed else tensor).clone().contiguous()
+            found[part.name] = (tensor.T if weight.transposed else tensor).clone().contiguous()
             start += part.rows
     return found

@@ -1,4 +1,6 @@
-"""Models with their weights: from a run or checkpoint, a folder of transformers, or the Hub."""
+"""Load a pretrained model with its weights: from a run or checkpoint, a transformers folder, or
+the Hub.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,130 +17,160 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError, require
-from accel_gpt.hub.client import fetch, remote_files
-from accel_gpt.hub.hf_weights import Tensors, fill
-from accel_gpt.hub.sources import Source, find_source, shape_of
+from accel_gpt.hub.client import SCHEME, download, list_files
+from accel_gpt.hub.hf_weights import Tensors, load_weights
+from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.checkpoint import load_model
+from accel_gpt.training.checkpoint import is_checkpoint, load_model
 from accel_gpt.training.corpus import Corpus
+from accel_gpt.training.run_folder import checkpoint_steps
 from accel_gpt.untrusted import read_json
 
+STATE = "checkpoint"  # folder of a repository that holds a whole checkpoint
 SAFETENSORS = ("model.safetensors.index.json", "model.safetensors")
 PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
-PATTERNS = ("model*.safetensors", "model.safetensors.index.json")
+SAFETENSORS_PATTERNS = ("model*.safetensors", "model.safetensors.index.json")
+PICKLE_PATTERNS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
 def load_pretrained(
-    place: str,
+    name: str,
     checkpoint: str = "last",
     allow_pickle: bool = False,
     device: torch.device | str = "cpu",
 ) -> tuple[GPT, Tokenizer]:
-    """The model at `place`, in evaluation mode, and its tokenizer.
+    """Load a model, in evaluation mode, and its tokenizer.
 
-    `place` is a run (of which `checkpoint`), a checkpoint, a folder of transformers or a Hub id.
-    Raises `UserError` where one of the two is missing or not known, `CheckpointError` where a file
-    is damaged.
+    `name`: a run (`checkpoint`: last, best or a step), a checkpoint, a transformers folder or a Hub
+    id. Raises `UserError` if the model, its weights or its tokenizer is missing or unsupported,
+    `CheckpointError` if a file is damaged.
     """
-    source = find_source(place, checkpoint)
+    pretrained = find_pretrained(name, checkpoint)
     require(
-        source.has_tokenizer(),
-        f"{place} holds no tokenizer (tokenizer.json); put that of the model beside its weights",
+        pretrained.has_tokenizer(),
+        f"{name} has no tokenizer; put the tokenizer.json of the model beside its weights",
     )
-    if source.ours:
-        return load_model(source.folder, device)
+    if pretrained.is_checkpoint:
+        return load_model(pretrained.folder, device)
     try:
-        config = ModelConfig(**shape_of(source))
+        config = ModelConfig(**pretrained.shape())
     except CheckpointError:
         raise
     except UserError as error:
-        raise CheckpointError(f"config.json of {place} is not to be trusted: {error}") from None
+        raise CheckpointError(f"config.json of {name} is not valid: {error}") from None
     assert config.vocab_size is not None
-    model = load_foreign(source, config, config.vocab_size, allow_pickle)
-    return model.to(device).eval(), load_tokenizer(source.folder)
+    model = load_transformers(pretrained, config, config.vocab_size, allow_pickle)
+    return model.to(device).eval(), load_tokenizer(pretrained.folder)
 
 
-def load_foreign(source: Source, config: ModelConfig, vocab_size: int, allow_pickle: bool) -> GPT:
-    """A model of transformers in our shape `config`, which may have a shorter context."""
-    files, open_one = weight_files(source, allow_pickle)
-    tensors = open_all(files, open_one)
-    smallest = parameter_counts(replace(config, block_size=1), vocab_size)["total_unpadded"]
-    room = sum(file.stat().st_size for file in files)
-    if room < smallest:  # asked before memory is: a number holds a byte at least
+def load_transformers(
+    pretrained: Pretrained, config: ModelConfig, vocab_size: int, allow_pickle: bool
+) -> GPT:
+    """Load a transformers model as a GPT of shape `config`, whose context may be shorter."""
+    files, open_file = weight_files(pretrained, allow_pickle)
+    tensors: dict[str, Callable[[], Tensor]] = {}
+    for file in files:
+        try:
+            tensors |= open_file(file)
+        except Exception as error:  # SafetensorError, UnpicklingError, RuntimeError, OSError
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if type(error).__name__ == "UnpicklingError":  # torch recommends weights_only=False
+                reason = "it contains more than tensors, or is damaged; nothing in it was run"
+            raise CheckpointError(f"{file} cannot be read: {reason}") from None
+    parameters = parameter_counts(replace(config, block_size=1), vocab_size)["total_unpadded"]
+    size = sum(file.stat().st_size for file in files)
+    if size < parameters:  # checked before memory is allocated: a number takes a byte at least
         raise CheckpointError(
-            f"config.json of {source.place} asks for {smallest:,} parameters, more than the "
-            f"{room:,} bytes of its weights hold"
+            f"config.json of {pretrained.name} describes {parameters:,} parameters, more than the "
+            f"{size:,} bytes of its weights can hold"
         )
     model = GPT.unfilled(config, vocab_size)
-    fill(model, config.preset, tensors, source.place)
+    load_weights(model, config.preset, tensors, pretrained.name)
     return model
 
 
-def start_model(config: Config, corpus: Corpus, resuming: bool, say: Callable[[str], None]) -> GPT:
-    """The model that a run trains; unless its weights are about to be restored, maybe another's.
+def load_initial_model(config: Config, corpus: Corpus, log: Callable[[str], None]) -> GPT:
+    """Load the model of `model.init_from`, which a run starts from.
 
-    Raises `UserError` where that has another tokenizer than the data.
+    Raises `UserError` if its tokenizer is not the tokenizer of the data.
     """
-    place = config.model.init_from
-    if resuming or place == "scratch":
-        return GPT(config.model, corpus.vocab_size)
-    source = find_source(place)
-    if source.has_tokenizer():
-        check_tokenizer(load_tokenizer(source.folder), corpus.tokenizer, place)
+    pretrained = find_pretrained(config.model.init_from)
+    if pretrained.has_tokenizer():
+        tokenizer = load_tokenizer(pretrained.folder)
+        if tokenizer.fingerprint != corpus.tokenizer.fingerprint:
+            raise UserError(
+                f"model.init_from {pretrained.name} has another tokenizer ({tokenizer.kind} of "
+                f"{tokenizer.vocab_size:,}) than the data ({corpus.tokenizer.kind} of "
+                f"{corpus.tokenizer.vocab_size:,}); prepare the data with --tokenizer of its "
+                "tokenizer.json"
+            )
     else:
-        say(f"{place} holds no tokenizer: that of the data ({corpus.tokenizer.kind}) is assumed")
-    if not source.ours:
-        return load_foreign(source, config.model, corpus.vocab_size, config.model.allow_pickle)
+        kind = corpus.tokenizer.kind
+        log(f"{pretrained.name} has no tokenizer: assuming the tokenizer of the data ({kind})")
+    if not pretrained.is_checkpoint:
+        return load_transformers(
+            pretrained, config.model, corpus.vocab_size, config.model.allow_pickle
+        )
     model = GPT.unfilled(config.model, corpus.vocab_size)
-    weights = load_model(source.folder)[0].state_dict()
+    weights = load_model(pretrained.folder)[0].state_dict()
     if model.wpe is not None:
         weights["wpe.weight"] = weights["wpe.weight"][: config.model.block_size]
     model.load_state_dict(weights)
     return model
 
 
-def check_tokenizer(theirs: Tokenizer, data: Tokenizer, place: str) -> None:
-    """Raise `UserError` unless both give the same ids."""
-    if theirs.fingerprint != data.fingerprint:
-        raise UserError(
-            f"model.init_from {place} has another tokenizer ({theirs.kind} of "
-            f"{theirs.vocab_size:,}) than the data ({data.kind} of {data.vocab_size:,}); prepare "
-            "the data with --tokenizer of its tokenizer.json"
-        )
+def download_checkpoint(config: Config) -> Config:
+    """Download the checkpoint that `checkpoint.resume` names on the Hub, and return the config
+    with its folder there.
+
+    A run that has checkpoints already resumes from those. Raises `UserError` if the repository has
+    no checkpoint.
+    """
+    name = config.checkpoint.resume
+    if not name.startswith(SCHEME) or checkpoint_steps(Path(config.out_dir) / "checkpoints"):
+        return config
+    folder = download(name, [f"{STATE}/*"]) / STATE
+    require(
+        is_checkpoint(folder),
+        f"{name} has no state to resume from; push it with hub.include_state, or start from its "
+        "weights with model.init_from",
+    )
+    return replace(config, checkpoint=replace(config.checkpoint, resume=str(folder)))
 
 
 # --------------------------------------------------------------------------- files of weights
 
 
 def weight_files(
-    source: Source, allow_pickle: bool
+    pretrained: Pretrained, allow_pickle: bool
 ) -> tuple[list[Path], Callable[[Path], Tensors]]:
-    """The files with the weights of a model of transformers, fetched first where they are on the
-    Hub, and what opens one.
+    """Return the weight files of a transformers model, downloaded if need be, and what opens one.
 
-    Raises `UserError` where there are no weights, or pickled ones and not `allow_pickle`.
+    Raises `UserError` if there are none, or only pickle files and not `allow_pickle`.
     """
-    folder = fetch(source.remote, PATTERNS) if source.remote else source.folder
+    repo, folder = pretrained.repo, pretrained.folder
+    if repo:
+        folder = download(repo, SAFETENSORS_PATTERNS)
     if files := listed_files(folder, SAFETENSORS):
-        return files, safe_tensors
-    listed = remote_files(source.remote) if source.remote else [p.name for p in folder.iterdir()]
+        return files, open_safetensors
+    names = list_files(repo) if repo else [path.name for path in folder.iterdir()]
     require(
-        any(name in listed for name in PICKLES),
-        f"{source.place} holds no weights; expected model.safetensors",
+        any(name in names for name in PICKLES),
+        f"{pretrained.name} has no weights; expected model.safetensors",
     )
     require(
         allow_pickle,
-        f"{source.place} holds its weights as a pickle only (.bin), which can run code when it is "
-        "read carelessly; convert it to safetensors, or accept it with --model.allow_pickle "
+        f"{pretrained.name} has its weights in a pickle file only (.bin), which can run code when "
+        "it is read carelessly; convert it to safetensors, or accept it with --model.allow_pickle "
         "(sample, export: --allow_pickle): it is then read without running anything",
     )
-    if source.remote:
-        folder = fetch(source.remote, ("pytorch_model*.bin", "pytorch_model.bin.index.json"))
-    return listed_files(folder, PICKLES), pickled_tensors
+    if repo:
+        folder = download(repo, PICKLE_PATTERNS)
+    return listed_files(folder, PICKLES), open_pickle
 
 
 def listed_files(folder: Path, names: tuple[str, str]) -> list[Path]:
-    """The files that hold the weights, by the index (the first of `names`) or the single file."""
+    """Return the weight files: the single file (second of `names`), or those in the index."""
     index, single = (folder / name for name in names)
     if single.is_file():
         return [single]
@@ -147,35 +179,21 @@ def listed_files(folder: Path, names: tuple[str, str]) -> list[Path]:
     try:
         listed = set(read_json(index)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{index} is damaged; fetch it again") from None
+        raise CheckpointError(f"{index} is damaged; download it again") from None
     for name in listed:
-        inside = isinstance(name, str) and Path(name).name == name
-        if not (inside and (folder / name).is_file()):
+        plain = isinstance(name, str) and Path(name).name == name
+        if not (plain and (folder / name).is_file()):
             raise CheckpointError(f"{index} names {name}, which is not beside it")
     return [folder / name for name in sorted(listed)]
 
 
-def open_all(files: list[Path], open_one: Callable[[Path], Tensors]) -> Tensors:
-    """The tensors of several files as one mapping."""
-    found: dict[str, Callable[[], Tensor]] = {}
-    for file in files:
-        try:
-            found |= open_one(file)
-        except Exception as error:  # SafetensorError, UnpicklingError, RuntimeError, OSError
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            if type(error).__name__ == "UnpicklingError":  # torch recommends weights_only=False
-                said = "it holds more than tensors, or is damaged; nothing in it was run"
-            raise CheckpointError(f"{file} cannot be read: {said}") from None
-    return found
-
-
-def safe_tensors(file: Path) -> Tensors:
-    """What reads each tensor of a .safetensors file."""
+def open_safetensors(file: Path) -> Tensors:
+    """Open a .safetensors file: name -> what reads the tensor."""
     opened: Any = safe_open(str(file), framework="pt")
     return {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118
 
 
-def pickled_tensors(file: Path) -> Tensors:
-    """What gives each tensor of a .bin file; nothing in it is run."""
+def open_pickle(file: Path) -> Tensors:
+    """Open a .bin file without running anything in it: name -> what returns the tensor."""
     content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     return {name: partial(Tensor.detach, tensor) for name, tensor in content.items()}

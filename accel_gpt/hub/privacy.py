@@ -6,7 +6,7 @@ import urllib.parse
 from pathlib import Path
 
 from accel_gpt.errors import UserError
-from accel_gpt.hub.client import hub_name, parse_place
+from accel_gpt.hub.client import full_repo_name, parse_repo
 from accel_gpt.redact import SECRET
 
 HOMES = ("home", "users")  # folders whose children are named for people
@@ -65,7 +65,7 @@ def hub_model(source: str) -> str | None:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        name, revision = parse_place(hub_name(source))
+        name, revision = parse_repo(full_repo_name(source))
     except UserError:
         return None
     if Path(source).exists() or is_secret(name):

@@ -21,7 +21,7 @@ from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.errors import DataError
 from accel_gpt.hub import export as exporting
 from accel_gpt.hub import push as pushing
-from accel_gpt.hub.sources import Source
+from accel_gpt.hub.pretrained import Pretrained
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training import accelerator as machine
 from accel_gpt.training.metrics import append
@@ -118,7 +118,7 @@ def test_a_password_in_a_url_is_never_pushed(
     monkeypatch.setattr(
         "accel_gpt.hub.export.compare", lambda *_: {"difference": 0.0, "transformers": "5"}
     )
-    monkeypatch.setattr(pushing, "FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(pushing, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
     place = tmp_path / f"user:{PASSWORD}@host"  # a folder, as there is no server
     corpus.rename(place)
     data = ["--data.train", str(place), "--data.val", str(place)]
@@ -229,7 +229,7 @@ def test_what_an_export_was_compared_on_is_told_without_secrets(
     monkeypatch.setattr(exporting, "open_place", opened)
     monkeypatch.setattr(exporting, "windows", lambda *_: [])
     monkeypatch.setattr(exporting, "batches", lambda *_: iter([(torch.zeros(2, 4), None)]))
-    source = Source("x", Path(), ours=True)
+    source = Pretrained("x", Path(), is_checkpoint=True)
     told = exporting.compared_tokens(GPT(tiny(), 257), BytesTokenizer(), source)[1]
     assert "https://***@host/corpus?***" in told
     assert PASSWORD not in told

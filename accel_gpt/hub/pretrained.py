@@ -1,0 +1,136 @@
+"""A pretrained model: a run or checkpoint of ours, a transformers folder, or a Hub repository.
+
+Finds it and reads its shape, for a config that starts from it; `load.py` loads its weights. Needs
+no torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_gpt.config.experiment import Config
+from accel_gpt.errors import CheckpointError, require
+from accel_gpt.hub.client import SCHEME, download, full_repo_name
+from accel_gpt.hub.hf_config import read_shape
+from accel_gpt.untrusted import load_yaml, read_json, read_text
+
+SMALL_FILES = ("config.json", "tokenizer*.json", "chat_template.jinja", "vocab.json", "merges.txt")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
+# fields of ModelConfig that a config may change, and those that are no part of the shape
+CHANGEABLE = ("init_std", "norm_eps", "rope_")
+NOT_SHAPE = ("init_from", "allow_pickle", "dropout", "zero_init", "depth")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A pretrained model that was found."""
+
+    name: str  # as the user wrote it
+    folder: Path
+    is_checkpoint: bool  # a checkpoint of ours, not a transformers folder
+    repo: str | None = None  # user/name@revision, if it came from the Hub
+
+    def has_tokenizer(self) -> bool:
+        """Whether its tokenizer is beside the weights."""
+        return any((self.folder / name).is_file() for name in TOKENIZER_FILES)
+
+    def shape(self) -> dict[str, Any]:
+        """Read the fields of `ModelConfig` that describe its shape, `vocab_size` among them."""
+        if self.is_checkpoint:
+            from accel_gpt.training.checkpoint import read_shape as read_checkpoint_shape
+
+            config, vocab_size = read_checkpoint_shape(self.folder)
+            fields = {key: v for key, v in asdict(config).items() if key not in NOT_SHAPE}
+            return fields | {"vocab_size": vocab_size}
+        try:
+            content = read_json(self.folder / "config.json")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"config.json of {self.name} cannot be read: {error}") from None
+        require(isinstance(content, Mapping), f"config.json of {self.name} is not a JSON object")
+        return read_shape(content, self.name)
+
+
+def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
+    """Find the model in a folder or on the Hub, of which only the small files are downloaded.
+
+    `checkpoint`: last, best or a step of a run. Raises `UserError` if there is no model.
+    """
+    folder = Path(name).expanduser()
+    if name.startswith(SCHEME) or not folder.exists():
+        repo = full_repo_name(name)
+        folder = download(repo, SMALL_FILES)
+        require(
+            (folder / "config.json").is_file(),
+            f"{name} on the Hub has no config.json; expected a model in transformers format",
+        )
+        return Pretrained(name, folder, is_checkpoint=False, repo=repo)
+    require(folder.is_dir(), f"{name} is a file; give the folder of a run or of a model")
+    from accel_gpt.training.checkpoint import find_checkpoint, is_checkpoint
+
+    if is_checkpoint(folder) or (folder / "checkpoints").is_dir():
+        return Pretrained(name, find_checkpoint(folder, checkpoint), is_checkpoint=True)
+    require(
+        (folder / "config.json").is_file(),
+        f"{name} is not an accel-gpt run or transformers model folder: it has neither checkpoints "
+        "nor config.json",
+    )
+    return Pretrained(name, folder, is_checkpoint=False)
+
+
+def inherit(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that `model.init_from` brings to a config: shape and tokenizer.
+
+    `given`: the keys that the user set, dotted. Raises `UserError` if one contradicts the shape.
+    """
+    name = given["model.init_from"]
+    if saved := saved_shape(given):
+        return saved
+    pretrained = find_pretrained(name)
+    inherited: dict[str, Any] = {}
+    for field, value in pretrained.shape().items():
+        key = f"model.{field}"
+        if key not in given:
+            inherited[key] = value
+        elif field == "block_size":
+            require(
+                given[key] <= value,
+                f"model.block_size is {given[key]}, but {name} has {value} positions; set it to "
+                "at most as many, or leave it unset",
+            )
+        elif not field.startswith(CHANGEABLE):
+            require(
+                given[key] == value,
+                f"{key} is {given[key]}, but {name}, which model.init_from names, has {value}; "
+                f"leave {key} unset",
+            )
+    if pretrained.has_tokenizer():
+        file = pretrained.folder / "tokenizer.json"
+        path = str(file if file.is_file() else pretrained.folder)
+        for key in ("data.prepare.tokenizer", "data.tokenizer"):
+            if given.get(key) is None:
+                inherited[key] = path
+    return inherited
+
+
+def saved_shape(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same keys from config.yaml of a run that already has checkpoints; {} if none.
+
+    A run resumes from these even if the model that it started from is gone or out of reach.
+    """
+    saved = Path(given.get("out_dir", Config.out_dir)) / "config.yaml"
+    if not any(saved.parent.glob("checkpoints/step_*")):
+        return {}
+    try:
+        content = load_yaml(read_text(saved))
+        model, data = dict(content["model"]), dict(content["data"])
+        keys = {
+            "data.tokenizer": data["tokenizer"],
+            "data.prepare.tokenizer": data["prepare"]["tokenizer"],
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    if model.pop("init_from") != given["model.init_from"]:
+        return {}
+    keys |= {f"model.{field}": value for field, value in model.items()}
+    return {key: value for key, value in keys.items() if given.get(key) is None}

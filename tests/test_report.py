@@ -30,7 +30,7 @@ from accel_gpt.report.run_folder import config_name, open_runs
 from accel_gpt.report.sample_texts import texts_in
 from accel_gpt.training.guards import locked
 from tests.runs import LAUNCH, make_run, record
-from tests.test_readme import commands
+from tests.test_docs import commands
 
 EVIL = "</script><img src=x onerror=alert(1)>'\"&lt;"
 
@@ -272,7 +272,7 @@ def test_the_commands_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     for name in ("shakespeare_char_cpu", "shakespeare_seed7"):
         make_run(tmp_path / "runs" / name)
-    own = commands("The report")
+    own = commands("docs/report.md", "The report")
     assert len(own) == 3
     assert all(run_main(cli.dispatch, line.split()[1:]) == 0 for line in own)
     assert {path.name for path in tmp_path.iterdir()} == {

@@ -1,0 +1,1 @@
+"""The commands of `accel-gpt`, one file each."""

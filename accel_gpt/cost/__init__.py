@@ -1,0 +1,1 @@
+"""Parameters, FLOPs, memory and devices by arithmetic. No torch."""

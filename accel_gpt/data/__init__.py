@@ -1,0 +1,1 @@
+"""Tokenizers, token shards (local, remote, other projects'), data order, mixtures, the loader."""

@@ -1,0 +1,1 @@
+"""Validation loss, HellaSwag, samples, tasks of lm-evaluation-harness."""

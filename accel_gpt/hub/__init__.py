@@ -1,0 +1,1 @@
+"""Weights and configs of transformers, export, the Hugging Face Hub."""

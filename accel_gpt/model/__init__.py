@@ -1,0 +1,1 @@
+"""The GPT: layers, loss, document mask, generation. No Accelerate, no optimizer."""

@@ -1,0 +1,1 @@
+"""Parameter groups, AdamW, Muon and the learning rate schedule."""

@@ -1,0 +1,1 @@
+"""Documents from files, URLs and the Hub."""

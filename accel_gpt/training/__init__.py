@@ -1,0 +1,1 @@
+"""What a step needs: Accelerator, gradient accumulation, checkpoints, resume, metrics."""

@@ -1,0 +1,241 @@
+"""README.md and docs/: their commands run as written, and what they name exists.
+
+The tree and the evening's list in the README, and docs/keys.md, are made from the code;
+`ACCEL_GPT_DOCS=write pytest tests/test_docs.py` renews them.
+"""
+
+import ast
+import dataclasses
+import gzip
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from accel_gpt.cli import dispatch
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import leaves, load_config
+from accel_gpt.config.plan import make_plan
+from tests.hub_server import HubServer, environment
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "accel_gpt"
+PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+EVENING = (
+    *("train", "config/experiment", "config/plan"),
+    *("model/gpt", "model/documents", "model/loss"),
+    *("optim/groups", "optim/adamw", "optim/muon", "optim/schedule"),
+    *("data/shards", "data/order", "data/mixture", "data/loader"),
+    *("training/accelerator", "training/gradients", "training/anomalies", "training/stopping"),
+    *("training/checkpoint", "training/saving", "training/resume"),
+    "evals/validation",
+)
+SECTIONS = ("train", "data", "model", "optim", "schedule", "eval", "checkpoint", "sample", "log")
+
+
+def commands(page: str, section: str = "") -> list[str]:
+    """Command lines of the shell blocks below a heading, lines joined, comments cut."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    below = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0] if section else text
+    blocks = re.findall(r"```sh\n(.*?)```", below, flags=re.S)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [re.sub(r"\s+#.*", "", line) for line in lines if line.strip()]
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def tree() -> Iterator[str]:
+    """One line for each folder and top-level file of the package, from its docstring."""
+    for path in sorted(PACKAGE.iterdir(), key=lambda path: (path.is_dir(), path.name)):
+        source = path / "__init__.py" if path.is_dir() else path
+        if source.suffix == ".py" and source.exists() and path.name != "__init__.py":
+            text = (ast.get_docstring(ast.parse(source.read_text())) or "").partition("\n")[0]
+            files = sorted(f.stem for f in path.glob("*.py") if f.stem != "__init__")
+            name, size = path.name + "/" * path.is_dir(), sum(map(lines_of, path.glob("*.py")))
+            yield f"{name:12} {size or lines_of(path):6,}  {text}".rstrip()
+            yield from textwrap.wrap(", ".join(files), 100, **INDENT) if path.is_dir() else ()
+
+
+INDENT = {"initial_indent": " " * 21, "subsequent_indent": " " * 21}
+
+
+def evening() -> Iterator[str]:
+    sizes = {name: lines_of(PACKAGE / f"{name}.py") for name in EVENING}
+    names = ", ".join(f"`{name}`" for name in sizes)
+    yield from (*textwrap.wrap(f"{names}: {sum(sizes.values()):,} lines.", 120), "")
+
+
+def keys(kind: type, prefix: str = "") -> Iterator[str]:
+    """One row for each key: name, default and what the dataclass says of it."""
+    (body,) = ast.parse(inspect.getsource(kind)).body
+    hints, default = typing.get_type_hints(kind), kind()
+    for node, after in zip(body.body, body.body[1:], strict=False):
+        if not isinstance(node, ast.AnnAssign) or dataclasses.is_dataclass(hints[node.target.id]):
+            continue
+        value = getattr(default, node.target.id)
+        shown = json.dumps(value, default=lambda other: other.path) if value != "" else ""
+        text = " ".join(ast.literal_eval(after.value).split()).replace("|", r"\|")
+        yield f"| `{prefix}{node.target.id}` | {f'`{shown}`' * bool(shown)} | {text} |"
+
+
+def page_of_keys() -> Iterator[str]:
+    hints = typing.get_type_hints(Config)
+    yield from (
+        "# Keys",
+        "",
+        "Made from `accel_gpt/config/`; `accel-gpt train --help` shows the same.",
+        "",
+    )
+    for name in ("", *SECTIONS, "hub", "data.prepare"):
+        kind = Config
+        for part in name.split(".") if name else ():
+            kind = typing.get_type_hints(kind)[part]
+        yield from (f"## {name or 'The run'}", "", (kind.__doc__ or "").partition("\n")[0], "")
+        yield from ("| key | default | meaning |", "|---|---|---|")
+        yield from keys(kind, f"{name}." if name else "")
+        yield ""
+    assert set(hints) - {"out_dir", "seed"} == {*SECTIONS, "hub"}
+
+
+def check(page: str, made: str, pattern: str = "(.*)") -> None:
+    """Compare what stands between the groups of `pattern` in a page; replace it on request."""
+    path = ROOT / page
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    found = re.search(pattern, text, flags=re.S)
+    assert found, pattern
+    if os.environ.get("ACCEL_GPT_DOCS") == "write":
+        path.write_text(text[: found.start(1)] + made + text[found.end(1) :], encoding="utf-8")
+    else:
+        assert found[1] == made, "ACCEL_GPT_DOCS=write pytest tests/test_docs.py renews it"
+
+
+def test_what_is_made_from_the_code_is_up_to_date() -> None:
+    check("README.md", "".join(f"{line}\n" for line in tree()), r"<!-- tree -->\n```\n(.*?)```")
+    check("README.md", "\n".join(evening()), r"<!-- evening -->\n(.*?)\n## ")
+    check("docs/keys.md", "\n".join(page_of_keys()).rstrip() + "\n")
+    assert lines_of(ROOT / "README.md") <= 180
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_config_loads_plans_and_says_what_it_needs(path: Path) -> None:
+    assert path.read_text().startswith("# ")
+    assert "# Needs:" in path.read_text()
+    assert make_plan(load_config([str(path)], "train.py"), 1).max_steps > 0
+    assert path.stem.removeprefix("gpt2") in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_plan_shown_is_the_one_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (command,) = (line for line in commands("README.md") if line.startswith("accel-gpt plan"))
+    assert dispatch(command.split()[1:]) == 0
+    check(
+        "docs/cost.md",
+        capsys.readouterr().out.rstrip(),
+        r"```\n(configs/gpt2_124m\.yaml on.*?)\n```",
+    )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_named_exists(page: str) -> None:
+    """Keys, links, tests (`tests/faults/test_x.py::test_y`, `tests/` or not) and files."""
+    text, known = (ROOT / page).read_text(encoding="utf-8"), leaves(Config)
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    for name in re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_0-9.]+)", text):
+        assert name in {*known, "data.prepare"} or name.endswith((".py", ".bin")), name
+    for link in re.findall(r"\]\(([\w./]+)\)", text):
+        assert (ROOT / page).parent.joinpath(link).exists(), link
+    for file, test in re.findall(r"([\w/]*\btest_\w+\.py)(?:::(\w+))?", text):
+        content = (ROOT / "tests" / file.removeprefix("tests/")).read_text()
+        assert not test or f"\ndef {test}(" in content, test
+    for name in re.findall(r"`(?:accel_gpt/)?([\w/]+\.py)`", text):
+        places = (PACKAGE, ROOT / "benchmarks", ROOT / "tests", ROOT / "tests/faults", ROOT)
+        ours = any((place / name).exists() for place in places)
+        assert ours or page.endswith(("fast.md", "nanogpt.md", "hub.md", "evaluation.md")), name
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """Another folder, with the configs and nothing else."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    return tmp_path
+
+
+def run(command: str, folder: Path) -> str:
+    """All that a command prints; it must succeed."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env={**os.environ, "PATH": path},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_quickstart_reaches_what_the_readme_claims(elsewhere: Path) -> None:
+    """Everything but the installation, which whoever runs this has done."""
+    install, sample, *_ = commands("README.md", "Five minutes on a CPU")
+    shown = run(install.rpartition("&& ")[2], elsewhere)
+    assert "accel-gpt sample runs/quickstart" in shown
+    last = json.loads((elsewhere / "runs/quickstart/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["eval/val_bits_per_byte"] <= 1.65  # the README says 1.59
+    assert run(sample, elsewhere).count("def read(") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpt2_vocabulary")
+def test_own_data_as_the_page_says(elsewhere: Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for number in range(4):
+        folder = elsewhere / "notes" / f"part{number}"
+        folder.mkdir(parents=True)
+        (folder / "note.md").write_text(text)
+        (folder / "code.md").write_text((PACKAGE / "train.py").read_text() * (number + 1))
+    rows = [{"content": text[i:]} for i in range(120)]
+    with gzip.open(elsewhere / "crawl.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    texts = pyarrow.table({"text": [row["content"] for row in rows]})
+    pyarrow.parquet.write_table(texts, elsewhere / "wiki.parquet")
+    *own, train = commands("docs/data.md", "Text to shards")
+    for command in own:
+        run(command.replace("4096", "512"), elsewhere)
+    run(f"{train} --train.max_steps 3 --schedule.warmup_steps 1", elsewhere)
+    assert (elsewhere / "runs/notes/checkpoints/step_00000003").is_dir()
+    names = ("crawl", "piped")
+    indexes = [json.loads((elsewhere / f"data/{n}/dataset.json").read_text()) for n in names]
+    assert indexes[0]["splits"] == indexes[1]["splits"]
+    assert set(commands("README.md", "Your own text")) <= {own[0], train}
+
+
+@pytest.mark.slow
+def test_the_round_trip_as_the_page_says(elsewhere: Path) -> None:
+    short = "--train.max_steps 20 --schedule.warmup_steps 2 --sample.every 0"
+    run(f"accel-gpt train configs/quickstart.yaml {short}", elsewhere)
+    with HubServer() as hub:
+        known = " ".join(f"{k}={v}" for k, v in environment(hub, elsewhere / "home").items())
+        shown = []
+        for command in commands("docs/hub.md"):
+            mine = command.replace("user/", "tester/").replace("step-840", "step-20")
+            if mine.startswith("accel-gpt train"):
+                mine += f" {short} --train.max_steps 22 --checkpoint.allow_change train.max_steps"
+            shown.append(run(f"export {known}; {mine}", elsewhere))
+        assert len(shown) == 6
+        assert "its logits equal ours" in shown[0]
+        assert "generated_text" in shown[1]
+        assert "resuming runs/moved from step 20" in shown[5]
+        assert {"README.md", "loss.png", "config.json"} <= set(hub.files("tester/quickstart"))

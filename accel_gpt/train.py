@@ -24,6 +24,7 @@ from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import Plan, make_plan
 from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.console import run_main
+from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.errors import DataError
 from accel_gpt.evals.evaluation import Evaluation, open_evaluation
@@ -38,7 +39,6 @@ from accel_gpt.training.accelerator import ensure_data, is_main, world_size
 from accel_gpt.training.anomalies import Ledger, TooManySkippedError, check_weights
 from accel_gpt.training.auto_batch import sized
 from accel_gpt.training.batches import batch_figures, micro_batches, pass_over
-from accel_gpt.training.corpus import Corpus
 from accel_gpt.training.gradients import Gradients, make_gradients
 from accel_gpt.training.guards import locked
 from accel_gpt.training.metrics import Record
@@ -48,11 +48,10 @@ from accel_gpt.training.reporter import Reporter, shown
 from accel_gpt.training.restore import restore
 from accel_gpt.training.resume import step_back, take_up
 from accel_gpt.training.saving import Writer
-from accel_gpt.training.setup import freeze, prepared
+from accel_gpt.training.setup import freeze, new_state, open_corpus, prepared
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import PREEMPTED, StopSignal, die_with_launcher, listen_for_stop
 from accel_gpt.training.terminal import Display, last_words
-from accel_gpt.training.text_corpus import open_corpus
 from accel_gpt.training.watchdog import Watchdog
 
 
@@ -128,7 +127,7 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     corpus = open_corpus(config)
     evaluation = open_evaluation(config, corpus)
     require_same(corpus.identity(), DataError)
-    state, say = corpus.new_state(config, accelerator.num_processes), display.say
+    state, say = new_state(config, corpus, accelerator.num_processes), display.say
     check_prompts(config.sample, corpus.tokenizer, config.model.block_size, say)
     path = take_up(config, state, say)
     torch.manual_seed(config.seed)
@@ -154,10 +153,10 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
 
 def take_place(run: Run) -> None:
     """Data, ledger and settings where `run.state` stands."""
-    run.corpus = run.corpus.continued(run.state)
+    run.corpus.load_state_dict(vars(run.state))
     rank, device = run.accelerator.process_index, run.accelerator.device
     run.loader = run.corpus.loader(run.plan, rank, device, run.state.sequences)
-    run.loader.keep_rows = run.config.log.batch_hash
+    run.loader.keep_sequences = run.config.log.batch_hash
     run.ledger = Ledger(run.config.train, device, run.state)
     configure(run.optimizer, run.config.optim)  # a checkpoint brings the settings of the past
 
@@ -211,7 +210,7 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
     sampling = samples_due(config.sample, state.step, last)
     record: Record = {}
     if logging or evaluating or saving:
-        figures = run.ledger.read(state, reporter.say) | run.corpus.epoch_figures(state.sequences)
+        figures = run.ledger.read(state, reporter.say) | run.corpus.epoch_metrics(state.sequences)
         if logging:
             fraction = fraction_at(state.step - 1, config, run.plan)
             record = figures | {"train/lr": config.optim.lr * fraction}
@@ -239,7 +238,7 @@ def save(run: Run, last: bool) -> None:
     state = run.state
     check_weights(run.gpt, run.accelerator, state.step)
     state.seconds = run.reporter.watch.elapsed()
-    run.corpus.note_place(state, run.loader)
+    state.load_state_dict(run.corpus.state_dict(run.loader))
     save_now = run.writer.save_last if last else run.writer.save
     save_now(state, run.gpt, run.optimizer)
 

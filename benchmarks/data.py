@@ -30,10 +30,11 @@ import numpy as np
 import torch
 
 from accel_gpt.config.plan import Plan
-from accel_gpt.data.loader import Loader, read_windows
-from accel_gpt.data.mixture import Mixture, Pattern
-from accel_gpt.data.order import Order
+from accel_gpt.data.loader import Loader, read_sequences
+from accel_gpt.data.mixture import Mixture
 from accel_gpt.data.shards import Shard, open_split, token_dtype
+from accel_gpt.data.sources import Source
+from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.prepare.shard_writer import ShardWriter, write_index
 
 B, T = 12, 1024
@@ -162,9 +163,9 @@ def measure_seek(options: argparse.Namespace, folder: Path) -> Report:
 def windows_of(folder: Path, position: int = 0) -> Iterator[Any]:
     """Our reader on the train split of a folder."""
     split = open_split(folder, "train")
-    order = Order(split.lengths, T, "global", 1, split.fingerprint)
-    mixture = Mixture(("x",), (split,), (order,), Pattern((1.0,)))
-    return read_windows(mixture, Plan(1, B, T, 1, 1, 0, 1), VOCAB, 0, position)
+    source = Source("x", str(folder), 1.0, split, BytesTokenizer())
+    mixture = Mixture((source,), T, "global", 1)
+    return read_sequences(mixture, Plan(1, B, T, 1, 1, 0, 1), VOCAB, 0, position)
 
 
 def make_shards(folder: Path, count: int, tokens: int) -> None:

@@ -8,14 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.parse import load_config
+from accel_gpt.config.plan import Plan
+from accel_gpt.data.corpus import sequences_given, source_changes
+from accel_gpt.errors import UserError
 from accel_gpt.prepare.prepare import prepare
+from accel_gpt.text import streaming
 from accel_gpt.text.files import files
-from accel_gpt.training.corpus import settle, source_changes
+from accel_gpt.text.streaming import TextCorpus, TextPosition
+from accel_gpt.training.setup import open_corpus
 from accel_gpt.training.state import TrainState
-from accel_gpt.training.text_corpus import TextCorpus, open_corpus
 from tests.conftest import launch, text_of
 from tests.test_train import assert_same_weights, records, signal_after, weights
 
@@ -137,23 +142,24 @@ def test_a_changed_mixture_goes_on_where_each_source_was(
 
 def test_sources_come_and_go_and_each_goes_on_where_it_was() -> None:
     """A + B for 100 windows, A alone for 50, then both again."""
-    state = TrainState(data_fingerprint="ab", data_sources=sources(a=1, b=1), sequences=100)
-    settle(state)
-    assert state.data_given == {"a": 50, "b": 50}
-    state.data_sources, state.sequences = sources(a=1), 150
-    settle(state)
-    assert state.data_given == {"a": 100, "b": 50}
-    state.data_sources, state.sequences = sources(a=3, b=1), 154
-    settle(state)
-    assert state.data_given == {"a": 103, "b": 51}
+    state: dict[str, Any] = {"data_fingerprint": "x", "data_origin": 0, "data_given": {}}
+    steps: list[tuple[dict[str, float], int, dict[str, int]]] = [
+        ({"a": 1, "b": 1}, 100, {"a": 50, "b": 50}),
+        ({"a": 1}, 150, {"a": 100, "b": 50}),
+        ({"a": 3, "b": 1}, 154, {"a": 103, "b": 51}),
+    ]
+    for weights_, end, expected in steps:
+        state |= {"data_sources": sources(**weights_), "sequences": end}
+        state["data_given"] = sequences_given(state)
+        assert state["data_given"] == expected
+        state["data_origin"] = end
 
 
 def test_a_state_from_before_mixtures_has_one_source() -> None:
-    old = TrainState(data_fingerprint="a", sequences=7)
-    now = TrainState(data_fingerprint="ab", data_sources=sources(a=1, b=1))
+    old = vars(TrainState(data_fingerprint="a", sequences=7))
+    now = vars(TrainState(data_fingerprint="ab", data_sources=sources(a=1, b=1)))
     assert source_changes(old, now) == {"data.train[b]": ("absent", "weight 1")}
-    settle(old)
-    assert old.data_given == {"a": 7}
+    assert sequences_given(old) == {"a": 7}
 
 
 def sources(**weights: float) -> list[dict[str, Any]]:
@@ -245,17 +251,10 @@ def test_streamed_text_refuses_another_number_of_processes(
     path = tmp_path / "run/checkpoints/step_00000004"
     state = json.loads((path / "trainer_state.json").read_text())
     assert len(state["text_places"]) == 1
-    from accel_gpt.training import text_corpus
-
-    place = text_corpus.TextCorpus.continued
-
-    def on_two(corpus: text_corpus.TextCorpus, state: text_corpus.TrainState) -> object:
-        state.world_size = 2
-        return place(corpus, state)
-
-    monkeypatch.setattr(text_corpus.TextCorpus, "continued", on_two)
-    assert launch(small_run(*streamed)) == 2
-    assert "on 1 processes and cannot go on with 2" in capsys.readouterr().err
+    corpus = open_corpus(load_config(small_run(*streamed), "train.py"))
+    corpus.load_state_dict(state)
+    with pytest.raises(UserError, match="on 1 processes and cannot go on with 2"):
+        corpus.loader(Plan(2, 1, 32, 1, 1, 0, 1), 0, torch.device("cpu"), 0)
 
 
 def test_a_text_of_whole_windows_is_read_again_and_again(
@@ -274,11 +273,11 @@ def test_copies_of_a_streamed_text_are_the_same_on_all_machines(
     config = load_config(small_run(*streamed), "train.py")
     first = open_corpus(config)
     assert isinstance(first, TextCorpus)
-    before = first.identity(), first.text.fingerprint
+    before = first.identity(), first.fingerprint
     (text,) = {Path(path) for path in files(first.text.config)}
     os.utime(text, (1, 1))
     assert first.identity() == before[0]
-    assert first.text.fingerprint != before[1]
+    assert first.fingerprint != before[1]
     text.write_text(text.read_text() + "more")
     assert first.identity() != before[0]
 
@@ -295,16 +294,14 @@ def test_another_streamed_text_begins_at_its_beginning(
     assert launch(small_run(*changed)) == 2
     assert "--data.allow_change" in capsys.readouterr().err
     begun: list[object] = []
-    from accel_gpt.training import text_corpus
-
-    read = text_corpus.read_text
+    read = streaming.read_text
     monkeypatch.setattr(
-        text_corpus,
+        streaming,
         "read_text",
         lambda text, place, *a: begun.append(place) or read(text, place, *a),
     )
     assert launch(small_run(*changed, "--data.allow_change")) == 0
-    assert begun == [text_corpus.Place()]
+    assert begun == [TextPosition()]
 
 
 # --------------------------------------------------------------------------- documents

@@ -149,7 +149,7 @@ def test_other_data_is_told_by_its_name(
     capsys.readouterr()
     assert call(str(trained), "--data", str(tmp_path / "chars")) == 3
     error = capsys.readouterr().err
-    assert "the data was made with another tokenizer (chars" in error
+    assert "the data has another tokenizer (chars" in error
 
 
 def test_mistakes_of_the_command(

@@ -13,10 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_gpt.config.data import DataConfig
-from accel_gpt.data.folders import open_place
-from accel_gpt.data.foreign import known_tokenizer, natural, of_split, open_foreign
+from accel_gpt.data.foreign import natural, of_split, open_foreign
 from accel_gpt.data.shards import Shard, Split
-from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, load_gpt2
+from accel_gpt.data.sources import open_data
+from accel_gpt.data.tokenizer import (
+    BytesTokenizer,
+    CharsTokenizer,
+    Tokenizer,
+    load_gpt2,
+    named_tokenizer,
+)
 from accel_gpt.errors import DataError, UserError
 
 pytestmark = pytest.mark.usefixtures("gpt2_stand_in")
@@ -251,7 +257,7 @@ class Remote:
     def locate(self, shard: Shard) -> Path:
         return self.fetch(shard.name)
 
-    def ahead(self, now: Sequence[Shard], then: Sequence[Shard] = ()) -> None:
+    def prefetch(self, now: Sequence[Shard], then: Sequence[Shard] = ()) -> None:
         """Nothing is fetched before it is read."""
 
     def open(self, split: str, tokenizer: str | None = None) -> Split:
@@ -503,12 +509,12 @@ def test_a_meta_pkl_that_would_run_code_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_known_tokenizers(tmp_path: Path) -> None:
-    assert (known_tokenizer("gpt2").kind, known_tokenizer("bytes").kind) == ("gpt2", "bytes")
+    assert (named_tokenizer("gpt2").kind, named_tokenizer("bytes").kind) == ("gpt2", "bytes")
     BytesTokenizer().save(tmp_path)
-    assert known_tokenizer(str(tmp_path / "tokenizer.json")).kind == "bytes"
+    assert named_tokenizer(str(tmp_path / "tokenizer.json")).kind == "bytes"
     for spec in ("chars", "bpe", str(tmp_path / "none.json")):
         with pytest.raises(UserError, match="which is no file; expected gpt2, bytes or the path"):
-            known_tokenizer(spec)
+            named_tokenizer(spec)
 
 
 def test_a_file_cut_after_the_listing_is_told(tmp_path: Path) -> None:
@@ -524,4 +530,4 @@ def test_a_file_cut_after_the_listing_is_told(tmp_path: Path) -> None:
 def test_a_link_to_itself_is_no_file_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "dataset.json").symlink_to("dataset.json")
     with pytest.raises(UserError, match="no "):
-        open_place(str(tmp_path), "train", DataConfig())
+        open_data(str(tmp_path), "train", DataConfig())

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from accel_gpt.config.plan import Plan
-from accel_gpt.data.loader import HASH_BITS, Loader, read_windows, rows_hash
-from accel_gpt.data.mixture import Mixture, Pattern
+from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash, read_sequences
+from accel_gpt.data.mixture import Mixture
 from accel_gpt.data.order import Order
 from accel_gpt.data.shards import open_split
+from accel_gpt.data.sources import Source
+from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.errors import DataError
 
 CPU = torch.device("cpu")
@@ -27,10 +29,10 @@ def start(corpus: Path) -> Start:
     def loader(
         rank: int = 0, world: int = 1, micro: int = 12, position: int = 0, vocab: int = 257
     ) -> Loader:
-        order = Order(split.lengths, 32, "global", 1, split.fingerprint)
-        mixture = Mixture(("corpus",), (split,), (order,), Pattern((1.0,)))
+        source = Source("corpus", str(corpus), 1.0, split, load_tokenizer(corpus))
+        mixture = Mixture((source,), 32, "global", 1)
         plan = Plan(world, micro, 32, 1, 9, 0, 9)
-        return Loader(read_windows(mixture, plan, vocab, rank, position), micro, CPU)
+        return Loader(read_sequences(mixture, plan, vocab, rank, position), micro, CPU)
 
     return loader
 
@@ -75,9 +77,9 @@ def test_batch_hash_is_the_same_at_any_layout(start: Start, world: int, micro: i
 
     def hashed(rank: int, world: int, micro: int, position: int = 0) -> int:
         loader = start(rank, world, micro, position)
-        loader.keep_rows = True
+        loader.keep_sequences = True
         take(loader, 24 // (world * micro))
-        return rows_hash(loader.kept)
+        return batch_hash(loader.kept)
 
     alone = hashed(0, 1, 12)
     parts = [hashed(rank, world, micro) for rank in range(world)]
@@ -86,10 +88,10 @@ def test_batch_hash_is_the_same_at_any_layout(start: Start, world: int, micro: i
     rows = start().__next__()[0]
     changed = rows.clone()
     changed[3, -1] += 1
-    assert rows_hash([rows.flip(0)]) == rows_hash([rows]) != rows_hash([changed])
+    assert batch_hash([rows.flip(0)]) == batch_hash([rows]) != batch_hash([changed])
 
 
-def test_rows_are_kept_only_when_asked_for(start: Start) -> None:
+def test_sequences_are_kept_only_on_request(start: Start) -> None:
     loader = start()
     take(loader, 2)
     assert not loader.kept
@@ -110,7 +112,7 @@ def test_error_of_the_reading_thread_arrives(start: Start, monkeypatch: pytest.M
     def broken(*_: object) -> None:
         raise OSError("disk gone")
 
-    monkeypatch.setattr(Mixture, "windows", broken)
+    monkeypatch.setattr(Mixture, "read", broken)
     with pytest.raises(OSError, match="disk gone"):
         next(start())
 

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel_gpt.config.data import DataConfig
 from accel_gpt.data.mixture import Mixture, Pattern
-from accel_gpt.data.order import Order, Shuffle
-from accel_gpt.data.shards import open_split
+from accel_gpt.data.order import Shuffle
+from accel_gpt.data.sources import Source, open_data
 from accel_gpt.errors import UserError
 
 WEIGHTS = st.lists(
@@ -54,17 +56,14 @@ def test_weights_that_never_repeat_are_refused() -> None:
         Pattern((0.3333333, 0.71)).shares  # noqa: B018
 
 
-def mixture(
-    corpus: Path, shuffle: Shuffle, weights: tuple[float, ...], seeds: tuple[int, ...] = (1, 2, 3)
-) -> Mixture:
-    """The splits of one folder as several sources: told apart by their seeds."""
-    split = open_split(corpus, "train")
-    orders = tuple(
-        Order(split.lengths, 32, shuffle, seed, split.fingerprint)
-        for seed, _ in zip(seeds, weights, strict=False)
-    )
-    names = tuple(f"source{i}" for i in range(len(weights)))
-    return Mixture(names, (split,) * len(weights), orders, Pattern(weights))
+def mixture(corpus: Path, shuffle: Shuffle, weights: tuple[float, ...]) -> Mixture:
+    """The split of one folder as several sources, of different fingerprints."""
+    split, tokenizer = open_data(str(corpus), "train", DataConfig())
+    sources = [
+        Source(f"source{i}", str(corpus), weight, replace(split, fingerprint=f"{i}"), tokenizer)
+        for i, weight in enumerate(weights)
+    ]
+    return Mixture(tuple(sources), 32, shuffle, seed=1)
 
 
 @pytest.mark.parametrize("shuffle", ["global", "shards", "none", "replacement"])
@@ -74,7 +73,7 @@ def test_every_source_gives_its_own_order(corpus: Path, shuffle: Shuffle) -> Non
     source, shard, first = mixed.locate(k)
     for number, order in enumerate(mixed.orders):
         here = source == number
-        begin = mixed.given(500)[number]
+        begin = mixed.counts(500)[number]
         expected = order.locate(np.arange(begin, begin + here.sum()))
         assert (shard[here] == expected[0]).all()
         assert (first[here] == expected[1]).all()
@@ -85,7 +84,7 @@ def test_one_source_is_its_order_alone(corpus: Path) -> None:
     mixed = mixture(corpus, "global", (1.0,))
     k = np.arange(1000)
     assert (np.stack(mixed.locate(k)[1:]) == np.stack(mixed.orders[0].locate(k))).all()
-    assert mixed.fingerprint == mixed.splits[0].fingerprint
+    assert mixed.fingerprint == mixed.sources[0].split.fingerprint
 
 
 def test_fingerprint_depends_on_sources_and_proportions_only(corpus: Path) -> None:
@@ -99,5 +98,5 @@ def test_fingerprint_depends_on_sources_and_proportions_only(corpus: Path) -> No
 
 def test_epochs_of_each_source_are_counted(corpus: Path) -> None:
     mixed = mixture(corpus, "global", (3, 1))
-    epoch = mixed.orders[0].windows_per_epoch
-    assert mixed.epochs(4 * epoch) == {"source0": 3.0, "source1": 1.0}
+    epoch = mixed.orders[0].sequences_per_epoch
+    assert mixed.epochs(4 * epoch) == [3.0, 1.0]

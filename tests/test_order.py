@@ -17,7 +17,7 @@ def order(lengths: list[int], block_size: int, shuffle: Shuffle = "global", seed
     return Order(np.array(lengths, dtype=np.int64), block_size, shuffle, seed, "fingerprint")
 
 
-def windows(o: Order, first: int, last: int) -> list[tuple[int, int]]:
+def sequences(o: Order, first: int, last: int) -> list[tuple[int, int]]:
     shard, start = o.locate(np.arange(first, last, dtype=np.int64))
     return list(zip(shard.tolist(), start.tolist(), strict=True))
 
@@ -49,12 +49,12 @@ def test_epoch_covers_each_shard_once_without_overlap(
     if max(lengths) <= block_size:
         return
     o = order(lengths, block_size, shuffle)
-    n = o.windows_per_epoch
-    found = windows(o, epoch * n, (epoch + 1) * n)
+    n = o.sequences_per_epoch
+    found = sequences(o, epoch * n, (epoch + 1) * n)
     assert len(set(found)) == n
     for shard, length in enumerate(lengths):
         starts = sorted(start for s, start in found if s == shard)
-        assert len(starts) == o.windows[shard]
+        assert len(starts) == o.counts[shard]
         if starts:
             assert starts[0] >= 0
             assert starts[-1] + block_size + 1 <= length  # never across the end of a shard
@@ -69,38 +69,38 @@ def test_epoch_covers_each_shard_once_without_overlap(
 )
 def test_seeking_anywhere_equals_reading_through(shuffle: Shuffle, first: int, cut: int) -> None:
     o = order([300, 90, 151], 16, shuffle)
-    whole = windows(o, first, first + 60)
-    assert windows(o, first, first + cut) + windows(o, first + cut, first + 60) == whole
+    whole = sequences(o, first, first + 60)
+    assert sequences(o, first, first + cut) + sequences(o, first + cut, first + 60) == whole
 
 
 @pytest.mark.parametrize("shuffle", EPOCH_MODES)
 def test_later_epochs_cut_the_text_elsewhere(shuffle: Shuffle) -> None:
     o = order([10_000], 64, shuffle)
-    n = o.windows_per_epoch
-    epochs = [set(windows(o, e * n, (e + 1) * n)) for e in range(3)]
+    n = o.sequences_per_epoch
+    epochs = [set(sequences(o, e * n, (e + 1) * n)) for e in range(3)]
     assert not epochs[0] & epochs[1]
     assert not epochs[1] & epochs[2]
     assert {start % 64 for _, start in epochs[0]} == {0}
 
 
 def test_global_shuffles_and_none_does_not() -> None:
-    straight = windows(order([1000, 1000], 10, "none"), 0, 50)
+    straight = sequences(order([1000, 1000], 10, "none"), 0, 50)
     assert straight == sorted(straight)
-    shuffled = windows(order([1000, 1000], 10, "global"), 0, 50)
+    shuffled = sequences(order([1000, 1000], 10, "global"), 0, 50)
     assert shuffled != sorted(shuffled)
     assert {shard for shard, _ in shuffled} == {0, 1}
 
 
 def test_shards_mode_reads_each_shard_in_sequence() -> None:
     o = order([200] * 8, 10, "shards")
-    found = windows(o, 0, o.windows_per_epoch)
+    found = sequences(o, 0, o.sequences_per_epoch)
     changes = [b for a, b in pairwise(found) if a[0] != b[0]]
     assert len(changes) == 7
     assert [s for s, _ in found] != sorted(s for s, _ in found)
 
 
 def test_replacement_draws_every_start() -> None:
-    found = windows(order([40, 33], 8, "replacement"), 0, 4000)
+    found = sequences(order([40, 33], 8, "replacement"), 0, 4000)
     assert {start for shard, start in found if shard == 0} == set(range(32))
     assert {start for shard, start in found if shard == 1} == set(range(25))
 
@@ -110,7 +110,7 @@ def test_order_depends_on_seed_and_data(change: str) -> None:
     lengths = np.array([1000])
     a = Order(lengths, 8, "global", 1, "a")
     b = Order(lengths, 8, "global", 2 if change == "seed" else 1, "b" if change != "seed" else "a")
-    assert windows(a, 0, 100) != windows(b, 0, 100)
+    assert sequences(a, 0, 100) != sequences(b, 0, 100)
 
 
 def test_text_shorter_than_one_window_is_refused() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.config.data import DataConfig
-from accel_gpt.data.folders import open_place
+from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import train_bpe
 from tests.conftest import text_of
 
@@ -43,7 +43,7 @@ def run(*command: str | Path, folder: Path, python: str = sys.executable) -> Non
 
 
 def text_in(folder: Path, split: str, tokenizer: str | None = None) -> str:
-    opened, made_by = open_place(str(folder), split, DataConfig(tokenizer=tokenizer))
+    opened, made_by = open_data(str(folder), split, DataConfig(tokenizer=tokenizer))
     parts = [opened.read(i, 0, int(n)).tolist() for i, n in enumerate(opened.lengths)]
     return made_by.decode([token for part in parts for token in part])
 

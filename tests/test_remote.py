@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from accel_gpt.config.data import DataConfig
-from accel_gpt.data.folders import open_place
 from accel_gpt.data.order import Order
 from accel_gpt.data.remote import download as downloading
 from accel_gpt.data.remote import folder as folders
@@ -35,6 +34,7 @@ from accel_gpt.data.remote.stores import (
     without_secrets,
 )
 from accel_gpt.data.shards import FORMAT, HEADER, VERSION, Shard, Split, open_split, resident
+from accel_gpt.data.sources import open_data
 from accel_gpt.errors import DataError, UserError
 
 QUICK = Patience(tries=4, first_pause=0.01, longest_pause=0.05, timeout=0.3, room=0.5)
@@ -223,7 +223,7 @@ def test_silent_server_is_given_up_and_can_be_tried_again(
     folder = remote()
     with pytest.raises(DataError, match=r"train_000000.npy could not be fetched in 4 tries: 503"):
         folder.locate(shards[0])
-    folder.ahead(shards[:2])
+    folder.prefetch(shards[:2])
     assert right(server, folder.locate(shards[0]))
 
 
@@ -233,7 +233,7 @@ def test_server_that_is_gone_is_one_sentence(
     folder = RemoteFolder("http://127.0.0.1:9/data", str(tmp_path / "cache"), 1.0, QUICK)
     index = {"format": FORMAT, "version": VERSION, "vocab_size": 50_257}
     (folder.folder / "dataset.json").write_text(json.dumps(index))
-    folder.ahead(shards)
+    folder.prefetch(shards)
     with pytest.raises(DataError, match="refused>; check the network"):
         folder.has("dataset.json")
     with pytest.raises(DataError, match="refused"):
@@ -315,7 +315,7 @@ def test_cache_stays_below_its_limit_at_every_moment(
     watcher.start()
     for _ in range(2):
         for i in range(10):
-            folder.ahead([shards[(i + k) % 10] for k in range(3)])
+            folder.prefetch([shards[(i + k) % 10] for k in range(3)])
             assert right(server, folder.locate(shards[i]))
     done.set()
     watcher.join()
@@ -339,10 +339,10 @@ def test_need_beyond_the_limit_names_the_knob(
 ) -> None:
     folder = remote(2)
     with pytest.raises(UserError, match=r"data.cache_gb is 0\.00010\S*, but 0\.0001\S+ GB"):
-        folder.ahead(shards[:3])
-    folder.ahead(shards[:1], shards[:5])  # ahead of need there may be too many
+        folder.prefetch(shards[:3])
+    folder.prefetch(shards[:1], shards[:5])  # ahead of need there may be too many
     assert list(folder.wanted) == [shard.name for shard in shards[:2]]
-    folder.ahead(shards[:2])
+    folder.prefetch(shards[:2])
     folder.locate(shards[1])
     folder.locate(shards[0])
     with pytest.raises(UserError, match="cache_gb"):  # the two wanted are not given up for it
@@ -354,7 +354,7 @@ def test_what_another_folder_needs_is_not_evicted(
     server: Server, shards: list[Shard], remote: Opener
 ) -> None:
     one, two = remote(3), remote(3)
-    one.ahead(shards[:2])
+    one.prefetch(shards[:2])
     one.locate(shards[1])
     for i in range(3, 8):
         two.locate(shards[i])
@@ -403,7 +403,7 @@ def test_reader_that_is_slower_than_the_server_never_waits(
     server.delay = 0.01
     folder, waited = remote(5), []
     for i in range(10):
-        folder.ahead(shards[i : i + 4])
+        folder.prefetch(shards[i : i + 4])
         started = time.monotonic()
         folder.locate(shards[i])
         waited.append(time.monotonic() - started)
@@ -417,7 +417,7 @@ def test_what_is_located_goes_before_what_is_ahead(
 ) -> None:
     server.delay = 0.02
     folder = remote()
-    folder.ahead(shards[:8])
+    folder.prefetch(shards[:8])
     folder.locate(shards[9])
     assert len(server.requests) <= 3
 
@@ -427,10 +427,10 @@ def test_run_whose_shards_ahead_do_not_fit_goes_on_over_a_border(
 ) -> None:
     folder = remote(3)
     for i in range(7):
-        folder.ahead(shards[i : i + 2], shards[i + 1 : i + 4])
+        folder.prefetch(shards[i : i + 2], shards[i + 1 : i + 4])
         assert right(server, folder.locate(shards[i]))
         assert right(server, folder.locate(shards[i + 1]))
-        folder.ahead(shards[i + 1 : i + 2], shards[i + 1 : i + 4])
+        folder.prefetch(shards[i + 1 : i + 2], shards[i + 1 : i + 4])
         assert list(folder.wanted) == [shard.name for shard in shards[i + 1 : i + 4]]
     assert set(server.requests.values()) == {1}
 
@@ -448,14 +448,14 @@ def test_random_order_of_many_shards_is_told_ahead_in_no_time(
         *(tmp_path, "train", many, np.dtype("<u2"), 9, None, "", "", "", lengths),
         store=folder,
     )
-    split.ahead([0, 1], order.upcoming(0, 4))
+    split.prefetch([0, 1], order.upcoming(0, 4))
     started = time.process_time()
     for k in range(100):
         order.upcoming(k, 4)
     assert time.process_time() - started < 0.02
     started = time.process_time()
     for k in range(20):
-        split.ahead([k, 7 * k], order.upcoming(k, 4))
+        split.prefetch([k, 7 * k], order.upcoming(k, 4))
     assert time.process_time() - started < 0.1
     assert len(folder.wanted) == len(many)
 
@@ -481,7 +481,7 @@ def test_no_thread_before_need_and_none_after_close(
     folder.has("dataset.json")
     assert folder.thread is None
     server.delay = 0.05
-    folder.ahead(shards)
+    folder.prefetch(shards)
     thread = folder.thread
     assert thread is not None
     assert thread.daemon
@@ -504,7 +504,7 @@ from accel_gpt.data.shards import Shard
 url, cache, shards = json.loads(sys.argv[1])
 folder = RemoteFolder(url, cache, 1.0)
 shards = [Shard(*shard) for shard in shards]
-folder.ahead(shards)
+folder.prefetch(shards)
 for shard in shards:
     folder.locate(shard)
 print("done")
@@ -567,10 +567,10 @@ def test_windows_of_a_url_equal_the_local_ones(
     server: Server, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served(server, corpus)
-    local, tokenizer = open_place(str(corpus), "train", DataConfig())
+    local, tokenizer = open_data(str(corpus), "train", DataConfig())
     data = DataConfig(cache_dir=str(tmp_path / "cache"))
-    split, fetched = open_place(server.url, "train", data)
-    split.ahead(range(len(split.shards)))
+    split, fetched = open_data(server.url, "train", data)
+    split.prefetch(range(len(split.shards)))
     assert windows(split) == windows(local)
     assert (split.fingerprint, fetched.fingerprint) == (local.fingerprint, tokenizer.fingerprint)
     split.store.close()

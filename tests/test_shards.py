@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from accel_gpt.config.data import DataConfig
 from accel_gpt.data import mapping, shards
-from accel_gpt.data.folders import open_place
 from accel_gpt.data.shards import HEADER, Shard, npy_header, open_split, resident, token_dtype
+from accel_gpt.data.sources import open_data
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.prepare.shard_writer import ShardWriter, header, write_index
 
@@ -143,9 +143,9 @@ def test_maps_of_other_splits_count_as_well(
     split.read(0, 0, 1)
     monkeypatch.setattr(mapping, "place", limited)
     assert [int(split.read(i, 0, 1)[0]) for i in range(10)] == list(range(10))
-    assert split.windows(np.array([0, 8, 9]), np.zeros(3, int), 1).tolist() == [[0], [8], [9]]
+    assert split.read_many(np.array([0, 8, 9]), np.zeros(3, int), 1).tolist() == [[0], [8], [9]]
     with pytest.raises(DataError, match="Cannot allocate"):
-        split.windows(np.arange(5), np.zeros(5, int), 1)
+        split.read_many(np.arange(5), np.zeros(5, int), 1)
 
 
 def test_no_memory_for_a_map_is_told_apart() -> None:
@@ -207,7 +207,7 @@ def test_windows_of_many_shards_are_their_tokens(
     split = open_split(folder, "train")
     shard = np.repeat(np.arange(len(lengths)), 3)[::-1]
     start = np.array([[n - 3, 0, n // 2 - 1] for n in lengths]).reshape(-1)[::-1]
-    found = split.windows(shard, start, 3)
+    found = split.read_many(shard, start, 3)
     assert found.tolist() == [
         arrays[i][j : j + 3].tolist() for i, j in zip(shard, start, strict=True)
     ]
@@ -358,4 +358,4 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(corpus: Path, name: str) ->
     (corpus / name).unlink()
     os.mkfifo(corpus / name)
     with pytest.raises(DataError, match="no regular file"):
-        open_place(str(corpus), "train", DataConfig())
+        open_data(str(corpus), "train", DataConfig())

@@ -423,7 +423,7 @@ def test_loss_that_explodes_ends_with_its_code(
     ("options", "code", "message"),
     [
         (["--model.vocab_size", "100"], 2, "model.vocab_size is 100 but the tokenizer"),
-        (["--model.block_size", "100000", "--train.tokens_per_step", "400000"], 3, "one window"),
+        (["--model.block_size", "100000", "--train.tokens_per_step", "400000"], 3, "one sequence"),
         (["--data.train", "nowhere"], 2, "data folder nowhere does not exist"),
         (["--data.train", ""], 2, "data.train is empty"),
         (["--train.micro_batch_size", "3"], 2, "not a multiple of 3 sequences"),
@@ -453,7 +453,7 @@ def test_shards_of_another_tokenizer_are_refused(
     other = tmp_path / "chars"
     prepare(PrepareConfig(source="text", path=str(tmp_path / "t.txt"), tokenizer="chars"), other)
     assert launch(small_run("--data.val", str(other))) == 3
-    assert "were made with another tokenizer (chars, " in capsys.readouterr().err
+    assert "has another tokenizer (chars of " in capsys.readouterr().err
 
 
 def test_truncated_shard_is_refused(

@@ -15,10 +15,9 @@ import numpy as np
 
 from accel_gpt.config.data import DataConfig
 from accel_gpt.data.bpe import clean
-from accel_gpt.data.folders import open_place
-from accel_gpt.data.foreign import known_tokenizer
 from accel_gpt.data.remote.folder import is_url
-from accel_gpt.data.tokenizer import FILE, Tokenizer
+from accel_gpt.data.sources import open_data
+from accel_gpt.data.tokenizer import FILE, Tokenizer, named_tokenizer
 from accel_gpt.errors import UserError, require
 
 WARM_UP = 1000  # characters encoded before the clock starts: patterns are compiled on first use
@@ -56,9 +55,9 @@ def read(path: Path) -> str:
 def find_tokenizer(spec: str, data: DataConfig) -> Tokenizer:
     """The tokenizer that `spec` names, or that goes with the data at `spec`."""
     if spec in ("gpt2", "bytes") or Path(spec).is_file() or (Path(spec) / FILE).is_file():
-        return known_tokenizer(spec)
+        return named_tokenizer(spec)
     if is_url(spec) or Path(spec).is_dir():
-        return open_place(spec, "train", data)[1]
+        return open_data(spec, "train", data)[1]
     raise UserError(
         f"--tokenizers has {spec!r}, which is no file; expected gpt2, bytes, a tokenizer.json, or "
         "a folder or URL of data"

@@ -17,10 +17,10 @@ from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
 from accel_gpt.console import visible
-from accel_gpt.data.folders import open_place
-from accel_gpt.data.remote.stores import shown_place
+from accel_gpt.data.corpus import document_end, eval_splits
+from accel_gpt.data.sources import open_sources
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.errors import UserError, require
 from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.hellaswag import read_questions, score_questions
 from accel_gpt.evals.table import as_json, as_table, spelled
@@ -32,15 +32,13 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import start_processes, world_size
 from accel_gpt.training.checkpoint import find_checkpoint, read_state
 from accel_gpt.training.compiler import requested_precision
-from accel_gpt.training.corpus import document_end, parts
 from accel_gpt.training.guards import locked
 from accel_gpt.training.metrics import Record, merge_record
 from accel_gpt.training.precision import resolve_precision
 from accel_gpt.training.ranks import peers
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps
-from accel_gpt.training.setup import set_up_model
+from accel_gpt.training.setup import open_corpus, set_up_model
 from accel_gpt.training.state import TrainState
-from accel_gpt.training.text_corpus import open_corpus
 
 # by the precision of a training; fp8 is for training alone
 EVALUATED_IN: Mapping[str, Literal["no", "bf16", "fp16"]] = MappingProxyType(
@@ -99,7 +97,7 @@ def evaluate_only(config: Config) -> int:
         folder = find_checkpoint(out)
         state = read_state(folder)
         model, tokenizer = load_pretrained(str(folder), device=accelerator.device)
-        check_tokenizer(tokenizer, corpus.tokenizer, str(folder))
+        corpus.tokenizer.require_same(tokenizer, "the data", str(folder))
     else:
         require(
             config.model.init_from != "scratch",
@@ -180,16 +178,6 @@ def start_accelerator(config: Config) -> Accelerator:
     return Accelerator(cpu=cpu, mixed_precision="no" if cpu and precision == "fp16" else precision)
 
 
-def check_tokenizer(model: Tokenizer, data: Tokenizer, place: str) -> None:
-    """Raise `DataError` unless the data has the tokenizer of the model at `place`."""
-    if model.fingerprint != data.fingerprint:
-        raise DataError(
-            f"the data was made with another tokenizer ({data.kind}, {data.fingerprint[:12]}) than "
-            f"that of {place} ({model.kind}, {model.fingerprint[:12]}); prepare it with the "
-            "tokenizer.json of the model"
-        )
-
-
 # --------------------------------------------------------------------------- measuring
 
 
@@ -216,7 +204,7 @@ def measure(
         findings.note(found, as_run)
     elif config.data.train:
         corpus = open_corpus(budgeted)
-        check_tokenizer(tokenizer, corpus.tokenizer, asked.run)
+        corpus.tokenizer.require_same(tokenizer, "the data", asked.run)
         evaluation = Evaluation(corpus, batch_size)
         found = evaluation.figures(model, accelerator)
         if config.eval.whole_at_end and asked.tokens == "run":
@@ -240,13 +228,13 @@ def data_figures(
 ) -> Record:
     """The loss on the val split of `--data`, by the name of the folder; a collective."""
     place = str(asked.data)
-    split, other = open_place(place, "val", config.data)
-    check_tokenizer(tokenizer, other, asked.run)
-    name = Path(shown_place(place)).name
-    (part,) = parts([Weighted(place)], [split], config.eval.tokens, (name,))
+    (source,) = open_sources([Weighted(place)], "val", config.data)
+    source.tokenizer.require_same(tokenizer, "the data", asked.run)
+    (part,) = eval_splits([source], config.eval.tokens, named=True)
     batch_size = asked.batch_size or config.train.sequences
     end = document_end(config.data, tokenizer)
-    return named_figures(evaluate_part(model, part, accelerator, batch_size, tokenizer, end), name)
+    found = evaluate_part(model, part, accelerator, batch_size, tokenizer, end)
+    return named_figures(found, source.name)
 
 
 # --------------------------------------------------------------------------- keeping

@@ -25,10 +25,10 @@ import numpy as np
 
 from accel_gpt.commands.inspect_scan import ScanResult, scan, total
 from accel_gpt.config.data import DataConfig
-from accel_gpt.data.folders import open_place, open_remote
 from accel_gpt.data.foreign import ENDINGS, of_split
 from accel_gpt.data.remote.folder import RemoteFolder, is_url
 from accel_gpt.data.shards import HEADER, INDEX, Shard, Split, check_size, open_split, read_index
+from accel_gpt.data.sources import open_data, open_remote
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.prepare.progress import Progress, byte_bar
@@ -200,7 +200,7 @@ class Unchecked:
         """The file of a shard."""
         return self.folder / shard.name
 
-    def ahead(self, now: Sequence[Shard], then: Sequence[Shard] = ()) -> None:
+    def prefetch(self, now: Sequence[Shard], then: Sequence[Shard] = ()) -> None:
         """Nothing to fetch."""
 
 
@@ -225,7 +225,7 @@ def open_all(place: str, data: DataConfig, quick: bool) -> Opened:
     )
     if not (folder / INDEX).exists():
         for name in foreign_splits([path.name for path in folder.iterdir()]):
-            opened.add(partial(open_place, place, name, data))
+            opened.add(partial(open_data, place, name, data))
         return checked(place, opened)
     for name in read_names(folder, opened):
         opened.add(partial(open_ours, folder, name))

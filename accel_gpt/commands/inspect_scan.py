@@ -82,7 +82,7 @@ def scan(split: Split, tokenizer: Tokenizer | None, progress: Advance) -> ScanRe
     result = ScanResult(np.zeros(split.vocab_size + 1, np.int64))
     starts = np.cumsum(split.lengths) - split.lengths
     for number in range(len(split.shards)):
-        split.ahead([number], range(number + 1, min(number + AHEAD, len(split.shards))))
+        split.prefetch([number], range(number + 1, min(number + AHEAD, len(split.shards))))
         try:
             scan_shard(split, number, int(starts[number]), result, progress)
         except UserError as error:

@@ -50,9 +50,9 @@ def vocabulary(config: Config, given: int | None) -> tuple[int, str]:
     if tokenizer is None and config.data.prepare.source is None:
         for folder in folders(config):
             if config.data.train and folder.is_dir():  # of another project
-                from accel_gpt.data.folders import open_place
+                from accel_gpt.data.sources import open_data
 
-                return open_place(str(folder), "train", config.data)[1].vocab_size, f"{folder}"
+                return open_data(str(folder), "train", config.data)[1].vocab_size, f"{folder}"
     elif tokenizer is None:
         tokenizer = config.data.prepare.tokenizer
     require(

@@ -18,13 +18,13 @@ import numpy as np
 from accel_gpt.data.safe_pickle import read_vocabulary
 from accel_gpt.data.shards import INDEX, Shard, Split, Store, npy_header, token_dtype
 from accel_gpt.data.tokenizer import (
-    BytesTokenizer,
     CharsTokenizer,
     Tokenizer,
     load_gpt2,
     load_tokenizer,
+    named_tokenizer,
 )
-from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.errors import DataError, UserError
 
 META, TOKENIZER, CONFIG = "meta.pkl", "tokenizer.json", "tokenizer_config.json"
 GPT2 = frozenset({"gpt2", "openai-community/gpt2"})  # as files of others name it
@@ -299,7 +299,7 @@ def check_ids(file: TokenFile, blocks: list[bytes], dtype: np.dtype[Any], vocab_
 
 def find_tokenizer(place: Place, files: Sequence[TokenFile], spec: str | None) -> Tokenizer:
     """The folder's tokenizer, else the one of data.tokenizer, else what the files name."""
-    given = known_tokenizer(spec) if spec else None
+    given = named_tokenizer(spec) if spec else None
     beside: Tokenizer | None = None
     if META in place.sizes:
         beside = CharsTokenizer(read_vocabulary(place.fetch(META)))
@@ -324,17 +324,3 @@ def find_tokenizer(place: Place, files: Sequence[TokenFile], spec: str | None) -
         f"{place.folder} holds token shards of another project, which {said}; set data.tokenizer "
         "to gpt2, bytes or the path of a tokenizer.json"
     )
-
-
-def known_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer that data.tokenizer names: gpt2, bytes or a path; else `UserError`."""
-    if spec == "gpt2":
-        return load_gpt2()
-    if spec == "bytes":
-        return BytesTokenizer()
-    require(
-        Path(spec).exists(),
-        f"data.tokenizer is {spec!r}, which is no file; expected gpt2, bytes or the path of a "
-        "tokenizer.json",
-    )
-    return load_tokenizer(spec)

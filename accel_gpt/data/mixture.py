@@ -1,4 +1,4 @@
-"""Several sources read in exact proportion: which source gives the k-th sequence, and which window.
+"""Several sources read in exact proportion: which source gives the k-th sequence of a run.
 
 The pattern of sources repeats after D sequences, D being the common denominator of the weights; at
 every prefix each source is less than one sequence off its share (Tijdeman 1980, "The chairman
@@ -9,7 +9,7 @@ Legend: M sources, D length of the pattern.
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel_gpt.data.order import Order
-from accel_gpt.data.shards import Split, Tokens
+from accel_gpt.data.order import Order, Shuffle
+from accel_gpt.data.shards import Tokens
+from accel_gpt.data.sources import Source
 from accel_gpt.errors import UserError
 
 Ints = npt.NDArray[np.int64]
 LONGEST_PATTERN = 100_000  # sequences; its table takes a tenth of a second and 1 MB a source
-AHEAD_SHARDS = 4  # shards of a remote source asked for before they are needed
+PREFETCH_SHARDS = 4  # of a remote source, before they are needed
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,14 @@ class Pattern:
     def locate(self, k: Ints) -> tuple[Ints, Ints]:
         """Source of the sequences number `k`, and how many of that source precede each."""
         sources, before = self.table
-        pattern, place = np.divmod(k, len(sources))
-        source = sources[place]
-        return source, pattern * np.array(self.shares)[source] + before[place]
+        pattern, position = np.divmod(k, len(sources))
+        source = sources[position]
+        return source, pattern * np.array(self.shares)[source] + before[position]
 
     def counts(self, k: int) -> list[int]:
         """(M,) sequences that each source gives among the first `k`."""
-        pattern, place = divmod(k, sum(self.shares))
-        rest = np.bincount(self.table[0][:place], minlength=len(self.shares))
+        pattern, position = divmod(k, sum(self.shares))
+        rest = np.bincount(self.table[0][:position], minlength=len(self.shares))
         return [pattern * share + int(n) for share, n in zip(self.shares, rest, strict=True)]
 
 
@@ -89,23 +90,44 @@ def assign(shares: Sequence[int]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Mixture:
-    """The windows of a run: of one source in its order, or of several by their weights.
+    """The sequences of a run: of one source in its order, or of several by their weights.
 
-    `origin` and `consumed` tell where a run took up this mixture: sequence `origin` is the first of
-    its pattern, and each source goes on after the windows that it had given before.
+    `origin` and `given`: where a run resumed with this mixture. Sequence `origin` is the first of
+    its pattern, and each source continues after the sequences that it had given before.
     """
 
-    names: tuple[str, ...]
-    splits: tuple[Split, ...]
-    orders: tuple[Order, ...]
-    pattern: Pattern
+    sources: tuple[Source, ...]
+    block_size: int
+    shuffle: Shuffle
+    seed: int
     origin: int = 0
-    consumed: tuple[int, ...] = field(default=())
+    given: Mapping[str, int] = field(default_factory=dict)
+    """Sequences before `origin`, by the fingerprint of their source."""
+
+    def __post_init__(self) -> None:
+        self.epochs(0)  # refuses a source shorter than a sequence, and weights that never repeat
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        """Which source gives which sequence."""
+        return Pattern(tuple(source.weight for source in self.sources))
+
+    @cached_property
+    def orders(self) -> tuple[Order, ...]:
+        """(M,) the order of each source."""
+        splits = [source.split for source in self.sources]
+        settings = self.block_size, self.shuffle, self.seed
+        return tuple(Order(split.lengths, *settings, split.fingerprint) for split in splits)
+
+    @cached_property
+    def start(self) -> list[int]:
+        """(M,) sequences that each source had given at `origin`."""
+        return [self.given.get(source.split.fingerprint, 0) for source in self.sources]
 
     @property
     def fingerprint(self) -> str:
         """Of one source its own; of several SHA-256 (hex) of theirs and their shares."""
-        prints = [split.fingerprint for split in self.splits]
+        prints = [source.split.fingerprint for source in self.sources]
         if len(prints) == 1:
             return prints[0]
         return hashlib.sha256(repr((prints, self.pattern.shares)).encode()).hexdigest()
@@ -113,52 +135,45 @@ class Mixture:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The type that holds the ids of every source."""
-        return np.result_type(*(split.dtype for split in self.splits))
+        return np.result_type(*(source.split.dtype for source in self.sources))
 
     def locate(self, k: Ints) -> tuple[Ints, Ints, Ints]:
-        """Source, shard and first token of the windows number `k`: arrays shaped like `k`."""
+        """Source, shard and first token of the sequences number `k`: arrays shaped like `k`."""
         source, index = self.pattern.locate(k - self.origin)
         index += np.array(self.start)[source]
         shard, first = np.empty_like(k), np.empty_like(k)
-        for number in sorted(set(source.ravel().tolist())):
+        for number, order in enumerate(self.orders):
             here = source == number
-            shard[here], first[here] = self.orders[number].locate(index[here])
+            shard[here], first[here] = order.locate(index[here])
         return source, shard, first
 
-    @property
-    def start(self) -> tuple[int, ...]:
-        """(M,) windows that each source had given at `origin`."""
-        return self.consumed or (0,) * len(self.orders)
+    def read(self, source: Ints, shard: Ints, first: Ints, length: int) -> Tokens:
+        """The tokens of the sequences that `locate` found (N,), as (N, length)."""
+        tokens = np.empty((len(source), length), self.dtype)
+        for number, one in enumerate(self.sources):
+            here = source == number
+            tokens[here] = one.split.read_many(shard[here], first[here], length)
+        return tokens
 
-    def given(self, k: int) -> list[int]:
-        """(M,) windows that each source has given when `k` sequences of the run are done."""
+    def counts(self, k: int) -> list[int]:
+        """(M,) sequences that each source has given when `k` sequences of the run are done."""
         counts = self.pattern.counts(k - self.origin)
         return [start + count for start, count in zip(self.start, counts, strict=True)]
 
-    def epochs(self, k: int) -> dict[str, float]:
-        """How often each source has been read through after `k` sequences, by name."""
-        each = zip(self.names, self.given(k), self.orders, strict=True)
-        return {name: given / order.windows_per_epoch for name, given, order in each}
-
-    def windows(self, source: Ints, shard: Ints, first: Ints, length: int) -> Tokens:
-        """The tokens of the windows that `locate` found (N,), as (N, length)."""
-        if len(self.splits) == 1:
-            return self.splits[0].windows(shard, first, length)
-        rows = np.empty((len(source), length), self.dtype)
-        for number in sorted(set(source.ravel().tolist())):
-            here = source == number
-            rows[here] = self.splits[number].windows(shard[here], first[here], length)
-        return rows
+    def epochs(self, k: int) -> list[float]:
+        """(M,) how often each source has been read through after `k` sequences."""
+        each = zip(self.counts(k), self.orders, strict=True)
+        return [count / order.sequences_per_epoch for count, order in each]
 
     @property
     def remote(self) -> bool:
-        """Whether shards are fetched while they are read."""
-        return any(split.store is not None for split in self.splits)
+        """Whether shards are downloaded while they are read."""
+        return any(source.split.store is not None for source in self.sources)
 
-    def ahead(self, k: int, source: Ints, shard: Ints) -> None:
-        """Have fetched what the windows up to number `k` read, and then those after them."""
-        given = self.given(k)
-        for number, (split, order) in enumerate(zip(self.splits, self.orders, strict=True)):
-            if split.store is not None:
+    def prefetch(self, k: int, source: Ints, shard: Ints) -> None:
+        """Have the shards of the sequences up to number `k` downloaded, and then the next ones."""
+        counts = self.counts(k)
+        for number, (one, order) in enumerate(zip(self.sources, self.orders, strict=True)):
+            if one.split.store is not None:
                 now = list(dict.fromkeys(shard[source == number].tolist()))
-                split.ahead(now, order.upcoming(given[number], AHEAD_SHARDS))
+                one.split.prefetch(now, order.upcoming(counts[number], PREFETCH_SHARDS))

@@ -1,11 +1,11 @@
-"""Which window comes when: pure functions of (seed, data fingerprint, k), O(1) memory, seekable.
+"""Which sequence comes when: pure functions of (seed, data fingerprint, k), O(1) memory, seekable.
 
 The k-th sequence of a run is `block_size + 1` tokens of one shard, whatever the number of
-processes, the micro-batch or the restarts; k is the whole state. Epoch e is k // windows_per_epoch.
-Each epoch but the first cuts every shard at a new offset, so that a small corpus does not repeat
-its windows.
+ranks, the micro-batch or the restarts; k is the whole state. Its epoch is k //
+sequences_per_epoch. Each epoch but the first cuts every shard at a new offset, so that a small
+corpus does not repeat its sequences.
 
-Legend: N windows per epoch, S shards, T block_size.
+Legend: N sequences per epoch, S shards, T block_size.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ ROUNDS = 6  # Feistel rounds, even so that the halves end where they began; 4 su
 
 @dataclass(frozen=True)
 class Order:
-    """The sequence of windows over the shards of a split."""
+    """The order of the sequences of a split."""
 
     lengths: Ints  # (S,) tokens of each shard
     block_size: int
@@ -38,65 +38,65 @@ class Order:
         if not (self.lengths > self.block_size).any():
             longest = int(self.lengths.max(initial=0))
             raise DataError(
-                f"the longest shard has {longest:,} tokens, fewer than one window of "
+                f"the longest shard has {longest:,} tokens, fewer than one sequence of "
                 f"model.block_size + 1 = {self.block_size + 1:,}; give more text or a smaller "
                 "block_size"
             )
 
     @cached_property
-    def windows(self) -> Ints:
-        """(S,) windows of each shard in every epoch: as many as fit at any offset below T."""
+    def counts(self) -> Ints:
+        """(S,) sequences of each shard in every epoch: as many as fit at any offset below T."""
         fits = np.maximum(self.lengths // self.block_size - 1, 1)
         counts: Ints = np.where(self.lengths > self.block_size, fits, 0)
         return counts
 
     @cached_property
-    def windows_per_epoch(self) -> int:
+    def sequences_per_epoch(self) -> int:
         """N."""
-        return int(self.windows.sum())
+        return int(self.counts.sum())
 
     def locate(self, k: Ints) -> tuple[Ints, Ints]:
-        """Shard and first token of the windows number `k`: two arrays shaped like `k`."""
+        """Shard and first token of the sequences number `k`: two arrays shaped like `k`."""
         if self.shuffle == "replacement":
             return self.random_crops(k)
         shard, start = np.empty_like(k), np.empty_like(k)
-        epochs, index = np.divmod(k, self.windows_per_epoch)
+        epochs, index = np.divmod(k, self.sequences_per_epoch)
         for epoch in sorted(set(epochs.ravel().tolist())):
             here = epochs == epoch
             shard[here], start[here] = self.within_epoch(epoch, index[here])
         return shard, start
 
     def within_epoch(self, epoch: int, index: Ints) -> tuple[Ints, Ints]:
-        """Shard and first token of the windows `index` (0 to N - 1) of one epoch."""
+        """Shard and first token of the sequences `index` (0 to N - 1) of one epoch."""
         if self.shuffle == "global":
-            index = permute(index, self.windows_per_epoch, self.key(epoch, "windows"))
+            index = permute(index, self.sequences_per_epoch, self.key(epoch, "windows"))
         shards = self.shard_order(epoch)
-        counts = self.windows[shards]
+        counts = self.counts[shards]
         ends = np.cumsum(counts)
         if counts[0] and (counts[:-1] == counts[0]).all():  # all shards but the last are alike
             slot = np.minimum(index // counts[0], len(counts) - 1)
         else:
             slot = np.searchsorted(ends, index, side="right")
-        shard, window = shards[slot], index - (ends - counts)[slot]
-        return shard, self.offset(epoch, shard) + window * self.block_size
+        shard, number = shards[slot], index - (ends - counts)[slot]
+        return shard, self.offset(epoch, shard) + number * self.block_size
 
     @cached_property
     def used(self) -> list[int]:
-        """Shards that have windows."""
-        return [int(shard) for shard in np.flatnonzero(self.windows)]
+        """Shards that have sequences."""
+        return [int(shard) for shard in np.flatnonzero(self.counts)]
 
     def upcoming(self, k: int, count: int) -> list[int]:
-        """Shards that the windows from number `k` on read, in order: the next `count` of them, or
-        all where the order jumps between shards.
+        """Shards of the sequences from number `k` on, in order: the next `count` of them, or all
+        where the order jumps between shards.
         """
         if self.shuffle in ("global", "replacement"):
             return self.used
-        epoch, index = divmod(k, self.windows_per_epoch)
+        epoch, index = divmod(k, self.sequences_per_epoch)
         found: list[int] = []
-        while len(found) < count and epoch <= k // self.windows_per_epoch + 1:
+        while len(found) < count and epoch <= k // self.sequences_per_epoch + 1:
             shards = self.shard_order(epoch)
-            shards = shards[self.windows[shards] > 0]
-            first = np.searchsorted(np.cumsum(self.windows[shards]), index, side="right")
+            shards = shards[self.counts[shards] > 0]
+            first = np.searchsorted(np.cumsum(self.counts[shards]), index, side="right")
             found += shards[first:].tolist()
             epoch, index = epoch + 1, 0
         return found[:count]
@@ -109,17 +109,17 @@ class Order:
         return shards
 
     def offset(self, epoch: int, shard: Ints) -> Ints:
-        """First token of the first window of each shard in this epoch, below T."""
+        """First token of the first sequence of each shard in this epoch, below T."""
         if epoch == 0:
             return np.zeros_like(shard)
-        slack = self.lengths[shard] - 1 - self.windows[shard] * self.block_size
+        slack = self.lengths[shard] - 1 - self.counts[shard] * self.block_size
         choices = np.minimum(slack, self.block_size - 1) + 1
         draw = mix(shard.astype(np.uint64) ^ np.uint64(self.key(epoch, "offset")))
         first: Ints = (draw % choices.astype(np.uint64)).astype(np.int64)
         return first
 
     def random_crops(self, k: Ints) -> tuple[Ints, Ints]:
-        """Independent windows, every first token of every shard equally likely."""
+        """Independent sequences, every first token of every shard equally likely."""
         ends = np.cumsum(np.maximum(self.lengths - self.block_size, 0))
         draw = mix(mix(k.astype(np.uint64)) ^ np.uint64(self.key(0, "crops")))
         position = (draw % np.uint64(ends[-1])).astype(np.int64)

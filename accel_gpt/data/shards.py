@@ -64,7 +64,7 @@ class Store(Protocol):
     def locate(self, shard: Shard) -> Path:
         """The file of a shard, once it is here; `DataError` when it cannot be had."""
 
-    def ahead(self, now: Sequence[Shard], then: Sequence[Shard] = ()) -> None:
+    def prefetch(self, now: Sequence[Shard], then: Sequence[Shard] = ()) -> None:
         """Fetch in the background what is needed now, then of the next what there is room for."""
 
 
@@ -115,12 +115,12 @@ class Split:
         return np.zeros(len(self.shards))
 
     def read(self, shard: int, start: int, length: int) -> Tokens:
-        """A copy of tokens `start` to `start + length` of a shard; see `windows`."""
+        """A copy of tokens `start` to `start + length` of a shard; see `read_many`."""
         assert 0 <= start <= start + length <= self.shards[shard].tokens
-        row: Tokens = self.windows(np.array([shard]), np.array([start]), length)[0]
+        row: Tokens = self.read_many(np.array([shard]), np.array([start]), length)[0]
         return row
 
-    def windows(self, shard: Ints, start: Ints, length: int) -> Tokens:
+    def read_many(self, shard: Ints, start: Ints, length: int) -> Tokens:
         """Copies of `length` tokens from `start` (N,) of each `shard` (N,) on, as (N, length).
 
         Raises `DataError` when a file is not what the index says, or was changed since.
@@ -169,14 +169,14 @@ class Split:
                     f"{self.dtype}; prepare the data again"
                 )
 
-    def ahead(self, now: Sequence[int], then: Sequence[int] = ()) -> None:
+    def prefetch(self, now: Sequence[int], then: Sequence[int] = ()) -> None:
         """Tell which shards are needed now and next, in this order; the others may be dropped."""
         if self.store is not None:
             if len(then) <= FEW:  # mapped again in no time, and the cache may remove them
                 with self.lock:
                     self.keep(now)
             needed, rest = (list(map(self.shards.__getitem__, part)) for part in (now, then))
-            self.store.ahead(needed, *([rest] if rest else []))
+            self.store.prefetch(needed, *([rest] if rest else []))
 
     def keep(self, shards: Sequence[int]) -> None:
         """Unmap all shards but these."""
@@ -192,7 +192,7 @@ def resident(split: Split, tokens: int | None) -> Split:
     before = np.cumsum(split.lengths) - split.lengths
     lengths = np.minimum(split.lengths, wanted - before)[before < wanted]
     memory = np.concatenate([split.read(i, 0, int(n)) for i, n in enumerate(lengths)])
-    split.ahead([])  # what was read is needed no more
+    split.prefetch([])  # what was read is needed no more
     shards = zip(split.shards, lengths.tolist(), strict=False)
     kept = tuple(
         replace(shard, tokens=length, bytes=(shard.bytes or 0) * length // shard.tokens)

@@ -95,6 +95,25 @@ class Tokenizer(ABC):
         dtype = token_dtype(self.vocab_size)
         return [self.encode_array(clean(text)).astype(dtype) for text in texts]
 
+    def require_same(
+        self,
+        other: "Tokenizer",
+        ours: str,
+        theirs: str,
+        error: type[UserError] = DataError,
+    ) -> None:
+        """Raise `error` unless `other` gives every text the same ids; `ours` and `theirs` name what
+        has the two tokenizers.
+        """
+        if self.fingerprint != other.fingerprint:
+            mine, its = (
+                f"{t.kind} of {t.vocab_size:,}, {t.fingerprint[:12]}" for t in (self, other)
+            )
+            raise error(
+                f"{ours} has another tokenizer ({mine}) than {theirs} ({its}); prepare the data "
+                "again with the same tokenizer.json"
+            )
+
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json into `folder`, and tokenizer_config.json where there was one."""
         (Path(folder) / FILE).write_text(self.file_text, encoding="utf-8")
@@ -302,10 +321,6 @@ def make_tokenizer(spec: str, vocab_size: int, texts: Callable[[], Iterator[str]
 
     chars and bpe read all of `texts()`; how much text a bpe is trained on is for the caller to say.
     """
-    if spec == "bytes":
-        return BytesTokenizer()
-    if spec == "gpt2":
-        return load_gpt2()
     if spec == "bpe":
         return train_bpe(texts(), vocab_size)
     if spec == "chars":
@@ -314,10 +329,20 @@ def make_tokenizer(spec: str, vocab_size: int, texts: Callable[[], Iterator[str]
             found.update(clean(text))
         require(bool(found), "the text is empty; there are no characters for a chars tokenizer")
         return CharsTokenizer("".join(sorted(found)))
+    return named_tokenizer(spec, "data.prepare.tokenizer", "bytes, chars, bpe, gpt2")
+
+
+def named_tokenizer(
+    spec: str, key: str = "data.tokenizer", kinds: str = "gpt2, bytes"
+) -> Tokenizer:
+    """The tokenizer of a config: gpt2, bytes or a path; `UserError` for anything else."""
+    if spec == "gpt2":
+        return load_gpt2()
+    if spec == "bytes":
+        return BytesTokenizer()
     require(
         Path(spec).exists(),
-        f"data.prepare.tokenizer is {spec!r}, which is no file; expected bytes, chars, bpe, gpt2 "
-        "or the path of a tokenizer.json",
+        f"{key} is {spec!r}, which is no file; expected {kinds} or the path of a tokenizer.json",
     )
     return load_tokenizer(spec)
 

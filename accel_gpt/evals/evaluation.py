@@ -7,12 +7,13 @@ from accelerate import Accelerator
 
 from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config
+from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.remote.folder import is_url
+from accel_gpt.data.sources import train_paths, val_paths
 from accel_gpt.errors import require
 from accel_gpt.evals.hellaswag import Questions, read_questions, score_questions
 from accel_gpt.evals.validation import evaluate_splits
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.corpus import Corpus, sources_of, val_sources
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def open_evaluation(config: Config, corpus: Corpus) -> Evaluation:
     if config.eval.whole_at_end:
         data = config.data
         streamed = isinstance(data.train, TextStream)
-        held = val_sources(data) or ([] if streamed else sources_of(data))
+        held = val_paths(data) or ([] if streamed else train_paths(data))
         require(
             bool(held) and not any(is_url(source.path) for source in held),
             "eval.whole_at_end is true but the val split is remote or streamed, and eval.tokens "

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from accel_gpt.data.corpus import Corpus, EvalSplit
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.shards import Split
 from accel_gpt.data.tokenizer import Tokenizer
@@ -22,7 +23,6 @@ from accel_gpt.model.documents import separate
 from accel_gpt.model.evaluating import evaluating
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
-from accel_gpt.training.corpus import Corpus, Part
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def evaluate_splits(
 
 def evaluate_part(
     model: GPT,
-    part: Part,
+    part: EvalSplit,
     accelerator: Accelerator,
     batch_size: int,
     tokenizer: Tokenizer,

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from accel_gpt.config.data import DataConfig
-from accel_gpt.data.folders import open_place
+from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.evals.validation import batches, windows
@@ -207,7 +207,7 @@ def compared_tokens(model: GPT, tokenizer: Tokenizer, source: Pretrained) -> tup
     why = "the val data is not known"
     if place:
         try:
-            split, _ = open_place(place, "val", DataConfig(tokenizer=None))
+            split, _ = open_data(place, "val", DataConfig(tokenizer=None))
             chosen = windows(split, length, COMPARED_WINDOWS * length)
             read = batches(split, chosen, COMPARED_WINDOWS, length, model.vocab_size)
             told = f"{COMPARED_WINDOWS} windows of {length} val tokens of {place}"

@@ -15,6 +15,7 @@ from torch import Tensor
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.cost.flops import parameter_counts
+from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.hub.client import SCHEME, download, list_files
@@ -22,7 +23,6 @@ from accel_gpt.hub.hf_weights import Tensors, load_weights
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.checkpoint import is_checkpoint, load_model
-from accel_gpt.training.corpus import Corpus
 from accel_gpt.training.run_folder import checkpoint_steps
 from accel_gpt.untrusted import read_json
 
@@ -97,13 +97,8 @@ def load_initial_model(config: Config, corpus: Corpus, log: Callable[[str], None
     pretrained = find_pretrained(config.model.init_from)
     if pretrained.has_tokenizer():
         tokenizer = load_tokenizer(pretrained.folder)
-        if tokenizer.fingerprint != corpus.tokenizer.fingerprint:
-            raise UserError(
-                f"model.init_from {pretrained.name} has another tokenizer ({tokenizer.kind} of "
-                f"{tokenizer.vocab_size:,}) than the data ({corpus.tokenizer.kind} of "
-                f"{corpus.tokenizer.vocab_size:,}); prepare the data with --tokenizer of its "
-                "tokenizer.json"
-            )
+        names = f"model.init_from {pretrained.name}", "the data"
+        tokenizer.require_same(corpus.tokenizer, *names, UserError)
     else:
         kind = corpus.tokenizer.kind
         log(f"{pretrained.name} has no tokenizer: assuming the tokenizer of the data ({kind})")

@@ -18,10 +18,10 @@ AHEAD = 2  # shards of a remote place that are kept: the one read and the next
 
 def open_source(config: PrepareConfig, split: str) -> tuple[Split, Tokenizer]:
     """A split of the place that `config.path` names, and its tokenizer."""
-    from accel_gpt.data.folders import open_place
+    from accel_gpt.data.sources import open_data
 
     assert config.path is not None
-    return open_place(config.path, split, DataConfig(train=config.path, tokenizer=config.tokenizer))
+    return open_data(config.path, split, DataConfig(train=config.path, tokenizer=config.tokenizer))
 
 
 def describe_place(config: PrepareConfig) -> str:
@@ -80,7 +80,7 @@ def chunks(split: Split, begins: Position, shard_tokens: int) -> Iterator[tuple[
     """(shard, offset, tokens), cut also where a shard of `shard_tokens` will be full."""
     _, first, offset = begins
     for shard in range(first, len(split.shards)):
-        split.ahead([shard], range(shard + 1, min(shard + AHEAD, len(split.shards))))
+        split.prefetch([shard], range(shard + 1, min(shard + AHEAD, len(split.shards))))
         done = int(split.lengths[:shard].sum())
         while offset < split.lengths[shard]:
             room = shard_tokens - (done + offset) % shard_tokens

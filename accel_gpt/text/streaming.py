@@ -1,8 +1,8 @@
 """Training straight from text: tokenized and packed on the fly, without shards.
 
-Each process reads its own share of the documents in the order of the source, again and again. Its
-place is the document (or part of a long one) and the token in it where the next window begins, so
-that a run stops and continues exactly, on the same number of processes.
+Each rank reads its own share of the documents in the order of the source, again and again. Its
+position is the document (or part of a long one) and the token in it where the next sequence begins,
+so that a run stops and resumes exactly, on the same number of ranks.
 
 Legend: B micro-batch, T block_size.
 """
@@ -10,28 +10,43 @@ Legend: B micro-batch, T block_size.
 import hashlib
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from accelerate.utils import gather_object
 
-from accel_gpt.config.data import PrepareConfig
+from accel_gpt.config.data import PrepareConfig, TextStream
+from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
-from accel_gpt.data.loader import Rows
-from accel_gpt.data.shards import Tokens
-from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import DataError
-from accel_gpt.text.documents import Piece, Position, describe_source, split_pieces
+from accel_gpt.data.corpus import (
+    Corpus,
+    EvalSplit,
+    StateDict,
+    document_end,
+    eval_splits,
+    model_vocabulary,
+)
+from accel_gpt.data.loader import Loader, Sequences
+from accel_gpt.data.shards import Shard, Split, Tokens
+from accel_gpt.data.sources import open_sources, val_names, val_paths
+from accel_gpt.data.tokenizer import Tokenizer, named_tokenizer
+from accel_gpt.errors import DataError, require
+from accel_gpt.redact import without_secrets
+from accel_gpt.text.documents import Piece, Position, describe_source, guess_source, split_pieces
 
-LOOK = 100_000_000  # characters read at most to gather what is evaluated; assumption
+MOST_CHARACTERS = 100_000_000  # read at most to gather what is evaluated; assumption
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the next window of a process begins."""
+class TextPosition:
+    """Where the next sequence of a rank begins."""
 
     epoch: int = 0
-    position: Position = (0, 0, 0)
-    token: int = 0  # tokens of the piece at `position` that lie before it
+    piece: Position = (0, 0, 0)
+    token: int = 0  # tokens of the piece that lie before it
 
 
 @dataclass(frozen=True)
@@ -41,18 +56,14 @@ class Text:
     config: PrepareConfig
     tokenizer: Tokenizer
 
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 (hex) of the source, not of its whole content, what is read of it, and the
-        tokenizer.
-        """
-        return self.digest(times=True)
+    def digest(self, times: bool = True) -> str:
+        """SHA-256 (hex) of where the text lies, not its whole content, and of the tokenizer.
 
-    def digest(self, times: bool) -> str:
-        """`fingerprint`, with or without the `times` at which files changed, which copies lose."""
+        `times`: include when the files changed, which differs between copies.
+        """
         config = self.config
-        told = [describe_source(config, times), config.text_field, config.val_fraction]
-        return hashlib.sha256(repr([*told, self.tokenizer.fingerprint]).encode()).hexdigest()
+        parts = [describe_source(config, times), config.text_field, config.val_fraction]
+        return hashlib.sha256(repr([*parts, self.tokenizer.fingerprint]).encode()).hexdigest()
 
     def pieces(
         self, start: Position = (0, 0, 0), rank: int = 0, world: int = 1
@@ -69,75 +80,186 @@ class Text:
             tokens = np.append(tokens, tokens.dtype.type(self.tokenizer.eot_id))
         return tokens
 
-    def first_tokens(self, split: str, count: int) -> Tokens:
-        """The first `count` tokens of a split, or as many as the first `LOOK` characters hold.
+    def first_tokens(self, name: str, count: int) -> Split:
+        """The first `count` tokens of a split, in memory; fewer where `MOST_CHARACTERS` hold fewer.
 
         Raises `DataError` when these are fewer than two.
         """
         found: list[Tokens] = []
-        held = looked = 0
+        held = read = 0
         for _, piece in self.pieces():
-            looked += len(piece.text)
-            if piece.split == split:
+            read += len(piece.text)
+            if piece.split == name:
                 found.append(self.encode(piece))
                 held += len(found[-1])
-            if held >= count or looked > LOOK:
+            if held >= count or read > MOST_CHARACTERS:
                 break
         if held < 2:
             raise DataError(
-                f"the first {looked:,} characters of the streamed text hold no {split} text; set "
+                f"the first {read:,} characters of the streamed text hold no {name} text; set "
                 "data.val to a prepared folder, or give more and smaller documents"
             )
-        return np.concatenate(found)[:count]
+        tokens = np.concatenate(found)[:count]
+        made_by = self.tokenizer
+        return Split(
+            *(Path("streamed text"), name, (Shard("memory", len(tokens)),), tokens.dtype),
+            *(made_by.vocab_size, made_by.eot_id, made_by.kind, made_by.fingerprint),
+            fingerprint=self.digest(),
+            lengths=np.array([len(tokens)]),
+            memory=tokens,
+        )
 
 
-def text_windows(
-    text: Text, place: Place, length: int, rank: int, world: int
-) -> Iterator[tuple[Tokens, Place]]:
-    """Endless windows of `length` tokens, each beginning with the last token of the one before;
-    with each the place where the next one begins.
+@dataclass(kw_only=True)
+class TextCorpus(Corpus):
+    """A corpus whose training sequences come from `text`, of which each rank has its own share."""
+
+    text: Text
+    positions: tuple[TextPosition, ...] = ()  # of each rank; empty: the beginning
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the text."""
+        return self.text.digest()
+
+    def identity(self) -> dict[str, str]:
+        """As of other corpora; copies of the text on several machines are the same."""
+        same = self.text.digest(times=False)
+        return super().identity() | {"the fingerprint of the training data": same[:12]}
+
+    def state_dict(self, loader: Loader | None = None) -> dict[str, Any]:
+        """What a checkpoint keeps: with a `loader` the position of every rank; a collective."""
+        state = super().state_dict()
+        if loader is not None:
+            at = loader.position
+            state["text_places"] = gather_object([[at.epoch, list(at.piece), at.token]])
+        return state
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Resume each rank at its position; other text than before begins at its beginning."""
+        super().load_state_dict(state)
+        same = state["data_fingerprint"] == self.fingerprint
+        saved = state["text_places"] if same else []
+        self.positions = tuple(TextPosition(epoch, tuple(at), token) for epoch, at, token in saved)
+
+    def loader(self, plan: Plan, rank: int, device: torch.device, position: int) -> Loader:
+        """Micro-batches of one rank from its position on.
+
+        Raises `UserError` on another number of ranks, whose shares of the text differ.
+        """
+        require(
+            len(self.positions) in (0, plan.world_size),
+            f"the run streamed its text on {len(self.positions)} processes and cannot go on with "
+            f"{plan.world_size}; use as many, or prepare the text once with accel-gpt prepare",
+        )
+        start = self.positions[rank] if self.positions else TextPosition()
+        return Loader(read_text(self.text, start, plan, rank), plan.micro_batch_size, device)
+
+    def epoch_metrics(self, sequences: int) -> dict[str, float]:
+        """None: the tokens of the text are not counted beforehand."""
+        return {}
+
+    def lines(self, plan: Plan) -> list[str]:
+        """Where the text comes from."""
+        path = self.text.config.dataset or self.text.config.path
+        return [
+            f"data     {without_secrets(str(path))} in its own order, tokenized while training by "
+            f"{self.tokenizer.kind} of {self.tokenizer.vocab_size:,}"
+        ]
+
+
+def open_text(config: Config) -> TextCorpus:
+    """Open the text of `data.train` and gather what is evaluated.
+
+    Raises `UserError` where the tokenizer or the number of tokens to evaluate is missing.
     """
-    held: deque[tuple[Place, Tokens]] = deque()
-    count, skip, epoch, start = 0, place.token, place.epoch, place.position
+    data, stream, tokens = config.data, config.data.train, config.eval.tokens
+    assert isinstance(stream, TextStream)
+    require(
+        data.tokenizer is not None,
+        "data.train streams text but data.tokenizer is not set; give gpt2, bytes or the path of a "
+        "tokenizer.json",
+    )
+    require(
+        tokens is not None,
+        "eval.tokens is null, the whole split, but streamed text has no end; give a number",
+    )
+    assert data.tokenizer is not None
+    assert tokens is not None
+    tokenizer = named_tokenizer(data.tokenizer)
+    settings = {k: v for k, v in asdict(stream).items() if k != "streaming"}
+    source = "dataset" if stream.dataset else guess_source(str(stream.path))
+    text = Text(PrepareConfig(source=source, tokenizer=data.tokenizer, **settings), tokenizer)
+    val = open_sources(val_paths(data), "val", data, val_names(data))
+    for one in val:
+        names = f"data.val {one.path}", f"data.tokenizer {data.tokenizer}"
+        one.tokenizer.require_same(tokenizer, *names)
+    train = EvalSplit(None, 1.0, text.first_tokens("train", tokens + 1), tokens)
+    held_out = eval_splits(val, tokens, named=bool(val_names(data)))
+    if not val:
+        held_out = (EvalSplit(None, 1.0, text.first_tokens("val", tokens + 1), tokens),)
+    return TextCorpus(
+        tokenizer=tokenizer,
+        evaluated={"train": (train,), "val": held_out},
+        vocab_size=model_vocabulary(config, tokenizer, "data.tokenizer"),
+        document_end=document_end(data, tokenizer),
+        text=text,
+    )
+
+
+# --------------------------------------------------------------------------- packing
+
+
+def read_text(
+    text: Text, start: TextPosition, plan: Plan, rank: int
+) -> Iterator[tuple[Sequences, TextPosition]]:
+    """Micro-batches (B, T + 1) of one rank from `start` on, each with the position after it."""
+    batch = np.empty((plan.micro_batch_size, plan.block_size + 1), np.uint32)
+    filled = 0
+    for sequence, after in pack(text, start, batch.shape[1], rank, plan.world_size):
+        batch[filled] = sequence
+        filled += 1
+        if filled == len(batch):
+            yield batch.copy(), after
+            filled = 0
+
+
+def pack(
+    text: Text, start: TextPosition, length: int, rank: int, world: int
+) -> Iterator[tuple[Tokens, TextPosition]]:
+    """Endless sequences of `length` tokens, each beginning with the last token of the one before;
+    with each the position where the next one begins.
+    """
+    held: deque[tuple[TextPosition, Tokens]] = deque()
+    count, skip, epoch, at = 0, start.token, start.epoch, start.piece
     while True:
         found = False
-        for before, piece in text.pieces(start, rank, world):
+        for before, piece in text.pieces(at, rank, world):
             if piece.split != "train":
                 continue
             found = True
             tokens = text.encode(piece)[skip:]
-            held.append((Place(epoch, before, skip), tokens))
+            held.append((TextPosition(epoch, before, skip), tokens))
             count, skip = count + len(tokens), 0
             while count >= length:
                 yield take(held, length)
                 count -= length - 1
-        if not found and start == (0, 0, 0):
+        if not found and at == (0, 0, 0):
             raise DataError("the streamed text holds no train document for this process")
-        epoch, start = epoch + 1, (0, 0, 0)
+        epoch, at = epoch + 1, (0, 0, 0)
 
 
-def take(held: deque[tuple[Place, Tokens]], length: int) -> tuple[Tokens, Place]:
-    """The first `length` of the tokens held, all but the last of which are used up."""
-    window: list[Tokens] = []
+def take(held: deque[tuple[TextPosition, Tokens]], length: int) -> tuple[Tokens, TextPosition]:
+    """The first `length` of the tokens held; all but the last are used up."""
+    parts: list[Tokens] = []
     missing = length
     while missing > len(held[0][1]):
         _, tokens = held.popleft()
-        window.append(tokens)
+        parts.append(tokens)
         missing -= len(tokens)
-    place, tokens = held[0]
-    window.append(tokens[:missing])
+    position, tokens = held[0]
+    parts.append(tokens[:missing])
     used = missing - 1
-    held[0] = (Place(place.epoch, place.position, place.token + used), tokens[used:])
-    return np.concatenate(window), held[0][0]
-
-
-def read_text(text: Text, place: Place, plan: Plan, rank: int) -> Iterator[tuple[Rows, Place]]:
-    """Rows (B, T + 1) of one process from `place` on, with the place after them."""
-    rows = np.empty((plan.micro_batch_size, plan.block_size + 1), np.uint32)
-    filled = 0
-    for window, after in text_windows(text, place, rows.shape[1], rank, plan.world_size):
-        rows[filled] = window
-        filled += 1
-        if filled == len(rows):
-            yield rows.copy(), after
-            filled = 0
+    after = TextPosition(position.epoch, position.piece, position.token + used)
+    held[0] = (after, tokens[used:])
+    return np.concatenate(parts), after

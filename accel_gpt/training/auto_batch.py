@@ -27,8 +27,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import device_name
 from accel_gpt.training.ranks import on_main
-from accel_gpt.training.setup import set_up_model
-from accel_gpt.training.text_corpus import open_corpus
+from accel_gpt.training.setup import open_corpus, set_up_model
 from accel_gpt.untrusted import load_json
 
 KEPT = "micro_batch.json"

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from accel_gpt.config.plan import Plan
-from accel_gpt.data.loader import HASH_BITS, Loader, rows_hash
+from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
 from accel_gpt.model.documents import separate
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.training.state import TrainState
@@ -54,7 +54,7 @@ def micro_batches(
 
 def batch_figures(loader: Loader, accelerator: Accelerator) -> dict[str, float]:
     """data/batch_hash of the step just made, where the loader keeps its rows; a collective."""
-    if not loader.keep_rows:
+    if not loader.keep_sequences:
         return {}
-    own = torch.tensor(rows_hash(loader.kept), device=accelerator.device)
+    own = torch.tensor(batch_hash(loader.kept), device=accelerator.device)
     return {"data/batch_hash": int(accelerator.reduce(own, "sum").item()) % (1 << HASH_BITS)}

@@ -34,7 +34,7 @@ from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.compiler import compiler_error, requested_precision
 from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.run_folder import RunFolder
-from accel_gpt.training.text_corpus import open_corpus
+from accel_gpt.training.setup import open_corpus
 
 BF16_CAPABILITY = (8, 0)  # Ampere: NVIDIA's first matrix units for bf16
 TIMED_STEPS, TIMED_SECONDS = 3, 2.0  # at most so many steps of about so many seconds

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
+from accel_gpt.data.corpus import Corpus
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.corpus import Corpus
 from accel_gpt.training.dashboard import Dashboard
 from accel_gpt.training.layer_stats import copies, layer_stats
 from accel_gpt.training.metrics import MetricsLog, Record, Stopwatch

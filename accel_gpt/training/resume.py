@@ -12,6 +12,7 @@ from typing import Any
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_plain
 from accel_gpt.config.plan import Plan
+from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import CheckpointError, DivergedError, UserError
 from accel_gpt.files import write_file
 from accel_gpt.training.anomalies import ranges, spoken
@@ -23,7 +24,6 @@ from accel_gpt.training.checkpoint import (
     states_of,
     verify,
 )
-from accel_gpt.training.corpus import source_changes
 from accel_gpt.training.ranks import on_main
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps, step_name
 from accel_gpt.training.saving import clean, discard
@@ -135,7 +135,7 @@ def choose(config: Config, now: TrainState, say: Callable[[str], None]) -> str |
         if config.data.allow_change:
             allowed += ("data.train",)
         check_same_run(path, saved, now, allowed)
-        for key, (was, new) in source_changes(saved, now).items():
+        for key, (was, new) in source_changes(vars(saved), vars(now)).items():
             say(f"from step {saved.step:,} on {key} is {new}; it was {was}")
         name_best(out_dir, saved)
     else:
@@ -208,7 +208,7 @@ def check_same_run(
     `CheckpointError` where it is another run, `UserError` where the changes could be allowed.
     """
     changes = differences(state.config, now.config)
-    changes |= source_changes(state, now)
+    changes |= source_changes(vars(state), vars(now))
     regrouped = parted(state.config) != parted(now.config)
     identity = (*IDENTITY, *PARTS) if regrouped else IDENTITY
     refused = {

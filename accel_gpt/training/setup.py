@@ -13,19 +13,25 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import nn
 
+from accel_gpt.config.data import TextStream
 from accel_gpt.config.depth import describe
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.parse import to_flat, to_plain, to_yaml
 from accel_gpt.config.plan import Plan
 from accel_gpt.cost.flops import flops_per_token, mfu, parameter_counts, peak_flops
+from accel_gpt.data.corpus import Corpus, open_shards
 from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.redact import without_secrets
-from accel_gpt.training.accelerator import describe_machine, device_name, memory_gb
+from accel_gpt.training.accelerator import (
+    code_versions,
+    describe_machine,
+    device_name,
+    memory_gb,
+)
 from accel_gpt.training.command import command_line
 from accel_gpt.training.compiler import keep_compiled
-from accel_gpt.training.corpus import Corpus
 from accel_gpt.training.engine import check_optimizer
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.state import TrainState
@@ -78,6 +84,26 @@ def prepared(
     return model, wrapped
 
 
+def open_corpus(config: Config) -> Corpus:
+    """Open what `data.train` names: prepared shards, or text that is tokenized while training."""
+    if isinstance(config.data.train, TextStream):
+        from accel_gpt.text.streaming import open_text
+
+        return open_text(config)
+    return open_shards(config)
+
+
+def new_state(config: Config, corpus: Corpus, world_size: int) -> TrainState:
+    """The state of a run that has not begun."""
+    return TrainState(
+        world_size=world_size,
+        tokenizer_fingerprint=corpus.tokenizer.fingerprint,
+        config=to_flat(to_plain(config)),
+        versions=code_versions(),
+        **corpus.state_dict(),
+    )
+
+
 def freeze() -> None:
     """Spare the search for garbage what is there now, and lives until the end."""
     gc.collect()
@@ -93,7 +119,7 @@ def describe_run(config: Config, plan: Plan, corpus: Corpus, speed: Speed, machi
             f"model    {config.model.preset}, {parameters:,} parameters, "
             f"{speed.flops_per_token / 1e6:,.1f} MFLOP a token",
             *corpus.lines(plan),
-            *corpus.unknown_bytes(),
+            *corpus.lines_on_bytes(),
             *(f"plan     {line}" for line in plan.describe().splitlines()),
             *(f"plan     {line}" for line in describe(to_flat(to_plain(config)))),
             f"device   {machine['processes']} x {machine['device']}, precision "
@@ -104,8 +130,7 @@ def describe_run(config: Config, plan: Plan, corpus: Corpus, speed: Speed, machi
 
 def identity(config: Config, plan: Plan, corpus: Corpus, speed: Speed) -> dict[str, Any]:
     """What is trained and on what, as JSON: figures that two runs can be compared by."""
-    state, tokenizer = TrainState(), corpus.tokenizer
-    corpus.describe(state)
+    tokenizer = corpus.tokenizer
     return {
         "model": {
             "parameters": parameter_counts(config.model, corpus.vocab_size)["total"],
@@ -113,7 +138,7 @@ def identity(config: Config, plan: Plan, corpus: Corpus, speed: Speed) -> dict[s
             "flops_per_token": speed.flops_per_token,
         },
         "data": {
-            "fingerprint": state.data_fingerprint,
+            "fingerprint": corpus.fingerprint,
             "tokenizer": tokenizer.kind,
             "tokenizer_fingerprint": tokenizer.fingerprint,
             "lines": [

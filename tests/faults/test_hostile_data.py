@@ -11,7 +11,7 @@ import pytest
 
 from accel_gpt import cli
 from accel_gpt.config.data import DataConfig
-from accel_gpt.data.folders import open_place
+from accel_gpt.data.sources import open_data
 from accel_gpt.errors import DataError, UserError
 from tests.conftest import launch, run_here
 from tests.faults.attack import Payload, pickled
@@ -45,7 +45,7 @@ def test_pickles_in_a_folder_of_ours_are_never_executed(
         for content in (pickled(canary), object_array(corpus / "x.npy", canary)):
             (corpus / name).write_bytes(content.ljust(size, b"\0"))  # of the size in the index
             with pytest.raises(DataError, match=r"no \.npy file|holds object"):
-                open_place(str(corpus), "train", DataConfig())[0].read(0, 0, 1)
+                open_data(str(corpus), "train", DataConfig())[0].read(0, 0, 1)
         assert name in refused(corpus, capsys, small_run(*SHORT))
     assert not canary.exists()
 
@@ -92,7 +92,7 @@ def test_names_of_shards_stay_in_their_folder(name: object, corpus: Path) -> Non
     index["splits"]["train"][0]["name"] = name
     (corpus / "dataset.json").write_text(json.dumps(index))
     with pytest.raises(DataError, match=r"names a shard|is damaged"):
-        open_place(str(corpus), "train", DataConfig())
+        open_data(str(corpus), "train", DataConfig())
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "9" * 5000, "null", '{"format": 1e999}'])
@@ -101,7 +101,7 @@ def test_a_hostile_index_is_one_sentence(content: str, corpus: Path) -> None:
         before = (corpus / name).read_text()
         (corpus / name).write_text(content)
         with pytest.raises(UserError, match=name.replace(".", r"\.")):
-            open_place(str(corpus), "train", DataConfig())
+            open_data(str(corpus), "train", DataConfig())
         (corpus / name).write_text(before)
 
 
@@ -110,11 +110,11 @@ def test_a_linked_shard_is_read_as_numbers_and_must_be_what_the_index_says(
 ) -> None:
     """Shards may lie on other disks; what a link leads to becomes token ids, nothing else."""
     file, outside = corpus / "train_000000.npy", tmp_path / "outside.npy"
-    expected = open_place(str(corpus), "train", DataConfig())[0].read(0, 0, 10).tolist()
+    expected = open_data(str(corpus), "train", DataConfig())[0].read(0, 0, 10).tolist()
     shutil.move(file, outside)
     file.symlink_to(outside)
-    assert open_place(str(corpus), "train", DataConfig())[0].read(0, 0, 10).tolist() == expected
+    assert open_data(str(corpus), "train", DataConfig())[0].read(0, 0, 10).tolist() == expected
     file.unlink()
     file.symlink_to("/etc/hostname")
     with pytest.raises(DataError, match=r"train_000000\.npy has"):
-        open_place(str(corpus), "train", DataConfig())
+        open_data(str(corpus), "train", DataConfig())

@@ -226,7 +226,7 @@ def test_what_an_export_was_compared_on_is_told_without_secrets(
         raise DataError(f"{place} cannot be reached; try again")
 
     monkeypatch.setattr(exporting, "val_place", lambda _: url)
-    monkeypatch.setattr(exporting, "open_place", opened)
+    monkeypatch.setattr(exporting, "open_data", opened)
     monkeypatch.setattr(exporting, "windows", lambda *_: [])
     monkeypatch.setattr(exporting, "batches", lambda *_: iter([(torch.zeros(2, 4), None)]))
     source = Pretrained("x", Path(), is_checkpoint=True)

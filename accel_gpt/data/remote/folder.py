@@ -50,7 +50,7 @@ class RemoteFolder:
     """A data folder behind `url`, whose files appear in `folder`, complete and checked.
 
     `cache_dir`: None for ~/.cache/accel_gpt/shards; `cache_gb`: its limit in 1e9 bytes. A thread
-    fetches what `ahead` and `locate` ask for; it starts with the first of them.
+    fetches what `prefetch` and `locate` ask for; it starts with the first of them.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RemoteFolder:
         self.closing = threading.Event()
         self.thread: threading.Thread | None = None
         self.wanted: dict[str, Shard] = {}  # by name, in the order of need
-        self.told: tuple[list[Shard], list[Shard]] | None = None  # to `ahead`, the last time
+        self.told: tuple[list[Shard], list[Shard]] | None = None  # to `prefetch`, the last time
         self.all_next = False  # whether what is wanted is just what was told to be next
         self.urgent: dict[str, Request] = {}
         self.latest = ""  # located last, and about to be mapped
@@ -167,7 +167,7 @@ class RemoteFolder:
                     raise request.error
         return self.path(shard.name)
 
-    def ahead(self, now: Sequence[Shard], then: Sequence[Shard] = ()) -> None:
+    def prefetch(self, now: Sequence[Shard], then: Sequence[Shard] = ()) -> None:
         """Fetch in the background what is needed now, then of the next what there is room for.
 
         Other shards may be removed. Raises `UserError` when the cache cannot hold those of `now`.
@@ -186,7 +186,7 @@ class RemoteFolder:
                 self.start()
 
     def asked(self, now: Sequence[Shard], then: Sequence[Shard]) -> bool:
-        """Whether `ahead` was told the same last, or what comes to the same set of shards."""
+        """Whether `prefetch` was told the same last, or what comes to the same set of shards."""
         if self.told is None or self.latest not in ("", *self.wanted) or self.told[1] != [*then]:
             return False
         within = self.all_next and all(shard.name in self.wanted for shard in now)

@@ -1,0 +1,280 @@
+"""The data of a run: what it trains on, what it evaluates, and where a resumed run continues."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from accel_gpt.config.data import DataConfig, Weighted
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.plan import Plan
+from accel_gpt.data.loader import Loader, read_sequences
+from accel_gpt.data.mixture import Mixture, Pattern
+from accel_gpt.data.shards import Split, resident
+from accel_gpt.data.sources import Source, open_sources, train_paths, val_names, val_paths
+from accel_gpt.data.tokenizer import Tokenizer
+from accel_gpt.errors import UserError, require
+
+StateDict = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class EvalSplit:
+    """One source of what is evaluated."""
+
+    name: str | None  # None: the only one
+    share: float  # of the mean
+    split: Split
+    tokens: int | None  # evaluated, the same ones every time; None: all
+
+
+@dataclass(kw_only=True)
+class Corpus(ABC):
+    """Tokenized text, its tokenizer, what is evaluated, and how far a run has read it."""
+
+    tokenizer: Tokenizer
+    evaluated: Mapping[str, tuple[EvalSplit, ...]]  # of the splits train and val
+    vocab_size: int  # of the model: the tokenizer's, or more
+    document_end: int | None  # the token at which attention ends; None: no data.document_mask
+    origin: int = 0  # sequence of the run at which the present training data began
+    given: Mapping[str, int] = field(default_factory=dict)  # sequences before it, by fingerprint
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of what is trained on."""
+
+    def identity(self) -> dict[str, str]:
+        """Fingerprints of what is trained on and evaluated, the same on all ranks."""
+        val = [part.split.fingerprint[:12] for part in self.evaluated["val"]]
+        return {
+            "the fingerprint of the training data": self.fingerprint[:12],
+            "that of the validation data": ", ".join(val),
+            "that of the tokenizer": self.tokenizer.fingerprint[:12],
+        }
+
+    def state_dict(self, loader: Loader | None = None) -> dict[str, Any]:
+        """What a checkpoint keeps of the data, by the names of `TrainState`; a collective."""
+        return {
+            "data_fingerprint": self.fingerprint,
+            "data_sources": [],
+            "data_origin": self.origin,
+            "data_given": dict(self.given),
+            "text_places": [],
+        }
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Resume from the fields of a `TrainState`.
+
+        Other sources or weights than before begin a new pattern at this sequence, in which each
+        source continues after the sequences that it has given.
+        """
+        same = state["data_fingerprint"] == self.fingerprint
+        self.origin = state["data_origin"] if same else state["sequences"]
+        self.given = state["data_given"] if same else sequences_given(state)
+
+    @abstractmethod
+    def loader(self, plan: Plan, rank: int, device: torch.device, position: int) -> Loader:
+        """Micro-batches of one rank, from sequence `position` of the run on."""
+
+    @abstractmethod
+    def lines(self, plan: Plan) -> list[str]:
+        """What is trained on, for the first lines of a run."""
+
+    @abstractmethod
+    def epoch_metrics(self, sequences: int) -> dict[str, float]:
+        """Epochs read after so many sequences of the run; empty where they are not known."""
+
+    def lines_on_bytes(self) -> list[str]:
+        """A line for each split whose bits per byte cannot be computed."""
+        splits = [part.split for parts in self.evaluated.values() for part in parts]
+        return [
+            f"data     no bits per byte of the {split.name} split: the tokenizer changes text, or "
+            f"lacks characters, and {split.folder} does not say how many bytes its text had"
+            for split in splits
+            if np.isnan(self.tokenizer.bytes_within(split)).any()
+        ]
+
+
+@dataclass(kw_only=True)
+class ShardCorpus(Corpus):
+    """A corpus of prepared shards, of one source or several."""
+
+    train: Mixture
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the mixture: sources and their shares."""
+        return self.train.fingerprint
+
+    def state_dict(self, loader: Loader | None = None) -> dict[str, Any]:
+        """What a checkpoint keeps of the data; the step alone gives the position in it."""
+        sources = [
+            {"name": s.name, "weight": s.weight, "fingerprint": s.split.fingerprint}
+            for s in self.train.sources
+        ]
+        return super().state_dict() | {"data_sources": sources}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Resume the mixture where `state` stands."""
+        super().load_state_dict(state)
+        self.train = replace(self.train, origin=self.origin, given=self.given)
+
+    def epoch_metrics(self, sequences: int) -> dict[str, float]:
+        """Epochs read after so many sequences; of several sources each."""
+        epochs = self.train.epochs(sequences)
+        if len(epochs) == 1:
+            return {"data/epochs": epochs[0]}
+        each = zip(self.train.sources, epochs, strict=True)
+        return {f"data/epochs/{source.name}": count for source, count in each}
+
+    def loader(self, plan: Plan, rank: int, device: torch.device, position: int) -> Loader:
+        """Micro-batches of one rank, from sequence `position` of the run on."""
+        chunks = read_sequences(self.train, plan, self.vocab_size, rank, position)
+        return Loader(chunks, plan.micro_batch_size, device)
+
+    def lines(self, plan: Plan) -> list[str]:
+        """Sources, tokens and epochs of the whole run."""
+        train, tokenizer = self.train, self.tokenizer
+        val = sum(part.split.tokens for part in self.evaluated["val"])
+        epochs = train.epochs(plan.max_steps * plan.sequences_per_step)
+        lines = [
+            f"data     {source.split.folder}: {source.split.tokens:,} train tokens"
+            + (f", weight {source.weight:g}" if len(epochs) > 1 else "")
+            + f"; {count:.2f} epochs"
+            for source, count in zip(train.sources, epochs, strict=True)
+        ]
+        lines[-1] += f"; {val:,} val tokens, tokenizer {tokenizer.kind} of {tokenizer.vocab_size:,}"
+        return lines
+
+
+# --------------------------------------------------------------------------- opening
+
+
+def open_shards(config: Config) -> ShardCorpus:
+    """Open `data.train` and `data.val`; `DataError` where they do not fit each other."""
+    data, budget = config.data, config.eval.tokens
+    sources = open_sources(train_paths(data), "train", data)
+    sources.sort(key=lambda source: source.split.fingerprint)  # however they are listed
+    first = sources[0]
+    for before, source in pairwise(sources):
+        require(
+            source.split.fingerprint != before.split.fingerprint,
+            f"data.train has the tokens of {source.path} twice; give them once, with their weight",
+        )
+    train = Mixture(tuple(sources), config.model.block_size, data.shuffle, config.seed)
+    known = {source.path: source.tokenizer for source in sources}
+    held = val_paths(data) or [Weighted(source.path, source.weight) for source in sources]
+    val = open_sources(held, "val", data, val_names(data), known)
+    check_cache(sources, data)
+    for source in [*sources[1:], *val]:
+        names = f"the {source.split.name} split of {source.path}", first.path
+        source.tokenizer.require_same(first.tokenizer, *names)
+    return ShardCorpus(
+        tokenizer=first.tokenizer,
+        evaluated={
+            "train": eval_splits(sources, budget),
+            "val": eval_splits(val, budget, named=bool(val_names(data))),
+        },
+        vocab_size=model_vocabulary(config, first.tokenizer, first.path),
+        document_end=document_end(data, first.tokenizer),
+        train=train,
+    )
+
+
+def eval_splits(
+    sources: Sequence[Source], tokens: int | None, named: bool = False
+) -> tuple[EvalSplit, ...]:
+    """What is evaluated: of each source its share of `tokens`; all of them where `named`.
+
+    The first tokens of a remote source are read into memory. Raises `UserError` for the whole of
+    one.
+    """
+    total = sum(source.weight for source in sources)
+    found = []
+    for source in sources:
+        split, share = source.split, source.weight / total
+        budget = None if tokens is None else max(1, round(tokens * (1 if named else share)))
+        if split.store is not None:
+            if budget is None:
+                raise UserError(
+                    f"eval.tokens is null, the whole split, but {source.path} is remote; give a "
+                    "number"
+                )
+            split = resident(split, budget)
+        name = source.name if named or len(sources) > 1 else None
+        found.append(EvalSplit(name, share, split, budget))
+    return tuple(found)
+
+
+def model_vocabulary(config: Config, tokenizer: Tokenizer, path: str) -> int:
+    """Vocabulary of the model; `UserError` where the config has fewer tokens than the tokenizer."""
+    vocab_size = config.model.vocab_size or tokenizer.vocab_size
+    if vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"model.vocab_size is {vocab_size:,} but the tokenizer of {path} has "
+            f"{tokenizer.vocab_size:,} tokens; leave model.vocab_size unset or raise it"
+        )
+    return vocab_size
+
+
+def document_end(data: DataConfig, tokenizer: Tokenizer) -> int | None:
+    """The token at which attention ends; `UserError` where the tokenizer has none."""
+    require(
+        not data.document_mask or tokenizer.eot_id is not None,
+        f"data.document_mask is true but the {tokenizer.kind} tokenizer has no end-of-text token; "
+        "prepare the data with bytes, bpe or gpt2",
+    )
+    return tokenizer.eot_id if data.document_mask else None
+
+
+def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
+    """`UserError` where a shuffle over all shards does not fit the cache."""
+    remote = [source.split for source in sources if source.split.store is not None]
+    need = sum(split.tokens * split.dtype.itemsize for split in remote) / 1e9
+    require(
+        data.shuffle not in ("global", "replacement") or need <= data.cache_gb,
+        f"data.shuffle is {data.shuffle}, which reads all {need:.1f} GB of the remote shards "
+        f"at random, more than data.cache_gb {data.cache_gb:g}; set data.shuffle to shards or "
+        "raise it",
+    )
+
+
+# --------------------------------------------------------------------------- changes of sources
+
+
+def sources_before(state: StateDict) -> list[dict[str, Any]]:
+    """The sources of a state; a state that lists none had one."""
+    one = {"name": "data", "weight": 1.0, "fingerprint": state["data_fingerprint"]}
+    return state["data_sources"] or [one]
+
+
+def sequences_given(state: StateDict) -> dict[str, int]:
+    """Sequences that each source has given in all, by fingerprint."""
+    sources, given = sources_before(state), dict(state["data_given"])
+    pattern = Pattern(tuple(source["weight"] for source in sources))
+    counts = pattern.counts(state["sequences"] - state["data_origin"])
+    for source, count in zip(sources, counts, strict=True):
+        given[source["fingerprint"]] = given.get(source["fingerprint"], 0) + count
+    return given
+
+
+def source_changes(before: StateDict, now: StateDict) -> dict[str, tuple[Any, Any]]:
+    """What differs between the sources of two states: key -> (before, now)."""
+    if before["data_fingerprint"] == now["data_fingerprint"]:
+        return {}
+    if all(len(sources_before(state)) == 1 for state in (before, now)):
+        return {"data.train": (before["data_fingerprint"][:12], now["data_fingerprint"][:12])}
+    found = [{s["fingerprint"]: s for s in sources_before(state)} for state in (before, now)]
+    changes = {}
+    for fingerprint in found[0] | found[1]:
+        pair = [sources.get(fingerprint) for sources in found]
+        weights = [f"weight {s['weight']:g}" if s else "absent" for s in pair]
+        if weights[0] != weights[1]:
+            name = next(s["name"] for s in reversed(pair) if s)
+            changes[f"data.train[{name}]"] = (weights[0], weights[1])
+    return changes

@@ -1,0 +1,120 @@
+"""Where training data comes from: a folder of this machine or a URL, ours or of another project."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_gpt.config.data import DataConfig, TextStream, Weighted
+from accel_gpt.data.foreign import open_foreign
+from accel_gpt.data.remote.folder import RemoteFolder, is_url
+from accel_gpt.data.remote.stores import shown_place
+from accel_gpt.data.shards import INDEX, Split, open_split, read_index
+from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
+from accel_gpt.errors import DataError, require
+
+
+@dataclass(frozen=True)
+class Source:
+    """One split of one data folder or URL, opened, with its weight in a mixture."""
+
+    name: str
+    """As metrics and messages have it."""
+    path: str
+    weight: float
+    split: Split
+    tokenizer: Tokenizer
+
+
+def open_sources(
+    listed: Sequence[Weighted],
+    split: str,
+    data: DataConfig,
+    names: Sequence[str] = (),
+    tokenizers: Mapping[str, Tokenizer] | None = None,
+) -> list[Source]:
+    """Open a split of each path; `names` default to the paths, made short.
+
+    `tokenizers`: by path, of folders of which another split is open already. Raises `UserError` for
+    a path that does not exist, `DataError` for one that cannot be trained on.
+    """
+    found = []
+    for name, source in zip(names or names_of(listed), listed, strict=True):
+        known = (tokenizers or {}).get(source.path)
+        opened, tokenizer = open_data(source.path, split, data, known)
+        found.append(Source(name, source.path, source.weight, opened, tokenizer))
+    return found
+
+
+def open_data(
+    path: str, split: str, data: DataConfig, known: Tokenizer | None = None
+) -> tuple[Split, Tokenizer]:
+    """Open a split of a data folder or URL, and its tokenizer.
+
+    `data.tokenizer` names the tokenizer of files that do not name their own; `data.cache_dir` holds
+    what is downloaded. `known`: the tokenizer of a folder of ours, if it is loaded already. Raises
+    `UserError` when there is no such folder or no tokenizer, `DataError` for unusable data.
+    """
+    if is_url(path):
+        return open_remote(RemoteFolder(path, data.cache_dir, data.cache_gb), split, data)
+    folder = Path(path)
+    if folder.is_dir() and not (folder / INDEX).exists():
+        sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
+        return open_foreign(folder, sizes, folder.joinpath, split, data.tokenizer)
+    read_index(folder)
+    return same_folder(open_split(folder, split), known or load_tokenizer(folder))
+
+
+def open_remote(remote: RemoteFolder, split: str, data: DataConfig) -> tuple[Split, Tokenizer]:
+    """Open a split behind a URL: downloads the small files now and each shard before its use."""
+    if not remote.has(INDEX):
+        return open_foreign(
+            remote.folder, remote.sizes(), remote.fetch, split, data.tokenizer, remote
+        )
+    for name in (INDEX, "tokenizer.json", "tokenizer_config.json"):
+        if remote.has(name):
+            remote.fetch(name)
+    return same_folder(open_split(remote.folder, split, remote), load_tokenizer(remote.folder))
+
+
+def same_folder(split: Split, tokenizer: Tokenizer) -> tuple[Split, Tokenizer]:
+    """Raise `DataError` unless the index of the folder names the tokenizer that lies in it."""
+    if split.tokenizer_fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"the {split.name} shards of {split.folder} were made with another tokenizer "
+            f"({split.tokenizer_kind}, {split.tokenizer_fingerprint[:12]}) than the one beside them"
+            f" ({tokenizer.kind}, {tokenizer.fingerprint[:12]}); prepare them again"
+        )
+    return split, tokenizer
+
+
+# --------------------------------------------------------------------------- what the config names
+
+
+def train_paths(data: DataConfig) -> list[Weighted]:
+    """The folders or URLs of `data.train`, one or several."""
+    require(
+        bool(data.train), "data.train is empty; name the folder of token shards, or one to prepare"
+    )
+    assert not isinstance(data.train, TextStream)
+    return [Weighted(data.train)] if isinstance(data.train, str) else list(data.train)
+
+
+def val_paths(data: DataConfig) -> list[Weighted]:
+    """The folders or URLs of `data.val`, of equal weight; empty: those of `data.train`."""
+    if data.val is None or isinstance(data.val, str):
+        return [Weighted(data.val)] if data.val else []
+    return [Weighted(path) for path in data.val.values()]
+
+
+def val_names(data: DataConfig) -> tuple[str, ...]:
+    """The names that `data.val` gives to its folders; empty where it gives none."""
+    return tuple(data.val) if isinstance(data.val, Mapping) else ()
+
+
+def names_of(listed: Sequence[Weighted]) -> tuple[str, ...]:
+    """The last part of each path where these differ, else the whole path; URLs without user,
+    password and query.
+    """
+    paths = tuple(shown_place(source.path) for source in listed)
+    names = tuple(Path(path).name for path in paths)
+    return names if len(set(names)) == len(names) else paths

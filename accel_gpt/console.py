@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from accel_gpt.errors import UserError
+from accel_gpt.errors import UserError, first_line
 from accel_gpt.redact import without_secrets
 
 # all but line ends and tabs; bytes that are no UTF-8; what turns the direction of text around
@@ -74,7 +74,7 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     except (MemoryError, RuntimeError) as error:  # torch raises the second where malloc fails
         if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
             raise
-        told = (str(error).splitlines() or ["MemoryError"])[0]
+        told = first_line(error)
         sys.stderr.write(
             f"error: there is not enough memory ({printable(told)[-120:]}); lower the model's "
             "size, train.micro_batch_size or sample.num: accel-gpt plan shows what they take\n"

@@ -48,6 +48,11 @@ class BusyError(UserError):
     exit_code = 6
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, at most 300 characters, or its class if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
 def require(ok: bool, message: str) -> None:
     """Raise `UserError(message)` unless `ok`."""
     if not ok:

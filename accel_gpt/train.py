@@ -29,7 +29,7 @@ from accel_gpt.data.loader import Loader
 from accel_gpt.errors import DataError
 from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
-from accel_gpt.faults import reach
+from accel_gpt.files import fault_point
 from accel_gpt.hub.background_push import Uploads, start_uploads
 from accel_gpt.hub.load import download_checkpoint, load_initial_model
 from accel_gpt.hub.pretrained import inherit
@@ -163,7 +163,7 @@ def take_place(run: Run) -> None:
 
 def step(run: Run, stop: StopSignal) -> bool:
     """One step and what is due after it; whether the run shall stop there."""
-    reach("step")
+    fault_point("step")
     try:
         update(run)
         stopping, retrying = stop.agreed(run.writer.retry_is_due(), run.writer.seconds)

@@ -16,7 +16,7 @@ LEVELS = [
     ["errors"],
     ["redact"],
     ["console"],
-    ["files", "untrusted", "faults"],
+    ["files"],
     ["config"],
     ["cost"],
     ["model"],
@@ -36,7 +36,7 @@ UNSAFE = {"exec", "eval", "compile", "globals", "locals", "__import__"}
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "code", "runpy"}
 UNSAFE_ATTRIBUTES = {
     *("yaml.load", "yaml.full_load", "yaml.unsafe_load"),
-    *("yaml.safe_load", "yaml.Loader"),  # `untrusted.load_yaml` bounds what aliases stand for
+    *("yaml.safe_load", "yaml.Loader"),  # `files.load_yaml` bounds what aliases stand for
     *("sys.path", "os.system", "os.popen", "torch.hub", "subprocess.getoutput"),
     *("torch.distributed.checkpoint", "torch.package"),
 }

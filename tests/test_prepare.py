@@ -21,7 +21,7 @@ from accel_gpt.data.bpe import EOT
 from accel_gpt.data.shards import open_split, read_index
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.files import wait_for_lock
+from accel_gpt.files import lock
 from accel_gpt.prepare import builder as build
 from accel_gpt.prepare import from_shards, workers
 from accel_gpt.prepare import prepare as room
@@ -274,14 +274,14 @@ def test_of_several_processes_one_builds(config: PrepareConfig, out: Path) -> No
 
 
 def hold_with_child(path: Path) -> None:
-    with wait_for_lock(path, "prepared data"), workers.child_processes(1) as pool:
+    with lock(path), workers.child_processes(1) as pool:
         pool.submit(time.sleep, 60)
         time.sleep(60)
 
 
 def test_no_worker_outlives_its_parent_with_the_lock(tmp_path: Path) -> None:
-    lock = tmp_path / "x.lock"
-    holder = fork.Process(target=hold_with_child, args=(lock,))
+    path = tmp_path / "x.lock"
+    holder = fork.Process(target=hold_with_child, args=(path,))
     holder.start()
     children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
     if not children.parent.exists():
@@ -293,7 +293,7 @@ def test_no_worker_outlives_its_parent_with_the_lock(tmp_path: Path) -> None:
     os.kill(holder.pid or 0, signal.SIGKILL)
     holder.join(10)
     start = time.monotonic()
-    with wait_for_lock(lock, "prepared data"):
+    with lock(path):
         assert time.monotonic() - start < 30
 
 

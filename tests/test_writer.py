@@ -16,7 +16,7 @@ import torch
 from accel_gpt import files, train
 from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.errors import CheckpointError
-from accel_gpt.faults import reached
+from accel_gpt.files import fault_counts
 from accel_gpt.training import saving as writer
 from accel_gpt.training.checkpoint import read_state, verify, write_json
 from accel_gpt.training.run_folder import checkpoint_steps, step_name
@@ -32,7 +32,7 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Ask for a fault at a named point."""
 
     def ask(spec: str) -> None:
-        reached.cache_clear()
+        fault_counts.cache_clear()
         monkeypatch.setenv("ACCEL_GPT_FAULT", spec)
 
     return ask
@@ -118,7 +118,7 @@ def test_every_named_point_is_passed(
     named = {
         name
         for file in source.rglob("*.py")
-        for name in re.findall(r'\breach\(\s*"([^"]+)"', file.read_text())
+        for name in re.findall(r'\bfault_point\(\s*"([^"]+)"', file.read_text())
     }
 
     def update(run: train.Run) -> None:

@@ -14,7 +14,7 @@ from accel_gpt.config.parse import load_config
 from accel_gpt.cost.flops import flops_per_token, mfu
 from accel_gpt.cost.machine import Machine
 from accel_gpt.errors import UserError, require
-from accel_gpt.untrusted import load_json, read_json, read_text
+from accel_gpt.files import load_json, read_json, read_text
 
 ASSUMED_MFU = 0.4  # assumption: llm.c and nanoGPT report 0.4 to 0.5 for GPT-2 on A100 and H100
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step: the backward pass takes two

@@ -8,7 +8,7 @@ from typing import Any
 from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import DataError, UserError, require
-from accel_gpt.untrusted import read_json
+from accel_gpt.files import read_json
 
 PRINTABLE = 96  # ASCII's, and the line end: assumption for `chars` before the text is read
 BYTES = 257  # and end-of-text

@@ -22,7 +22,7 @@ from accel_gpt.config.experiment import ANCESTORS, Config
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.errors import UserError, require
-from accel_gpt.untrusted import LARGEST_NUMBER, load_yaml
+from accel_gpt.files import LARGEST_NUMBER, load_yaml
 
 T = TypeVar("T")
 

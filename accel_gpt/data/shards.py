@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from accel_gpt.data.mapping import NoMaps, Pages
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.untrusted import is_count, read_json
+from accel_gpt.files import is_count, read_json
 
 Tokens = NDArray[Any]
 Ints = NDArray[np.int64]

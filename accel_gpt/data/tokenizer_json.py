@@ -14,7 +14,7 @@ from typing import Any
 from accel_gpt.data import bpe
 from accel_gpt.data.bpe import EOT
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.untrusted import load_json, read_json, read_text
+from accel_gpt.files import load_json, read_json, read_text
 
 FILE = "tokenizer.json"
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"

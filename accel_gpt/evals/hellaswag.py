@@ -25,11 +25,11 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.evals.validation import of_all
+from accel_gpt.files import load_json
 from accel_gpt.model.evaluating import evaluating
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.text.hub import hub_sentence
-from accel_gpt.untrusted import load_json
 
 SHORTEST = 32  # tokens a row is padded to at least; assumption: shorter ones are no faster
 

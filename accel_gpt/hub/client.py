@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import UserError, first_line, require
 
 SCHEME = "hf://"
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -129,7 +129,7 @@ def user_error(error: BaseException, repo: str, action: str, revision: str | Non
         return UserError(f"{repo} cannot be {action}: {error.strerror}: {error.filename}")
     if isinstance(error, FileNotFoundError):
         return UserError(f"{repo} cannot be {action}: {error.filename} was removed meanwhile")
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    reason = first_line(error)
     if action == "read":
         return UnreachableError(
             f"{repo} is not a local folder, and the Hub cannot be reached: {reason}"

@@ -17,6 +17,7 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import build, leaves
 from accel_gpt.config.plan import Plan, make_plan
 from accel_gpt.errors import UserError
+from accel_gpt.files import load_json, read_json
 from accel_gpt.hub.privacy import hub_dataset, hub_model, place_name, source_name
 from accel_gpt.hub.trained_on import Source, sources_of
 from accel_gpt.report.sample_texts import sample_files, texts_in
@@ -24,7 +25,6 @@ from accel_gpt.training.accelerator import PACKAGES
 from accel_gpt.training.checkpoint import read_shape, read_state
 from accel_gpt.training.metrics import read_lines
 from accel_gpt.training.state import TrainState
-from accel_gpt.untrusted import load_json, read_json
 
 MOST_SAMPLES = 3
 # of no use to others; prompts are text of the user's, which the samples show

@@ -17,14 +17,14 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
-from accel_gpt.errors import CheckpointError, UserError, require
+from accel_gpt.errors import CheckpointError, UserError, first_line, require
+from accel_gpt.files import read_json
 from accel_gpt.hub.client import SCHEME, download, list_files
 from accel_gpt.hub.hf_weights import Tensors, load_weights
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.checkpoint import is_checkpoint, load_model
 from accel_gpt.training.run_folder import checkpoint_steps
-from accel_gpt.untrusted import read_json
 
 STATE = "checkpoint"  # folder of a repository that holds a whole checkpoint
 SAFETENSORS = ("model.safetensors.index.json", "model.safetensors")
@@ -73,7 +73,7 @@ def load_transformers(
         try:
             tensors |= open_file(file)
         except Exception as error:  # SafetensorError, UnpicklingError, RuntimeError, OSError
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             if type(error).__name__ == "UnpicklingError":  # torch recommends weights_only=False
                 reason = "it contains more than tensors, or is damaged; nothing in it was run"
             raise CheckpointError(f"{file} cannot be read: {reason}") from None

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from accel_gpt.files import load_json
 from accel_gpt.hub.privacy import public_key, without_tokens
 from accel_gpt.training.metrics import COLUMNS, read_lines
-from accel_gpt.untrusted import load_json
 
 NUMBER = r"(?:-?[0-9][0-9.]*(?:e[+-]?[0-9]+)?|-?inf|nan)?"
 PUBLIC_ROW = re.compile(rf"[0-9]+(?:,{NUMBER})*\n")

@@ -11,9 +11,9 @@ from typing import Any
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import CheckpointError, require
+from accel_gpt.files import load_yaml, read_json, read_text
 from accel_gpt.hub.client import SCHEME, download, full_repo_name
 from accel_gpt.hub.hf_config import read_shape
-from accel_gpt.untrusted import load_yaml, read_json, read_text
 
 SMALL_FILES = ("config.json", "tokenizer*.json", "chat_template.jinja", "vocab.json", "merges.txt")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")

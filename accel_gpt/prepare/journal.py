@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_gpt.files import sync, write_file
+from accel_gpt.files import read_json, sync, write_file
 from accel_gpt.prepare.shard_writer import Stale
 from accel_gpt.text.documents import Position
-from accel_gpt.untrusted import read_json
 
 JOURNAL = "progress.json"
 VERSION = 1

@@ -12,7 +12,7 @@ from typing import Any
 
 from accel_gpt.data.shards import HEADER, INDEX, check_size, read_index, token_dtype
 from accel_gpt.errors import UserError, require
-from accel_gpt.files import wait_for_lock, write_file
+from accel_gpt.files import lock, write_file
 from accel_gpt.prepare.builder import SPLITS, differences
 from accel_gpt.prepare.prepare import part_folder, publish, summary
 from accel_gpt.prepare.shard_writer import save_index
@@ -35,7 +35,8 @@ def merge(out: Path) -> None:
     merged, names = merged_index(parts, indexes)
     folder = out.with_name(f"{out.name}.merging")
     try:
-        with wait_for_lock(out.with_name(f"{out.name}.lock"), "prepared data"):
+        notice = f"another process prepares {out}; waiting for it\n"
+        with lock(out.with_name(f"{out.name}.lock"), notice=notice):
             if not is_merged(out, merged):
                 folder.mkdir(exist_ok=True)
                 moved = gather(folder, names, token_dtype(merged["vocab_size"]).itemsize)

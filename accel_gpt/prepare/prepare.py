@@ -20,7 +20,7 @@ from typing import Any
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import INDEX, Shard, read_index
 from accel_gpt.errors import UserError, require
-from accel_gpt.files import sync, wait_for_lock
+from accel_gpt.files import lock, sync
 from accel_gpt.prepare.builder import (
     OURS,
     Work,
@@ -53,7 +53,8 @@ def prepare(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) -> 
     folder = out.with_name(f"{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with wait_for_lock(out.with_name(f"{out.name}.lock"), "prepared data"):
+        notice = f"another process prepares {out}; waiting for it\n"
+        with lock(out.with_name(f"{out.name}.lock"), notice=notice):
             if is_ready(config, out, rank, world):
                 return False
             line = build(config, folder, source, rank, world)

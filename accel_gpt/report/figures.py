@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from accel_gpt.untrusted import load_json, open_file
+from accel_gpt.files import load_json, open_file
 
 LONGEST_LINE = 1 << 20  # bytes; ours have some hundred
 MOST_KEYS = 500  # of one run; ours have some dozen

@@ -22,10 +22,9 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.plan import plural
 from accel_gpt.config.shipped import shipped_folder
 from accel_gpt.errors import UserError, require
-from accel_gpt.files import write_file
+from accel_gpt.files import load_json, write_file
 from accel_gpt.report.figures import number
 from accel_gpt.report.run_folder import RunFolder, config_name, read_text
-from accel_gpt.untrusted import load_json
 
 # of the config, what changes neither the shape nor what is computed at the start
 NO_SHAPE = ("preset", "depth", "init_from", "allow_pickle", "vocab_size", "norm_eps")

@@ -10,9 +10,9 @@ from typing import Any
 
 from accel_gpt.config.parse import to_flat
 from accel_gpt.errors import UserError
+from accel_gpt.files import load_json, load_yaml, open_file
 from accel_gpt.redact import without_secrets
 from accel_gpt.report.figures import Figures, number, read_figures
-from accel_gpt.untrusted import load_json, load_yaml, open_file
 
 LARGEST_FILE = 16 << 20  # bytes of run.json and config.yaml; ours have some thousand
 MARKS = ("metrics.jsonl", "run.json")

@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from accel_gpt import untrusted
 from accel_gpt.config.data import PrepareConfig, Source
 from accel_gpt.data.remote.stores import http_request
 from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.files import read_json as read_any_json
 
 # Endings of the files that a folder is searched for; a file given by name may have any.
 SUFFIXES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
@@ -223,7 +223,7 @@ def saved_file(state: Path, entry: object) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a small JSON file."""
     try:
-        return dict(untrusted.read_json(path))
+        return dict(read_any_json(path))
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path} is not the file that save_to_disk writes: {error}") from None
 

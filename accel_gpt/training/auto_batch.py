@@ -22,13 +22,12 @@ from accelerate.utils import DistributedType
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.errors import require
-from accel_gpt.files import write_file
+from accel_gpt.files import load_json, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import device_name
 from accel_gpt.training.ranks import on_main
 from accel_gpt.training.setup import open_corpus, set_up_model
-from accel_gpt.untrusted import load_json
 
 KEPT = "micro_batch.json"
 CUDA_SHARE = 0.94  # of the device for the trial; the rest for NCCL and holes: assumption

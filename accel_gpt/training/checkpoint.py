@@ -24,11 +24,10 @@ from accel_gpt.config.parse import build, flatten, leaves
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, require
-from accel_gpt.files import sha256, write_file
+from accel_gpt.files import load_json, read_text, sha256, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.run_folder import CHECKPOINT, checkpoint_steps, step_name
 from accel_gpt.training.state import TrainState
-from accel_gpt.untrusted import load_json, read_text
 
 FORMAT = 1
 LARGEST_JSON = 16 << 20  # bytes; ours have some thousand
@@ -126,9 +125,7 @@ def check_format(path: Path, content: dict[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or `CheckpointError`."""
     try:
-        if path.stat().st_size > LARGEST_JSON:
-            raise ValueError(f"it has more than {LARGEST_JSON:,} bytes")
-        value = load_json(read_text(path))
+        value = load_json(read_text(path, LARGEST_JSON))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):

@@ -1,6 +1,5 @@
 """The lock of a run's folder: one run at a time works in it."""
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from accel_gpt.errors import BusyError, UserError
+from accel_gpt.files import lock
 
 
 @contextmanager
@@ -18,21 +18,17 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        file = lock(folder / ".lock", wait=False)
+    except BlockingIOError:
+        owner = (folder / ".lock").read_text(errors="replace").strip() or "another process"
+        raise BusyError(
+            f"out_dir {folder} is in use by {owner}; wait for it, or set another out_dir"
+        ) from None
     except OSError as error:
         raise UserError(f"out_dir {folder} cannot be written: {error.strerror}") from None
-    with os.fdopen(handle, "r+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = lock.read().strip() or "another process"
-            raise BusyError(
-                f"out_dir {folder} is in use by {owner}; wait for it, or set another out_dir"
-            ) from None
-        except OSError as error:
-            raise UserError(f"out_dir {folder} cannot be locked: {error.strerror}") from None
-        lock.truncate(0)
+    with file:
+        file.truncate(0)
         now = datetime.now().astimezone().isoformat(" ", "seconds")
-        lock.write(f"process {os.getpid()} on {os.uname().nodename} since {now}")
-        lock.flush()
+        file.write(f"process {os.getpid()} on {os.uname().nodename} since {now}")
+        file.flush()
         yield

@@ -18,7 +18,7 @@ from accelerate.utils.other import load
 from safetensors.torch import load_file
 from torch import Tensor
 
-from accel_gpt.errors import CheckpointError
+from accel_gpt.errors import CheckpointError, first_line
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import state_names
 from accel_gpt.optim.sharded import is_sharded
@@ -114,7 +114,7 @@ def said(error: Exception) -> str:
     """
     if "weights_only" in str(error):
         return "it holds objects other than tensors and plain values, which are not loaded"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    return first_line(error)
 
 
 def check_optimizer(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:

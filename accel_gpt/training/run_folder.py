@@ -14,7 +14,6 @@ left out. Needs no torch. N: records.
 
 import contextlib
 import csv
-import fcntl
 import math
 import re
 from array import array
@@ -29,8 +28,8 @@ import numpy.typing as npt
 
 from accel_gpt.config.parse import to_flat
 from accel_gpt.errors import UserError
+from accel_gpt.files import load_json, load_yaml, lock, open_file, read_json, read_text
 from accel_gpt.redact import SECRET
-from accel_gpt.untrusted import load_json, load_yaml, open_file
 
 LARGEST_FILE = 16 << 20  # bytes of run.json and config.yaml; ours have some thousand
 LARGEST_SAMPLES = 4 << 20  # bytes read of one file of samples
@@ -56,7 +55,7 @@ class RunFolder:
     def launches(self) -> tuple[Mapping[str, Any], ...]:
         """The launches in run.json, oldest first."""
         try:
-            found = load_json(read_small(self.path / "run.json"))["launches"]
+            found = read_json(self.path / "run.json", largest=LARGEST_FILE)["launches"]
             return tuple(launch for launch in found if isinstance(launch, dict))
         except (OSError, ValueError, KeyError, TypeError):
             return ()
@@ -74,7 +73,7 @@ class RunFolder:
         if not file.exists():
             return {}
         try:
-            content = load_yaml(read_small(file))
+            content = load_yaml(read_text(file, LARGEST_FILE))
             if not isinstance(content, Mapping | None):
                 raise ValueError("it is not a config")
             return to_flat(content or {})
@@ -127,8 +126,7 @@ class RunFolder:
     def in_use(self) -> bool:
         """Whether a process works in the folder: it holds the lock of `training/guards.py`."""
         try:
-            with open_file(self.path / ".lock") as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file closes
+            lock(self.path / ".lock", wait=False, shared=True).close()
         except BlockingIOError:
             return True
         except OSError:
@@ -252,15 +250,6 @@ def whole_lines(path: Path) -> Iterator[bytes]:
         while line := file.readline(LONGEST_LINE):
             if line.endswith(b"\n"):
                 yield line
-
-
-def read_small(path: Path) -> str:
-    """The text of a regular file; `OSError`, or `ValueError` if it is too large or not UTF-8."""
-    with open_file(path) as file:
-        content = file.read(LARGEST_FILE + 1)
-    if len(content) > LARGEST_FILE:
-        raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
-    return content.decode()
 
 
 def step_name(step: int) -> str:

@@ -29,8 +29,7 @@ from safetensors.torch import save_file
 from accel_gpt.config.experiment import CheckpointConfig, Config
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import CheckpointError, UserError
-from accel_gpt.faults import reach
-from accel_gpt.files import sha256, sync, write_file
+from accel_gpt.files import fault_point, sha256, sync, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import host_group
 from accel_gpt.training.checkpoint import (
@@ -151,7 +150,7 @@ class Writer:
         """What must happen before training goes on."""
         accelerator = self.accelerator
         folder.mkdir(parents=True, exist_ok=True)
-        reach("save.begun")
+        fault_point("save.begun")
         if self.snapshot:
             if self.main:
                 self.snapshot.take(gpt, optimizer)
@@ -162,7 +161,7 @@ class Writer:
             accelerator.save_state(str(folder))
             if accelerator.distributed_type == DistributedType.FSDP:
                 save_whole(accelerator, gpt, folder)
-        reach("save.filled")
+        fault_point("save.filled")
 
     def complete(
         self, folder: Path, content: dict[str, Any], gpt: GPT, error: str | None
@@ -175,7 +174,7 @@ class Writer:
             if not self.main:
                 return
             if self.snapshot:
-                reach("save.copied")
+                fault_point("save.copied")
                 self.snapshot.write(folder)
             write_json(folder / "trainer_state.json", content)
             shape = {"config": asdict(gpt.config), "vocab_size": gpt.vocab_size}
@@ -288,9 +287,9 @@ def seal(files: list[Path]) -> Files:
     """Force files to disk; their sizes and hashes."""
     sealed = {}
     for path in files:
-        reach("file.written", path)
+        fault_point("file.written", path)
         sync(path)
-        reach("file.synced", path)
+        fault_point("file.synced", path)
         sealed[path.name] = {"size": path.stat().st_size, "sha256": sha256(path)}
     return sealed
 
@@ -310,10 +309,10 @@ def check_shared(folder: Path, files: Files, processes: int) -> None:
 
 def publish(temporary: Path, final: Path, files: Files) -> None:
     """Write the manifest and rename: from here on the checkpoint is valid."""
-    reach("manifest.due")
+    fault_point("manifest.due")
     manifest = temporary / "manifest.json"
     write_json(manifest, {"format": FORMAT, "files": dict(sorted(files.items()))})
-    reach("manifest.written", manifest)
+    fault_point("manifest.written", manifest)
     sync(temporary)
     if final.exists():
         if attempt(lambda: verify(final)) is None:  # renamed before, and not known to be on disk
@@ -321,11 +320,11 @@ def publish(temporary: Path, final: Path, files: Files) -> None:
             sync(final.parent)
             return
         quarantine(final)  # damaged: kept aside, never reused
-        reach("old.aside")
+        fault_point("old.aside")
     temporary.rename(final)
-    reach("renamed")
+    fault_point("renamed")
     sync(final.parent)
-    reach("published")
+    fault_point("published")
 
 
 def prune(out_dir: Path, config: CheckpointConfig, step: int, best_step: int | None) -> None:
@@ -343,7 +342,7 @@ def prune(out_dir: Path, config: CheckpointConfig, step: int, best_step: int | N
         with contextlib.suppress(OSError):
             if best_step in states:
                 write_file(best, [f"{best_step}\n".encode()])
-                reach("best.named")
+                fault_point("best.named")
         with contextlib.suppress(OSError, ValueError):
             keep.add(int(best.read_text(encoding="utf-8")))
     for old in states.keys() - keep:
@@ -356,9 +355,9 @@ def discard(root: Path, step: int) -> None:
     with contextlib.suppress(OSError):
         shutil.rmtree(trash, ignore_errors=True)
         (root / step_name(step)).rename(trash)
-        reach("trash.renamed", trash / "optimizer.bin")
+        fault_point("trash.renamed", trash / "optimizer.bin")
         shutil.rmtree(trash, ignore_errors=True)
-        reach("trash.gone")
+        fault_point("trash.gone")
 
 
 def clean(root: Path) -> None:

@@ -19,8 +19,8 @@ import torch
 from accel_gpt import cli, train
 from accel_gpt.config.parse import load_config
 from accel_gpt.errors import CheckpointError, UserError
+from accel_gpt.files import load_yaml
 from accel_gpt.training.checkpoint import find_checkpoint, read_json, read_shape, read_state, verify
-from accel_gpt.untrusted import load_yaml
 from tests.conftest import launch, run_here
 from tests.faults.attack import fit, pickled, plant, zipped
 

@@ -9,8 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from accel_gpt.data.remote.stores import About, Remote, Unreachable, explained
 from accel_gpt.errors import DataError
-from accel_gpt.files import write_all
-from accel_gpt.untrusted import LARGEST_FILE
+from accel_gpt.files import LARGEST_TEXT, write_all
 
 T = TypeVar("T")
 CHUNK = 1 << 16  # bytes read at once; a TLS record has 2^14
@@ -140,10 +139,10 @@ def receive(
             if not data:
                 break
             got.add(data)
-            if size is None and got.count > LARGEST_FILE:
+            if size is None and got.count > LARGEST_TEXT:
                 got.restart()
                 raise DataError(
-                    f"{remote.shown}/{name} goes on after {LARGEST_FILE:,} bytes, and its server "
+                    f"{remote.shown}/{name} goes on after {LARGEST_TEXT:,} bytes, and its server "
                     "does not tell its size; serve the folder with Content-Length"
                 )
     finally:

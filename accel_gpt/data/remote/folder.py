@@ -35,8 +35,7 @@ from accel_gpt.data.remote.stores import (
 )
 from accel_gpt.data.shards import INDEX, Shard, read_index, token_dtype
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.files import sync
-from accel_gpt.untrusted import LARGEST_FILE
+from accel_gpt.files import LARGEST_TEXT, sync
 
 POLL = 0.2  # seconds between two looks for room that others hold
 
@@ -112,10 +111,10 @@ class RemoteFolder:
         about = self.about(name)
         if about is None:
             raise Missing(f"{self.remote.shown}/{name} does not exist; check the address")
-        if name.endswith(".json") and (about.size or 0) > LARGEST_FILE:
+        if name.endswith(".json") and (about.size or 0) > LARGEST_TEXT:
             raise DataError(
                 f"{self.remote.shown}/{name} has {about.size:,} bytes, expected at most "
-                f"{LARGEST_FILE:,}; it is not an index or a tokenizer"
+                f"{LARGEST_TEXT:,}; it is not an index or a tokenizer"
             )
         return self.get(name, about, shard=False)
 

@@ -20,10 +20,10 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import open_split, read_index
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer, train_bpe
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.prepare import builder as build
 from accel_gpt.prepare import dedupe as seen
-from accel_gpt.prepare import journal, workers
+from accel_gpt.prepare import prepare as build
 from accel_gpt.prepare import shard_writer as writer
+from accel_gpt.prepare import workers
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.text import documents as sources
 
@@ -33,8 +33,6 @@ fork = multiprocessing.get_context("fork")
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A journal every few documents, batches of a few, long documents in pieces."""
-    monkeypatch.setattr(build, "JOURNAL_BYTES", 700)
-    monkeypatch.setattr(writer, "FLUSH_TOKENS", 100)
     monkeypatch.setattr(workers, "BATCH_CHARACTERS", 500)
     monkeypatch.setattr(workers, "PIECE_CHARACTERS", 10)
     monkeypatch.setattr(sources, "BATCH_CHARACTERS", 60)
@@ -98,15 +96,10 @@ def at_each_write(act: Callable[[], None]) -> None:
 
         return called
 
-    def in_the_middle(file: io.FileIO, data: memoryview) -> None:
-        file.write(data[: len(data) // 2])
-        tick()
-        file.write(data[len(data) // 2 :])
-
     os.fsync = before(os.fsync)
     Path.rename = before(Path.rename)  # type: ignore[method-assign]
     Path.unlink = before(Path.unlink)  # type: ignore[method-assign]
-    writer.write_all = in_the_middle
+    writer.ShardWriter.add = before(writer.ShardWriter.add)  # type: ignore[method-assign]
     seen.Seen.commit = before(seen.Seen.commit)  # type: ignore[method-assign]
 
 
@@ -189,7 +182,7 @@ def test_a_kill_at_any_write_does_no_harm(
         prepare(config, out)
         assert content(out) == content(tmp_path / "undisturbed"), after
         assert sorted(os.listdir(out.parent)) == ["made", "made.lock"]
-        continued += "continuing from" in capsys.readouterr().err
+        continued += "resuming from" in capsys.readouterr().err
         for path in out.iterdir():
             path.unlink()
         out.rmdir()
@@ -236,17 +229,17 @@ def test_a_full_disk_is_told_and_continued_from(
             (os, "fsync"),
             (Path, "rename"),
             (Path, "unlink"),
-            (writer, "write_all"),
+            (writer.ShardWriter, "add"),
             (seen.Seen, "commit"),
         ):
             patch.setattr(owner, name, getattr(owner, name))
         at_each_write(full)
-        with pytest.raises(UserError, match=r"No space left.*make room and run the same command"):
+        with pytest.raises(UserError, match=r"No space left.*run the same command again: it"):
             prepare(config, out)
     check_nothing_half(out)
     capsys.readouterr()
     prepare(config, out)
-    assert ("continuing from" in capsys.readouterr().err) == (number > 3)
+    assert ("resuming from" in capsys.readouterr().err) == (number > 3)
     assert content(out) == content(tmp_path / "undisturbed")
 
 
@@ -259,11 +252,11 @@ def test_ctrl_c_keeps_what_is_made_and_says_so(
     stop_after(monkeypatch, 2, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         prepare(config, out)
-    assert "made.partial is kept; run the same command again: it continues" in (
+    assert "made.partial is kept; run the same command again: it resumes" in (
         capsys.readouterr().err
     )
     prepare(config, out)
-    assert "continuing from 937 tokens" in capsys.readouterr().err
+    assert "resuming from 1,969 tokens" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------- starting over
@@ -273,9 +266,9 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, saves: int, error: BaseException
     """Raise `error` once, after the journal was written `saves` times with text."""
     real, left = build.Work.save, saves + 1
 
-    def save(work: build.Work) -> None:
+    def save(work: build.Work, *position: Any) -> None:
         nonlocal left
-        real(work)
+        real(work, *position)
         left -= 1
         if left == 0:
             raise error
@@ -308,7 +301,7 @@ def other_tokenizer(folder: Path) -> None:
 
 
 def edit(folder: Path, **changes: Any) -> None:
-    path = folder / journal.JOURNAL
+    path = folder / build.JOURNAL
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
@@ -323,11 +316,10 @@ def edit(folder: Path, **changes: Any) -> None:
         (lambda f: os.truncate(f / "progress.json", 0), "progress.json is damaged"),
         (lambda f: (f / "progress.json").write_text("[1]"), "progress.json is damaged"),
         (lambda f: edit(f, version=9), "another version"),
-        (lambda f: edit(f, position=[0, -1, 0]), "progress.json is damaged"),
         (lambda f: edit(f, splits={"train": {}}), "progress.json is damaged"),
         (lambda f: os.truncate(f / "train_000000.npy.part", 500), "train_000000.npy.part holds"),
         (lambda f: (f / "train_000000.npy.part").unlink(), "train_000000.npy.part holds less"),
-        (lambda f: (f / "seen.sqlite3").unlink(), "seen.sqlite3 knows 0 documents"),
+        (lambda f: (f / "seen.sqlite3").unlink(), "seen.sqlite3 holds 0 documents"),
         (lambda f: (f / "seen.sqlite3").write_bytes(b"x" * 5000), "seen.sqlite3: file is not a"),
     ],
 )
@@ -345,7 +337,7 @@ def test_what_does_not_belong_together_starts_over(
     said = capsys.readouterr().err
     assert reason in said
     assert "starting over" in said
-    assert "continuing" not in said
+    assert "resuming" not in said
     prepare(stopped, tmp_path / "undisturbed")
     assert content(out) == content(tmp_path / "undisturbed")
 
@@ -354,7 +346,7 @@ def test_with_other_workers_it_continues(
     stopped: PrepareConfig, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare(replace(stopped, workers=2, vocab_size=999, skip_invalid=True), out)
-    assert "continuing from" in capsys.readouterr().err
+    assert "resuming from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -365,7 +357,7 @@ def test_other_settings_are_refused_and_the_work_is_kept(
 ) -> None:
     before = content(partial(out))
     [(key, value)] = change.items()
-    said = rf"{key}: begun with {getattr(stopped, key)}, asked {value}\); repeat .*made\.partial to"
+    said = rf"{key}: {getattr(stopped, key)}, requested {value}\); repeat .*made\.partial to"
     with pytest.raises(UserError, match=said):
         prepare(replace(stopped, **change), out)
     assert content(partial(out)) == before
@@ -388,7 +380,7 @@ def test_the_path_may_be_spelled_otherwise(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prepare(replace(stopped, path="data/../a.jsonl"), out)
-    assert "continuing from" in capsys.readouterr().err
+    assert "resuming from" in capsys.readouterr().err
 
 
 def test_a_complete_partial_folder_of_other_settings_is_kept(
@@ -396,7 +388,7 @@ def test_a_complete_partial_folder_of_other_settings_is_kept(
 ) -> None:
     prepare(config, out)
     out.rename(partial(out))
-    with pytest.raises(UserError, match="val_fraction: begun with"):
+    with pytest.raises(UserError, match=r"val_fraction: 0\.1, requested 0\.2"):
         prepare(replace(config, val_fraction=0.2), out)
     prepare(config, out)
     assert not partial(out).exists()
@@ -424,8 +416,8 @@ def test_a_journal_that_cannot_be_read_now_keeps_the_work(
 
     before = content(partial(out))
     with monkeypatch.context() as patch:
-        patch.setattr(journal, "read_json", fails)
-        with pytest.raises(UserError, match=r"Input/output error$"):
+        patch.setattr(build, "read_json", fails)
+        with pytest.raises(UserError, match=r"Input/output error"):
             prepare(stopped, out)
     assert content(partial(out)) == before
 
@@ -442,7 +434,7 @@ def test_what_is_left_out_at_the_end_is_counted_once(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("accel_gpt.prepare.prepare.finish", stop)
+        patch.setattr("accel_gpt.prepare.prepare.check_splits", stop)
         with pytest.raises(KeyboardInterrupt):
             prepare(config, out)
     prepare(config, out)
@@ -458,7 +450,7 @@ def test_what_skipped_is_not_continued_without_skipping(
         stop_after(patch, 3, OSError(28, "full"))
         with pytest.raises(UserError, match="full"):
             prepare(replace(config, skip_invalid=True), out)
-    with pytest.raises(UserError, match="skip_invalid: begun with True, asked False"):
+    with pytest.raises(UserError, match="skip_invalid: True, requested False"):
         prepare(config, out)
 
 
@@ -489,18 +481,6 @@ def test_ctrl_c_ends_the_training_of_a_tokenizer(config: PrepareConfig, out: Pat
     finally:
         process.kill()
     assert not partial(out).exists()
-
-
-def test_a_shard_that_the_journal_does_not_know_is_removed(
-    stopped: PrepareConfig, out: Path, tmp_path: Path
-) -> None:
-    (partial(out) / "train_000077.npy.part").write_bytes(b"more")
-    state = journal.read_journal(partial(out)).splits["train"]
-    writer.ShardWriter(partial(out), "train", np.dtype("<u2"), 900, state)
-    assert not (partial(out) / "train_000077.npy.part").exists()
-    prepare(stopped, out)
-    prepare(stopped, tmp_path / "undisturbed")
-    assert content(out) == content(tmp_path / "undisturbed")
 
 
 def test_a_strange_file_is_never_removed(stopped: PrepareConfig, out: Path) -> None:
@@ -560,7 +540,7 @@ def test_what_stopped_at_an_invalid_line_continues_with_skip_invalid(
         prepare(config, out)
     prepare(replace(config, skip_invalid=True), out)
     said = capsys.readouterr()
-    assert "continuing from" in said.err
+    assert "resuming from" in said.err
     assert "2 invalid skipped" in said.out
     assert read_index(out)["prepared"]["skipped"] == 2
     prepare(replace(config, skip_invalid=True), tmp_path / "undisturbed")
@@ -568,22 +548,18 @@ def test_what_stopped_at_an_invalid_line_continues_with_skip_invalid(
 
 
 def test_a_writer_holds_few_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "BUFFER_BYTES", 200)
     one = writer.ShardWriter(tmp_path, "train", np.dtype("<u2"), 10_000)
     held = 0
     for _ in range(500):
         one.add(np.ones(7, "<u2"), 1, 7)
-        held = max(held, sum(map(len, one.waiting)))
-    assert held < 107
-    monkeypatch.setattr(writer, "FLUSH_ARRAYS", 5)
-    one.add(np.ones(7, "<u2"), 1, 7)
-    for _ in range(50):
-        one.add(np.ones(1, "<u2"), 1, 1)
-        assert len(one.waiting) <= 5
+        held = max(held, len(one.buffer))
+    assert 180 < held < 214
 
 
 def test_small_documents_make_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     piece = sources.Piece("train", "a", True, True, b"", (0, 0, 0))
-    found = list(workers.batches(workers.Read(piece, (0, 0, 0)) for _ in range(500)))
+    found = list(workers.batches(piece for _ in range(500)))
     assert max(map(len, found)) < 50
     assert sum(map(len, found)) == 500
 

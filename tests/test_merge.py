@@ -188,9 +188,9 @@ def test_parts_that_are_missing_are_named(
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("val_fraction", 0.5, r"other settings.*val_fraction: there 0.3, asked 0.5"),
+        ("val_fraction", 0.5, r"other settings.*val_fraction: 0.3, requested 0.5"),
         ("source_fingerprint", "x", r"made from other files than x\.part00000"),
-        ("rank", 0, r"holds part 0 of 3, which is not what its name says"),
+        ("rank", 0, r"holds part 0 of 3, not the one of its name"),
         ("world", 4, r"holds part 1 of 4"),
     ],
 )
@@ -257,8 +257,8 @@ def test_changed_files_are_noticed_between_the_parts(
     ("change", "rank", "world", "message"),
     [
         ({"dedupe": True}, 0, 2, "duplicates would be found within a part only"),
-        ({"source": "shards"}, 0, 2, "shards are copied in one piece"),
-        ({"path": "-"}, 0, 2, "path is - with --world 2; standard input is read in one piece"),
+        ({"source": "shards"}, 0, 2, "shards are copied by one machine"),
+        ({"path": "-"}, 0, 2, "path is - with --world 2; standard input is read by one machine"),
         ({}, 2, 2, "--rank is 2 and --world 2; ranks are 0 to world - 1"),
         ({}, -1, 2, "--rank is -1"),
         ({}, 0, 0, "--world 0"),

@@ -22,11 +22,11 @@ from accel_gpt.data.shards import open_split, read_index
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.files import lock
-from accel_gpt.prepare import builder as build
-from accel_gpt.prepare import from_shards, workers
+from accel_gpt.prepare import copying, workers
 from accel_gpt.prepare import prepare as room
-from accel_gpt.prepare.prepare import prepare, recorded_path
+from accel_gpt.prepare.prepare import prepare
 from accel_gpt.prepare.progress import Progress
+from accel_gpt.prepare.recipe import path_without_secrets as recorded_path
 
 
 @pytest.fixture
@@ -139,8 +139,8 @@ def test_a_ready_folder_whose_text_has_changed_is_left_with_a_warning(
     (path / "000.txt").write_text("something longer than what was there before, not prepared")
     assert not prepare(config, out)
     assert capsys.readouterr().err == (
-        f"WARNING: the text of {path} has changed since {out} was prepared; the folder is left as "
-        "it is: delete it to prepare again\n"
+        f"WARNING: the text of {path} has changed since {out} was prepared; the folder is left "
+        "unchanged: delete it to prepare again\n"
     )
     shutil.rmtree(path)
     assert not prepare(config, out)
@@ -152,7 +152,7 @@ def test_what_was_skipped_is_not_taken_for_all(config: PrepareConfig, out: Path)
     (Path(str(config.path)) / "bad.txt").write_bytes(b"\xff")
     prepare(replace(config, skip_invalid=True), out)
     prepare(replace(config, skip_invalid=True), out)
-    with pytest.raises(UserError, match="which left out 1 invalid"):
+    with pytest.raises(UserError, match="which skipped 1 invalid"):
         prepare(config, out)
 
 
@@ -163,7 +163,7 @@ def test_other_errors_of_the_system_ask_for_no_room(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", refused)
-    with pytest.raises(UserError, match=r"Input/output error$"):
+    with pytest.raises(UserError, match=r"Input/output error"):
         prepare(config, out)
 
 
@@ -174,8 +174,8 @@ def test_other_settings_are_listed_and_nothing_is_touched(config: PrepareConfig,
     with pytest.raises(UserError) as error:
         prepare(replace(config, vocab_size=300, val_fraction=0.2), out)
     for part in (
-        "vocab_size: prepared 280, asked 300",
-        "val_fraction: prepared 0.1, asked 0.2",
+        "vocab_size: 280, requested 300",
+        "val_fraction: 0.1, requested 0.2",
         "delete the folder or choose another data.train",
     ):
         assert part in str(error.value)
@@ -186,7 +186,7 @@ def test_other_settings_are_listed_and_nothing_is_touched(config: PrepareConfig,
 def test_a_folder_of_others_is_never_overwritten(config: PrepareConfig, out: Path) -> None:
     out.mkdir(parents=True)
     (out / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"has no dataset\.json.*left as it is"):
+    with pytest.raises(UserError, match=r"has no dataset\.json.*left unchanged"):
         prepare(config, out)
     assert os.listdir(out) == ["thesis.txt"]
     (out / "thesis.txt").unlink()
@@ -226,18 +226,17 @@ def test_a_disk_full_from_the_start_leaves_nothing(
     assert os.listdir(out.parent) == ["made.lock"]
 
 
-@pytest.mark.parametrize("work", ["builder.make_tokenizer", "workers.cached_tokenizer"])
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the patch reaches forked processes only")
+@pytest.mark.parametrize("work", ["prepare.save_tokenizer", "workers.encode_batch"])
 def test_a_killed_worker_is_reported(
     config: PrepareConfig, out: Path, monkeypatch: pytest.MonkeyPatch, work: str
 ) -> None:
-    if sys.platform != "linux":
-        pytest.skip("the patch reaches forked processes only")
-
-    def die(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
     monkeypatch.setattr(f"accel_gpt.prepare.{work}", die)
-    config = replace(config, tokenizer="bpe" if work.startswith("builder") else "bytes")
+    config = replace(config, tokenizer="bpe" if work.startswith("prepare") else "bytes")
     with pytest.raises(UserError, match=r"was killed.*fewer data\.prepare\.workers"):
         prepare(config, out)
     assert not out.exists()
@@ -249,15 +248,15 @@ fork = multiprocessing.get_context("fork")
 
 
 def prepare_and_count(config: PrepareConfig, out: Path, built: Any) -> None:
-    real = room.build
+    real = room.fill
 
-    def counted(*arguments: Any) -> str:
+    def counted(*arguments: Any) -> None:
         with built.get_lock():
             built.value += 1
         time.sleep(0.2)
-        return real(*arguments)
+        real(*arguments)
 
-    room.build = counted
+    room.fill = counted
     prepare(config, out)
 
 
@@ -305,7 +304,7 @@ def test_progress_is_plain_lines_at_most_every_five_seconds(
 ) -> None:
     clock = iter([100.0, 101.0, 106.0, 107.0, 112.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    with Progress(40_000_000) as progress:
+    with Progress("tokenizing", 40_000_000) as progress:
         for _ in range(4):
             progress.add(6_000_000)
     assert capsys.readouterr().err.splitlines() == [
@@ -321,7 +320,7 @@ def test_progress_is_a_bar_on_a_terminal(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     for total in (2_000_000, None):
-        with Progress(total) as progress:
+        with Progress("tokenizing", total) as progress:
             progress.add(1_000_000)
             time.sleep(0.11)
             progress.add(1_000_000)
@@ -344,7 +343,7 @@ def test_an_older_folder_counts_as_made_with_the_defaults(config: PrepareConfig,
         del index["prepared"][key]
     (out / "dataset.json").write_text(json.dumps(index))
     prepare(replace(config, skip_invalid=True), out)
-    with pytest.raises(UserError, match="dedupe: prepared False, asked True"):
+    with pytest.raises(UserError, match="dedupe: False, requested True"):
         prepare(replace(config, dedupe=True), out)
 
 
@@ -391,21 +390,21 @@ def test_shards_of_others_are_copied_and_continued(
     place = llm_c_shards(tmp_path / "theirs", ids)
     config = copy_of(place, shard_tokens=3)
     prepare(config, tmp_path / "undisturbed")
-    real, left = build.Work.save, 4
+    real, left = room.Work.save, 4
 
-    def save(work: build.Work) -> None:
+    def save(work: room.Work, *position: Any) -> None:
         nonlocal left
-        real(work)
+        real(work, *position)
         left -= 1
         if left == 0:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(build.Work, "save", save)
-    with pytest.raises(UserError, match="it continues"):
+    monkeypatch.setattr(room.Work, "save", save)
+    with pytest.raises(UserError, match="it resumes"):
         prepare(config, out)
     capsys.readouterr()
     prepare(config, out)
-    assert "continuing from 9 tokens" in capsys.readouterr().err
+    assert "resuming from 9 tokens" in capsys.readouterr().err
     assert content(out) == content(tmp_path / "undisturbed")
     assert tokens(out, "train") == ids
     assert tokens(out, "val") == ids[8:]
@@ -419,9 +418,9 @@ def test_a_token_that_the_tokenizer_lacks_stops_the_copy(
 ) -> None:
     prepare(replace(config, tokenizer="bpe", vocab_size=280), out)
     opened = open_split(out, "train"), BytesTokenizer()
-    monkeypatch.setattr(from_shards, "open_source", lambda *_: opened)
+    monkeypatch.setattr(copying, "open_source", lambda *_: opened)
     with pytest.raises(DataError, match=r"train_0000.*holds token 27.*less than 257"):
-        list(from_shards.copied(copy_of(out), (0, 0, 0)))
+        list(copying.copy_shards(copy_of(out), (0, 0, 0)))
 
 
 def test_documents_in_shards_cannot_be_compared(out: Path, tmp_path: Path) -> None:

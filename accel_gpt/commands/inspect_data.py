@@ -13,7 +13,6 @@
          sha256 {equal, different, unknown} (shards), file_bytes, seconds}
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,7 @@ from accel_gpt.data.shards import HEADER, INDEX, Shard, Split, check_size, open_
 from accel_gpt.data.sources import open_data, open_remote
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import DataError, UserError, require
-from accel_gpt.prepare.progress import Progress, byte_bar
+from accel_gpt.prepare.progress import Progress
 
 
 def inspect_data(
@@ -48,7 +47,7 @@ def inspect_data(
     splits = {split.name: describe(split) for split in opened.splits}
     size = sum(split.tokens * split.dtype.itemsize for split in opened.splits)
     if not quick:
-        with Reading(size) as progress:
+        with Progress("reading", size) as progress:
             for split in opened.splits:
                 splits[split.name]["windows"] = first_windows(split, tokenizer, windows, block_size)
                 start = time.monotonic()
@@ -142,28 +141,6 @@ def findings(split: Split, tokenizer: Tokenizer | None, result: ScanResult) -> d
         "sha256": result.hashes,
         "file_bytes": result.file_bytes,
     }
-
-
-class Reading(Progress):
-    """The same for reading shards."""
-
-    def __enter__(self) -> "Reading":
-        if sys.stderr.isatty():
-            self.bar = byte_bar()
-            self.bar.add_task("reading", total=self.total)
-            self.bar.start()
-        return self
-
-    def add(self, amount: int) -> None:
-        """Count `amount` bytes, and show them when it is time."""
-        if self.bar is not None:
-            super().add(amount)
-            return
-        self.done += amount
-        now = time.monotonic()
-        if now - self.shown >= 5.0:
-            self.shown = now
-            sys.stderr.write(f"reading: {self.line(now - self.start)}\n")
 
 
 # --------------------------------------------------------------------------- places

@@ -1,7 +1,7 @@
 """Parts of a data folder, made by several machines -> one folder, without tokenizing again.
 
 Reads `<out>.part{rank:05d}-of-{world:05d}`. The parts stay: their shards are linked, so that the
-merged folder takes no room of its own. Killed and called again it goes on.
+merged folder takes no space of its own. A merge that was stopped can be run again.
 """
 
 import re
@@ -13,43 +13,43 @@ from typing import Any
 from accel_gpt.data.shards import HEADER, INDEX, check_size, read_index, token_dtype
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import lock, write_file
-from accel_gpt.prepare.builder import SPLITS, differences
 from accel_gpt.prepare.prepare import part_folder, publish, summary
+from accel_gpt.prepare.recipe import differences
 from accel_gpt.prepare.shard_writer import save_index
+from accel_gpt.text.documents import SPLITS
 
-OF_A_PART = ("rank", "skipped")  # what may differ between parts
 Index = dict[str, Any]
-Names = dict[str, tuple[Path, int]]  # name in the whole -> file of a part, tokens
 
 
 def merge(out: Path) -> None:
     """Join all parts of `out` beside it, in rank order.
 
     Raises `UserError` for parts that are missing or do not belong together, `DataError` for shards
-    that are.
+    that are missing or cut short.
     """
     out = Path(out).resolve()
     parts = find_parts(out)
     indexes = [read_index(part) for part in parts]
     check_parts(parts, indexes)
-    merged, names = merged_index(parts, indexes)
+    merged, sources = merged_index(parts, indexes)
     folder = out.with_name(f"{out.name}.merging")
     try:
         notice = f"another process prepares {out}; waiting for it\n"
         with lock(out.with_name(f"{out.name}.lock"), notice=notice):
-            if not is_merged(out, merged):
+            if not out.exists() or (out.is_dir() and not any(out.iterdir())):
                 folder.mkdir(exist_ok=True)
-                moved = gather(folder, names, token_dtype(merged["vocab_size"]).itemsize)
+                link_shards(folder, merged, sources)
                 for path in parts[0].glob("tokenizer*.json"):
                     write_file(folder / path.name, [path.read_bytes()])
                 save_index(folder, merged)
                 publish(folder, out)
-                if moved:
-                    sys.stderr.write("links are impossible here: the shards were moved\n")
+            elif not (out / INDEX).exists() or read_index(out) != merged:
+                raise UserError(
+                    f"{out} exists and is not what its parts make; remove it, or the parts"
+                )
     except OSError as error:
         raise UserError(
-            f"data folder {out} could not be written: {error}; run the same command again: it "
-            "goes on"
+            f"data folder {out} could not be written: {error}; run the same command again"
         ) from None
     sys.stdout.write(
         f"merged {out}: {len(parts)} parts, {summary(merged)}; the parts may be deleted: "
@@ -60,74 +60,72 @@ def merge(out: Path) -> None:
 def find_parts(out: Path) -> list[Path]:
     """The folders of all parts, in rank order."""
     pattern = re.compile(re.escape(out.name) + r"\.part(\d{5,})-of-(\d{5,})")
-    names = sorted(path.name for path in out.parent.iterdir()) if out.parent.is_dir() else []
-    found = [(int(m[1]), int(m[2])) for m in map(pattern.fullmatch, names) if m]
+    names = [path.name for path in out.parent.iterdir()] if out.parent.is_dir() else []
+    found = sorted((int(m[2]), int(m[1])) for m in map(pattern.fullmatch, names) if m)
     require(
         bool(found),
         f"{out} has no parts beside it ({out.name}.part00000-of-...); make them with accel-gpt "
         "prepare --rank and --world",
     )
-    worlds = sorted({world for _, world in found})
+    world = found[0][0]
     require(
-        len(worlds) == 1,
-        f"the parts of {out} are of different numbers of machines: "
-        f"{' and '.join(map(str, worlds))}; remove those that do not belong to it",
+        found[-1][0] == world,
+        f"the parts of {out} are of different numbers of machines: {world} and {found[-1][0]}; "
+        "remove those that do not belong to it",
     )
-    missing = sorted(set(range(worlds[0])) - {rank for rank, _ in found})
+    missing = sorted(set(range(world)) - {rank for _, rank in found})
     require(
         not missing,
-        f"{out} lacks part {', '.join(map(str, missing))} of {worlds[0]}; make it with accel-gpt "
-        f"prepare --rank {missing[0] if missing else 0} --world {worlds[0]}",
+        f"{out} lacks part {', '.join(map(str, missing))} of {world}; make it with accel-gpt "
+        f"prepare --rank {missing[0] if missing else 0} --world {world}",
     )
-    return [part_folder(out, rank, worlds[0]) for rank in range(worlds[0])]
+    return [part_folder(out, rank, world) for rank in range(world)]
 
 
 def check_parts(parts: list[Path], indexes: list[Index]) -> None:
     """All must be made in the same way, from the same files, with the same tokenizer."""
-    first = common(indexes[0])
+    first, first_name = common(indexes[0]), parts[0].name
     for rank, (part, index) in enumerate(zip(parts, indexes, strict=True)):
         made = index["prepared"]
         require(
             (made.get("rank"), made.get("world")) == (rank, len(parts)),
-            f"{part} holds part {made.get('rank')} of {made.get('world')}, which is not what its "
-            "name says; give it its name back",
+            f"{part} holds part {made.get('rank')} of {made.get('world')}, not the one of its "
+            "name; rename it",
         )
-        differ = differences(first, common(index), "there")
-        files = any(one.startswith("source_fingerprint") for one in differ)
+        differ = differences(first, common(index))
         require(
-            not files,
-            f"{part} was made from other files than {parts[0].name} (their names or sizes "
+            not any(one.startswith("source_fingerprint") for one in differ),
+            f"{part} was made from other files than {first_name} (their names or sizes "
             "differ); copy the files and make the part again",
         )
         require(
             not differ,
-            f"{part} was prepared with other settings than {parts[0].name} "
-            f"({'; '.join(differ)}); make it again with the same",
+            f"{part} was prepared with other settings than {first_name} ({'; '.join(differ)}); "
+            "make it again with the same",
         )
         require(
             index["tokenizer"] == indexes[0]["tokenizer"],
-            f"{part} was made with another tokenizer than {parts[0].name}; make it again with the "
+            f"{part} was made with another tokenizer than {first_name}; make it again with the "
             "same tokenizer and text",
         )
 
 
 def common(index: Index) -> Mapping[str, Any]:
     """The settings that all parts share."""
-    return {key: value for key, value in index["prepared"].items() if key not in OF_A_PART}
+    return {k: v for k, v in index["prepared"].items() if k not in ("rank", "skipped")}
 
 
-def merged_index(parts: list[Path], indexes: list[Index]) -> tuple[Index, Names]:
-    """The index of the whole, and where its shards are."""
-    splits: dict[str, list[Any]] = {}
-    names: Names = {}
-    for split in SPLITS:
-        splits[split] = []
+def merged_index(parts: list[Path], indexes: list[Index]) -> tuple[Index, dict[str, Path]]:
+    """The index of the merged folder, and the shard of a part behind each of its names."""
+    splits: dict[str, list[Any]] = {split: [] for split in SPLITS}
+    sources: dict[str, Path] = {}
+    for split, shards in splits.items():
         for part, index in zip(parts, indexes, strict=True):
             for shard in index["splits"].get(split, ()):
-                name = f"{split}_{len(splits[split]):06d}.npy"
-                splits[split].append({**shard, "name": name})
-                names[name] = (part / shard["name"], shard["tokens"])
-        tokens = sum(shard["tokens"] for shard in splits[split])
+                name = f"{split}_{len(shards):06d}.npy"
+                shards.append({**shard, "name": name})
+                sources[name] = part / shard["name"]
+        tokens = sum(shard["tokens"] for shard in shards)
         require(
             tokens > 1,
             f"there is too little text to train on: the parts have {tokens} tokens for {split}, "
@@ -136,28 +134,17 @@ def merged_index(parts: list[Path], indexes: list[Index]) -> tuple[Index, Names]
     prepared = {k: v for k, v in common(indexes[0]).items() if k != "world"}
     if any("skipped" in index["prepared"] for index in indexes):
         prepared["skipped"] = sum(index["prepared"].get("skipped", 0) for index in indexes)
-    return {**indexes[0], "prepared": prepared, "splits": splits}, names
+    return {**indexes[0], "prepared": prepared, "splits": splits}, sources
 
 
-def is_merged(out: Path, merged: Index) -> bool:
-    """Whether `out` is this already; `UserError` when it is something else."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return False
-    require(
-        (out / INDEX).exists() and read_index(out) == merged,
-        f"{out} exists and is not what its parts make; remove it, or the parts",
-    )
-    return True
+def link_shards(folder: Path, merged: Index, sources: Mapping[str, Path]) -> None:
+    """Link each shard into `folder` under its new name, or move it where links are impossible.
 
-
-def gather(folder: Path, names: Names, itemsize: int) -> bool:
-    """Link each shard into `folder` under its new name, or move it there; whether one was moved.
-
-    A file that is there already and not in its part any more was moved by a merge that was killed.
+    A file that is there already and no longer in its part was moved by a merge that was stopped.
     """
-    moved = False
-    for name, (source, tokens) in names.items():
-        target = folder / name
+    moved, itemsize = False, token_dtype(merged["vocab_size"]).itemsize
+    for shard in (shard for split in merged["splits"].values() for shard in split):
+        source, target = sources[shard["name"]], folder / shard["name"]
         if source.exists() and not (target.exists() and target.samefile(source)):
             target.unlink(missing_ok=True)
             try:
@@ -165,5 +152,6 @@ def gather(folder: Path, names: Names, itemsize: int) -> bool:
             except OSError:
                 source.rename(target)
                 moved = True
-        check_size(target, HEADER + tokens * itemsize)
-    return moved
+        check_size(target, HEADER + shard["tokens"] * itemsize)
+    if moved:
+        sys.stderr.write("links are impossible here: the shards were moved\n")

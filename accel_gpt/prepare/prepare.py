@@ -1,47 +1,71 @@
 """Text -> a data folder of token shards, made once, completely or not at all.
 
-Reads what `text/documents.py` finds; writes shards, dataset.json and tokenizer.json, in
-`<out>.partial` until all is there. Stopped at any moment and called again it continues; see
-`builder.py` for that, and for the memory that it takes.
+Reads what `text/documents.py` finds; writes shards, dataset.json and tokenizer.json into
+`<out>.partial`, which gets the name `<out>` once it is complete. A journal there, written whenever
+a shard is full, lets the same command resume after any interruption, with the same bytes.
+
+Memory, with w workers: of text at most 2w + 1 batches of about 1 MB wait here and one in each
+worker; the dedupe database keeps 128 MiB of pages. With the interpreter, its libraries and the
+vocabulary (100 to 150 MB a process, partly shared) that is at most about 0.6 GB for 2 workers
+(15 MB of JSON lines took 0.11 GB, half a million documents of one letter 0.15 GB), and stays below
+2 GiB on any input that can be cut (see `Tokenizer.cuts_at_lines`: for tokenizer.json files of
+others the longest document is added about ten times). Training a bpe comes before and takes what
+its `sample_bytes` need.
 """
 
-import errno
-import hashlib
+import json
 import re
 import shutil
+import sqlite3
 import sys
 import time
-import urllib.parse
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.data.shards import INDEX, Shard, read_index
-from accel_gpt.errors import UserError, require
-from accel_gpt.files import lock, sync
-from accel_gpt.prepare.builder import (
-    OURS,
-    Work,
-    begin,
-    check_begun,
-    differences,
-    discard,
-    fingerprint,
-    other_text,
-    write_shards,
+from accel_gpt.data.shards import INDEX, Shard, read_index, token_dtype
+from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
+from accel_gpt.errors import DataError, UserError
+from accel_gpt.files import lock, read_json, sync, write_file
+from accel_gpt.prepare.copying import copy_shards, open_source
+from accel_gpt.prepare.dedupe import DATABASE, Seen, open_seen
+from accel_gpt.prepare.progress import Progress
+from accel_gpt.prepare.recipe import check_part, check_same, fingerprint, is_ready, recipe
+from accel_gpt.prepare.shard_writer import ShardWriter, Stale, write_index
+from accel_gpt.prepare.workers import (
+    Batch,
+    Counts,
+    child_processes,
+    encode_all,
+    worker_count,
 )
-from accel_gpt.prepare.shard_writer import write_index
-from accel_gpt.text.documents import describe_source
-from accel_gpt.text.files import is_url
+from accel_gpt.text.documents import (
+    SPLITS,
+    Piece,
+    Position,
+    documents,
+    expected_bytes,
+    sample_texts,
+    split_pieces,
+)
+from accel_gpt.text.readers import Skipped
+
+JOURNAL = "progress.json"
+JOURNAL_VERSION = 1
+NAMED = ("bytes", "chars", "bpe", "gpt2")  # tokenizers that are no file of the user's
+OURS = rf"((train|val)_\d+\.npy(\.part)?|tokenizer(_config)?\.json|{INDEX}|{JOURNAL}|{DATABASE})"
+KEPT = (INDEX, "tokenizer.json", "tokenizer_config.json")
+RESUMES = "run the same command again: it resumes"
 
 
 def prepare(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) -> bool:
     """Make the data folder `out`, unless it was already made with the same settings; of several
     machines (`world`) each makes its part of it, which `merge` joins.
 
-    Of several processes one builds and the others wait; the answer is whether this one did. Raises
+    Of several processes one prepares and the others wait. Returns whether this one did. Raises
     `UserError` for other settings, a folder in the way, too little text, a full disk; `DataError`
     for text that cannot be read.
     """
@@ -51,84 +75,84 @@ def prepare(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) -> 
         return False
     source = fingerprint(config, rank, world)  # fails before anything is made
     folder = out.with_name(f"{out.name}.partial")
+    start = time.monotonic()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         notice = f"another process prepares {out}; waiting for it\n"
         with lock(out.with_name(f"{out.name}.lock"), notice=notice):
             if is_ready(config, out, rank, world):
                 return False
-            line = build(config, folder, source, rank, world)
+            fill(config, folder, source, rank, world)
             publish(folder, out)
-    except OSError as error:
-        room = "make room and " if error.errno == errno.ENOSPC else ""
-        advice = f"; {room}run the same command again: it continues"
-        advice = advice if room and config.path != "-" else ""
+    except (OSError, sqlite3.Error) as error:
+        advice = "" if config.path == "-" else f"; {RESUMES}"
         raise UserError(f"data folder {out} could not be written: {error}{advice}") from None
     except KeyboardInterrupt:
         if folder.exists() and config.path != "-":
-            sys.stderr.write(f"{folder} is kept; run the same command again: it continues\n")
+            sys.stderr.write(f"{folder} is kept; {RESUMES}\n")
         raise
-    sys.stdout.write(f"prepared {out}: {line}\n")
+    sys.stdout.write(f"prepared {out}: {summary(read_index(out))}, ")
+    sys.stdout.write(f"{time.monotonic() - start:.1f} s\n")
     return True
 
 
-def build(config: PrepareConfig, folder: Path, source: str, rank: int, world: int) -> str:
-    """Make all that the data folder holds, in `folder`; a line that tells what was made."""
-    start = time.monotonic()
-    same = fingerprint(config, rank, world, times=False)
-    asked = recorded(config, same, rank, world)
-    if (folder / INDEX).exists():
-        made = read_index(folder)["prepared"]
-        if not source:
-            discard(folder)  # of standard input, which need not be the same
-        else:
-            check_begun(folder, made, asked)
-            if made.get("source_fingerprint", same) != same:
-                raise other_text(folder)
-    if not (folder / INDEX).exists():
-        work = begin(config, folder, asked, source)
-        try:
-            write_shards(config, work, rank, world)
-        finally:
-            work.close()
-        finish(config, work, asked, world)
-    return f"{summary(read_index(folder))}, {time.monotonic() - start:.1f} s"
+def part_folder(out: Path, rank: int, world: int) -> Path:
+    """`out` itself, or the folder of one part of it."""
+    return out if world == 1 else out.with_name(f"{out.name}.part{rank:05d}-of-{world:05d}")
 
 
-def finish(config: PrepareConfig, work: Work, asked: Mapping[str, Any], world: int) -> None:
-    """Name the shards and write the index: from here on the folder is complete."""
+def fill(config: PrepareConfig, folder: Path, source: str, rank: int, world: int) -> None:
+    """Write everything that the data folder will hold into `folder`, or what is missing there."""
+    requested = recipe(config, fingerprint(config, rank, world, times=False), rank, world)
+    if (folder / INDEX).exists():  # stopped between its completion and its new name
+        if source:
+            check_same(folder, read_index(folder)["prepared"], requested)
+            return
+        discard(folder)  # standard input need not be the same
+    work = begin(config, folder, requested, source)
+    try:
+        work.write_shards(rank, world)
+    finally:
+        if work.seen is not None:
+            work.seen.database.close()
     splits = {name: writer.finish() for name, writer in work.writers.items()}
     if world == 1:
-        try:
-            check_splits(config, splits)
-        except UserError:
-            shutil.rmtree(work.folder)
-            raise
-    _, dropped, skipped = work.counts()  # those of the journal are as far as its position
-    counts = {}
-    if config.dedupe:
-        counts["dropped"] = dropped
-    if config.skip_invalid:
-        counts["skipped"] = skipped
-    sync(work.folder)
+        check_splits(config, folder, splits)
+    _, dropped, skipped = work.counts()
+    counts = {"dropped": dropped} if config.dedupe else {}
+    counts |= {"skipped": skipped} if config.skip_invalid else {}
+    sync(folder)
     write_index(
-        work.folder,
+        folder,
         kind=work.tokenizer.kind,
         fingerprint=work.tokenizer.fingerprint,
         vocab_size=work.tokenizer.vocab_size,
         eot_id=work.tokenizer.eot_id,
         splits=splits,
-        prepared={**asked, **counts},
+        prepared=requested | counts,
     )
 
 
+def check_splits(
+    config: PrepareConfig, folder: Path, splits: Mapping[str, Iterable[Shard]]
+) -> None:
+    """Remove `folder` and raise `UserError` unless each split holds a token and its successor."""
+    tokens = {name: sum(shard.tokens for shard in shards) for name, shards in splits.items()}
+    if min(tokens.values()) < 2:
+        shutil.rmtree(folder)
+        raise UserError(
+            f"there is too little text to train on: {tokens['train']} tokens for train and "
+            f"{tokens['val']} for val, expected at least 2 each; give more text, or another "
+            f"data.prepare.val_fraction than {config.val_fraction}"
+        )
+
+
 def publish(folder: Path, out: Path) -> None:
-    """Remove what only the making needed, and give the complete folder its name."""
-    index = read_index(folder)
-    keep = {INDEX, "tokenizer.json", "tokenizer_config.json"}
-    keep |= {shard["name"] for shards in index["splits"].values() for shard in shards}
+    """Remove what is no part of the complete folder, and give it its name."""
+    splits = read_index(folder)["splits"]
+    shards = {shard["name"] for split in splits.values() for shard in split}
     for path in folder.iterdir():
-        if path.name not in keep and re.match(OURS, path.name):
+        if re.match(OURS, path.name) and path.name not in shards and path.name not in KEPT:
             path.unlink()
     sync(folder)
     folder.rename(out)
@@ -136,7 +160,7 @@ def publish(folder: Path, out: Path) -> None:
 
 
 def summary(index: Mapping[str, Any]) -> str:
-    """Shards, tokens and bytes per token, and what was left out."""
+    """Shards, tokens, bytes per token, and how much was left out."""
     splits = index["splits"]
     shards = [shard for part in splits.values() for shard in part]
     tokens, utf8_bytes = sum(s["tokens"] for s in shards), sum(s["bytes"] for s in shards)
@@ -152,139 +176,185 @@ def summary(index: Mapping[str, Any]) -> str:
     )
 
 
-def check_splits(config: PrepareConfig, splits: Mapping[str, Iterable[Shard]]) -> None:
-    """Each split must hold a token and its successor."""
-    tokens = {name: sum(shard.tokens for shard in shards) for name, shards in splits.items()}
-    if min(tokens.values()) < 2:
-        raise UserError(
-            f"there is too little text to train on: {tokens['train']} tokens for train and "
-            f"{tokens['val']} for val, expected at least 2 each; give more text, or another "
-            f"data.prepare.val_fraction than {config.val_fraction}"
-        )
+# --------------------------------------------------------------------------- begin or resume
 
 
-# --------------------------------------------------------------------------- the folder
+@dataclass
+class Work:
+    """A folder that is being filled, and how far it is."""
+
+    config: PrepareConfig
+    folder: Path
+    tokenizer: Tokenizer
+    journal: dict[str, Any]
+    """What `save` writes: settings, and from where to resume."""
+    writers: dict[str, ShardWriter]
+    seen: Seen | None
+    skipped: Skipped
+
+    def write_shards(self, rank: int, world: int) -> None:
+        """Append what the source holds from the position of the journal on."""
+        total = None
+        if self.config.source != "shards":
+            total = expected_bytes(self.config, rank, world)
+        done = sum(w.bytes + sum(s.bytes or 0 for s in w.shards) for w in self.writers.values())
+        full = self.full_shards()
+        with (
+            closing(self.batches(rank, world, total)) as batches,
+            Progress("tokenizing", total, done) as progress,
+        ):
+            for batch in batches:
+                for one in batch.encoded:
+                    self.writers[one.split].add(one.tokens, one.documents, one.utf8_bytes)
+                    progress.add(one.utf8_bytes)
+                if self.full_shards() > full:
+                    self.save(batch.after, batch.counts)
+                    full = self.full_shards()
+
+    def batches(self, rank: int, world: int, total: int | None) -> Generator[Batch, None, None]:
+        """What is to be appended, in order."""
+        first, second, third = self.journal["position"]
+        start = (first, second, third)
+        if self.config.source == "shards":
+            return copy_shards(self.config, start)
+        cut_long = self.tokenizer.cuts_at_lines
+        pieces = split_pieces(self.config, cut_long, start, rank, world, self.skipped)
+        workers = worker_count(self.config.workers, total)
+        return encode_all(self.unique(pieces), self.counts, self.folder, workers)
+
+    def unique(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """The pieces of documents that were not seen before; all pieces without `seen`."""
+        keep = True
+        for piece in pieces:
+            if self.seen is not None and piece.first:
+                keep = self.seen.is_new(piece.key, piece.split)
+            if keep:
+                yield piece
+
+    def counts(self) -> Counts:
+        """Documents in the database, dropped; things skipped: as far as the source was read."""
+        documents, dropped = (self.seen.documents, self.seen.dropped) if self.seen else (0, 0)
+        return documents, dropped, self.skipped.count
+
+    def full_shards(self) -> int:
+        """Shards that are complete."""
+        return sum(len(writer.shards) for writer in self.writers.values())
+
+    def save(self, position: Position, counts: Counts) -> None:
+        """Make all that was added safe on disk, then write the journal."""
+        splits = {name: writer.save() for name, writer in self.writers.items()}
+        if self.seen is not None:
+            self.seen.commit()
+        sync(self.folder)
+        documents, dropped, skipped = counts
+        self.journal |= {"position": position, "splits": splits}
+        self.journal |= {"documents": documents, "dropped": dropped, "skipped": skipped}
+        write_file(self.folder / JOURNAL, [json.dumps(self.journal).encode()])
 
 
-def check_part(config: PrepareConfig, rank: int, world: int) -> None:
-    """`UserError` for a part that cannot be made by itself."""
-    require(
-        0 <= rank < world,
-        f"--rank is {rank} and --world {world}; ranks are 0 to world - 1",
-    )
-    if world > 1:
-        require(
-            config.path != "-",
-            f"data.prepare.path is - with --world {world}; standard input is read in one piece",
-        )
-        require(
-            not config.dedupe,
-            f"data.prepare.dedupe is true with --world {world}, but duplicates would be found "
-            "within a part only; prepare in one piece, or without dedupe",
-        )
-        require(
-            config.source != "shards",
-            f"data.prepare.source is shards with --world {world}; shards are copied in one piece",
-        )
-    require(
-        not (config.dedupe and config.source == "shards"),
-        "data.prepare.dedupe is true but data.prepare.source is shards, which are tokens already; "
-        "drop duplicates when the shards are made from text",
-    )
-
-
-def part_folder(out: Path, rank: int, world: int) -> Path:
-    """`out` itself, or the folder of one part of it."""
-    return out if world == 1 else out.with_name(f"{out.name}.part{rank:05d}-of-{world:05d}")
-
-
-def record(config: PrepareConfig) -> dict[str, Any]:
-    """What the index remembers of the config: all that the content depends on.
-
-    Not the workers; not skip_invalid, as a folder that could be made without it is the same with
-    it, and a preparation that stopped at an invalid byte continues with it.
-    """
-    left_out = ("workers", "skip_invalid")
-    kept = {key: value for key, value in asdict(config).items() if key not in left_out}
-    return kept | {"path": recorded_path(config.path)}
-
-
-def recorded_path(path: Any) -> Any:
-    """A path, or a URL without what may be secret: no user and password, a SHA-256 as its query."""
-    if not isinstance(path, str) or not is_url(path):  # None, or whatever a damaged index has
-        return path
-    parts = urllib.parse.urlsplit(path)
-    query = parts.query
-    if query and not query.startswith("sha256="):
-        query = f"sha256={hashlib.sha256(query.encode()).hexdigest()}"
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query=query).geturl()
-
-
-def recorded(config: PrepareConfig, source: str, rank: int, world: int) -> dict[str, Any]:
-    """`record`, and of which files: those of all parts must be the same; of a part which it is."""
-    part = {"rank": rank, "world": world} if world > 1 else {}
-    return {**record(config), **part, "source_fingerprint": source}
-
-
-def is_ready(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) -> bool:
-    """Whether `out` was made with these settings; `UserError` when with others, or by others."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        if config.source is None:
-            read_index(out)  # raises
-        return False
-    if not (out / INDEX).exists():
-        raise UserError(
-            f"{out} exists and has no {INDEX}, so it is not a data folder; it is left as it is: "
-            "choose another data.train"
-        )
-    prepared = read_index(out).get("prepared") or {}
-    if config.source is None:
-        return True
-    default = {field.name: field.default for field in fields(PrepareConfig)}
-    asked = {**record(config), "rank": rank, "world": world}
-    made = {"rank": 0, "world": 1, **default, **prepared}
-    made["path"] = recorded_path(made["path"])
-    if made["tokenizer"] != config.tokenizer and is_tokenizer_of(config.tokenizer, out):
-        made["tokenizer"] = config.tokenizer  # by another name
-    if differ := differences(made, asked, "prepared"):
-        raise UserError(
-            f"data folder {out} was prepared with other settings ({'; '.join(differ)}); delete the "
-            "folder or choose another data.train"
-        )
-    skipped = int(prepared.get("skipped", 0))
-    require(
-        config.skip_invalid or not skipped,
-        f"data folder {out} was prepared with data.prepare.skip_invalid, which left out "
-        f"{skipped:,} invalid lines or files; set it, or delete the folder and mend the text",
-    )
-    tell_changes(config, out, prepared.get("source_fingerprint"))
-    return True
-
-
-def is_tokenizer_of(spec: str, folder: Path) -> bool:
-    """Whether gpt2 or the tokenizer.json at `spec` gives the ids of a data folder's own."""
-    from accel_gpt.data.tokenizer import load_gpt2, load_tokenizer
-
-    if spec != "gpt2" and not Path(spec).exists():
-        return False
+def begin(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], source: str) -> Work:
+    """Resume in `folder` where that is possible; else start over and report why."""
+    if folder.exists():
+        try:
+            return resume(config, folder, requested, source)
+        except Stale as why:
+            discard(folder)
+            sys.stderr.write(f"{folder} cannot be resumed: {why}; starting over\n")
+    folder.mkdir()
+    sys.stderr.write(f"making the {config.tokenizer} tokenizer\n")
     try:
-        asked = load_gpt2() if spec == "gpt2" else load_tokenizer(spec)
-        return bool(asked.fingerprint == load_tokenizer(folder).fingerprint)
+        if config.tokenizer == "bpe":  # its trainer's threads stay out of the process that forks
+            with child_processes(1) as pool:
+                pool.submit(save_tokenizer, config, folder).result()
+        else:
+            save_tokenizer(config, folder)
+        tokenizer = load_tokenizer(folder)
+        for path in folder.iterdir():
+            sync(path)
+        journal = {
+            "version": JOURNAL_VERSION,
+            "asked": requested,
+            "source": source,
+            "tokenizer": tokenizer.fingerprint,
+            "position": (0, 0, 0),
+        }
+        work = open_work(config, folder, tokenizer, journal)
+        work.save((0, 0, 0), (0, 0, 0))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return work
+
+
+def resume(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], source: str) -> Work:
+    """The work from where its journal says; `Stale` where it cannot be resumed."""
+    if not source:
+        raise Stale("standard input cannot be read again")
+    if not any(folder.glob("tokenizer*.json")):
+        raise Stale("it has no tokenizer")
+    try:
+        tokenizer = load_tokenizer(folder)
+    except DataError as error:
+        raise Stale(str(error)) from None
+    tokenizers = {tokenizer.fingerprint}
+    if config.tokenizer not in NAMED and config.source != "shards":
+        tokenizers.add(load_tokenizer(config.tokenizer).fingerprint)
+    try:
+        journal = read_json(folder / JOURNAL)
+        if journal["version"] != JOURNAL_VERSION:
+            raise Stale("another version of accel_gpt made it")
+        begun = {**journal["asked"], "skip_invalid": config.skip_invalid or journal["skipped"] > 0}
+        if journal["source"] != source:
+            begun["source_fingerprint"] = journal["source"]
+        check_same(folder, begun, {**requested, "skip_invalid": config.skip_invalid})
+        if tokenizers != {journal["tokenizer"]}:
+            raise Stale("the tokenizer has changed")
+        work = open_work(config, folder, tokenizer, journal)
     except UserError:
-        return False
+        raise
+    except FileNotFoundError:
+        raise Stale(f"it has no {JOURNAL} yet") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Stale(f"its {JOURNAL} is damaged ({error!r:.80})") from None
+    tokens = sum(w.tokens + sum(s.tokens for s in w.shards) for w in work.writers.values())
+    sys.stderr.write(f"resuming from {tokens:,} tokens in {folder}\n")
+    return work
 
 
-def tell_changes(config: PrepareConfig, out: Path, made: str | None) -> None:
-    """Warn when the files of a finished folder are at hand and are not what they were."""
-    here = config.source == "stdlib" or (config.path and not is_url(config.path))
-    if not made or not here or config.path == "-" or config.source == "shards":
+def open_work(
+    config: PrepareConfig, folder: Path, tokenizer: Tokenizer, journal: dict[str, Any]
+) -> Work:
+    """Writers and database as the journal has them."""
+    dtype, states = token_dtype(tokenizer.vocab_size), journal.get("splits", {})
+    writers = {
+        name: ShardWriter(folder, name, dtype, config.shard_tokens, states.get(name))
+        for name in SPLITS
+    }
+    documents, dropped, skipped = (journal.get(k, 0) for k in ("documents", "dropped", "skipped"))
+    seen = open_seen(folder, documents, dropped) if config.dedupe else None
+    return Work(config, folder, tokenizer, journal, writers, seen, Skipped(skipped))
+
+
+def save_tokenizer(config: PrepareConfig, folder: Path) -> None:
+    """Make the tokenizer of the config and save it in `folder`."""
+    if config.source == "shards":
+        open_source(config, "train")[1].save(folder)
         return
-    try:
-        same = describe_source(config, times=False) == made
-    except (UserError, OSError):
-        return
-    if not same:
-        sys.stderr.write(
-            f"WARNING: the text of {config.path or config.source} has changed since {out} was "
-            "prepared; the folder is left as it is: delete it to prepare again\n"
+
+    def texts() -> Iterator[str]:
+        if config.tokenizer == "bpe":
+            return sample_texts(config, config.sample_bytes)
+        return documents(config)
+
+    make_tokenizer(config.tokenizer, config.vocab_size, texts).save(folder)
+
+
+def discard(folder: Path) -> None:
+    """Remove an unfinished folder; `UserError` when it holds a file that is not of this module."""
+    strange = [path.name for path in folder.iterdir() if not re.match(OURS, path.name)]
+    if strange:
+        raise UserError(
+            f"{folder}, where the data folder is to be made, holds {strange[0]}; it is left "
+            "unchanged: remove it, or choose another folder"
         )
+    shutil.rmtree(folder)

@@ -1,25 +1,25 @@
-"""How far it is and how fast it goes, on stderr."""
+"""Bytes done, bytes per second and time left, on stderr."""
 
 import sys
 import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import rich.progress
+    from rich.progress import Progress as Bar
 
 
 class Progress:
-    """Bytes done, on stderr: a bar on a terminal, elsewhere a line at most every 5 s."""
+    """A bar on a terminal, elsewhere a line at most every 5 s."""
 
-    def __init__(self, total: int | None, done: int = 0) -> None:
-        self.total, self.done, self.before = total, done, done
+    def __init__(self, verb: str, total: int | None, done: int = 0) -> None:
+        self.verb, self.total, self.done, self.before = verb, total, done, done
         self.start = self.shown = time.monotonic()
-        self.bar: rich.progress.Progress | None = None
+        self.bar: Bar | None = None
 
     def __enter__(self) -> "Progress":
         if sys.stderr.isatty():
             self.bar = byte_bar()
-            self.bar.add_task("tokenizing", total=self.total, completed=self.done)
+            self.bar.add_task(self.verb, total=self.total, completed=self.done)
             self.bar.start()
         return self
 
@@ -29,14 +29,14 @@ class Progress:
             self.bar.stop()
 
     def add(self, amount: int) -> None:
-        """Count `amount` bytes, and show them when it is time."""
+        """Count `amount` bytes; they are shown at the next update."""
         self.done += amount
         now = time.monotonic()
         if now - self.shown < (5.0 if self.bar is None else 0.1):
             return
         self.shown = now
         if self.bar is None:
-            sys.stderr.write(f"tokenizing: {self.line(now - self.start)}\n")
+            sys.stderr.write(f"{self.verb}: {self.line(now - self.start)}\n")
         else:
             self.bar.update(self.bar.task_ids[0], completed=self.done, refresh=True)
 
@@ -50,16 +50,17 @@ class Progress:
         return f"{mb}, {speed / 1e6:.1f} MB/s, {left:.0f} s left"
 
 
-def byte_bar() -> "rich.progress.Progress":
-    """A bar that draws only when told to: it starts no thread beside the processes."""
+def byte_bar() -> "Bar":
+    """A bar without a thread, as processes are forked while it is shown."""
     from rich import progress
     from rich.console import Console
 
-    columns = (
+    return progress.Progress(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
         progress.DownloadColumn(),
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        auto_refresh=False,
     )
-    return progress.Progress(*columns, console=Console(stderr=True), auto_refresh=False)

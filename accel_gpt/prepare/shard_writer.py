@@ -1,10 +1,9 @@
-"""Token shards as they are written: straight to disk, so that a stopped writer can go on.
+"""Token shards and the index of a data folder, as they are written.
 
-While a folder is made, shard i of a split is `{split}_{i:06d}.npy.part`; `finish` gives all of them
-their names. At most `FLUSH_TOKENS` tokens wait in memory.
+Shard i of a split is `{split}_{i:06d}.npy.part` until the folder is complete, so that an unfinished
+folder is never read as one of shards.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -15,28 +14,27 @@ from typing import Any
 import numpy as np
 
 from accel_gpt.data.shards import FORMAT, HEADER, INDEX, VERSION, Shard, Tokens
-from accel_gpt.files import sha256, sync, write_all, write_file
+from accel_gpt.files import sha256, sync, write_file
 
-FLUSH_TOKENS = 1 << 20  # 2 or 4 MiB: few system calls, little memory
-FLUSH_ARRAYS = 1 << 16  # of perhaps one token each, with 112 bytes of overhead: 7 MiB
-PART = ".part"  # ending of the shards of a folder that is not finished
+BUFFER_BYTES = 1 << 20  # few system calls, little memory
+PART = ".part"  # ending of the shards of a folder that is not complete
 
 
 class Stale(Exception):
-    """What is on disk cannot be continued; the text says why."""
+    """An unfinished folder that cannot be resumed; the text says why."""
 
 
 def header(dtype: np.dtype[Any], tokens: int) -> bytes:
     """What precedes the tokens in a .npy file: 128 bytes, as numpy pads it to a multiple of 64."""
-    spelled = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({tokens},), }}"
-    return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + f"{spelled:<117}\n".encode()
+    fields = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({tokens},), }}"
+    return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + f"{fields:<117}\n".encode()
 
 
 class ShardWriter:
     """Cuts a stream of documents into files of `shard_tokens` tokens, the last one shorter.
 
-    With a `state` that `save` gave it goes on from there: what was written later is cut off.
-    Raises `Stale` when the files hold less than the state says.
+    With a `state` that `save` returned it resumes there: tokens written later are cut off. Raises
+    `Stale` when the files hold less than the state says.
     """
 
     def __init__(
@@ -50,108 +48,84 @@ class ShardWriter:
         self.folder, self.split, self.dtype = Path(folder), split, dtype
         self.shard_tokens = shard_tokens
         self.shards: list[Shard] = []
-        self.tokens = self.documents = self.bytes = self.max_token = 0  # of the shard begun last
-        self.waiting: list[Tokens] = []
-        self.flushed = 0  # tokens of that shard on disk
-        self.hasher = hashlib.sha256()
+        self.tokens = self.documents = self.bytes = 0  # of the shard being written
+        self.buffer = bytearray()  # tokens that are not in the file yet
         if state is not None:
-            self.restore(state)
+            self.resume(state)
 
     def add(self, tokens: Tokens, documents: int, utf8_bytes: int) -> None:
-        """Append `documents` documents of `utf8_bytes` bytes, which count for the shard where they
-        begin; a document is parted only where a shard is full.
+        """Append `documents` documents of `utf8_bytes` bytes, which count for the shard in which
+        they begin; a document is cut only where a shard is full.
         """
         self.documents += documents
         self.bytes += utf8_bytes
         while len(tokens):
+            if self.tokens == 0:
+                self.part(len(self.shards)).write_bytes(bytes(HEADER))
             part = tokens[: self.shard_tokens - self.tokens]
-            self.waiting.append(part)
+            self.buffer += part.data
             self.tokens += len(part)
             tokens = tokens[len(part) :]
             if self.tokens == self.shard_tokens:
-                self.flush()
-                self.close_shard(self.hasher.hexdigest())
-            elif self.tokens - self.flushed >= FLUSH_TOKENS or len(self.waiting) >= FLUSH_ARRAYS:
+                self.close_shard()
+            elif len(self.buffer) >= BUFFER_BYTES:
                 self.flush()
 
     def save(self) -> dict[str, Any]:
-        """The state from which to go on, once all that was added survives a power cut."""
-        self.flush()
+        """The state from which to resume, once all that was added survives a power cut."""
         if self.tokens:
+            self.flush()
             sync(self.part(len(self.shards)))
-        names = ("tokens", "documents", "bytes", "max_token")
         return {
             "shards": [entry(shard) for shard in self.shards],
-            **{name: getattr(self, name) for name in names},
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "bytes": self.bytes,
         }
 
     def finish(self) -> list[Shard]:
-        """Write what is left and name the files; all shards in order."""
-        self.flush()
+        """Complete the last shard and name the files; all shards in order."""
         if self.tokens:
-            path = self.part(len(self.shards))
-            with path.open("r+b") as file:
-                file.write(header(self.dtype, self.tokens))
-            self.close_shard(sha256(path))
+            self.close_shard()
         for number, shard in enumerate(self.shards):
             self.part(number).rename(self.folder / shard.name)
         return self.shards
 
     def part(self, number: int) -> Path:
-        """File of a shard before `finish`."""
+        """File of a shard before the folder is complete."""
         return self.folder / f"{self.split}_{number:06d}.npy{PART}"
 
     def flush(self) -> None:
-        """Write the tokens that wait."""
-        if not self.waiting:
-            return
-        tokens = np.concatenate(self.waiting)
-        self.waiting = []
-        self.max_token = max(self.max_token, int(tokens.max()))
-        parts = [tokens.view(np.uint8).data]
-        if not self.flushed:
-            parts.insert(0, memoryview(header(self.dtype, self.shard_tokens)))
-        path = self.part(len(self.shards))
-        with path.open("ab" if self.flushed else "wb", buffering=0) as file:
-            for part in parts:
-                write_all(file, part)
-                self.hasher.update(part)
-        self.flushed += len(tokens)
+        """Write the buffer to the file of the current shard."""
+        with self.part(len(self.shards)).open("ab") as file:
+            file.write(self.buffer)
+        self.buffer.clear()
 
-    def close_shard(self, digest: str) -> None:
-        """Count the shard as written; the next one begins."""
+    def close_shard(self) -> None:
+        """Write the header of the current shard and make it safe on disk; the next one begins."""
+        self.flush()
         path = self.part(len(self.shards))
+        with path.open("r+b") as file:
+            file.write(header(self.dtype, self.tokens))
         sync(path)
-        name = path.name.removesuffix(PART)
+        largest = int(np.memmap(path, self.dtype, "r", HEADER).max())
         counts = (self.tokens, self.documents, self.bytes)
-        self.shards.append(Shard(name, *counts, digest, self.max_token))
-        self.tokens = self.documents = self.bytes = self.max_token = self.flushed = 0
-        self.hasher = hashlib.sha256()
+        self.shards.append(Shard(path.stem, *counts, sha256(path), largest))
+        self.tokens = self.documents = self.bytes = 0
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def resume(self, state: Mapping[str, Any]) -> None:
         """Bring the files back to a saved state."""
+        for path in self.folder.glob(f"{self.split}_*.npy"):  # `finish` was stopped
+            path.rename(f"{path}{PART}")
         self.shards = [Shard(**one) for one in state["shards"]]
         self.tokens, self.documents = int(state["tokens"]), int(state["documents"])
-        self.bytes, self.max_token = int(state["bytes"]), int(state["max_token"])
-        self.flushed = self.tokens
-        for path in self.folder.glob(f"{self.split}_*.npy"):
-            path.rename(f"{path}{PART}")
-        lengths = [shard.tokens for shard in self.shards] + [self.tokens] * (self.tokens > 0)
-        known = {self.part(number): length for number, length in enumerate(lengths)}
-        for path in self.folder.glob(f"{self.split}_*.npy{PART}"):
-            if path not in known:
-                path.unlink()
-        for path, length in known.items():
-            size = HEADER + length * self.dtype.itemsize
-            if not path.exists() or path.stat().st_size < size:
+        self.bytes = int(state["bytes"])
+        for number, tokens in enumerate([*(shard.tokens for shard in self.shards), self.tokens]):
+            path, size = self.part(number), HEADER + tokens * self.dtype.itemsize
+            if tokens and (not path.exists() or path.stat().st_size < size):
                 raise Stale(f"{path.name} holds less than was written to it")
         if self.tokens:
             os.truncate(path, size)
-            with path.open("r+b") as file:
-                file.write(header(self.dtype, self.shard_tokens))
-                file.seek(0)
-                while data := file.read(1 << 20):
-                    self.hasher.update(data)
 
 
 def write_index(
@@ -183,5 +157,5 @@ def save_index(folder: str | Path, index: Mapping[str, Any]) -> None:
 
 
 def entry(shard: Shard) -> dict[str, Any]:
-    """A shard of ours in the index."""
+    """A shard as the index lists it."""
     return {key: value for key, value in asdict(shard).items() if key != "offset"}

@@ -45,6 +45,7 @@ __all__ = ("Skipped", "describe_source", "guess_source")  # besides what is defi
 BATCH_CHARACTERS = 1_000_000  # of text given to a process at once
 FEW_TEXTS = 100  # below this many texts, each is parted at its end instead of held out whole
 STDIN = "standard input"
+SPLITS = ("train", "val")
 
 Position = tuple[int, int, int]
 """Where reading goes on: number of the file (0 for a data set and standard input); offset in its

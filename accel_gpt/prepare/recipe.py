@@ -1,0 +1,172 @@
+"""The settings that the content of a data folder depends on, and whether a folder was made so.
+
+The index of a folder holds them under `prepared`: `recipe` gives them.
+"""
+
+import hashlib
+import sys
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from accel_gpt.config.data import PrepareConfig
+from accel_gpt.data.shards import INDEX, read_index
+from accel_gpt.errors import UserError, require
+from accel_gpt.prepare.copying import source_fingerprint
+from accel_gpt.text.documents import expected_bytes
+from accel_gpt.text.files import describe_source, is_url
+
+# Not `workers`; not `skip_invalid`: a folder that can be made without it is the same with it, and a
+# preparation that stopped at an invalid byte resumes with it.
+LEFT_OUT = ("workers", "skip_invalid")
+
+
+def recipe(config: PrepareConfig, source: str, rank: int = 0, world: int = 1) -> dict[str, Any]:
+    """All settings that the content depends on, and the fingerprint `source` of the text."""
+    kept = {key: value for key, value in asdict(config).items() if key not in LEFT_OUT}
+    part = {"rank": rank, "world": world} if world > 1 else {}
+    path = {"path": path_without_secrets(config.path)}
+    return {**kept, **path, **part, "source_fingerprint": source}
+
+
+def path_without_secrets(path: Any) -> Any:
+    """A path, or a URL without user and password and with the SHA-256 of its query."""
+    if not isinstance(path, str) or not is_url(path):  # None, or whatever a damaged index has
+        return path
+    parts = urllib.parse.urlsplit(path)
+    query = parts.query
+    if query and not query.startswith("sha256="):
+        query = f"sha256={hashlib.sha256(query.encode()).hexdigest()}"
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query=query).geturl()
+
+
+def fingerprint(config: PrepareConfig, rank: int = 0, world: int = 1, *, times: bool = True) -> str:
+    """A hash that changes with the source; empty for standard input, which cannot be read again.
+
+    Without `times`, a copy of the files has the same one. Raises `UserError` when the source does
+    not exist or cannot be divided among `world` machines.
+    """
+    if config.source == "shards":
+        return source_fingerprint(config)
+    expected_bytes(config, rank, world)
+    return describe_source(config, times)
+
+
+def differences(made: Mapping[str, Any], requested: Mapping[str, Any]) -> list[str]:
+    """The requested settings that `made` has otherwise; those of a bpe count only for a bpe."""
+    return [
+        f"{key}: {made.get(key)}, requested {value}"
+        for key, value in requested.items()
+        if made.get(key) != value
+        and not (key in ("vocab_size", "sample_bytes") and requested.get("tokenizer") != "bpe")
+    ]
+
+
+def check_same(folder: Path, begun: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
+    """`UserError` when `folder` was begun with other settings or text: its work is not discarded.
+
+    The path may be written differently, as the fingerprint says what it holds.
+    """
+    settings = {k: v for k, v in requested.items() if k not in ("path", "source_fingerprint")}
+    remedy = f"or remove {folder} to start over"
+    if differ := differences(begun, settings):
+        raise UserError(
+            f"{folder} was begun with other settings ({'; '.join(differ)}); repeat the command "
+            f"with those, {remedy}"
+        )
+    source = requested["source_fingerprint"]
+    require(
+        begun.get("source_fingerprint", source) == source,
+        f"{folder} was begun with another text: names, sizes or times of its files have changed; "
+        f"repeat the command with that text, {remedy}",
+    )
+
+
+def check_part(config: PrepareConfig, rank: int, world: int) -> None:
+    """`UserError` for what cannot be prepared, or not in parts by several machines."""
+    require(0 <= rank < world, f"--rank is {rank} and --world {world}; ranks are 0 to world - 1")
+    parts = world > 1
+    require(
+        not (parts and config.path == "-"),
+        f"data.prepare.path is - with --world {world}; standard input is read by one machine",
+    )
+    require(
+        not (parts and config.dedupe),
+        f"data.prepare.dedupe is true with --world {world}, but duplicates would be found "
+        "within a part only; prepare on one machine, or without dedupe",
+    )
+    require(
+        not (parts and config.source == "shards"),
+        f"data.prepare.source is shards with --world {world}; shards are copied by one machine",
+    )
+    require(
+        not (config.dedupe and config.source == "shards"),
+        "data.prepare.dedupe is true but data.prepare.source is shards, which are tokens already; "
+        "drop duplicates when the shards are made from text",
+    )
+
+
+def is_ready(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) -> bool:
+    """Whether `out` was prepared with these settings; `UserError` for other settings or files."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        if config.source is None:
+            read_index(out)  # raises
+        return False
+    if not (out / INDEX).exists():
+        raise UserError(
+            f"{out} exists and has no {INDEX}, so it is not a data folder; it is left unchanged: "
+            "choose another data.train"
+        )
+    prepared = read_index(out).get("prepared") or {}
+    if config.source is None:
+        return True
+    default = {field.name: field.default for field in fields(PrepareConfig)}
+    requested = {**recipe(config, ""), "rank": rank, "world": world}
+    del requested["source_fingerprint"]
+    made = {"rank": 0, "world": 1, **default, **prepared}
+    made["path"] = path_without_secrets(made["path"])
+    if made["tokenizer"] != config.tokenizer and is_tokenizer_of(config.tokenizer, out):
+        made["tokenizer"] = config.tokenizer  # by another name
+    if differ := differences(made, requested):
+        raise UserError(
+            f"data folder {out} was prepared with other settings ({'; '.join(differ)}); delete the "
+            "folder or choose another data.train"
+        )
+    skipped = int(prepared.get("skipped", 0))
+    require(
+        config.skip_invalid or not skipped,
+        f"data folder {out} was prepared with data.prepare.skip_invalid, which skipped "
+        f"{skipped:,} invalid lines or files; set it, or delete the folder and repair the text",
+    )
+    if text_changed(config, prepared.get("source_fingerprint")):
+        sys.stderr.write(
+            f"WARNING: the text of {config.path or config.source} has changed since {out} was "
+            "prepared; the folder is left unchanged: delete it to prepare again\n"
+        )
+    return True
+
+
+def is_tokenizer_of(spec: str, folder: Path) -> bool:
+    """Whether gpt2 or the tokenizer.json at `spec` is the tokenizer of a data folder."""
+    from accel_gpt.data.tokenizer import load_gpt2, load_tokenizer
+
+    if spec != "gpt2" and not Path(spec).exists():
+        return False
+    try:
+        requested = load_gpt2() if spec == "gpt2" else load_tokenizer(spec)
+        return bool(requested.fingerprint == load_tokenizer(folder).fingerprint)
+    except UserError:
+        return False
+
+
+def text_changed(config: PrepareConfig, made: str | None) -> bool:
+    """Whether the files of the source are on this machine and differ from those prepared."""
+    local = config.source == "stdlib" or (config.path and not is_url(config.path))
+    if not made or not local or config.path == "-" or config.source == "shards":
+        return False
+    try:
+        return describe_source(config, times=False) != made
+    except (UserError, OSError):
+        return False

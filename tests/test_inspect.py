@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from accel_gpt.cli import dispatch
 from accel_gpt.commands import inspect_scan as scanning
-from accel_gpt.commands.inspect_data import Reading, Unchecked, open_ours
+from accel_gpt.commands.inspect_data import Unchecked, open_ours
 from accel_gpt.commands.inspect_report import escape
 from accel_gpt.commands.inspect_scan import LongestRun, scan
 from accel_gpt.config.experiment import Config, OptimConfig
@@ -26,6 +26,7 @@ from accel_gpt.data.shards import Shard, Split, open_split
 from accel_gpt.data.tokenizer import BytesTokenizer, load_gpt2
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
+from accel_gpt.prepare.progress import Progress
 from accel_gpt.training.saving import Writer
 from accel_gpt.training.state import TrainState
 from tests.conftest import tiny
@@ -251,7 +252,7 @@ def test_progress_says_that_it_reads(
     terminal: bool, capsys: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with Reading(2_000_000) as progress:
+    with Progress("reading", 2_000_000) as progress:
         progress.shown -= 10
         progress.add(1_000_000)
     printed = capsys.readouterr()

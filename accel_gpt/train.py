@@ -45,9 +45,8 @@ from accel_gpt.training.metrics import Record
 from accel_gpt.training.precision import resolve_compile, start_accelerator
 from accel_gpt.training.ranks import peers, require_same
 from accel_gpt.training.reporter import Reporter, shown
-from accel_gpt.training.restore import restore
-from accel_gpt.training.resume import step_back, take_up
-from accel_gpt.training.saving import Writer
+from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restore
+from accel_gpt.training.saving import CheckpointWriter
 from accel_gpt.training.setup import freeze, new_state, open_corpus, prepared
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import PREEMPTED, StopSignal, die_with_launcher, listen_for_stop
@@ -69,7 +68,7 @@ class Run:
     gradients: Gradients
     state: TrainState
     reporter: Reporter
-    writer: Writer
+    writer: CheckpointWriter
     uploads: Uploads | None  # of the main process, where hub.push asks for them
     evaluation: Evaluation
     loader: Loader = field(init=False)
@@ -129,7 +128,7 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     require_same(corpus.identity(), DataError)
     state, say = new_state(config, corpus, accelerator.num_processes), display.say
     check_prompts(config.sample, corpus.tokenizer, config.model.block_size, say)
-    path = take_up(config, state, say)
+    path = choose_checkpoint(config, state, say)
     torch.manual_seed(config.seed)
     new = path or config.model.init_from == "scratch"
     gpt = GPT(config.model, corpus.vocab_size) if new else load_initial_model(config, corpus, say)
@@ -141,7 +140,7 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     reporter = Reporter(config, plan, accelerator, gpt, display)
     uploads = start_uploads(config, plan.max_steps, say) if is_main() else None
     note = uploads.note if uploads else lambda _: None
-    writer = Writer(accelerator, config, corpus.tokenizer, say, reporter.sync, note)
+    writer = CheckpointWriter(accelerator, config, corpus.tokenizer, say, reporter.sync, note)
     parts = (config, plan, accelerator, corpus, gpt, model, optimizer, gradients, state)
     run = Run(*parts, reporter, writer, uploads, evaluation)
     take_place(run)
@@ -246,7 +245,7 @@ def save(run: Run, last: bool) -> None:
 def go_back(run: Run) -> None:
     """Return to the last checkpoint, once, and leave out the batches that led away from it."""
     run.writer.wait()
-    path, excluded = step_back(run.config, run.plan, run.state, run.reporter.say)
+    path, excluded = choose_rollback(run.config, run.plan, run.state, run.reporter.say)
     run.loader.close()
     parts = (run.gpt, run.optimizer, run.reporter.say)
     run.state = restore(run.accelerator, path, run.state, *parts)

@@ -26,7 +26,7 @@ from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import keep_freed_memory
 from accel_gpt.training.checkpoint import verify
 from accel_gpt.training.run_folder import checkpoint_steps, step_name
-from accel_gpt.training.saving import Writer
+from accel_gpt.training.saving import CheckpointWriter
 from accel_gpt.training.state import TrainState
 
 VOCABULARY = 50_304
@@ -57,7 +57,7 @@ def main() -> None:
             out_dir=str(asked.folder / name.replace(", ", "_")),
             checkpoint=CheckpointConfig(async_save=copied, keep_last=1),
         )
-        writers[name] = Writer(accelerator, config, BytesTokenizer(), print)
+        writers[name] = CheckpointWriter(accelerator, config, BytesTokenizer(), print)
     state, times, slow = TrainState(), dict[str, list[list[float]]](), dict[str, list[float]]()
     for _ in range(asked.rounds + 1):  # the first makes buffers and files
         state.step += 1

@@ -19,7 +19,7 @@ from accel_gpt.training.checkpoint import (
 )
 from accel_gpt.training.resume import find_resume
 from accel_gpt.training.run_folder import checkpoint_steps, step_name
-from accel_gpt.training.saving import clean, prune
+from accel_gpt.training.saving import prune, remove_debris
 from accel_gpt.training.state import TrainState
 from tests.conftest import launch
 
@@ -110,7 +110,7 @@ def test_debris_is_removed_and_never_taken_for_a_checkpoint(run: Path) -> None:
     shutil.copytree(root / "step_00000012", root / ".tmp_step_00000016")
     assert checkpoint_steps(root) == [8, 12]
     (root / "step_00000020").mkdir()  # never ours: a rename comes after the manifest
-    clean(root)
+    remove_debris(root)
     assert not (root / ".tmp_step_00000016").exists()
     assert find_checkpoint(run).name == "step_00000012"
     assert find_resume(run, "auto", lambda _: None) == root / "step_00000012"

@@ -27,7 +27,7 @@ from accel_gpt.data.tokenizer import BytesTokenizer, load_gpt2
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.prepare.progress import Progress
-from accel_gpt.training.saving import Writer
+from accel_gpt.training.saving import CheckpointWriter
 from accel_gpt.training.state import TrainState
 from tests.conftest import tiny
 
@@ -413,7 +413,7 @@ def run(tmp_path: Path) -> Path:
     _, optimizer = accelerator.prepare(model, make_optimizer(model, OptimConfig()))
     folder = tmp_path / "run"
     config = Config(out_dir=str(folder))
-    writer = Writer(accelerator, config, BytesTokenizer(), lambda _: None)
+    writer = CheckpointWriter(accelerator, config, BytesTokenizer(), lambda _: None)
     for step in (1, 2):
         state = TrainState(
             step=step,

@@ -12,8 +12,7 @@ import torch
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import leaves, to_flat, to_plain
 from accel_gpt.errors import CheckpointError, UserError
-from accel_gpt.training.restore import said
-from accel_gpt.training.resume import check_same_run, differences
+from accel_gpt.training.resume import check_same_run, differences, explain
 from accel_gpt.training.run_folder import checkpoint_steps
 from accel_gpt.training.state import TrainState
 from tests.conftest import QUIET, launch, reseal
@@ -100,7 +99,7 @@ def test_a_file_that_the_manifest_does_not_name_is_refused(
     (newest / "manifest.json").write_text(json.dumps(manifest))
     (newest / name).touch()
     assert launch(small_run(*QUIET, *LONGER)) == 4
-    assert f"{name} is none of the files that we write" in capsys.readouterr().err
+    assert f"{name} is not a file of a checkpoint" in capsys.readouterr().err
 
 
 def test_another_number_of_processes_is_stated(
@@ -232,6 +231,6 @@ def test_no_advice_to_load_what_executes_code_is_passed_on(tmp_path: Path) -> No
     torch.save(print, tmp_path / "optimizer.bin")
     with pytest.raises(Exception, match="weights_only") as caught:
         torch.load(tmp_path / "optimizer.bin", weights_only=True)
-    assert said(caught.value) == (
+    assert explain(caught.value) == (
         "it holds objects other than tensors and plain values, which are not loaded"
     )

@@ -261,9 +261,10 @@ def test_a_file_is_on_disk_before_it_has_its_name(
 def test_a_full_disk_is_named_whoever_meets_it() -> None:
     weights = {"w": torch.zeros(100_000)}
     for save in (torch.save, lambda _, path: Path(path).write_bytes(bytes(9))):
-        problem = writer.attempt(lambda save=save: save(weights, "/dev/full"))
-        assert writer.named(problem) == "No space left on device", problem
-    assert writer.named("another one") == "another one"
+        with pytest.raises((OSError, RuntimeError)) as error:
+            save(weights, "/dev/full")
+        assert writer.reason(error.value) == "No space left on device", error.value
+    assert writer.reason(ValueError("another one")) == "another one"
 
 
 def fake(root: Path, *steps: int) -> None:

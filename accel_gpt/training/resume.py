@@ -1,32 +1,49 @@
-"""Whether a run continues: from which checkpoint, and what may differ from its config.
+"""Resume a run: choose the checkpoint, check what has changed, restore everything on every rank.
 
-Keys of the config are of three classes: those in `IDENTITY` make it another run, those in `FREE`
-may change, all others need `--checkpoint.allow_change`.
+Keys of the config are of three kinds: one in `IDENTITY` makes it another run, one in `FREE` may
+change, any other needs `--checkpoint.allow_change`.
 """
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from accelerate.utils.constants import (
+    FSDP_MODEL_NAME,
+    OPTIMIZER_NAME,
+    SAFE_WEIGHTS_NAME,
+    SCALER_NAME,
+)
+from accelerate.utils.other import load
+from safetensors.torch import load_file
+from torch import Tensor
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_plain
 from accel_gpt.config.plan import Plan
 from accel_gpt.data.corpus import source_changes
-from accel_gpt.errors import CheckpointError, DivergedError, UserError
+from accel_gpt.errors import CheckpointError, DivergedError, UserError, first_line
 from accel_gpt.files import write_file
+from accel_gpt.model.gpt import GPT
+from accel_gpt.optim.groups import state_names
+from accel_gpt.optim.sharded import is_sharded
 from accel_gpt.training.anomalies import ranges, spoken
 from accel_gpt.training.checkpoint import (
-    before_skips,
     is_checkpoint,
-    quarantine,
     read_state,
-    states_of,
+    read_states,
+    set_aside,
     verify,
 )
 from accel_gpt.training.ranks import on_main
-from accel_gpt.training.run_folder import RunFolder, checkpoint_steps, step_name
-from accel_gpt.training.saving import clean, discard
+from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.saving import remove, remove_debris
 from accel_gpt.training.state import TrainState
 
 FREE = (
@@ -39,7 +56,7 @@ FREE = (
     "model.init_from",
     "model.allow_pickle",
     "model.zero_init",
-    "model.depth",  # what it set is compared itself
+    "model.depth",  # the keys that it sets are compared themselves
     "train.micro_batch_size",
     "train.mixed_precision",
     "train.matmul_precision",
@@ -57,7 +74,6 @@ FREE = (
     "log.",
     "hub.",
 )
-NOT_TOLD = "not told"  # a place in the config of a checkpoint that was pushed
 IDENTITY = (
     "model.",  # tensors would not fit
     "optim.name",
@@ -66,42 +82,73 @@ IDENTITY = (
     "data.shuffle",
     "train.tokens_per_step",  # it maps steps to data
 )
-# Set or not set, these part the parameters into other groups.
-PARTS = ("optim.embedding_lr", "optim.head_lr")
-# What of it decides the bits that train.reproducible promises.
+# Set or not set, these divide the parameters into other groups of the optimizer.
+GROUPS = ("optim.embedding_lr", "optim.head_lr")
+# The free keys that decide the bits which train.reproducible promises.
 BITS = (
     "train.micro_batch_size",
     "train.mixed_precision",
     "train.matmul_precision",
     "train.cpu_threads",
 )
+NOT_TOLD = "not told"  # stands for a path in the config of a checkpoint from the Hub
+
+
+# --------------------------------------------------------------------------- choose a checkpoint
+
+
+def choose_checkpoint(config: Config, now: TrainState, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint to resume from, chosen by rank 0 for all; None: train from scratch.
+
+    Removes what a killed launch left half written. Raises `UserError` or `CheckpointError` if the
+    run in `out_dir` is not that of `now`. A collective.
+    """
+
+    def choose() -> Path | None:
+        out_dir = Path(config.out_dir)
+        path = find_resume(out_dir, config.checkpoint.resume, say)
+        if path:
+            saved = read_state(path)
+            allowed = config.checkpoint.allow_change
+            if config.data.allow_change:
+                allowed += ("data.train",)
+            check_same_run(path, saved, now, allowed)
+            for key, (was, new) in source_changes(vars(saved), vars(now)).items():
+                say(f"from step {saved.step:,} on {key} is {new}; it was {was}")
+            reset_best(out_dir, saved)
+        else:
+            check_same_config(config)
+        remove_debris(out_dir / "checkpoints")
+        return path
+
+    chosen: Path | None = on_main(choose)
+    return chosen
 
 
 def find_resume(
     out_dir: Path, resume: str, say: Callable[[str], None], most: float = math.inf
 ) -> Path | None:
-    """The verified checkpoint to continue from, of step `most` or before; None: start from scratch.
+    """A verified checkpoint of step `most` or before, as `checkpoint.resume` asks for it, or None.
 
-    `auto` takes the newest intact one and sets damaged ones aside, loudly; so does a path once the
-    run has checkpoints of its own. Raises `CheckpointError` when all are damaged, `UserError` when
-    a run is in the way of `never` or a path holds none.
+    `auto` takes the newest intact one of the run and sets damaged ones aside with a warning; so
+    does a path, once the run has checkpoints of its own. Raises `CheckpointError` if all are
+    damaged, `UserError` if `never` meets a run or a path holds no checkpoint.
     """
-    root = out_dir / "checkpoints"
+    own = RunFolder(out_dir).checkpoints
     if resume == "never":
-        if checkpoint_steps(root):
+        if own:
             raise UserError(
                 f"checkpoint.resume is never but {out_dir} holds a run with checkpoints; "
                 "set another out_dir or remove it"
             )
         return None
-    if resume != "auto" and not checkpoint_steps(root):
+    if resume != "auto" and not own:
         if not is_checkpoint(Path(resume)):
             raise UserError(f"checkpoint.resume is {resume}, which is not a checkpoint folder")
         verify(Path(resume))
         return Path(resume)
     damaged = []
-    for step in reversed([step for step in checkpoint_steps(root) if step <= most]):
-        path = root / step_name(step)
+    for path in reversed([path for step, path in own.items() if step <= most]):
         try:
             verify(path)
         except CheckpointError as error:
@@ -109,7 +156,7 @@ def find_resume(
             damaged.append(path)
             continue
         for bad in damaged:
-            quarantine(bad)
+            set_aside(bad)
         return path
     if damaged:
         raise CheckpointError(
@@ -119,60 +166,33 @@ def find_resume(
     return None
 
 
-def take_up(config: Config, now: TrainState, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint to continue from, chosen and verified by the main process for all of them."""
-    path = on_main(lambda: choose(config, now, say))
-    return Path(path) if path else None
-
-
-def choose(config: Config, now: TrainState, say: Callable[[str], None]) -> str | None:
-    """The checkpoint to continue from, if any; debris of a killed launch is removed."""
-    out_dir = Path(config.out_dir)
-    path = find_resume(out_dir, config.checkpoint.resume, say)
-    if path:
-        saved = read_state(path)
-        allowed = config.checkpoint.allow_change
-        if config.data.allow_change:
-            allowed += ("data.train",)
-        check_same_run(path, saved, now, allowed)
-        for key, (was, new) in source_changes(vars(saved), vars(now)).items():
-            say(f"from step {saved.step:,} on {key} is {new}; it was {was}")
-        name_best(out_dir, saved)
-    else:
-        check_same_folder(config)
-    clean(out_dir / "checkpoints")
-    return str(path) if path else None
-
-
-def step_back(
-    config: Config,
-    plan: Plan,
-    state: TrainState,
-    say: Callable[[str], None],
+def choose_rollback(
+    config: Config, plan: Plan, state: TrainState, say: Callable[[str], None]
 ) -> tuple[Path, list[list[int]]]:
-    """The checkpoint to return to after too many skipped updates, and the sequences to leave out.
+    """The checkpoint to roll back to after too many skipped updates in a row, and all sequences to
+    exclude, as [first, end); chosen by rank 0 for all, a collective.
 
-    It is the last one that lies in no row of skipped updates: where a signal had one saved in the
-    middle of the row, the run goes on as if never stopped. Those after it are removed, as they
-    counted the batches that are left out. Raises `DivergedError` where there is none, or where the
-    run returned to it before: then the fault is not in the batches.
+    It is the last checkpoint outside a row of skipped updates: if a signal had one saved inside the
+    row, the run continues as if never stopped. Later ones are removed, as they count the excluded
+    sequences. Raises `DivergedError` if there is none, or if the run has rolled back to it before:
+    then the batches are not the cause.
     """
 
-    def decide() -> tuple[str, list[list[int]]]:
+    def choose() -> tuple[Path, list[list[int]]]:
         spans = ranges(state.skipped_in_row, plan.sequences_per_step)
         what = (
             f"the updates of {len(state.skipped_in_row)} steps in a row were skipped, of sequences "
             f"{spoken(spans)}"
         )
         advice = "lower optim.lr, lengthen schedule.warmup_steps or use train.mixed_precision bf16"
-        root = Path(config.out_dir) / "checkpoints"
-        states = states_of(root)
-        before = before_skips(states)
-        path = find_resume(root.parent, "auto", say, before[-1] if before else math.inf)
+        out_dir = Path(config.out_dir)
+        states = read_states(out_dir)
+        stable = [step for step, saved in states.items() if not saved.skipped_in_row]
+        path = find_resume(out_dir, "auto", say, stable[-1] if stable else math.inf)
         if path is None:
             raise DivergedError(f"{what}, and there is no checkpoint to return to; {advice}")
         saved = read_state(path)
-        name_best(root.parent, saved)
+        reset_best(out_dir, saved)
         if saved.excluded != state.excluded:
             raise DivergedError(
                 f"{what}, after the run had returned to {path} without the sequences "
@@ -180,44 +200,47 @@ def step_back(
             )
         for step in states:
             if saved.step < step <= state.step:
-                discard(root, step)
+                remove(out_dir / "checkpoints", step)
         say(f"WARNING: {what}; returning to {path} and going on without them")
-        return str(path), saved.excluded + spans
+        return path, saved.excluded + spans
 
-    path, excluded = on_main(decide)
-    return Path(path), excluded
+    path, excluded = on_main(choose)
+    return path, excluded
 
 
-def name_best(out_dir: Path, saved: TrainState) -> None:
-    """Let `best` name the best step that `saved` knows, if it names a later one."""
-    best = out_dir / "best"
-    named = best.read_text(encoding="utf-8", errors="replace") if best.is_file() else ""
-    if not named or named.strip() == str(saved.best_step):
+def reset_best(out_dir: Path, saved: TrainState) -> None:
+    """Let the file `best` name the best step that `saved` knows, if it names a later one."""
+    best, run = out_dir / "best", RunFolder(out_dir)
+    if run.best in ("", str(saved.best_step)):
         return
-    if saved.best_step in checkpoint_steps(out_dir / "checkpoints"):
+    if saved.best_step in run.checkpoints:
         write_file(best, [f"{saved.best_step}\n".encode()])
     else:
         best.unlink()
 
 
-def check_same_run(
-    path: Path, state: TrainState, now: TrainState, allowed: tuple[str, ...]
-) -> None:
-    """Raise an error that lists what differs between a checkpoint and the run that continues it.
+# --------------------------------------------------------------------------- what may change
 
-    `CheckpointError` where it is another run, `UserError` where the changes could be allowed.
+
+def check_same_run(
+    path: Path, saved: TrainState, now: TrainState, allowed: tuple[str, ...]
+) -> None:
+    """Raise an error that lists what differs between a checkpoint and the run that resumes it.
+
+    `CheckpointError` if it is another run, `UserError` if all changes could be allowed.
     """
-    changes = differences(state.config, now.config)
-    changes |= source_changes(vars(state), vars(now))
-    regrouped = parted(state.config) != parted(now.config)
-    identity = (*IDENTITY, *PARTS) if regrouped else IDENTITY
+    changes = differences(saved.config, now.config) | source_changes(vars(saved), vars(now))
+    had_groups, has_groups = (
+        any(config.get(key) is not None for key in GROUPS) for config in (saved.config, now.config)
+    )
+    identity = IDENTITY if had_groups == has_groups else (*IDENTITY, *GROUPS)
     refused = {
         key: change
         for key, change in changes.items()
         if key.partition("[")[0] not in allowed or key.startswith(identity)
     }
-    if state.tokenizer_fingerprint != now.tokenizer_fingerprint:
-        refused["tokenizer"] = (state.tokenizer_fingerprint[:12], now.tokenizer_fingerprint[:12])
+    if saved.tokenizer_fingerprint != now.tokenizer_fingerprint:
+        refused["tokenizer"] = (saved.tokenizer_fingerprint[:12], now.tokenizer_fingerprint[:12])
     if not refused:
         return
     kind = CheckpointError if any(key.startswith(identity) for key in refused) else UserError
@@ -228,17 +251,10 @@ def check_same_run(
     )
 
 
-def parted(config: Mapping[str, Any]) -> bool:
-    """Whether embeddings and head are groups of the optimizer of their own."""
-    return any(config.get(key) is not None for key in PARTS)
-
-
-def check_same_folder(config: Config) -> None:
-    """Raise `UserError` if `out_dir` belongs to a run of another config, without a checkpoint."""
+def check_same_config(config: Config) -> None:
+    """Raise `UserError` if `out_dir` belongs to a run of another config that has no checkpoint."""
     before = RunFolder(config.out_dir).read_config()
-    if not before:
-        return
-    changes = differences(before, to_flat(to_plain(config)))
+    changes = differences(before, to_flat(to_plain(config))) if before else {}
     refused = {k: v for k, v in changes.items() if k not in config.checkpoint.allow_change}
     if refused:
         raise UserError(
@@ -248,27 +264,150 @@ def check_same_folder(config: Config) -> None:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Keys whose values differ and may not: key -> (before, now); a key that `before` lacks, as an
+    """Keys that differ but are not free: key -> (before, now). A key that `before` lacks, as an
     earlier version wrote it, had its default.
     """
     before = to_flat(to_plain(Config())) | dict(before)
-    held = BITS if now.get("train.reproducible") else ()
+    compared = BITS if now.get("train.reproducible") else ()
     return {
         key: (before.get(key), now.get(key))
         for key in sorted(before.keys() | now.keys())
         if before.get(key) not in (now.get(key), NOT_TOLD)
-        and (key in held or not key.startswith(FREE))
+        and (key in compared or not key.startswith(FREE))
     }
 
 
 def listed(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    """`optim.lr was 0.001, is 0.002; ...`."""
+    """`optim.lr was 0.001, is 0.002, ...`."""
     return ", ".join(f"{key} was {was}, is {now}" for key, (was, now) in changes.items())
 
 
 def allow_hint(keys: list[str]) -> str:
-    """How to accept a change that can be accepted."""
+    """How to accept changes of these keys."""
     keys = list(dict.fromkeys(keys))
     if keys == ["data.train"]:
         return ", or accept it with --data.allow_change"
     return f", or accept it with --checkpoint.allow_change {','.join(keys)}" if keys else ""
+
+
+# --------------------------------------------------------------------------- restore
+
+
+def restore(
+    accelerator: Accelerator,
+    path: Path,
+    now: TrainState,
+    gpt: GPT,
+    optimizer: AcceleratedOptimizer,
+    say: Callable[[str], None],
+) -> TrainState:
+    """Load weights, optimizer, scaler and random states of a verified checkpoint, on every rank.
+
+    Returns its state with config, versions and world size of `now`. Raises `CheckpointError` naming
+    what is missing or does not fit: `load_state` alone would skip some of it silently.
+    """
+    saved = read_state(path)
+    same_world = saved.world_size == now.world_size
+    random_states = path / f"random_states_{accelerator.process_index}.pkl"
+    if same_world and not random_states.is_file():
+        raise CheckpointError(f"checkpoint {path} lacks its file {random_states.name}")
+    scaler = accelerator.scaler
+    if scaler is not None and not (path / SCALER_NAME).is_file():
+        say(f"{path} was not trained in fp16: the scale of the loss starts anew")
+        accelerator.scaler = None
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    shard_here = sharded and not (path / f"{FSDP_MODEL_NAME}.bin").is_file()
+    try:
+        if shard_here:
+            load_and_shard(path, gpt, optimizer)
+        else:
+            accelerator.load_state(str(path))
+    except Exception as error:  # torch, safetensors and Accelerate raise no common class
+        raise CheckpointError(f"{culprit(path)} does not fit this run: {explain(error)}") from None
+    finally:
+        accelerator.scaler = scaler
+    accelerator.step = 0  # a checkpoint is saved between steps: no micro-step is pending
+    check_optimizer(path, gpt, optimizer)
+    if shard_here:
+        say(f"{path} was trained without FSDP, this is with it")
+    elif same_world:
+        check_random_states(random_states)
+    else:
+        say(f"{path} was trained by {saved.world_size} processes, this is {now.world_size}")
+    state = replace(saved, config=now.config, world_size=now.world_size, versions=now.versions)
+    if path.parent.parent.resolve() != Path(now.config["out_dir"]).resolve():
+        state.best_step = state.best_val_loss = None  # the best so far is in another folder
+    return state
+
+
+def load_and_shard(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
+    """Load a checkpoint that was saved without FSDP into a model sharded by FSDP2; a collective."""
+    from torch.distributed.tensor import distribute_tensor
+
+    def shard(full: Tensor, like: Tensor) -> Tensor:
+        if not is_sharded(like) or full.shape != like.shape:  # a count of steps
+            return full
+        return distribute_tensor(full.to(like.device), like.device_mesh, like.placements)
+
+    weights = load_file(path / SAFE_WEIGHTS_NAME)
+    with torch.no_grad():
+        for name, parameter in gpt.named_parameters():
+            parameter.copy_(shard(weights[name], parameter))
+    saved = load(path / f"{OPTIMIZER_NAME}.bin", map_location="cpu")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    saved["state"] = {
+        number: {key: shard(value, parameters[number]) for key, value in moments.items()}
+        for number, moments in saved["state"].items()
+    }
+    optimizer.optimizer.load_state_dict(saved)
+
+
+def check_optimizer(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
+    """Raise `CheckpointError` unless every parameter has its moments, of its shape."""
+    file, names = path / "optimizer.bin", {id(p): name for name, p in gpt.named_parameters()}
+    for p, expected in [
+        (p, state_names(group)) for group in optimizer.param_groups for p in group["params"]
+    ]:
+        name, found = names.get(id(p), "a parameter"), optimizer.state.get(p, {})
+        if missing := sorted(expected - found.keys()):
+            raise CheckpointError(f"{file} lacks {', '.join(missing)} of {name}")
+        if unknown := sorted(found.keys() - expected):
+            raise CheckpointError(
+                f"{file} has {', '.join(unknown)} of {name}, which another optimizer keeps"
+            )
+        for key, value in found.items():
+            if torch.is_tensor(value) and value.dim() and value.shape != p.shape:
+                raise CheckpointError(
+                    f"{file} has {key} of {name} in the shape "
+                    f"{tuple(value.shape)}; the parameter has {tuple(p.shape)}"
+                )
+
+
+def check_random_states(path: Path) -> None:
+    """Raise `CheckpointError` unless the random states of this rank are those in the file."""
+    try:
+        restored = torch.equal(torch.get_rng_state(), load(path)["torch_manual_seed"])
+    except Exception as error:  # as in `restore`
+        raise CheckpointError(f"{path} could not be restored: {explain(error)}") from None
+    if not restored:
+        raise CheckpointError(f"{path} could not be restored")
+
+
+def culprit(path: Path) -> Path:
+    """The first file of a checkpoint that cannot be loaded; if all can, the folder."""
+    for file in sorted(path.iterdir()):
+        try:
+            if file.suffix == ".safetensors":
+                load_file(file)
+            elif file.suffix in (".bin", ".pkl", ".pt"):
+                load(file, map_location="cpu")
+        except Exception:  # as in `restore`
+            return file
+    return path
+
+
+def explain(error: Exception) -> str:
+    """The first line of an error; not torch's advice to unpickle what it refuses."""
+    if "weights_only" in str(error):
+        return "it holds objects other than tensors and plain values, which are not loaded"
+    return first_line(error)

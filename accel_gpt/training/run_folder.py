@@ -159,6 +159,15 @@ class RunFolder:
         return [SECRET.sub("***", text) for text in texts]
 
     @property
+    def best(self) -> str:
+        """What the file `best` names: a step, if nobody has edited it; "" without the file."""
+        try:
+            with open_file(self.path / "best") as file:
+                return file.read(100).decode(errors="replace").strip()
+        except OSError:
+            return ""
+
+    @property
     def checkpoints(self) -> dict[int, Path]:
         """The folders of checkpoints by step, ascending; whether one is intact, `verify` says."""
         root = self.path / "checkpoints"

@@ -222,7 +222,7 @@ def test_names_of_a_manifest_stay_in_its_folder(
     checkpoint: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(checkpoint, name, b"x")
-    with pytest.raises(CheckpointError, match="which is no plain file name"):
+    with pytest.raises(CheckpointError, match="which is not a file name"):
         verify(checkpoint)
     assert run_here(cli.dispatch, ["inspect", str(checkpoint)]) == 4
     assert all(c.isprintable() for c in capsys.readouterr().err.replace("\n", ""))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from accel_gpt.errors import UserError, first_line
-from accel_gpt.redact import without_secrets
+from accel_gpt.redact import redact
 
 # all but line ends and tabs; bytes that are no UTF-8; what turns the direction of text around
 CONTROL = re.compile(
@@ -66,7 +66,7 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     try:
         return main(argv)
     except UserError as error:
-        told = without_secrets(printable(str(error)))
+        told = redact(printable(str(error)))
         if len(told) > LONGEST_SENTENCE:  # a value out of a file
             told = f"{told[: LONGEST_SENTENCE // 2]} [...] {told[-LONGEST_SENTENCE // 2 :]}"
         sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {told}\n")

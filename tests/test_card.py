@@ -17,7 +17,8 @@ from accel_gpt.data.shards import open_split
 from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.hub.markdown import fenced, mark
 from accel_gpt.hub.model_card import write_card
-from accel_gpt.hub.privacy import hub_dataset, place_name, public_key
+from accel_gpt.hub.privacy import hub_dataset
+from accel_gpt.redact import public_metric, public_name
 from accel_gpt.report.plots import loss_curves, smoothed
 from accel_gpt.training.state import TrainState
 from tests.conftest import tiny
@@ -341,7 +342,7 @@ def test_an_id_that_the_hub_does_not_take_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_names_of_places(place: str, name: str | None) -> None:
-    assert place_name(place) == name
+    assert public_name(place) == name
 
 
 def test_ids_of_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,10 +354,10 @@ def test_ids_of_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_sources_of_one_name_stay_apart() -> None:
-    keys = [public_key(f"eval/val_loss//home/{who}/corpus") for who in ("ann", "bob")]
+    keys = [public_metric(f"eval/val_loss//home/{who}/corpus") for who in ("ann", "bob")]
     assert keys[0] != keys[1]
     assert all(re.fullmatch(r"eval/val_loss/corpus-[0-9a-f]{4}", key) for key in keys)
-    assert public_key("eval/val_loss/books") == "eval/val_loss/books"
+    assert public_metric("eval/val_loss/books") == "eval/val_loss/books"
 
 
 def test_marks_are_escaped_and_fences_long_enough() -> None:

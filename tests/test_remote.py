@@ -31,11 +31,11 @@ from accel_gpt.data.remote.stores import (
     Missing,
     reason,
     retry_after,
-    without_secrets,
 )
 from accel_gpt.data.shards import FORMAT, HEADER, VERSION, Shard, Split, open_split, resident
 from accel_gpt.data.sources import open_data
 from accel_gpt.errors import DataError, UserError
+from accel_gpt.redact import redact_url
 
 QUICK = Patience(tries=4, first_pause=0.01, longest_pause=0.05, timeout=0.3, room=0.5)
 TOKENS = 20_000
@@ -281,7 +281,7 @@ def test_secrets_are_never_shown(server: Server, shards: list[Shard], remote: Op
     assert "sesame" not in str(caught.value) + str(folder.folder)
     assert server.authorization == "Basic bWU6c2VzYW1l"
     assert "sesame" not in reason(ValueError(f"at '{url}' and s3://a:sesame@b/c?X=sesame"))
-    assert without_secrets("hf://datasets/a/b@rev/c/") == "hf://datasets/a/b@rev/c"
+    assert redact_url("hf://datasets/a/b@rev/c/") == "hf://datasets/a/b@rev/c"
 
 
 # --------------------------------------------------------------------------- cache
@@ -681,8 +681,8 @@ def test_an_index_without_end_does_not_fill_the_disk(
     told: bool, server: Server, remote: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that tells no size sends on; one that does could tell any."""
-    monkeypatch.setattr(downloading, "LARGEST_FILE", 3 * CHUNK)
-    monkeypatch.setattr(folders, "LARGEST_FILE", 3 * CHUNK)
+    monkeypatch.setattr(downloading, "LARGEST_TEXT", 3 * CHUNK)
+    monkeypatch.setattr(folders, "LARGEST_TEXT", 3 * CHUNK)
     (server.root / "dataset.json").write_bytes(b" " * 100 * CHUNK)
     if not told:
         monkeypatch.setattr(HttpFolder, "about", lambda *_: About())

@@ -13,7 +13,7 @@ from accel_gpt.config.data import DataConfig
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import write_out
 from accel_gpt.errors import CheckpointError, DataError, not_negative, positive, require
-from accel_gpt.redact import without_secrets
+from accel_gpt.redact import redact
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ def main(argv: Sequence[str]) -> int:
         report = inspect_data(place, data, options.quick, options.windows, options.block_size)
         describe = data_text
     text = json.dumps(report, indent=1) + "\n" if options.json else describe(report)
-    write_out(without_secrets(text))
+    write_out(redact(text))
     sys.stdout.flush()
     for problem in report["problems"]:
-        sys.stderr.write(f"error: {without_secrets(printable(problem))}\n")
+        sys.stderr.write(f"error: {redact(printable(problem))}\n")
     return code if report["problems"] else 0
 
 

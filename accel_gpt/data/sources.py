@@ -7,10 +7,10 @@ from pathlib import Path
 from accel_gpt.config.data import DataConfig, TextStream, Weighted
 from accel_gpt.data.foreign import open_foreign
 from accel_gpt.data.remote.folder import RemoteFolder, is_url
-from accel_gpt.data.remote.stores import shown_place
 from accel_gpt.data.shards import INDEX, Split, open_split, read_index
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import DataError, require
+from accel_gpt.redact import redact_url
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,6 @@ def names_of(listed: Sequence[Weighted]) -> tuple[str, ...]:
     """The last part of each path where these differ, else the whole path; URLs without user,
     password and query.
     """
-    paths = tuple(shown_place(source.path) for source in listed)
+    paths = tuple(redact_url(source.path) for source in listed)
     names = tuple(Path(path).name for path in paths)
     return names if len(set(names)) == len(names) else paths

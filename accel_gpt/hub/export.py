@@ -36,7 +36,7 @@ from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.hub.tokenizer_files import save_for_transformers
 from accel_gpt.hub.verify import PARTED
 from accel_gpt.model.gpt import GPT
-from accel_gpt.redact import without_secrets
+from accel_gpt.redact import redact
 from accel_gpt.training.checkpoint import read_state
 
 WRITTEN = (
@@ -211,9 +211,9 @@ def compared_tokens(model: GPT, tokenizer: Tokenizer, source: Pretrained) -> tup
             chosen = windows(split, length, COMPARED_WINDOWS * length)
             read = batches(split, chosen, COMPARED_WINDOWS, length, model.vocab_size)
             told = f"{COMPARED_WINDOWS} windows of {length} val tokens of {place}"
-            return next(read)[0], without_secrets(told)
+            return next(read)[0], redact(told)
         except UserError as error:
-            why = without_secrets(str(error).partition(";")[0])
+            why = redact(str(error).partition(";")[0])
     drawn = torch.Generator().manual_seed(0)
     tokens = torch.randint(
         min(tokenizer.vocab_size, model.vocab_size),

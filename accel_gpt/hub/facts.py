@@ -18,8 +18,9 @@ from accel_gpt.config.parse import build, leaves
 from accel_gpt.config.plan import Plan, make_plan
 from accel_gpt.errors import UserError
 from accel_gpt.files import load_json, read_json
-from accel_gpt.hub.privacy import hub_dataset, hub_model, place_name, source_name
+from accel_gpt.hub.privacy import hub_dataset, hub_model
 from accel_gpt.hub.trained_on import Source, sources_of
+from accel_gpt.redact import public_name, public_source
 from accel_gpt.report.sample_texts import sample_files, texts_in
 from accel_gpt.training.accelerator import PACKAGES
 from accel_gpt.training.checkpoint import read_shape, read_state
@@ -132,12 +133,12 @@ def public_value(key: str, value: Any) -> Any:
         return hub_model(value) or start_name(value)
     if value.startswith("hf://") and (name := hub_dataset(value)):
         return f"hf://datasets/{name}"
-    return place_name(value)
+    return public_name(value)
 
 
 def start_name(source: str) -> str | None:
     """Name of the run, folder or Hub id that the weights came from, without a revision."""
-    return place_name(re.sub(r"(?<=/)([\w.-]+)@[\w.-]+$", r"\1", source))
+    return public_name(re.sub(r"(?<=/)([\w.-]+)@[\w.-]+$", r"\1", source))
 
 
 def plan_of(state: TrainState) -> Plan | None:
@@ -159,7 +160,7 @@ def tokenizer_of(checkpoint: Path) -> tuple[str, str | None]:
     model = content.get("model")
     kind = content.get("kind") or (model.get("type") if isinstance(model, dict) else None)
     chars = content.get("chars")
-    return place_name(str(kind or "unknown")) or "unknown", chars if isinstance(
+    return public_name(str(kind or "unknown")) or "unknown", chars if isinstance(
         chars, str
     ) else None
 
@@ -192,7 +193,7 @@ def last_values(records: tuple[Mapping[str, float], ...], prefix: str) -> dict[s
         for key, value in record.items():
             if is_number(value) and (key == prefix or key.startswith(f"{prefix}/")):
                 name = key.removeprefix(prefix).removeprefix("/")
-                found[source_name(name) if name else ""] = float(value)
+                found[public_source(name) if name else ""] = float(value)
     return found
 
 

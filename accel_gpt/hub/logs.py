@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.files import load_json
-from accel_gpt.hub.privacy import public_key, without_tokens
+from accel_gpt.redact import public_metric, redact_tokens
 from accel_gpt.training.metrics import COLUMNS, read_lines
 
 NUMBER = r"(?:-?[0-9][0-9.]*(?:e[+-]?[0-9]+)?|-?inf|nan)?"
@@ -44,7 +44,7 @@ def public_line(line: str) -> str:
     """A line of metrics.jsonl as it is, unless a key has a place in it; "" where it is none."""
     try:
         record = load_json(line)
-        public = {public_key(key): value for key, value in record.items() if is_figure(value)}
+        public = {public_metric(key): value for key, value in record.items() if is_figure(value)}
     except (ValueError, AttributeError):
         return ""
     return line if list(public) == list(record) else json.dumps(public) + "\n"
@@ -94,7 +94,7 @@ def public_value(value: Any) -> Iterator[Any]:
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.util.tensor_util import make_ndarray
 
-    tag, plugin = public_key(value.tag), value.metadata.plugin_data.plugin_name
+    tag, plugin = public_metric(value.tag), value.metadata.plugin_data.plugin_name
     if value.HasField("simple_value"):
         yield Summary.Value(tag=tag, simple_value=value.simple_value)
     elif value.HasField("tensor") and plugin == "scalars":
@@ -105,7 +105,7 @@ def public_value(value: Any) -> Iterator[Any]:
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         copied = Summary.Value(tag=value.tag, tensor=value.tensor, metadata=metadata)
         for i, text in enumerate(copied.tensor.string_val):
-            copied.tensor.string_val[i] = without_tokens(text.decode("utf-8", "replace")).encode()
+            copied.tensor.string_val[i] = redact_tokens(text.decode("utf-8", "replace")).encode()
         yield copied
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from accel_gpt.hub.privacy import without_tokens
+from accel_gpt.redact import redact_tokens
 
 # what turns text around, hides in it or ends a line for some readers but not for Markdown's
 UNSEEN = re.compile("[\u0080-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
@@ -13,7 +13,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f]")
 
 def one_line(text: str) -> str:
     """`text` without line breaks, control characters and tokens."""
-    text = without_tokens(text)  # before `mark` escapes their underscores
+    text = redact_tokens(text)  # before `mark` escapes their underscores
     return " ".join(UNSEEN.sub(" ", CONTROLS.sub(" ", text.replace("\x7f", " "))).split())
 
 

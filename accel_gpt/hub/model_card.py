@@ -15,7 +15,7 @@ from accel_gpt.hub.card_tables import architecture, data, training
 from accel_gpt.hub.client import check_repo
 from accel_gpt.hub.facts import CardFacts, gather
 from accel_gpt.hub.markdown import fenced, mark, nested, one_line, shown, slug, table
-from accel_gpt.hub.privacy import without_tokens
+from accel_gpt.redact import redact_tokens
 from accel_gpt.report.plots import loss_curves, short
 
 LONGEST_SAMPLE = 3000  # characters
@@ -91,7 +91,7 @@ def write_card(
     ]
     body = "\n\n".join(section for section in sections if section)
     head = metadata(facts, name, model_class, licence).to_yaml()
-    card = ModelCard(without_tokens(f"---\n{head}\n---\n\n{body}\n"))
+    card = ModelCard(redact_tokens(f"---\n{head}\n---\n\n{body}\n"))
     card.save(folder / "README.md")
 
 

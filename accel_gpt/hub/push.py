@@ -28,7 +28,7 @@ from accel_gpt.hub.load import STATE, load_pretrained
 from accel_gpt.hub.logs import copy_logs
 from accel_gpt.hub.model_card import write_card
 from accel_gpt.hub.pretrained import Pretrained
-from accel_gpt.hub.privacy import source_name
+from accel_gpt.redact import public_source
 from accel_gpt.training.checkpoint import find_checkpoint, read_json, read_state, verify, write_json
 from accel_gpt.training.resume import FREE, NOT_TOLD
 
@@ -124,7 +124,7 @@ def copy_state(checkpoint: Path, to: Path) -> None:
         if "versions" in content:
             content["versions"] = public_versions(content["versions"])
         for source in content.get("data_sources", ()):
-            source["name"] = source_name(source["name"])
+            source["name"] = public_source(source["name"])
         (to / name).unlink()  # it may be a hard link to the checkpoint's own file
         write_json(to / name, content)
         size, digest = (to / name).stat().st_size, sha256(to / name)

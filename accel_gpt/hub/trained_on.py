@@ -8,7 +8,8 @@ from typing import Any
 from accel_gpt.data.remote.folder import is_url
 from accel_gpt.data.shards import INDEX, open_split, read_index
 from accel_gpt.errors import UserError
-from accel_gpt.hub.privacy import hub_dataset, place_name, source_name
+from accel_gpt.hub.privacy import hub_dataset
+from accel_gpt.redact import public_name, public_source
 from accel_gpt.training.state import TrainState
 
 
@@ -30,7 +31,7 @@ def sources_of(state: TrainState) -> tuple[Source, ...]:
     stream = flat.get("data.train.dataset") or flat.get("data.train.path")
     if stream:
         hub_id = hub_dataset(str(stream)) if stream != flat.get("data.train.path") else None
-        return (Source(hub_id or place_name(str(stream)) or "text", hub_id=hub_id),)
+        return (Source(hub_id or public_name(str(stream)) or "text", hub_id=hub_id),)
     places = [s.get("path") for s in train] if isinstance(train, list) else [train]
     opened = [look_at(str(place)) for place in places if place]
     noted = state.data_sources or [{"name": "data", "weight": 1.0}]
@@ -42,7 +43,7 @@ def sources_of(state: TrainState) -> tuple[Source, ...]:
         hub_id = at_hand.hub_id if at_hand else None
         if only and not at_hand:
             hub_id = hub_of_config(flat)
-        name = place_name(str(train)) if only else source_name(str(source["name"]))
+        name = public_name(str(train)) if only else public_source(str(source["name"]))
         tokens = (at_hand.train_tokens, at_hand.val_tokens) if at_hand else (None, None)
         found.append(Source(name or "data", float(source["weight"]) / total, hub_id, *tokens))
     return tuple(found)

@@ -11,7 +11,7 @@ from typing import Any
 from accel_gpt.config.parse import to_flat
 from accel_gpt.errors import UserError
 from accel_gpt.files import load_json, load_yaml, open_file
-from accel_gpt.redact import without_secrets
+from accel_gpt.redact import redact
 from accel_gpt.report.figures import Figures, number, read_figures
 
 LARGEST_FILE = 16 << 20  # bytes of run.json and config.yaml; ours have some thousand
@@ -128,7 +128,7 @@ def read_text(path: Path) -> str:
 def starred(value: Any) -> Any:
     """A value of a config, secrets in its texts starred."""
     if isinstance(value, str):
-        return without_secrets(value)
+        return redact(value)
     if isinstance(value, list):
         return [starred(item) for item in value]
     if isinstance(value, dict):

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from accel_gpt.redact import SECRET
+from accel_gpt.redact import redact_tokens
 
 NAME = re.compile(r"step_(\d{8,15})\.txt")
 LARGEST_FILE = 4 << 20  # bytes read of one file
@@ -35,4 +35,4 @@ def texts_in(path: Path) -> list[str]:
             texts[-1] += part
     last = len(texts) - 1
     cut = [t if i == last else t.removesuffix("\n").removesuffix("\n") for i, t in enumerate(texts)]
-    return [SECRET.sub("***", t) for t in cut]
+    return [redact_tokens(t) for t in cut]

@@ -34,7 +34,7 @@ from accel_gpt.data.shards import Shard, Split, Tokens
 from accel_gpt.data.sources import open_sources, val_names, val_paths
 from accel_gpt.data.tokenizer import Tokenizer, named_tokenizer
 from accel_gpt.errors import DataError, require
-from accel_gpt.redact import without_secrets
+from accel_gpt.redact import redact
 from accel_gpt.text.documents import Piece, Position, describe_source, guess_source, split_pieces
 
 MOST_CHARACTERS = 100_000_000  # read at most to gather what is evaluated; assumption
@@ -163,7 +163,7 @@ class TextCorpus(Corpus):
         """Where the text comes from."""
         path = self.text.config.dataset or self.text.config.path
         return [
-            f"data     {without_secrets(str(path))} in its own order, tokenized while training by "
+            f"data     {redact(str(path))} in its own order, tokenized while training by "
             f"{self.tokenizer.kind} of {self.tokenizer.vocab_size:,}"
         ]
 

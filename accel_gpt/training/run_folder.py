@@ -29,7 +29,7 @@ import numpy.typing as npt
 from accel_gpt.config.parse import to_flat
 from accel_gpt.errors import UserError
 from accel_gpt.files import load_json, load_yaml, lock, open_file, read_json, read_text
-from accel_gpt.redact import SECRET
+from accel_gpt.redact import redact_tokens
 
 LARGEST_FILE = 16 << 20  # bytes of run.json and config.yaml; ours have some thousand
 LARGEST_SAMPLES = 4 << 20  # bytes read of one file of samples
@@ -156,7 +156,7 @@ class RunFolder:
                 texts.append(body)
             elif texts:  # a line of the text itself
                 texts[-1] += part
-        return [SECRET.sub("***", text) for text in texts]
+        return [redact_tokens(text) for text in texts]
 
     @property
     def best(self) -> str:

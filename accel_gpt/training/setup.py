@@ -23,14 +23,13 @@ from accel_gpt.data.corpus import Corpus, open_shards
 from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.redact import without_secrets
+from accel_gpt.redact import command_line, redact
 from accel_gpt.training.accelerator import (
     code_versions,
     describe_machine,
     device_name,
     memory_gb,
 )
-from accel_gpt.training.command import command_line
 from accel_gpt.training.compiler import keep_compiled
 from accel_gpt.training.engine import check_optimizer
 from accel_gpt.training.run_folder import RunFolder
@@ -141,9 +140,7 @@ def identity(config: Config, plan: Plan, corpus: Corpus, speed: Speed) -> dict[s
             "fingerprint": corpus.fingerprint,
             "tokenizer": tokenizer.kind,
             "tokenizer_fingerprint": tokenizer.fingerprint,
-            "lines": [
-                without_secrets(line.removeprefix("data").strip()) for line in corpus.lines(plan)
-            ],
+            "lines": [redact(line.removeprefix("data").strip()) for line in corpus.lines(plan)],
         },
     }
 

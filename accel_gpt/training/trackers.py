@@ -22,7 +22,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_plain, to_yaml
 from accel_gpt.errors import UserError
 from accel_gpt.files import write_file
-from accel_gpt.redact import without_secrets
+from accel_gpt.redact import redact
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -48,11 +48,11 @@ def start_trackers(accelerator: Accelerator, config: Config, step: int, charts: 
         except Exception as error:  # of a package that we do not know
             raise UserError(
                 f"log.trackers is {', '.join(config.log.trackers)}, of which one does not start: "
-                f"{without_secrets(str(error))}"
+                f"{redact(str(error))}"
             ) from error
     if accelerator.is_main_process:
         plain = to_flat(to_plain(config))
-        told = {key: without_secrets(str(value)) for key, value in plain.items()}
+        told = {key: redact(str(value)) for key, value in plain.items()}
         for tracker in accelerator.trackers:
             if isinstance(tracker, TensorBoardTracker):
                 group_charts(tracker.writer, charts)

@@ -25,17 +25,11 @@ from accel_gpt.data.remote.cache import (
 )
 from accel_gpt.data.remote.download import Patience, download, insist
 from accel_gpt.data.remote.need import Closed, Request, fitting
-from accel_gpt.data.remote.stores import (
-    About,
-    Missing,
-    Refused,
-    explained,
-    open_remote_folder,
-    without_secrets,
-)
+from accel_gpt.data.remote.stores import About, Missing, Refused, explained, open_remote_folder
 from accel_gpt.data.shards import INDEX, Shard, read_index, token_dtype
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.files import LARGEST_TEXT, sync
+from accel_gpt.redact import redact_url
 
 POLL = 0.2  # seconds between two looks for room that others hold
 
@@ -59,7 +53,7 @@ class RemoteFolder:
         self.remote = open_remote_folder(url, self.patience.timeout)
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         root = Path(cache_dir).expanduser() if cache_dir else home / "accel_gpt" / "shards"
-        shown = without_secrets(url)
+        shown = redact_url(url)
         last = re.sub(r"[^A-Za-z0-9._-]", "_", shown.rpartition("/")[2])[:80]
         self.folder = root / f"{hashlib.sha256(shown.encode()).hexdigest()[:16]}-{last}"
         try:

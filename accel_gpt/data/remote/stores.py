@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from accel_gpt.errors import DataError, UserError
+from accel_gpt.redact import redact_url
 
 BLOCK = 1 << 24  # bytes that fsspec asks a store for at once
 CONTENT_TAGS = ("ETag", "etag", "md5Hash", "blob_id")  # as the stores of fsspec name them
@@ -79,17 +80,6 @@ def open_remote_folder(url: str, timeout: float) -> Remote:
     return HttpFolder(url, timeout) if http_ else FsspecFolder(url)
 
 
-def shown_place(place: str) -> str:
-    """A path as it is, a URL without what may be secret."""
-    return without_secrets(place) if "://" in place else place
-
-
-def without_secrets(url: str) -> str:
-    """A URL without user, password, query, fragment and final slash."""
-    parts = urllib.parse.urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
-
-
 def reason(error: BaseException) -> str:
     """An error in one line, without what could be a secret in a URL."""
     text = " ".join(str(error).split()) or type(error).__name__
@@ -116,7 +106,7 @@ class HttpFolder:
 
     def __init__(self, url: str, timeout: float) -> None:
         self.parts = urllib.parse.urlsplit(url)
-        self.shown, self.timeout = without_secrets(url), timeout
+        self.shown, self.timeout = redact_url(url), timeout
 
     def ask(self, method: str, name: str, start: int = 0) -> http.client.HTTPResponse:
         """The answer of the server, its body unread."""
@@ -209,7 +199,7 @@ class FsspecFolder:
     """A folder of any store that fsspec knows; each but the local ones needs a package."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.shown = url, without_secrets(url)
+        self.url, self.shown = url, redact_url(url)
         self.protocol = url.partition("://")[0]
 
     @functools.cached_property

@@ -4,8 +4,7 @@ import shlex
 
 import pytest
 
-from accel_gpt.redact import without_secrets
-from accel_gpt.training.command import command_line
+from accel_gpt.redact import command_line, redact
 
 
 def test_a_command_can_be_typed_again() -> None:
@@ -27,5 +26,5 @@ def test_a_command_can_be_typed_again() -> None:
     ],
 )
 def test_secrets_are_starred(text: str, told: str) -> None:
-    assert without_secrets(text) == told
+    assert redact(text) == told
     assert told in command_line(["accel-gpt", text]) or "*" in told

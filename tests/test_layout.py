@@ -144,7 +144,10 @@ def test_nothing_unsafe_and_no_mutable_module_state() -> None:
     found = []
     for path in FILES:
         module = tree(path)
-        found += named(path, *(what for node in ast.walk(module) if (what := unsafe(node))))
+        unpickler = path.relative_to(PACKAGE) == Path("data/safe_pickle.py")  # finds no class
+        allowed = {"pickle"} if unpickler else set()
+        whats = {what for node in ast.walk(module) if (what := unsafe(node))}
+        found += named(path, *(whats - allowed))
         assigned = [n for n in module.body if isinstance(n, ast.Assign)]
         mutable = [n for n in assigned if isinstance(n.value, ast.List | ast.Dict | ast.Set)]
         found += named(path, *(ast.unparse(n.targets[0]) for n in mutable))

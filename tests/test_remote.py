@@ -471,7 +471,7 @@ def test_what_was_read_into_memory_is_not_held(
         kept = resident(split, 10)
         assert kept.read(0, 0, 10).tolist() == open_split(corpus, "val").read(0, 0, 10).tolist()
         assert until(lambda: not folder.cache.leased())
-        assert not split.pages.mapped.any()
+        assert not split.files.descriptors
 
 
 def test_no_thread_before_need_and_none_after_close(

@@ -1,4 +1,4 @@
-"""Formats on disk: token shards and their index, mapped for reading (written by `prepare/`).
+"""Formats on disk: token shards and their index (written by `prepare/`), and how they are read.
 
 A data folder holds `{split}_{000000}.npy` (one dimension, uint16 or uint32), tokenizer.json and
 dataset.json, the index: tokenizer, vocabulary, and what each shard holds.
@@ -9,7 +9,7 @@ import json
 import os
 import re
 import threading
-import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from accel_gpt.data.mapping import NoMaps, Pages
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.files import is_count, read_json
 
@@ -31,9 +29,7 @@ INDEX = "dataset.json"
 FORMAT = "accel_gpt-dataset"
 VERSION = 1
 HEADER = 128  # bytes before the tokens in a shard of ours
-OPEN_MAPS = 32_768  # shards of a split that are mapped at once; Linux allows 65,530 maps
-FEW = 16  # shards ahead; more are those of an order that jumps between all, which stay mapped
-CHECK_SECONDS = 2.0  # a file that is being read is looked at again this often
+OPEN_FILES = 256  # of a split; a process may have 1,024 on many systems
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -59,13 +55,13 @@ class Shard:
 
 
 class Store(Protocol):
-    """A place from which shards are fetched before they are read."""
+    """Where shards are downloaded from before they are read."""
 
     def locate(self, shard: Shard) -> Path:
-        """The file of a shard, once it is here; `DataError` when it cannot be had."""
+        """The local file of a shard, downloaded if need be; `DataError` when that fails."""
 
     def prefetch(self, now: Sequence[Shard], then: Sequence[Shard] = ()) -> None:
-        """Fetch in the background what is needed now, then of the next what there is room for."""
+        """Download in the background what is needed now, then next as far as there is room."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ class Split:
     lengths: NDArray[np.int64] = field(compare=False)
     """Tokens in each shard."""
     store: "Store | None" = field(default=None, compare=False)
-    """Where the files are fetched from; None: they are in `folder`."""
+    """Where the files are downloaded from; None: they are in `folder`."""
     memory: Tokens | None = field(default=None, repr=False, compare=False)
     """The tokens of all shards in memory, in place of files."""
     lock: Any = field(default_factory=threading.RLock, repr=False, compare=False)
@@ -97,93 +93,96 @@ class Split:
         return int(self.lengths.sum())
 
     @cached_property
-    def pages(self) -> Pages:
-        """The files, mapped as they are needed."""
-        offsets = np.array([shard.offset for shard in self.shards], np.int64)
-        return Pages(offsets + self.lengths * self.dtype.itemsize, offsets, self.dtype)
-
-    @cached_property
-    def flat(self) -> tuple[Tokens, NDArray[np.int64]]:
-        """All tokens as one array, and where in it those of each shard begin, (S,)."""
-        if self.memory is not None:
-            return self.memory, np.cumsum(self.lengths) - self.lengths
-        return self.pages.flat, self.pages.first
-
-    @cached_property
-    def checked(self) -> NDArray[np.float64]:
-        """When the file of each shard was last looked at, (S,) seconds of a monotonic clock."""
-        return np.zeros(len(self.shards))
+    def files(self) -> "OpenFiles":
+        """The files that are open now."""
+        return OpenFiles(self)
 
     def read(self, shard: int, start: int, length: int) -> Tokens:
-        """A copy of tokens `start` to `start + length` of a shard; see `read_many`."""
+        """Tokens `start` to `start + length` of a shard; see `read_many`."""
         assert 0 <= start <= start + length <= self.shards[shard].tokens
-        row: Tokens = self.read_many(np.array([shard]), np.array([start]), length)[0]
-        return row
+        tokens: Tokens = self.read_many(np.array([shard]), np.array([start]), length)[0]
+        return tokens
 
     def read_many(self, shard: Ints, start: Ints, length: int) -> Tokens:
-        """Copies of `length` tokens from `start` (N,) of each `shard` (N,) on, as (N, length).
+        """`length` tokens from `start` (N,) of each `shard` (N,) on, as (N, length).
 
-        Raises `DataError` when a file is not what the index says, or was changed since.
+        Raises `DataError` when a file is not what the index says.
         """
-        tokens, first = self.flat
-        with self.lock:  # so that no shard is dropped while it is copied
-            if self.memory is None:
-                self.open(shard)
-            views = as_strided(tokens, (len(tokens) - length + 1, length), tokens.strides * 2)
-            copies: Tokens = views[first[shard] + start]
-        return copies
-
-    def open(self, shards: Ints) -> None:
-        """Map those of `shards` that are not, and look after the files of those that are.
-
-        Looked at once a `CHECK_SECONDS`: to read where a file was cut off would end the process.
-        """
-        now = time.monotonic()
-        due = shards[now - self.checked[shards] > CHECK_SECONDS]
-        missing = shards[~self.pages.mapped[shards]]
-        for number in dict.fromkeys(missing.tolist()):
-            if int(self.pages.mapped.sum()) >= OPEN_MAPS:
-                self.keep(shards.tolist())
-            self.map(number, shards)
-        if self.store is None:  # nobody changes what was fetched
-            folder = str(self.folder)
-            for number in set(due.tolist()) - set(missing.tolist()):
-                self.pages.check(number, f"{folder}/{self.shards[number].name}")
-        self.checked[due] = now
-
-    def map(self, number: int, needed: Ints) -> None:
-        """Open a shard, once its file is here; all but those `needed` may be unmapped for it."""
-        shard = self.shards[number]
-        path = self.store.locate(shard) if self.store else self.folder / shard.name
-        try:
-            self.pages.map(number, path)
-        except NoMaps:  # the limit is of the process, and other splits have maps as well
-            self.keep(needed.tolist())
-            self.pages.map(number, path)
-        if shard.name.endswith(".npy"):
-            dtype, tokens, _ = npy_header(path)
-            if (dtype.itemsize, tokens) != (self.dtype.itemsize, shard.tokens):
-                self.pages.drop(number)
-                raise DataError(
-                    f"shard {path} holds {tokens} tokens of {dtype}, expected {shard.tokens} of "
-                    f"{self.dtype}; prepare the data again"
-                )
+        if self.memory is not None:
+            first = (np.cumsum(self.lengths) - self.lengths)[shard] + start
+            chosen: Tokens = self.memory[first[:, None] + np.arange(length)]
+            return chosen
+        tokens = np.empty((len(shard), length), self.dtype)
+        begin = start * self.dtype.itemsize
+        with self.lock:  # so that no file is closed while it is read
+            for row, number, offset in zip(tokens, shard.tolist(), begin.tolist(), strict=True):
+                self.files.read(number, offset, row)
+        return tokens
 
     def prefetch(self, now: Sequence[int], then: Sequence[int] = ()) -> None:
-        """Tell which shards are needed now and next, in this order; the others may be dropped."""
+        """Have the shards needed now and next downloaded, in this order; closes the others."""
         if self.store is not None:
-            if len(then) <= FEW:  # mapped again in no time, and the cache may remove them
-                with self.lock:
-                    self.keep(now)
-            needed, rest = (list(map(self.shards.__getitem__, part)) for part in (now, then))
-            self.store.prefetch(needed, *([rest] if rest else []))
+            with self.lock:  # of a file that the cache removes, an open descriptor keeps the room
+                self.files.close(keep=[*now, *then])
+            needed, rest = ([self.shards[number] for number in part] for part in (now, then))
+            self.store.prefetch(needed, rest)
 
-    def keep(self, shards: Sequence[int]) -> None:
-        """Unmap all shards but these."""
-        others = self.pages.mapped.copy()
-        others[np.array(shards, np.int64)] = False
-        for number in np.flatnonzero(others).tolist():
-            self.pages.drop(number)
+
+class OpenFiles:
+    """The files of a split that were read last, at most `OPEN_FILES`."""
+
+    def __init__(self, split: Split) -> None:
+        self.shards, self.dtype = split.shards, split.dtype
+        self.folder, self.store = split.folder, split.store
+        self.descriptors: OrderedDict[int, int] = OrderedDict()
+        self.known: set[int] = set()  # shards whose header was checked
+
+    def read(self, number: int, offset: int, tokens: Tokens) -> None:
+        """Fill `tokens` from `offset` bytes behind the first token of a shard on."""
+        if number not in self.descriptors:
+            self.descriptors[number] = self.open(number)
+            if len(self.descriptors) > OPEN_FILES:
+                os.close(self.descriptors.popitem(last=False)[1])
+        self.descriptors.move_to_end(number)
+        shard = self.shards[number]
+        try:
+            found = os.preadv(self.descriptors[number], [tokens.data], shard.offset + offset)
+        except OSError as error:
+            raise DataError(
+                f"shard {self.folder / shard.name} cannot be read: {error.strerror}"
+            ) from None
+        if found != tokens.nbytes:
+            raise DataError(
+                f"shard {self.folder / shard.name} was cut short while it was being read; restore "
+                "it and launch again"
+            )
+
+    def open(self, number: int) -> int:
+        """A descriptor of a shard's file, downloaded if need be and checked."""
+        shard = self.shards[number]
+        path = self.store.locate(shard) if self.store else self.folder / shard.name
+        if number not in self.known:
+            check_size(path, shard.offset + shard.tokens * self.dtype.itemsize)
+            if shard.name.endswith(".npy"):
+                dtype, tokens, _ = npy_header(path)
+                if (dtype.itemsize, tokens) != (self.dtype.itemsize, shard.tokens):
+                    raise DataError(
+                        f"shard {path} holds {tokens} tokens of {dtype}, expected {shard.tokens} "
+                        f"of {self.dtype}; prepare the data again"
+                    )
+            self.known.add(number)
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise DataError(f"shard {path} cannot be read: {error.strerror}; restore it") from None
+
+    def close(self, keep: Sequence[int] = ()) -> None:
+        """Close all files but those of the shards `keep`."""
+        for number in self.descriptors.keys() - set(keep):
+            os.close(self.descriptors.pop(number))
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def resident(split: Split, tokens: int | None) -> Split:

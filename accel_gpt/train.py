@@ -33,9 +33,10 @@ from accel_gpt.files import fault_point
 from accel_gpt.hub.background_push import Uploads, start_uploads
 from accel_gpt.hub.load import download_checkpoint, load_initial_model
 from accel_gpt.hub.pretrained import inherit
+from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
-from accel_gpt.training.accelerator import ensure_data, is_main, world_size
+from accel_gpt.training.accelerator import ensure_data
 from accel_gpt.training.anomalies import Ledger, TooManySkippedError, check_weights
 from accel_gpt.training.auto_batch import sized
 from accel_gpt.training.batches import batch_figures, micro_batches, pass_over

@@ -24,8 +24,8 @@ from accel_gpt.hub.hf_config import write_shape
 from accel_gpt.hub.hf_weights import export_tensors
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.tokenizer_files import save_for_transformers
+from accel_gpt.launcher import environment_without_launcher
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.accelerator import plain_environment
 from tests.conftest import launch, run_here, text_of, tiny
 from tests.harness_tasks import COUNT, write_tasks
 from tests.test_train import records
@@ -206,7 +206,7 @@ def test_two_processes_find_what_one_finds(tasks: Path, tmp_path: Path) -> None:
     command = [sys.executable, *launcher, str(script), str(exported), str(tasks)]
     done = subprocess.run(
         [*command, str(tmp_path / "cache"), *NAMES],  # 9 questions: 5 and 4
-        env=plain_environment(),
+        env=environment_without_launcher(),
         capture_output=True,
         text=True,
         timeout=300,

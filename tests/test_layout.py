@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     ["errors"],
     ["redact"],
-    ["console"],
+    ["console", "launcher"],
     ["files"],
     ["config"],
     ["cost"],

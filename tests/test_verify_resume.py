@@ -120,7 +120,7 @@ def test_launched_as_from_a_new_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "ACCELERATE_USE_CPU"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("LOCAL_TOOLS", "8")
-    found = resume_trial.plain_environment()
+    found = resume_trial.environment_without_launcher()
     assert "7" not in found.values()
     assert found["LOCAL_TOOLS"] == "8"
 

@@ -26,13 +26,8 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import in_steps, make_plan, plural
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.errors import require
-from accel_gpt.training.accelerator import (
-    code_versions,
-    describe_machine,
-    ensure_data,
-    memory_gb,
-    world_size,
-)
+from accel_gpt.launcher import world_size
+from accel_gpt.training.accelerator import code_versions, describe_machine, ensure_data, memory_gb
 from accel_gpt.training.auto_batch import sized
 from accel_gpt.training.precision import resolve_compile, start_accelerator
 from accel_gpt.training.ranks import peers

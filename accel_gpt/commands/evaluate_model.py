@@ -28,8 +28,9 @@ from accel_gpt.evals.tasks import open_tasks, run_tasks
 from accel_gpt.evals.validation import evaluate_part, named_figures
 from accel_gpt.hub.load import load_initial_model, load_pretrained
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
+from accel_gpt.launcher import world_size
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.accelerator import start_processes, world_size
+from accel_gpt.training.accelerator import start_processes
 from accel_gpt.training.checkpoint import find_checkpoint, read_state
 from accel_gpt.training.compiler import requested_precision
 from accel_gpt.training.guards import locked

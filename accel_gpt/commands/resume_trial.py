@@ -31,7 +31,8 @@ from accel_gpt.config.parse import to_yaml
 from accel_gpt.config.plan import in_steps, make_plan, plural
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
-from accel_gpt.training.accelerator import ensure_data, plain_environment
+from accel_gpt.launcher import environment_without_launcher
+from accel_gpt.training.accelerator import ensure_data
 from accel_gpt.training.run_folder import RunFolder
 
 DIFFERENT = 1  # exit code
@@ -216,7 +217,7 @@ def running(words: Sequence[str], output: int) -> Iterator[subprocess.Popen[byte
     """
     process = subprocess.Popen(
         words,
-        env=plain_environment(),
+        env=environment_without_launcher(),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,

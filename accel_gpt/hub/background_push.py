@@ -20,7 +20,7 @@ from typing import BinaryIO, TextIO
 
 from accel_gpt.config.experiment import Config, HubConfig
 from accel_gpt.files import link_tree
-from accel_gpt.training.accelerator import plain_environment
+from accel_gpt.launcher import environment_without_launcher
 from accel_gpt.training.run_folder import checkpoint_steps, step_name
 
 LOG = "hub.log"
@@ -202,7 +202,7 @@ def start_beside(words: list[str], log: BinaryIO, inherited: int) -> "subprocess
     """Start `accel-gpt WORDS ...` for cores that are idle; what it says goes to `log`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "accel_gpt.cli", *words],
-        env={**plain_environment(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env={**environment_without_launcher(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,

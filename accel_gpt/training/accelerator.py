@@ -40,6 +40,7 @@ from accel_gpt.config.plan import Plan
 from accel_gpt.cost.processor import bf16_instructions
 from accel_gpt.data.remote.folder import is_url
 from accel_gpt.errors import duration, require
+from accel_gpt.launcher import is_main, local_rank, local_world_size, world_size
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.compiler import check_fp8, requested_precision
 from accel_gpt.training.dashboard import check_port
@@ -48,12 +49,6 @@ from accel_gpt.training.ranks import require_same
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # where train.step_timeout is null
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # glibc, malloc.h
-# what a launcher tells its processes, by how it begins
-LAUNCHERS = (
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("ACCELERATE_", "TORCHELASTIC_", "FSDP_", "PET_"),
-)
 # keys of the config that may differ between machines: paths, and what does not change training
 LOCAL = (
     *("data.train", "data.val", "data.tokenizer", "data.cache_", "data.prepare."),
@@ -62,32 +57,6 @@ LOCAL = (
     "out_dir",  # each save checks that it is shared
 )
 PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "tiktoken", "numpy")
-
-
-def world_size() -> int:
-    """Processes that the launcher started.
-
-    Raises `UserError` where it did not say how they find each other: each would train alone.
-    """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if name not in os.environ]
-    require(
-        size == 1 or not missing,
-        f"WORLD_SIZE is {size} but {', '.join(missing)} are not set; start with accelerate launch "
-        "or with torchrun",
-    )
-    return size
-
-
-def plain_environment() -> dict[str, str]:
-    """Ours without what a launcher put there: for processes that are not of its group."""
-    return {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
-
-
-def is_main() -> bool:
-    """Whether this is the first process of all machines; known before any of them talks."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def ensure_data(data: DataConfig) -> None:
@@ -111,7 +80,7 @@ def ensure_data(data: DataConfig) -> None:
         "folder, or prepare those of a mixture one by one with accel-gpt prepare",
     )
     folder = Path(str(data.folder))
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if local_rank() != 0:
         while not (folder / "dataset.json").exists():
             time.sleep(0.2)
         return
@@ -271,7 +240,7 @@ def shared_cores() -> int:
     `accelerate launch` and `torchrun` set OMP_NUM_THREADS=1; a trainer wants them all.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, (cores or 1) // local_world_size())
 
 
 def device_name(device: torch.device) -> str:

@@ -8,7 +8,6 @@ memory. The answer is kept in `micro_batch.json` of the run.
 import contextlib
 import gc
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -23,6 +22,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.errors import require
 from accel_gpt.files import load_json, write_file
+from accel_gpt.launcher import local_world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import device_name
@@ -118,7 +118,7 @@ def available_memory() -> float:
     import psutil
 
     mine = psutil.Process().memory_info().rss  # the arithmetic counts what is imported
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    processes = local_world_size()
     available: float = min(psutil.virtual_memory().available, group_memory()) / processes + mine
     return CPU_SHARE * available
 

@@ -9,6 +9,7 @@ import torch
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import require
+from accel_gpt.launcher import launcher_precision
 
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper: torchao's and NVIDIA's lists of devices with fp8 products
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -16,7 +17,7 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 def requested_precision(config: Config) -> str:
     """The precision that the config names, else that of `accelerate launch`, else no."""
-    return config.train.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    return config.train.mixed_precision or launcher_precision()
 
 
 def check_fp8(config: Config) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import UserError, require
+from accel_gpt.launcher import launcher_precision
 from accel_gpt.training.compiler import requested_precision
 
 REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -39,7 +40,7 @@ def check_requested_engine() -> None:
             f"the accelerate config asks for {name} parallelism over {size} processes, which is "
             f"not supported; use {ALLOWED}",
         )
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    precision = launcher_precision()
     require(
         precision in PRECISIONS,
         f"the accelerate config has mixed_precision {precision}; expected one of "

@@ -4,7 +4,6 @@ A table of devices decides; where it cannot know, a few real steps are timed. Th
 decides for all ranks. The choice stands in `config.yaml` of the run, and a resume keeps it.
 """
 
-import os
 import statistics
 import sys
 import time
@@ -22,14 +21,10 @@ from accel_gpt.config.plan import Plan, make_plan
 from accel_gpt.cost.flops import flops_per_token, peak_flops
 from accel_gpt.cost.processor import MATRIX_UNITS, bf16_instructions
 from accel_gpt.errors import require
+from accel_gpt.launcher import launcher_precision, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training.accelerator import (
-    device_name,
-    make_accelerator,
-    start_processes,
-    world_size,
-)
+from accel_gpt.training.accelerator import device_name, make_accelerator, start_processes
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.compiler import compiler_error, requested_precision
 from accel_gpt.training.ranks import all_gather, on_main
@@ -114,7 +109,7 @@ def choose_precision(config: Config) -> tuple[str, str]:
     earlier = earlier_choice(config, "train.mixed_precision")
     if earlier and earlier[0] in ("no", "bf16", "fp16", "fp8"):
         return earlier[0], f"as {earlier[1]} has it"
-    launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    launcher = launcher_precision()
     if launcher != "no":
         return launcher, "accelerate launch asks for it"
     device = PartialState().device

@@ -16,13 +16,13 @@ from accelerate import Accelerator
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import duration
+from accel_gpt.launcher import started_by_launcher
 from accel_gpt.training.accelerator import host_group
 from accel_gpt.training.terminal import show_cursor
 
 SAME_PRESS_SECONDS = 2.0  # a terminal and the launcher both deliver one Ctrl-C; assumption
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # what theirs set
 LAUNCHER_WORDS = (b"torch", b"accelerate")  # in the command of one
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIME_LIMIT = "train.time_limit"
@@ -52,7 +52,7 @@ class StopSignal:
         self.started = time.monotonic() if started is None else started
         self.asked: float | None = None
         self.longest = 0.0  # seconds between two questions: a step, with what followed it
-        self.launched, self.parent = by_launcher(), os.getppid()
+        self.launched, self.parent = started_by_launcher(), os.getppid()
         self.ear, self.mouth = socket.socketpair()
         self.mouth.setblocking(False)
         threading.Thread(target=self.listen, name="signals", daemon=True).start()
@@ -134,17 +134,12 @@ def listen_for_stop(config: Config, accelerator: Accelerator, started: float) ->
     return StopSignal(host_group(config, accelerator), limit, started)
 
 
-def by_launcher() -> bool:
-    """Whether `accelerate launch` or `torchrun` started this process."""
-    return any(name in os.environ for name in LAUNCHERS)
-
-
 def die_with_launcher() -> None:
     """Get SIGTERM when the launcher dies, which would otherwise leave its processes behind.
 
     A process that a shell started outlives it, as those under nohup must. Linux only: prctl(2).
     """
-    if sys.platform != "linux" or not by_launcher():
+    if sys.platform != "linux" or not started_by_launcher():
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     first = Path("/proc/1/cmdline")  # in a container, that may be the launcher

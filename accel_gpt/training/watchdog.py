@@ -8,6 +8,7 @@ import time
 from typing import Self
 
 from accel_gpt.errors import duration
+from accel_gpt.launcher import rank
 from accel_gpt.training.terminal import show_cursor
 
 PEER_FAILED = 70  # EX_SOFTWARE: this or another process failed
@@ -57,7 +58,7 @@ class Watchdog:
         stderr = sys.__stderr__ or sys.stderr
         show_cursor()
         stderr.write(
-            f"error: process {os.environ.get('RANK', '0')} completed nothing for {self.limit} "
+            f"error: process {rank()} completed nothing for {self.limit} "
             "(train.step_timeout); it hangs here, or waits for another one that does:\n"
         )
         faulthandler.dump_traceback(file=stderr, all_threads=True)

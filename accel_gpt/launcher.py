@@ -1,0 +1,62 @@
+"""What `accelerate launch`, `torchrun` and `srun` put into the environment of each process."""
+
+import os
+
+from accel_gpt.errors import require
+
+PREFIXES = (  # of the variables that launchers set
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("ACCELERATE_", "TORCHELASTIC_", "FSDP_", "PET_"),
+)
+
+
+def rank() -> int:
+    """The rank of this process over all machines."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """The rank of this process on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """The number of processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def world_size() -> int:
+    """The number of processes over all machines.
+
+    Raises `UserError` where the launcher does not say how they connect: each would train alone.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    require(
+        size == 1 or not missing,
+        f"WORLD_SIZE is {size} but {', '.join(missing)} are not set; start with accelerate launch "
+        "or with torchrun",
+    )
+    return size
+
+
+def is_main() -> bool:
+    """Whether this is rank 0; known before the process group exists."""
+    return rank() == 0
+
+
+def launcher_precision() -> str:
+    """The precision that `accelerate launch` asks for: no, bf16, fp16 or fp8."""
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def started_by_launcher() -> bool:
+    """Whether `accelerate launch` or `torchrun` started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+
+
+def environment_without_launcher() -> dict[str, str]:
+    """A copy of the environment for processes that do not belong to this process group."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(PREFIXES)}

@@ -1,6 +1,6 @@
-"""What a data folder (of any project) or a URL holds, and whether it is whole. Changes nothing.
+"""What a data folder, of any project or behind a URL, holds, and whether it is whole.
 
-`inspect_data` gives the object that `accel-gpt inspect PLACE --json` prints; null: not known.
+`inspect_data` returns the object that `accel-gpt inspect PATH --json` prints; null: not known.
 
     kind "data", place, problems [one sentence each]
     tokenizer {kind, fingerprint}, vocab_size, eot_id, dtype (of the stored ids)
@@ -9,65 +9,102 @@
         windows [decoded text], read}}
     read                       what reading every shard found; null with --quick:
         {tokens, documents (end-of-text tokens), bytes, bytes_per_token, largest_id,
-         most_frequent {id, text, share (0 to 1)}, longest_run {id, text, length, shard, position},
          sha256 {equal, different, unknown} (shards), file_bytes, seconds}
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from accel_gpt.commands.inspect_scan import ScanResult, scan, total
 from accel_gpt.config.data import DataConfig
 from accel_gpt.data.foreign import ENDINGS, of_split
 from accel_gpt.data.remote.folder import RemoteFolder, is_url
-from accel_gpt.data.shards import HEADER, INDEX, Shard, Split, check_size, open_split, read_index
-from accel_gpt.data.sources import open_data, open_remote
-from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
+from accel_gpt.data.shards import INDEX, Split, read_index
+from accel_gpt.data.sources import open_data
+from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.files import sha256
 from accel_gpt.prepare.progress import Progress
+
+CHUNK = 1 << 20  # tokens counted at once
+PREFETCH = 3  # shards of a URL that are downloaded before they are read
 
 
 def inspect_data(
-    place: str, data: DataConfig, quick: bool, windows: int, block_size: int
+    path: str, data: DataConfig, quick: bool, windows: int, block_size: int
 ) -> dict[str, Any]:
-    """The report on `place`, as the module tells; `quick`: no shard is read.
+    """Report on the data at `path`, see the module; `quick`: read no shard.
 
-    `windows` of `block_size` tokens are decoded from the start of each split. Raises `UserError`
-    when there is no such place or its tokenizer is not known, `DataError` when nothing of it can
-    be opened.
+    The first `windows` sequences of `block_size` tokens of each split are decoded. Raises
+    `UserError` when the path does not exist or its tokenizer is not known, `DataError` when no
+    split can be opened; what else is wrong is listed in `problems`.
     """
-    opened = open_all(place, data, quick)
-    first, tokenizer, problems = opened.splits[0], opened.tokenizer, list(opened.problems)
-    splits = {split.name: describe(split) for split in opened.splits}
-    size = sum(split.tokens * split.dtype.itemsize for split in opened.splits)
+    names, prepared = find_splits(path, data)
+    opened: list[tuple[Split, Tokenizer]] = []
+    problems: list[str] = []
+    for name in names:
+        try:
+            opened.append(open_data(path, name, data))
+        except DataError as error:
+            problems.append(str(error))
+    if not opened:
+        raise DataError("; ".join(problems) or f"{path} has no splits")
+    splits = {split.name: describe(split) for split, _ in opened}
     if not quick:
+        size = sum(split.tokens * split.dtype.itemsize for split, _ in opened)
         with Progress("reading", size) as progress:
-            for split in opened.splits:
-                splits[split.name]["windows"] = first_windows(split, tokenizer, windows, block_size)
-                start = time.monotonic()
-                result = scan(split, tokenizer, progress.add)
-                found = findings(split, tokenizer, result)
-                splits[split.name]["read"] = found | {"seconds": time.monotonic() - start}
-                problems += result.problems
-    if opened.remote is not None:
-        opened.remote.close()
+            for split, tokenizer in opened:
+                found, wrong = read_split(split, tokenizer, progress)
+                problems += wrong
+                splits[split.name]["read"] = found
+                if not wrong:
+                    texts = first_texts(split, tokenizer, windows, block_size)
+                    splits[split.name]["windows"] = texts
+    for split, _ in opened:
+        if isinstance(split.store, RemoteFolder):
+            split.store.close()
+    first = opened[0][0]
     return {
         "kind": "data",
-        "place": place,
+        "place": path,
         "tokenizer": {"kind": first.tokenizer_kind, "fingerprint": first.tokenizer_fingerprint},
         "vocab_size": first.vocab_size,
         "eot_id": first.eot_id,
         "dtype": first.dtype.name,
-        "prepared": opened.prepared,
+        "prepared": prepared,
         "splits": splits,
         "problems": problems,
     }
+
+
+def find_splits(path: str, data: DataConfig) -> tuple[list[str], dict[str, Any] | None]:
+    """The names of the splits at `path`, and how its index says that they were prepared."""
+    folder = Path(path)
+    if is_url(path):
+        remote = RemoteFolder(path, data.cache_dir, data.cache_gb)
+        folder = remote.folder
+        files = [INDEX] if remote.has(INDEX) else list(remote.sizes())
+        if INDEX in files:
+            remote.fetch(INDEX)
+        remote.close()
+    else:
+        require(
+            folder.is_dir(),
+            f"{path} does not exist; give a data folder or its URL, or the folder of a run or of "
+            "a checkpoint",
+        )
+        files = [file.name for file in folder.iterdir()]
+    if INDEX in files:
+        index = read_index(folder)
+        splits, prepared = index.get("splits"), index.get("prepared")
+        if not isinstance(splits, dict):
+            raise DataError(f"{folder / INDEX} lists no splits; prepare the data again")
+        return list(splits), prepared if isinstance(prepared, dict) else None
+    shards = [name for name in files if name.endswith(ENDINGS)]
+    return [s for s in ("train", "val", "test") if of_split(shards, s)] or ["train"], None
 
 
 def describe(split: Split) -> dict[str, Any]:
@@ -85,177 +122,121 @@ def describe(split: Split) -> dict[str, Any]:
     }
 
 
+def total(values: Sequence[int | None]) -> int | None:
+    """Their sum; None where one is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
 def ratio(part: int | None, whole: int) -> float | None:
-    """Their quotient, where there is one."""
+    """Their quotient; None where it is not known."""
     return None if part is None or not whole else part / whole
 
 
-def first_windows(
-    split: Split, tokenizer: Tokenizer | None, windows: int, block_size: int
-) -> list[str]:
-    """Text of the first windows of the first shard; none where it cannot be read."""
-    if tokenizer is None:
-        return []
-    try:
-        tokens = split.read(0, 0, min(windows * block_size, split.shards[0].tokens))
-    except UserError:  # `scan` tells it
-        return []
+def first_texts(split: Split, tokenizer: Tokenizer, windows: int, block_size: int) -> list[str]:
+    """The first sequences of a split as text."""
+    tokens = split.read(0, 0, min(windows * block_size, split.shards[0].tokens))
     starts = range(0, len(tokens), block_size)
-    return [spell(tokenizer, tokens[i : i + block_size].tolist()) for i in starts]
+    return [tokenizer.decode(tokens[i : i + block_size].tolist()) for i in starts]
 
 
-def spell(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Text of `ids`, U+FFFD for those beyond the vocabulary."""
-    if all(i < tokenizer.vocab_size for i in ids):
-        return tokenizer.decode(ids)
-    return "".join(tokenizer.decode([i]) if i < tokenizer.vocab_size else "\ufffd" for i in ids)
-
-
-def findings(split: Split, tokenizer: Tokenizer | None, result: ScanResult) -> dict[str, Any]:
-    """The `read` of a split in the report."""
-
-    def token(i: int) -> dict[str, Any]:
-        return {"id": i, "text": spell(tokenizer, [i]) if tokenizer else None}
-
-    frequent, run = int(result.counts[:-1].argmax()), result.run.best
-    ends = np.cumsum(split.lengths)
-    shard = int(np.searchsorted(ends, run.start, side="right"))
-    return {
-        "tokens": result.tokens,
-        "documents": result.documents,
-        "bytes": result.bytes,
-        "bytes_per_token": ratio(result.bytes, result.tokens),
-        "largest_id": result.largest_id if result.tokens else None,
-        "most_frequent": token(frequent)
-        | {"share": ratio(int(result.counts[frequent]), result.tokens)}
-        if result.tokens
-        else None,
-        "longest_run": token(run.token)
-        | {
-            "length": run.length,
-            "shard": split.shards[shard].name,
-            "position": run.start - int(ends[shard] - split.lengths[shard]),
-        }
-        if result.tokens
-        else None,
-        "sha256": result.hashes,
-        "file_bytes": result.file_bytes,
-    }
-
-
-# --------------------------------------------------------------------------- places
-
-
-@dataclass
-class Opened:
-    """The splits of a data folder or URL that could be opened, and why others could not."""
-
-    splits: list[Split] = field(default_factory=list)
-    tokenizer: Tokenizer | None = None
-    prepared: dict[str, Any] | None = None
-    remote: RemoteFolder | None = None
-    problems: list[str] = field(default_factory=list)
-
-    def add(self, opener: Callable[[], tuple[Split, Tokenizer | None]]) -> None:
-        """Open one more split, or note why not; a user's mistake that is not the data's ends it."""
+def read_split(
+    split: Split, tokenizer: Tokenizer, progress: Progress
+) -> tuple[dict[str, Any], list[str]]:
+    """Read every shard once: what they hold, and what is wrong with them."""
+    start, problems = time.monotonic(), []
+    counts = np.zeros(split.vocab_size + 1, np.int64)  # of each token; the last: ids beyond
+    hashes = {"equal": 0, "different": 0, "unknown": 0}
+    largest, tokens = -1, 0
+    for number, shard in enumerate(split.shards):
+        split.prefetch([number], range(number + 1, min(number + PREFETCH, len(split.shards))))
+        most = -1
         try:
-            split, tokenizer = opener()
-        except DataError as error:
-            self.problems.append(str(error))
-        else:
-            self.splits.append(split)
-            self.tokenizer = self.tokenizer or tokenizer
-
-
-class Unchecked:
-    """A folder whose shards are first looked at when they are read: one damaged hides no other."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def locate(self, shard: Shard) -> Path:
-        """The file of a shard."""
-        return self.folder / shard.name
-
-    def prefetch(self, now: Sequence[Shard], then: Sequence[Shard] = ()) -> None:
-        """Nothing to fetch."""
-
-
-def open_all(place: str, data: DataConfig, quick: bool) -> Opened:
-    """Every split of `place`; `UserError` where there is none."""
-    opened = Opened()
-    if is_url(place):
-        remote = opened.remote = RemoteFolder(place, data.cache_dir, data.cache_gb)
-        if remote.has(INDEX):
-            remote.fetch(INDEX)
-            names = read_names(remote.folder, opened)
-        else:
-            names = tuple(foreign_splits(remote.sizes()))
-        for name in names:
-            opened.add(partial(open_remote, remote, name, data))
-        return checked(place, opened)
-    folder = Path(place)
-    require(
-        folder.is_dir(),
-        f"{place} does not exist; give a data folder or its URL, or the folder of a run or of a "
-        "checkpoint",
-    )
-    if not (folder / INDEX).exists():
-        for name in foreign_splits([path.name for path in folder.iterdir()]):
-            opened.add(partial(open_data, place, name, data))
-        return checked(place, opened)
-    for name in read_names(folder, opened):
-        opened.add(partial(open_ours, folder, name))
-    try:
-        opened.tokenizer = load_tokenizer(folder)
-    except UserError as error:
-        opened.problems.append(str(error))
-    if quick:
-        opened.problems += wrong_sizes(opened)
-    return checked(place, opened)
-
-
-def foreign_splits(names: Iterable[str]) -> list[str]:
-    """Splits that the file names of another project tell; train where they tell none."""
-    files = [name for name in names if name.endswith(ENDINGS)]
-    return [split for split in ("train", "val", "test") if of_split(files, split)] or ["train"]
-
-
-def read_names(folder: Path, opened: Opened) -> tuple[str, ...]:
-    """Splits that the index lists; how the data was prepared goes into `opened`."""
-    index = read_index(folder)
-    prepared = index.get("prepared")
-    opened.prepared = prepared if isinstance(prepared, dict) else None
-    if not isinstance(index.get("splits"), dict):
-        raise DataError(f"{folder / INDEX} lists no splits; prepare the data again")
-    return tuple(index["splits"])
-
-
-def open_ours(folder: Path, name: str) -> tuple[Split, None]:
-    """A split of a folder of ours whose shards may be damaged."""
-    return replace(open_split(folder, name, Unchecked(folder)), store=None), None
-
-
-def wrong_sizes(opened: Opened) -> Iterator[str]:
-    """What the sizes of the shards in a folder of ours tell without reading them."""
-    for split in opened.splits:
-        for shard in split.shards:
-            try:
-                check_size(split.folder / shard.name, HEADER + shard.tokens * split.dtype.itemsize)
-            except DataError as error:
-                yield str(error)
-
-
-def checked(place: str, opened: Opened) -> Opened:
-    """`opened`, with a problem more where the tokenizer is not the one of the shards."""
-    if not opened.splits:
-        raise DataError("; ".join(opened.problems) or f"{place} has no splits")
-    for split in opened.splits:
-        tokenizer = opened.tokenizer
-        if tokenizer and split.tokenizer_fingerprint != tokenizer.fingerprint:
-            opened.problems.append(
-                f"the {split.name} shards of {place} were made with another tokenizer "
-                f"({split.tokenizer_kind}, {split.tokenizer_fingerprint[:12]}) than the one beside "
-                f"them ({tokenizer.kind}, {tokenizer.fingerprint[:12]}); prepare them again"
+            for first in range(0, shard.tokens, CHUNK):
+                ids = split.read(number, first, min(CHUNK, shard.tokens - first))
+                most = max(most, int(ids.max()))
+                counts += np.bincount(np.minimum(ids, split.vocab_size), minlength=len(counts))
+                progress.add(ids.nbytes)
+            path = split.store.locate(shard) if split.store else split.folder / shard.name
+            same = sha256(path) == shard.sha256 if shard.sha256 else None
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        tokens, largest = tokens + shard.tokens, max(largest, most)
+        hashes[{True: "equal", False: "different", None: "unknown"}[same]] += 1
+        if same is False:
+            problems.append(
+                f"shard {path} is damaged: its SHA-256 is not that of the index; restore it, or "
+                "prepare the data again"
             )
-    return opened
+        elif shard.max_token not in (None, most):
+            problems.append(
+                f"shard {path} has {most} as its largest token, but its index says "
+                f"{shard.max_token}; prepare the data again"
+            )
+        if most >= split.vocab_size:
+            problems.append(
+                f"shard {path} holds token {most}, expected less than vocab_size "
+                f"{split.vocab_size}; it is damaged, or was made with another tokenizer"
+            )
+    documents = None if split.eot_id is None else int(counts[split.eot_id])
+    expected = total([shard.documents for shard in split.shards])
+    if not problems and None not in (expected, documents) and expected != documents:
+        problems.append(
+            f"the {split.name} split of {split.folder} has {documents:,} end-of-text tokens,"
+            f" but its index says {expected:,} documents; prepare the data again"
+        )
+    sizes = tokenizer.token_bytes()[: split.vocab_size] if tokenizer.bytes_add_up else None
+    utf8_bytes = None if sizes is None else int(counts[: len(sizes)] @ sizes)
+    found = {
+        "tokens": tokens,
+        "documents": documents,
+        "bytes": utf8_bytes,
+        "bytes_per_token": ratio(utf8_bytes, tokens),
+        "largest_id": largest if tokens else None,
+        "sha256": hashes,
+        "file_bytes": tokens * split.dtype.itemsize,
+        "seconds": time.monotonic() - start,
+    }
+    return found, problems
+
+
+def data_lines(report: dict[str, Any]) -> list[str]:
+    """The report of `inspect_data` for people."""
+    tokenizer, splits = report["tokenizer"], report["splits"]
+    made = report["prepared"] or {}
+    how = ", ".join(f"{key} {value}" for key, value in made.items() if value not in (None, ""))
+    lines = [
+        f"{report['place']}",
+        f"tokenizer    {tokenizer['kind']}, {report['vocab_size']:,} tokens, end-of-text "
+        f"{number_text(report['eot_id'])}, fingerprint {tokenizer['fingerprint'][:12]}",
+        f"stored as    {report['dtype']}",
+        f"prepared     {how or 'unknown'}",
+        f"{'split':<12} {'shards':>7} {'tokens':>15} {'documents':>12} {'bytes':>15} bytes/token"
+        "  fingerprint",
+    ]
+    for name, split in splits.items():
+        lines.append(
+            f"{name:<12} {split['shards']:>7,} {split['tokens']:>15,} "
+            f"{number_text(split['documents']):>12} {number_text(split['bytes']):>15} "
+            f"{number_text(split['bytes_per_token']):>11}  {split['fingerprint'][:12]}"
+        )
+    for name, split in splits.items():
+        lines += [f"{name} {i:<{12 - len(name)}}{t!r}" for i, t in enumerate(split["windows"], 1)]
+        if read := split["read"]:
+            hashes = ", ".join(f"{count} {what}" for what, count in read["sha256"].items() if count)
+            speed = read["file_bytes"] / 1e6 / max(read["seconds"], 1e-9)
+            lines.append(
+                f"{name} read: {read['tokens']:,} tokens, {number_text(read['documents'])} "
+                f"end-of-text, {number_text(read['bytes'])} bytes, largest id "
+                f"{number_text(read['largest_id'])}; SHA-256 of shards: {hashes or 'none'}; "
+                f"{read['file_bytes'] / 1e6:.1f} MB at {speed:,.0f} MB/s"
+            )
+    return lines
+
+
+def number_text(value: float | None) -> str:
+    """A number with separators; `unknown` for None."""
+    if value is None:
+        return "unknown"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3f}"

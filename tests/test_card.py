@@ -1,4 +1,4 @@
-"""Model card: what it says, what it must never say, and Markdown that no sample can break."""
+"""Model card and logs of a push: what they show, what they never show, Markdown that holds."""
 
 import json
 import re
@@ -11,15 +11,17 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accel_gpt.config.parse import load_config, to_flat, to_plain
 from accel_gpt.data.shards import open_split
-from accel_gpt.errors import CheckpointError, UserError
-from accel_gpt.hub.markdown import fenced, mark
-from accel_gpt.hub.model_card import write_card
-from accel_gpt.hub.privacy import hub_dataset
+from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
+from accel_gpt.errors import CheckpointError
+from accel_gpt.hub.model_card import CardOptions, usable_prompt, write_card
+from accel_gpt.hub.public import hub_dataset, write_logs
 from accel_gpt.redact import public_metric, public_name
 from accel_gpt.report.plots import loss_curves, smoothed
+from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.state import TrainState
 from tests.conftest import tiny
 
@@ -93,9 +95,10 @@ def make(tmp_path: Path, corpus: Path) -> Make:
     return made
 
 
-def write(checkpoint: Path, to: Path, **more: Any) -> str:
-    given = {"license": "mit", "data_license": None, "dtype": "float32"} | more
-    write_card(checkpoint.parent.parent, checkpoint, "ada/tiny", "GPT2LMHeadModel", to, **given)
+def write(checkpoint: Path, to: Path, licence: str | None = "mit", **more: Any) -> str:
+    to.mkdir(parents=True, exist_ok=True)
+    options = CardOptions("ada/tiny", "GPT2LMHeadModel", "float32", licence, **more)
+    write_card(RunFolder(checkpoint.parents[1]), checkpoint, BytesTokenizer(), options, to)
     return (to / "README.md").read_text(encoding="utf-8")
 
 
@@ -103,7 +106,7 @@ def config_in(text: str) -> str:
     return text.split("```yaml\n")[1].split("\n```")[0]
 
 
-def test_says_what_was_reached_at_the_checkpoint(make: Make, tmp_path: Path) -> None:
+def test_shows_what_was_reached_at_the_checkpoint(make: Make, tmp_path: Path) -> None:
     text = write(make(), tmp_path / "card")
     data = ModelCard.load(tmp_path / "card" / "README.md").data
     assert (data.license, data.library_name, data.pipeline_tag) == (
@@ -118,29 +121,26 @@ def test_says_what_was_reached_at_the_checkpoint(make: Make, tmp_path: Path) -> 
         ("HellaSwag", "acc"): 0.26,
         ("HellaSwag", "acc_norm"): 0.27,
     }
-    for said in (
+    for shown in (
         "step 30 of 40",
         "3.1000 (step 30)",
         "26.00% (step 20)",
         "256 = 4 sequences x 16 tokens x 1 micro-step x 4 processes",
-        "4 x NVIDIA H100 80GB HBM3 |",
+        "| 4 x NVIDIA H100 80GB HBM3 |",
         "2.0 hours, 8.0 device hours",
         "bf16, weights in float32",
         "--num_processes 4 --mixed_precision bf16",
         "0123456789ab-dirty",
         "torch 2.13.0+cu130",
         f"| Tokens in its val split | {open_split(tmp_path / 'corpus', 'val').tokens:,} |",
-        "of a king",
         'from_pretrained("ada/tiny")',
         "![Train and val loss",
         "| Licence of the data | not stated |",
     ):
-        assert said in text
+        assert shown in text
+    positions = [text.index(word) for word in ("of a king", "of step 10", "of step 5")]
+    assert positions == sorted(positions)  # three samples, although each step wrote one
     assert not [word for word in ("from the future", "B200", "fedcba987654") if word in text]
-
-
-def test_picture_has_the_promised_size(make: Make, tmp_path: Path) -> None:
-    write(make(), tmp_path / "card")
     assert size(tmp_path / "card" / "loss.png") == (1200, 700)
 
 
@@ -149,12 +149,11 @@ def test_config_in_the_card_is_one_that_can_be_trained(make: Make, tmp_path: Pat
     again.write_text(config_in(write(make({"model.bias": False}), tmp_path / "card")))
     assert set(yaml.safe_load(again.read_text())["model"]) >= {"n_layer", "bias"}
     first, second = (
-        to_flat(to_plain(load_config([str(p)], "test")))
-        for p in (*(tmp_path / "config.yaml", again),)
+        to_flat(to_plain(load_config([str(p)], "test"))) for p in (tmp_path / "config.yaml", again)
     )
     different = {key for key in first if first[key] != second[key]}
     assert different == {"out_dir", "data.train", "model.bias"}
-    assert (second["out_dir"], second["data.train"]) == ("tiny", "corpus")
+    assert second["data.train"] == "corpus"
 
 
 PRIVATE = {
@@ -176,12 +175,10 @@ PRIVATE = {
     "later.key": "/home/alice/later",
 }
 MORE_PRIVATE = (
+    {},
     {"data.train": [{"path": "/home/alice/a/corpus", "weight": 1, "key": TOKEN}]},
     {"data.train": "/home/alice", "out_dir": "~/alice/.."},
-    {
-        "data.train": f"hf://datasets/acme/books@alice/{TOKEN}?x=s3cr3t",
-        "out_dir": "s3://acme-bucket",
-    },
+    {"data.train": f"hf://datasets/acme/books@alice/{TOKEN}?x=s3cr3t"},
     {"data.train": f"https://build-node-17.internal/{TOKEN}"},
     {
         "data.train.path": f"s3://alice:{TOKEN}@acme-bucket/x/books.jsonl?sig=s3cr3t",
@@ -195,26 +192,19 @@ FORBIDDEN = (
 )
 
 
-@pytest.mark.parametrize("more", [{}, *MORE_PRIVATE])
-def test_tells_no_place_person_machine_or_token(
+@pytest.mark.parametrize("more", MORE_PRIVATE)
+def test_shows_no_path_person_machine_or_token(
     make: Make, tmp_path: Path, more: dict[str, Any]
 ) -> None:
-    checkpoint = make({**PRIVATE, **more})
-    run = checkpoint.parent.parent
-    with (run / "metrics.jsonl").open("a") as file:
+    checkpoint = make({**PRIVATE, **more}, samples=f"--- sample 1\nlogin({TOKEN!r})\n")
+    with (checkpoint.parents[1] / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(record(30) | {f"data/epochs/s3://acme-bucket/b?k={TOKEN}": 1}) + "\n")
-    text = write(checkpoint, tmp_path / "card")
+    text = write(checkpoint, tmp_path / "card", data_license=f"see x.org?key={TOKEN}")
+    text = text.replace("\\", "")
     assert [word for word in FORBIDDEN if word in text] == []
-    assert "step_00000010" in text
-    assert ("old_run" in text) is True
-    assert b"alice" not in (tmp_path / "card" / "loss.png").read_bytes()
-
-
-def test_a_token_in_a_sample_is_starred(make: Make, tmp_path: Path) -> None:
-    samples = f"--- sample 1\nlogin({TOKEN!r})\n"
-    text = write(make(samples=samples), tmp_path / "card", data_license=f"see x.org?key={TOKEN}")
     assert "login('***')" in text
-    assert "hf" + TOKEN[2:] not in text.replace("\\", "")
+    assert "old_run" in text
+    assert b"alice" not in (tmp_path / "card" / "loss.png").read_bytes()
 
 
 BREAKING = (
@@ -223,11 +213,12 @@ BREAKING = (
 )
 
 
-def test_no_sample_breaks_the_page(make: Make, tmp_path: Path) -> None:
+def test_no_sample_and_no_licence_breaks_the_page(make: Make, tmp_path: Path) -> None:
     samples = f"--- sample 1\n{BREAKING}\n\n--- sample 2\nthe second\n\n--- sample 3\n\n"
-    text = write(make(samples=samples), tmp_path / "card")
+    evil = "cc0 | <b>x</b>\n---\nfoo: [bar](http://x) *y* `z`"
+    text = write(make(samples=samples), tmp_path / "card", evil, data_license=evil)
     card = ModelCard.load(tmp_path / "card" / "README.md")
-    assert card.data.license == "mit"
+    assert card.data.license == "cc0 | <b>x</b> --- foo: [bar](http://x) *y* `z`"
     tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(card.text)
     blocks = [token.content for token in tokens if token.type == "fence"]
     block = next(content for content in blocks if "evil" in content)
@@ -245,22 +236,16 @@ def test_no_sample_breaks_the_page(make: Make, tmp_path: Path) -> None:
         *("tiny", "Use it", "Results", "Samples", "Model", "Data", "Training"),
         *("Reproduce it", "Limitations"),
     ]
+    assert "cc0 | &lt;b&gt;x&lt;/b&gt; --- foo: [bar](http://x) *y* `z`</td>" in (
+        MarkdownIt("commonmark").enable("table").render(card.text)
+    )
 
 
-def test_licences_are_text_and_nothing_else(make: Make, tmp_path: Path) -> None:
-    evil = "cc0 | <b>x</b>\n---\nfoo: [bar](http://x)"
-    write(make(), tmp_path / "card", license=evil, data_license=evil)
-    card = ModelCard.load(tmp_path / "card" / "README.md")
-    assert card.data.license == "cc0 | <b>x</b> --- foo: [bar](http://x)"
-    assert "<b>" not in MarkdownIt("gfm-like", {"linkify": False}).render(card.text)
-
-
-def test_a_checkpoint_without_its_run_says_what_it_can(make: Make, tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_run_shows_what_it_can(make: Make, tmp_path: Path) -> None:
     alone = tmp_path / "elsewhere" / "x" / "step_00000030"
     alone.parent.mkdir(parents=True)
     make().rename(alone)
-    (alone / "tokenizer.json").unlink()
-    text = write(alone, tmp_path / "card", license=None)
+    text = write(alone, tmp_path / "card", licence=None)
     assert "step 30 of 40" in text
     assert "val loss of 3.1000" in text
     assert "loss.png" not in text
@@ -269,7 +254,7 @@ def test_a_checkpoint_without_its_run_says_what_it_can(make: Make, tmp_path: Pat
     assert not (tmp_path / "card" / "loss.png").exists()
 
 
-def test_damaged_files_of_the_run_are_passed_over(make: Make, tmp_path: Path) -> None:
+def test_damaged_files_of_the_run_are_skipped(make: Make, tmp_path: Path) -> None:
     checkpoint = make()
     run = checkpoint.parent.parent
     (run / "run.json").write_text('{"launches": 3')
@@ -288,84 +273,92 @@ def test_hub_data_sets_are_linked_and_folders_are_not(make: Make, tmp_path: Path
     assert card.data.datasets == ["roneneldan/TinyStories"]
     assert "(https://huggingface.co/datasets/roneneldan/TinyStories)" in card.text
     assert "TinyStories" in yaml.safe_load(config_in(card.text))["data"]["prepare"]["dataset"]
+    (tmp_path / "data" / "own").mkdir(parents=True)
+    assert hub_dataset("hf://datasets/a/b@main/folder") == "a/b"
+    assert hub_dataset("a/b") == "a/b"
+    own = (str(tmp_path / "data/own"), "/a/b", "./a/b", "~/b", "a")
+    assert [hub_dataset(path) for path in own] == [None] * 5
 
 
 def test_a_mixture_lists_its_sources_with_their_shares(make: Make, tmp_path: Path) -> None:
     sources = [{"path": f"/data/{name}", "weight": w} for name, w in (("books", 3), ("code", 1))]
     checkpoint = make({"data.train": sources})
     state = json.loads((checkpoint / "trainer_state.json").read_text())
-    noted = [{"name": "books", "weight": 3}, {"name": "code", "weight": 1}]
-    state["data_sources"] = [{**one, "fingerprint": "unknown"} for one in noted]
+    recorded = [{"name": "books", "weight": 3}, {"name": "code", "weight": 1}]
+    state["data_sources"] = [{**one, "fingerprint": "unknown"} for one in recorded]
     (checkpoint / "trainer_state.json").write_text(json.dumps(state))
     text = write(checkpoint, tmp_path / "card")
     assert "**books + code**" in text
-    assert "| Source 1 | `books`, 75.0% of what was read |" in text
+    assert "| Source 1 | `books`, 75.0% of the sequences |" in text
     assert yaml.safe_load(config_in(text))["data"]["train"] == [
         {"path": "books", "weight": 3},
         {"path": "code", "weight": 1},
     ]
 
 
-def test_an_id_that_the_hub_does_not_take_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not a valid repository name"):
-        write_card(
-            tmp_path,
-            tmp_path,
-            "a/b/c",
-            "X",
-            tmp_path,
-            license=None,
-            data_license=None,
-            dtype="float32",
-        )
-
-
-@pytest.mark.parametrize(
-    ("place", "name"),
-    [
-        ("gelu_erf", "gelu_erf"),
-        ("data/stories/", "stories"),
-        ("/x/books/*.txt", "*.txt"),
-        (r"C:\Users\alice", None),
-        ("/home/alice/", None),
-        ("~", None),
-        ("~alice", None),
-        ("..", None),
-        ("s3://bucket/", None),
-        ("https://h/a/b.jsonl?sig=1#x", "b.jsonl"),
-        ("https://h/" + "0a" * 20, None),
-        ("https://h/%2Fhome%2Falice%2Fb%20c", "b-c"),
-        ("alice@host:/x/y", "y"),
-        ("alice@host", None),
-        (f"/x/{TOKEN}", None),
-        ("http://[bad/x", None),
-    ],
-)
-def test_names_of_places(place: str, name: str | None) -> None:
-    assert public_name(place) == name
-
-
-def test_ids_of_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data" / "own").mkdir(parents=True)
-    assert hub_dataset("hf://datasets/a/b@main/folder") == "a/b"
-    assert hub_dataset("a/b") == "a/b"
-    assert [hub_dataset(p) for p in ("data/own", "/a/b", "./a/b", "~/b", "a", None)] == [None] * 6
-
-
-def test_sources_of_one_name_stay_apart() -> None:
+def test_names_of_paths() -> None:
+    assert [public_name(path) for path in ("gelu_erf", "data/stories/", "alice@host:/x/y")] == [
+        *("gelu_erf", "stories", "y"),
+    ]
+    assert public_name("https://h/a/b.jsonl?sig=1#x") == "b.jsonl"
+    private = (r"C:\Users\alice", "/home/alice/", "~", "~alice", "..", "s3://bucket/", "alice@host")
+    private += (f"/x/{TOKEN}", "https://h/" + "0a" * 20, "http://[bad/x")
+    assert [public_name(path) for path in private] == [None] * len(private)
     keys = [public_metric(f"eval/val_loss//home/{who}/corpus") for who in ("ann", "bob")]
     assert keys[0] != keys[1]
     assert all(re.fullmatch(r"eval/val_loss/corpus-[0-9a-f]{4}", key) for key in keys)
-    assert public_metric("eval/val_loss/books") == "eval/val_loss/books"
 
 
-def test_marks_are_escaped_and_fences_long_enough() -> None:
-    assert MarkdownIt().renderInline(mark("a*b* _c_ <i> `d` [e](f)\n&amp;")) == (
-        "a*b* _c_ &lt;i&gt; `d` [e](f) &amp;amp;"
+def test_the_prompt_is_one_that_the_tokenizer_knows() -> None:
+    assert [usable_prompt(CharsTokenizer(chars)) for chars in ("Teh", "!ab", "!?")] == [
+        *("The", "a", "!"),
+    ]
+
+
+# --------------------------------------------------------------------------- logs
+
+
+def test_logs_hold_the_metrics_and_samples_and_nothing_private(make: Make, tmp_path: Path) -> None:
+    run, to = make(samples=f"--- sample 1\nonce upon {TOKEN}\n").parents[1], tmp_path / "out"
+    secret = f"eval/val_loss/s3://acme/books?key={TOKEN}"
+    with (run / "metrics.jsonl").open("a") as file:
+        more = {secret: 1.5, "train/loss": None, "note": 7, "eval/text": "/home/alice"}
+        file.write(json.dumps({"step": 41, "time": 20.5, **more}) + '\n{"step": 3, "/home/al')
+    (run / "metrics.csv").write_text(
+        f"step,tokens,train/loss\n1,2,\n2,/home/alice,3.5\n{TOKEN},1\n"
     )
-    assert fenced("````", "text") == "`````text\n````\n`````"
+    to.mkdir()
+    write_logs(RunFolder(run), to)
+    files = {path.name: path.read_bytes() for path in to.rglob("*") if path.is_file()}
+    assert not [n for n, text in files.items() for w in (b"alice", b"hf_", b"acme") if w in text]
+    lines = files["metrics.jsonl"].decode().splitlines()
+    assert [json.loads(line) for line in lines[:40]] == [record(step) for step in range(1, 41)]
+    public = public_metric(secret)
+    assert json.loads(lines[-1]) == {"step": 41, "time": 20.5, public: 1.5, "train/loss": None}
+    rows = [line.split(",") for line in files["metrics.csv"].decode().splitlines()]
+    assert [(row[0], row[2], row[5]) for row in rows[1:]] == [("1", "2", ""), ("2", "", "3.5")]
+    (events,) = (to / "tensorboard").iterdir()
+    assert re.fullmatch(r"events\.out\.tfevents\.\d+\.accel_gpt", events.name)
+    found: Any = EventAccumulator(str(to / "tensorboard"))
+    found.Reload()
+    losses = [(one.step, one.value) for one in found.Scalars("train/loss")]
+    assert losses[:40] == [(step, pytest.approx(5 - step / 20)) for step in range(1, 41)]
+    assert found.Scalars(public)[0].value == 1.5
+    assert found.Scalars("train/loss")[1].wall_time - found.Scalars("train/loss")[0].wall_time == (
+        pytest.approx(0.5)
+    )
+    texts = found.Tensors("samples/text_summary")
+    assert [one.step for one in texts] == [5, 10, 20, 40]
+    assert b"once upon ***" in texts[2].tensor_proto.string_val[0]
 
+
+def test_a_run_without_logs_gives_none(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    write_logs(RunFolder(tmp_path / "run"), tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+# --------------------------------------------------------------------------- loss.png
 
 NAN = float("nan")
 
@@ -398,11 +391,3 @@ def size(path: Path) -> tuple[int, int]:
     head = path.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
     return int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
-
-
-def test_three_samples_are_shown_also_where_each_step_wrote_one(make: Make, tmp_path: Path) -> None:
-    text = write(make(), tmp_path / "card")
-    shown = [text.index(word) for word in ("of a king", "of step 10", "of step 5")]
-    assert shown == sorted(shown)
-    assert text.count("not chosen:") == 3
-    assert "from the future" not in text

@@ -1,6 +1,7 @@
 """Pushes by the real client to a Hub on the loopback address, and runs that go on from there."""
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from accel_gpt import cli
 from accel_gpt.hub import background_push as uploads
 from accel_gpt.hub import push as pushing
 from accel_gpt.hub.load import load_pretrained
-from accel_gpt.training.checkpoint import verify
+from accel_gpt.training.resume import FREE, NOT_TOLD
 from tests.conftest import launch, run_here
 from tests.hub_server import HubServer, environment, no_waiting, point_at
 from tests.test_train import assert_same_weights, records, weights
@@ -375,40 +376,55 @@ def test_what_waits_is_bounded_while_an_upload_is_slow(
 
 
 @pytest.mark.usefixtures("compared")
-def test_a_pushed_state_has_no_paths_and_is_still_whole(
-    run: Path, hub: HubServer, tmp_path: Path
+def test_secrets_planted_everywhere_in_a_run_are_not_pushed(
+    trained: Trained, small_run: Arguments, corpus: Path, hub: HubServer, tmp_path: Path
 ) -> None:
+    """And the pushed state still resumes: paths in it are left out, or not told."""
+    val = ["--data.val", str(corpus), "--sample.every", "4"]
+    run = trained("--train.max_steps", "8", *val)
+    checkpoint = run / "checkpoints" / "step_00000008"
+    token, host = "hf_" + "S3cret" * 5, "build-node-17"
+    url = f"https://alice:PASSWORD@{host}/home/alice/{token}?sig=PASSWORD"
+    words = (str(tmp_path), token, host, "alice", "PASSWORD")
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    assert state["config"]["data.val"] == str(corpus)
+    for key, value in state["config"].items():
+        if key.startswith(FREE) and (value is None or isinstance(value, str)):
+            state["config"][key] = url
+    versions = state["versions"] | {"commit": "abcdef012345-dirty"}
+    state["versions"] = versions | {"numpy": url, url: "1"}
+    state["data_sources"][0]["name"] = url
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    text = json.dumps(state).encode()
+    (checkpoint / "trainer_state.json").write_bytes(text)
+    entry = {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    manifest["files"]["trainer_state.json"] = entry
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    (checkpoint / "notes.txt").write_text(url)
+    launch_record = dict.fromkeys(("commit", "device", "mixed_precision", "processes"), url)
+    launch_record |= {"step": 0, "versions": {"torch": url, url: url}, "host": host}
+    (run / "run.json").write_text(json.dumps({"launches": [launch_record]}))
+    (run / "config.yaml").write_text(f"out_dir: {url}\n")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 8, url: 1, f"eval/val_loss/{url}": 2, "note": url}) + "\n")
+    with (run / "metrics.csv").open("a") as file:
+        file.write(f"8,{url}\n{url},8\n")
+    (run / "samples" / "step_00000008.txt").write_text(f"--- sample 1\nexport HF_TOKEN={token}\n")
+    (run / "tensorboard" / f"events.out.tfevents.1.{host}").write_text(url)
+
     assert push(run, "--include_state") == 0
-    for name, content in hub.files(REPO).items():
-        assert str(tmp_path).encode() not in content, name
-    state = tmp_path / "fetched"
-    for name, content in hub.files(REPO).items():
-        if name.startswith("checkpoint/"):
-            (state / name).parent.mkdir(parents=True, exist_ok=True)
-            (state / name).write_bytes(content)
-    verify(state / "checkpoint")
-    own = run / "checkpoints" / "step_00000008"
-    verify(own)
-    assert str(tmp_path) in (own / "trainer_state.json").read_text()  # the links were cut
-
-
-def test_versions_in_a_pushed_state_are_versions_and_nothing_else(
-    run: Path, tmp_path: Path
-) -> None:
-    own = tmp_path / "own"
-    shutil.copytree(run / "checkpoints" / "step_00000008", own)
-    saved = json.loads((own / "trainer_state.json").read_text())
-    assert saved["train_loss"] == records(run)[-1]["train/loss"]
-    assert saved["versions"]["torch"] == torch.__version__
-    private = {"commit": "for-secret-host-3-gabcdef0", "numpy": "/home/secret/n", "secret": "1"}
-    saved["versions"] |= private
-    (own / "trainer_state.json").write_text(json.dumps(saved))
-    pushing.copy_state(own, tmp_path / "copy")
-    verify(tmp_path / "copy")
-    pushed = json.loads((tmp_path / "copy" / "trainer_state.json").read_text())["versions"]
-    assert pushed == {k: v for k, v in saved["versions"].items() if k not in private}
-    saved["versions"]["commit"] = "abcdef012345-dirty"
-    assert pushing.public_versions(saved["versions"])["commit"] == "abcdef012345-dirty"
+    files = hub.files(REPO)
+    assert not [name for name, text in files.items() for w in words if w.encode() in text]
+    assert not [name for name in files for word in words if word in name]
+    assert "checkpoint/notes.txt" not in files  # the manifest does not name it
+    pushed = json.loads(files["checkpoint/trainer_state.json"])
+    assert pushed["config"]["data.val"] == NOT_TOLD
+    assert pushed["versions"] == {k: v for k, v in versions.items() if k != "numpy"}
+    assert b"export HF_TOKEN=***" in files["README.md"]
+    assert token in (checkpoint / "trainer_state.json").read_text()  # the links were cut
+    elsewhere = ["--out_dir", str(tmp_path / "elsewhere"), "--train.max_steps", "9", *val]
+    elsewhere += ["--checkpoint.allow_change", "train.max_steps"]
+    assert launch(small_run(*elsewhere, "--checkpoint.resume", f"hf://{REPO}")) == 0
 
 
 def test_the_hub_section_is_checked(

@@ -20,17 +20,14 @@ from typing import TypeVar
 from safetensors import SafetensorError
 
 from accel_gpt.errors import UserError
-from accel_gpt.files import link, sha256
 from accel_gpt.hub.client import UnreachableError, check_repo, hub_errors
 from accel_gpt.hub.export import write_model
-from accel_gpt.hub.facts import public_launch
 from accel_gpt.hub.load import STATE, load_pretrained
-from accel_gpt.hub.logs import copy_logs
-from accel_gpt.hub.model_card import write_card
+from accel_gpt.hub.model_card import CardOptions, write_card
 from accel_gpt.hub.pretrained import Pretrained
-from accel_gpt.redact import public_source
-from accel_gpt.training.checkpoint import find_checkpoint, read_json, read_state, verify, write_json
-from accel_gpt.training.resume import FREE, NOT_TOLD
+from accel_gpt.hub.public import copy_state, write_logs
+from accel_gpt.training.checkpoint import find_checkpoint, read_state, verify
+from accel_gpt.training.run_folder import RunFolder
 
 T = TypeVar("T")
 
@@ -75,10 +72,10 @@ def push(
             pretrained = Pretrained(run, path, is_checkpoint=True)
             exported = write_model(model, tokenizer, pretrained, folder, dtype)
             del model
-            licences = {"license": license, "data_license": data_license}
             out_dir = path.resolve().parents[1]
-            write_card(out_dir, path, repo, exported.model_class, folder, dtype=dtype, **licences)
-            copy_logs(out_dir, folder)
+            card = CardOptions(repo, exported.model_class, dtype, license, data_license)
+            write_card(RunFolder(out_dir), path, tokenizer, card, folder)
+            write_logs(RunFolder(out_dir), folder)
             if include_state:
                 copy_state(path, folder / STATE)
             files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
@@ -101,43 +98,6 @@ def remove_stale_folders(root: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > STALE_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def copy_state(checkpoint: Path, to: Path) -> None:
-    """Copy a checkpoint without the keys of its config that a resume may change, such as paths.
-
-    A resume takes these from the config that it is given.
-    """
-    manifest = read_json(checkpoint / "manifest.json")
-    to.mkdir()
-    for name in ("manifest.json", *manifest["files"]):  # no other file that lies there
-        link(str(checkpoint / name), str(to / name))
-    for name in ("trainer_state.json", "model.json"):
-        content = read_json(to / name)
-        config = content["config"]
-        private = {key for key in config if key.startswith((*FREE, "init_from"))}
-        content["config"] = {
-            key: NOT_TOLD if f"{key}.".startswith("data.val.") and value else value
-            for key, value in config.items()
-            if key not in private
-        }
-        if "versions" in content:
-            content["versions"] = public_versions(content["versions"])
-        for source in content.get("data_sources", ()):
-            source["name"] = public_source(source["name"])
-        (to / name).unlink()  # it may be a hard link to the checkpoint's own file
-        write_json(to / name, content)
-        size, digest = (to / name).stat().st_size, sha256(to / name)
-        manifest["files"][name] = {"size": size, "sha256": digest}
-    (to / "manifest.json").unlink()
-    write_json(to / "manifest.json", manifest)
-
-
-def public_versions(versions: Mapping[str, str]) -> dict[str, str]:
-    """Versions and commit as the card tells them, each only in the form that it must have."""
-    launch = public_launch({"versions": versions, "commit": versions.get("commit")})
-    found: dict[str, str] = launch["versions"]
-    return found | ({"commit": launch["commit"]} if launch["commit"] else {})
 
 
 # --------------------------------------------------------------------------- the Hub

@@ -20,11 +20,9 @@ from accel_gpt.console import visible
 from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.errors import DataError
 from accel_gpt.hub import export as exporting
-from accel_gpt.hub import push as pushing
 from accel_gpt.hub.pretrained import Pretrained
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training import accelerator as machine
-from accel_gpt.training.metrics import append
 from tests.conftest import launch, run_here, tiny
 from tests.hub_server import HubServer, environment, no_waiting, point_at
 
@@ -108,42 +106,6 @@ def test_a_token_that_the_hub_echoes_is_not_told(
         hub.fail_next(status, 1, "/repos/create", X_Error_Message=f"{TOKEN} is wrong")
         assert run_here(cli.dispatch, ["push", str(tmp_path / "run"), "--repo", REPO]) == 2
     assert TOKEN not in "".join(capfd.readouterr())
-
-
-@pytest.mark.slow
-def test_a_password_in_a_url_is_never_pushed(
-    small_run: Arguments, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`config.yaml` and the checkpoint of the run keep what its user wrote; others never see it."""
-    monkeypatch.setattr(
-        "accel_gpt.hub.export.compare", lambda *_: {"difference": 0.0, "transformers": "5"}
-    )
-    monkeypatch.setattr(pushing, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
-    place = tmp_path / f"user:{PASSWORD}@host"  # a folder, as there is no server
-    corpus.rename(place)
-    data = ["--data.train", str(place), "--data.val", str(place)]
-    data += ["--data.prepare.path", f"https://user:{PASSWORD}@host/x"]
-    assert launch(small_run(*SHORT, *data)) == 0
-    run = tmp_path / "run"
-    checkpoint = run / "checkpoints" / "step_00000002"
-    (checkpoint / "notes.txt").write_text(PASSWORD)
-    append(run / "metrics.jsonl", f'{{"step": 1, "x": "{PASSWORD}"}}\n'.encode())
-    append(run / "metrics.csv", f"1,{PASSWORD}\n".encode())
-    assert {run / "config.yaml", checkpoint / "trainer_state.json"} <= {*holding(run, PASSWORD)}
-    with HubServer() as hub:
-        point_at(monkeypatch, hub, tmp_path / "home")
-        words = ["push", str(run), "--repo", REPO, "--include_state"]
-        assert run_here(cli.dispatch, words) == 0
-        files = hub.files(REPO)
-        assert "checkpoint/notes.txt" not in files  # only what the manifest names
-        assert [name for name, content in files.items() if PASSWORD.encode() in content] == []
-        rows = files["metrics.csv"].decode().splitlines()
-        assert len(rows) == 3
-        assert rows == (run / "metrics.csv").read_text().splitlines()[:3]
-        state = json.loads(files["checkpoint/trainer_state.json"])
-        assert state["config"]["data.val"] == "not told"
-        elsewhere = ["--out_dir", str(tmp_path / "other"), "--checkpoint.resume", f"hf://{REPO}"]
-        assert launch(small_run(*SHORT, *data, *elsewhere)) == 0  # and it goes on
 
 
 def test_the_record_of_a_launch_holds_no_password(

@@ -326,7 +326,7 @@ def test_starting_from_the_weights_of_a_run(
     capsys.readouterr()
     other = ["--out_dir", str(tmp_path / "wide"), "--model.n_embd", "64"]
     assert launch(small_run("--model.init_from", str(tmp_path / "run"), *other)) == 2
-    assert "model.n_embd is 64, but that of model.init_from" in capsys.readouterr().err
+    assert "which model.init_from names, has 32" in capsys.readouterr().err
 
 
 def test_best_checkpoint_outlives_newer_ones(small_run: Arguments, tmp_path: Path) -> None:

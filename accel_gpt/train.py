@@ -3,8 +3,8 @@
     accelerate launch --config_file accelerate_config.yaml accel_gpt/train.py CONFIG \\
         [--section.key value ...]
 
-Reads the config, the token shards (made first if they are missing) and, when the run has one, its
-newest checkpoint; writes the run's folder: config, metrics, samples, checkpoints.
+Reads the config, the token shards (prepared first if they are missing) and, when the run has one,
+its newest checkpoint; writes the run's folder: config, metrics, samples, checkpoints.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import nn
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
@@ -30,59 +30,55 @@ from accel_gpt.errors import DataError
 from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
-from accel_gpt.hub.background_push import Uploads, start_uploads
-from accel_gpt.hub.load import download_checkpoint, load_initial_model
-from accel_gpt.hub.pretrained import inherit
+from accel_gpt.hub.lazy import download_checkpoint, inherit, load_initial_model, start_uploads
 from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
 from accel_gpt.training.accelerator import ensure_data
-from accel_gpt.training.anomalies import Ledger, TooManySkippedError, check_weights
-from accel_gpt.training.auto_batch import sized
-from accel_gpt.training.batches import batch_figures, micro_batches, pass_over
-from accel_gpt.training.gradients import Gradients, make_gradients
-from accel_gpt.training.guards import locked
+from accel_gpt.training.anomalies import StepGuard, TooManySkippedError, check_weights
+from accel_gpt.training.auto_batch import resolve_auto_micro_batch
+from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches, skip_excluded
 from accel_gpt.training.metrics import Record
 from accel_gpt.training.precision import resolve_compile, start_accelerator
 from accel_gpt.training.ranks import peers, require_same
-from accel_gpt.training.reporter import Reporter, shown
+from accel_gpt.training.reporter import Reporter, open_display
 from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restore
+from accel_gpt.training.run_folder import locked
 from accel_gpt.training.saving import CheckpointWriter
-from accel_gpt.training.setup import freeze, new_state, open_corpus, prepared
+from accel_gpt.training.setup import new_state, open_corpus, wrap
 from accel_gpt.training.state import TrainState
-from accel_gpt.training.stopping import PREEMPTED, StopSignal, die_with_launcher, listen_for_stop
+from accel_gpt.training.stopping import PREEMPTED, StopSignal, Watchdog, die_with_launcher
 from accel_gpt.training.terminal import Display, last_words
-from accel_gpt.training.watchdog import Watchdog
 
 
 @dataclass
 class Run:
-    """All that a training run holds."""
+    """Everything that a training run holds."""
 
     config: Config
     plan: Plan
     accelerator: Accelerator
     corpus: Corpus
     gpt: GPT  # what is evaluated, sampled and saved
-    model: nn.Module  # the same, as Accelerate wrapped it for training
+    model: torch.nn.Module  # the same, as Accelerate wrapped it for training
     optimizer: AcceleratedOptimizer
     gradients: Gradients
     state: TrainState
     reporter: Reporter
     writer: CheckpointWriter
-    uploads: Uploads | None  # of the main process, where hub.push asks for them
+    uploads: Any  # on rank 0 with hub.push: `Uploads`; else None
     evaluation: Evaluation
     loader: Loader = field(init=False)
-    ledger: Ledger = field(init=False)
+    guard: StepGuard = field(init=False)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as `argv` says; returns the exit code."""
+    """Train with the config and options in `argv`; returns the exit code."""
     return launch(load_config(argv, "train.py", inherit), argv[0])
 
 
 def launch(config: Config, source: str) -> int:
-    """Train as `config`, which `source` names, says, alone in its folder; returns the exit code."""
+    """Train `config`, read from `source`, with the run's folder locked; returns the exit code."""
     die_with_launcher()
     started, plan = time.monotonic(), make_plan(config, world_size())
     with locked(Path(config.out_dir)) if is_main() else contextlib.nullcontext():
@@ -98,12 +94,12 @@ def launch(config: Config, source: str) -> int:
 
 
 def train(config: Config, plan: Plan, started: float) -> int:
-    """Run from wherever the run stands to its end, or to a signal; returns the exit code."""
-    config, accelerator = start_accelerator(config, plan)
-    stop = listen_for_stop(config, accelerator, started)
-    config, plan = sized(config, plan, accelerator)
+    """Train from the newest checkpoint to the last step, or to a signal; returns the exit code."""
+    config, accelerator = start_accelerator(config, plan)  # ranks, device, mixed precision
+    stop = StopSignal.listen_for(config, accelerator, started)
+    config, plan = resolve_auto_micro_batch(config, plan, accelerator)
     config = resolve_compile(config, plan)
-    with shown(config, plan, accelerator) as display:
+    with open_display(config, plan, accelerator) as display:
         run = start(config, plan, accelerator, display)
         writing, profiling = contextlib.closing(run.writer), run.reporter.profile
         with Watchdog(config.train.step_timeout) as watchdog, writing, profiling:
@@ -118,51 +114,50 @@ def train(config: Config, plan: Plan, started: float) -> int:
         if run.uploads:  # what a signal keeps from the Hub, the next launch uploads
             stopping |= run.uploads.finish(lambda: stopping or stop.received is not None)
     stop.ignore()
-    display.say(last_words(config, run.state, stop.received if stopping else None))
+    display.log(last_words(config, run.state, stop.received if stopping else None))
     return PREEMPTED if stopping else 0
 
 
 def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display) -> Run:
-    """Build everything, and take up the checkpoint that the run has."""
-    corpus = open_corpus(config)
+    """Build model, optimizer, data and log; resume from the checkpoint that the run has."""
+    log, corpus = display.log, open_corpus(config)
     evaluation = open_evaluation(config, corpus)
     require_same(corpus.identity(), DataError)
-    state, say = new_state(config, corpus, accelerator.num_processes), display.say
-    check_prompts(config.sample, corpus.tokenizer, config.model.block_size, say)
-    path = choose_checkpoint(config, state, say)
+    state = new_state(config, corpus, accelerator.num_processes)
+    check_prompts(config.sample, corpus.tokenizer, config.model.block_size, log)
+    checkpoint = choose_checkpoint(config, state, log)
     torch.manual_seed(config.seed)
-    new = path or config.model.init_from == "scratch"
-    gpt = GPT(config.model, corpus.vocab_size) if new else load_initial_model(config, corpus, say)
-    model, optimizer = prepared(config, accelerator, gpt)
+    gpt = load_initial_model(config, corpus, checkpoint is not None, log)
+    model, optimizer = wrap(config, accelerator, gpt)
     gradients = make_gradients(config, accelerator, model)
-    if path:
-        state = restore(accelerator, path, state, gpt, optimizer, say)
-        say(f"resuming {config.out_dir} from step {state.step:,} ({path})")
+    if checkpoint:
+        state = restore(accelerator, checkpoint, state, gpt, optimizer, log)
+        log(f"resuming {config.out_dir} from step {state.step:,} ({checkpoint})")
     reporter = Reporter(config, plan, accelerator, gpt, display)
-    uploads = start_uploads(config, plan.max_steps, say) if is_main() else None
+    uploads = start_uploads(config, plan.max_steps, log) if is_main() else None
     note = uploads.note if uploads else lambda _: None
-    writer = CheckpointWriter(accelerator, config, corpus.tokenizer, say, reporter.sync, note)
+    writer = CheckpointWriter(accelerator, config, corpus.tokenizer, log, reporter.sync, note)
     parts = (config, plan, accelerator, corpus, gpt, model, optimizer, gradients, state)
     run = Run(*parts, reporter, writer, uploads, evaluation)
-    take_place(run)
+    seek(run)
     reporter.launch(run.corpus, state)
-    model.train()  # evaluation and sampling give it back as they found it
-    freeze()
+    model.train()  # evaluation and sampling leave the mode as they found it
     return run
 
 
-def take_place(run: Run) -> None:
-    """Data, ledger and settings where `run.state` stands."""
+def seek(run: Run) -> None:
+    """Set data, step guard and learning rates to the step of `run.state`."""
     run.corpus.load_state_dict(vars(run.state))
     rank, device = run.accelerator.process_index, run.accelerator.device
     run.loader = run.corpus.loader(run.plan, rank, device, run.state.sequences)
     run.loader.keep_sequences = run.config.log.batch_hash
-    run.ledger = Ledger(run.config.train, device, run.state)
-    configure(run.optimizer, run.config.optim)  # a checkpoint brings the settings of the past
+    run.guard = StepGuard(run.config.train, device)
+    run.guard.load_state_dict(vars(run.state))
+    configure(run.optimizer, run.config.optim)  # a checkpoint restores the options of its time
 
 
 def step(run: Run, stop: StopSignal) -> bool:
-    """One step and what is due after it; whether the run shall stop there."""
+    """Make one step and what is due after it; returns whether the run must stop there."""
     fault_point("step")
     try:
         update(run)
@@ -171,23 +166,27 @@ def step(run: Run, stop: StopSignal) -> bool:
         after_step(run, stopping, retrying)
         return stopping
     except TooManySkippedError:
-        go_back(run)
+        roll_back(run)
         return False
 
 
 def update(run: Run) -> None:
-    """One optimizer update, or none where loss or gradient are not finite; nothing waits for it."""
+    """Make one optimizer step, skipped where loss or gradient are not finite; nothing waits for the
+    device.
+    """
     accelerator, plan, state = run.accelerator, run.plan, run.state
-    pass_over(run.loader, plan, state)
+    skip_excluded(run.loader, plan, state)
     set_rates(run.optimizer, run.config, plan, state.step)
     batches = micro_batches(run.loader, accelerator, plan, run.corpus.document_end)
     firsts = plan.firsts(accelerator.process_index, state.sequences)
+    # gradient accumulation; the last micro-step all-reduces the gradient over the ranks
     for first, (tokens, targets, documents, weight) in zip(firsts, batches, strict=True):
         with run.gradients.micro_step(first):
             run.gradients.backward(run.model(tokens, targets, documents=documents) * weight)
-    loss = run.gradients.finish()  # over all processes, as the gradient is
+    loss = run.gradients.finish()  # the all-reduced mean, as the gradient is
     grad_norm = run.gradients.clip(run.config.optim.grad_clip)
-    run.optimizer.optimizer.skip = run.ledger.judge(state, loss, grad_norm)
+    skip = run.guard.check(state.step + 1, state.sequences, loss, grad_norm)
+    run.optimizer.optimizer.skip = skip
     with run.reporter.layers(state.step + 1, grad_norm, tokens, documents):
         run.optimizer.step()
     run.optimizer.zero_grad()
@@ -197,7 +196,7 @@ def update(run: Run) -> None:
 
 
 def after_step(run: Run, stopping: bool, retrying: bool) -> None:
-    """What is due at the completed step: figures, evaluation, a checkpoint, samples.
+    """What is due after the completed step: metrics, evaluation, a checkpoint, samples.
 
     Nothing waits for the device unless something is due.
     """
@@ -210,11 +209,11 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
     sampling = samples_due(config.sample, state.step, last)
     record: Record = {}
     if logging or evaluating or saving:
-        figures = run.ledger.read(state, reporter.say) | run.corpus.epoch_metrics(state.sequences)
+        metrics = run.guard.flush(reporter.log) | run.corpus.epoch_metrics(state.sequences)
         if logging:
             fraction = fraction_at(state.step - 1, config, run.plan)
-            record = figures | {"train/lr": config.optim.lr * fraction}
-            record |= reporter.pace(state.step) | batch_figures(run.loader, run.accelerator)
+            record = metrics | {"train/lr": config.optim.lr * fraction}
+            record |= reporter.pace(state.step) | reporter.batch_hash(run.loader)
     with reporter.watch.pause() if evaluating or saving or sampling else contextlib.nullcontext():
         if evaluating:
             record |= run.evaluation.figures(run.gpt, run.accelerator, reporter.beat)
@@ -234,25 +233,27 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
 
 
 def save(run: Run, last: bool) -> None:
-    """Save a checkpoint of the completed step; the last one of a launch must get to the disk."""
+    """Save a checkpoint of the completed step; the `last` one of a launch must reach the disk."""
     state = run.state
     check_weights(run.gpt, run.accelerator, state.step)
     state.seconds = run.reporter.watch.elapsed()
+    state.load_state_dict(run.guard.state_dict())
     state.load_state_dict(run.corpus.state_dict(run.loader))
     save_now = run.writer.save_last if last else run.writer.save
     save_now(state, run.gpt, run.optimizer)
 
 
-def go_back(run: Run) -> None:
-    """Return to the last checkpoint, once, and leave out the batches that led away from it."""
+def roll_back(run: Run) -> None:
+    """Return to the last good checkpoint, once, and exclude the batches that were skipped."""
     run.writer.wait()
-    path, excluded = choose_rollback(run.config, run.plan, run.state, run.reporter.say)
+    run.state.load_state_dict(run.guard.state_dict())
+    path, excluded = choose_rollback(run.config, run.plan, run.state, run.reporter.log)
     run.loader.close()
-    parts = (run.gpt, run.optimizer, run.reporter.say)
+    parts = (run.gpt, run.optimizer, run.reporter.log)
     run.state = restore(run.accelerator, path, run.state, *parts)
     run.state.excluded = excluded
-    take_place(run)
-    run.reporter.go_back(run.state)
+    seek(run)
+    run.reporter.roll_back(run.state)
 
 
 if __name__ == "__main__":

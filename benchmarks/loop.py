@@ -25,9 +25,8 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import ensure_data
 from accel_gpt.training.precision import start_accelerator
-from accel_gpt.training.stopping import StopSignal
+from accel_gpt.training.stopping import StopSignal, Watchdog
 from accel_gpt.training.terminal import Display
-from accel_gpt.training.watchdog import Watchdog
 
 ROUNDS = 20
 GUARDS = 2000
@@ -95,7 +94,7 @@ def our_step(run: train.Run) -> None:
 def guard_step(run: train.Run, stop: StopSignal, watchdog: Watchdog) -> None:
     """What a step does lest the run be lost or spoilt."""
     ones = torch.ones((), device=run.accelerator.device)
-    run.ledger.judge(run.state, ones, ones)
+    run.guard.check(run.state.step, run.state.sequences, ones, ones)
     stop.agreed(run.writer.retry_is_due(), run.writer.seconds)
     watchdog.beat()
 

@@ -111,7 +111,7 @@ def compare(asked: argparse.Namespace, config: Config) -> list[tuple[float, floa
     found = []
     for _ in range(asked.steps):
         train.update(run)
-        ours = run.ledger.read(run.state, print)["train/loss"]
+        ours = run.guard.flush(print)["train/loss"]
         for group in optimizer.param_groups:
             group["lr"] = run.optimizer.param_groups[0]["lr"]
         _, loss = peer(*(ids.contiguous() for ids in loader.batch))

@@ -59,9 +59,9 @@ class Witness:
 
     def __init__(self) -> None:
         self.stop, self.kept, self.file = 0, {}, None
-        self.update, self.prepared = train.update, train.prepared
+        self.update, self.prepared = train.update, train.wrap
         self.micro_batches = train.micro_batches
-        train.update, train.prepared = self.watched_update, self.watched_prepared
+        train.update, train.wrap = self.watched_update, self.watched_prepared
         train.micro_batches = self.watched_batches
         for kind in (gradients.Gradients, gradients.ExactGradients):
             kind.finish = watched(self, kind.finish)

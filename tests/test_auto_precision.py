@@ -85,9 +85,10 @@ def test_the_cpu_decides_and_the_reason_is_printed(
     assert launch(small_run(*AUTO, "--train.max_steps", "4", "--schedule.warmup_steps", "0")) == 0
     assert saved(tmp_path) == (expected[0], False)
     shown = capsys.readouterr().err
-    assert re.search(rf"auto +precision (float32|bf16): {expected[1]}", shown)
+    assert re.search(rf"auto +precision (fp32|bf16): {expected[1]}", shown)
     assert re.search("auto +not compiled: .* the run is estimated at 0 s", shown)
-    assert f"precision {expected[0]}" in shown  # what Accelerate computes in
+    computed = {"no": "fp32", "bf16": "bf16"}[expected[0]]
+    assert f"precision {computed}, " in shown  # what Accelerate computes in
     assert "WARNING" not in shown
 
 
@@ -145,7 +146,7 @@ def test_what_the_launcher_asks_for_goes_before_the_table(
     assert launch(small_run(*AUTO, "--train.max_steps", "4")) == 0
     assert saved(tmp_path)[0] == "bf16"
     shown = capsys.readouterr().err
-    assert "precision bf16: accelerate launch asks for it" in shown
+    assert "precision bf16: set by accelerate launch" in shown
     assert shown.count("WARNING: mixed_precision is bf16, for which this CPU has no") == 1
 
 
@@ -175,7 +176,7 @@ def test_a_long_run_is_compiled_where_a_compiler_works(
 def test_a_broken_compiler_is_one_sentence(
     asked: str, small_run: Arguments, tmp_path: Path
 ) -> None:
-    script = "from accel_gpt.run import auto_precision as a; a.run_seconds = lambda *_: 1e6; "
+    script = "from accel_gpt.training import precision as a; a.run_seconds = lambda *_: 1e6; "
     script += (
         "import sys; from accel_gpt.train import main; from accel_gpt.console import run_main; "
     )

@@ -55,7 +55,7 @@ def test_bench_times_the_training_step_and_keeps_nothing(
 def test_the_table_names_the_formula_of_mfu(
     small_run: Arguments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accel_gpt.training.setup.peak_flops", lambda name, dtype: 1e12)
+    monkeypatch.setattr("accel_gpt.training.metrics.peak_flops", lambda name, dtype: 1e12)
     assert call(*small_run(*SHORT, "--parts", "0")) == 0
     shown = capsys.readouterr().out
     assert "MFLOP / (1 x 1.0 TFLOP/s of fp32)" in shown

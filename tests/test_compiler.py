@@ -10,7 +10,7 @@ import torch
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training import compiler
+from accel_gpt.training import compiler, engine
 from tests.conftest import launch
 
 Arguments = Callable[..., list[str]]
@@ -22,7 +22,7 @@ def card(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], torchao: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
-    monkeypatch.setattr(compiler, "find_spec", lambda name: object() if torchao else None)
+    monkeypatch.setattr(engine, "find_spec", lambda name: object() if torchao else None)
 
 
 def test_fp8_on_a_cpu_is_refused(
@@ -54,14 +54,14 @@ def test_what_fp8_lacks_is_named(
 ) -> None:
     card(monkeypatch, capability, torchao)
     with pytest.raises(UserError) as error:
-        compiler.check_fp8(FP8)
+        engine.check_fp8(FP8)
     assert named in str(error.value)
     assert unnamed not in str(error.value)
 
 
 def test_fp8_is_taken_where_all_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     card(monkeypatch, (8, 9), True)
-    compiler.check_fp8(FP8)
+    engine.check_fp8(FP8)
 
 
 def test_compiled_code_is_kept_where_nobody_else_writes(
@@ -69,18 +69,18 @@ def test_compiled_code_is_kept_where_nobody_else_writes(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(compiler.CACHE, "given")
-    compiler.keep_compiled()
+    compiler.use_compile_cache()
     assert os.environ[compiler.CACHE] == "given"
     assert not list(tmp_path.iterdir())
     monkeypatch.delenv(compiler.CACHE)
-    compiler.keep_compiled()
+    compiler.use_compile_cache()
     folder = tmp_path / "accel_gpt" / "compiled"
     assert os.environ[compiler.CACHE] == str(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
     monkeypatch.delenv(compiler.CACHE)
     folder.chmod(0o770)
     with pytest.raises(UserError, match="can be written by others; chmod 700 it"):
-        compiler.keep_compiled()
+        compiler.use_compile_cache()
     assert compiler.CACHE not in os.environ
 
 

@@ -22,8 +22,8 @@ from accel_gpt.evals.validation import windows
 from accel_gpt.hub.export import export
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.training.guards import locked
 from accel_gpt.training.metrics import COLUMNS, MetricsLog, merge_record
+from accel_gpt.training.run_folder import locked
 from tests.conftest import launch, run_here, text_of
 from tests.test_hellaswag import short
 from tests.test_launch import ACCELERATE, PLAIN

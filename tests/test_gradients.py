@@ -25,9 +25,8 @@ from accel_gpt.errors import UserError
 from accel_gpt.model.documents import separate
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
-from accel_gpt.training.batches import micro_batches
 from accel_gpt.training.engine import check_engine
-from accel_gpt.training.gradients import ExactGradients, Gradients, make_gradients
+from accel_gpt.training.gradients import ExactGradients, Gradients, make_gradients, micro_batches
 from tests.conftest import QUIET, launch, reseal, tiny
 from tests.test_launch import TORCHRUN, TRAIN, finish
 from tests.test_train import assert_same_weights, records, weights

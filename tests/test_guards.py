@@ -18,8 +18,8 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.errors import BusyError, DataError, PeerError, UserError
 from accel_gpt.training import accelerator as environment
 from accel_gpt.training import ranks
-from accel_gpt.training.guards import locked
 from accel_gpt.training.ranks import RankError, all_ranks, peers, require_same
+from accel_gpt.training.run_folder import locked
 from tests.conftest import QUIET
 from tests.faults.launches import free_port
 from tests.test_launch import PLAIN
@@ -29,7 +29,8 @@ from tests.test_launch import PLAIN
 def test_a_folder_has_one_run(tmp_path: Path) -> None:
     with locked(tmp_path / "run"):
         code = (
-            "import sys; from accel_gpt.training.guards import locked; from pathlib import Path\n"
+            "import sys; from pathlib import Path\n"
+            "from accel_gpt.training.run_folder import locked\n"
             "with locked(Path(sys.argv[1])): pass"
         )
         command = [sys.executable, "-c", code, str(tmp_path / "run")]

@@ -14,8 +14,7 @@ from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training import metrics
-from accel_gpt.training.metrics import COLUMNS, MetricsLog, Stopwatch
-from accel_gpt.training.setup import Speed
+from accel_gpt.training.metrics import COLUMNS, MetricsLog, Speed, Stopwatch
 from tests.conftest import tiny
 
 
@@ -66,12 +65,12 @@ def test_pauses_do_not_count_as_training(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_mfu_is_a_share_of_the_peak_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_gpt.training.setup.peak_flops", lambda name, dtype: 1e12)
+    monkeypatch.setattr("accel_gpt.training.metrics.peak_flops", lambda name, dtype: 1e12)
     gpt, accelerator = GPT(tiny(), 100), Accelerator(cpu=True)
     plan = make_plan(Config(model=gpt.config, train=TrainConfig(65536, max_steps=9)), 8)
     speed = Speed(gpt, plan, accelerator)
     work = 65536 * flops_per_token(gpt.config, 100)
-    assert speed.figures(0.5)["perf/mfu"] == pytest.approx(work / 0.5 / 8e12)
+    assert speed.metrics(0.5)["perf/mfu"] == pytest.approx(work / 0.5 / 8e12)
 
 
 def test_a_record_that_finds_no_room_is_written_whole_with_the_next(
@@ -87,7 +86,7 @@ def test_a_record_that_finds_no_room_is_written_whole_with_the_next(
         patch.setattr(metrics, "write_all", half)
         with pytest.raises(OSError, match="No space"):
             log.write({"step": 2, "tokens": 16})
-    with pytest.raises(OSError, match="figures wait for room"):
+    with pytest.raises(OSError, match="metrics wait for room"):
         log.sync()  # a checkpoint must not know more than they do
     log.write({"step": 3, "tokens": 24})
     log.sync()

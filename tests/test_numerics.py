@@ -1,5 +1,6 @@
 """Steps that are not finite: left out on the device, told, and never kept; spikes; the way back."""
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,11 +16,11 @@ from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import DivergedError
 from accel_gpt.training.anomalies import (
     SPIKE_WINDOW,
-    Ledger,
+    StepGuard,
     TooManySkippedError,
     check_weights,
+    format_ranges,
     ranges,
-    spoken,
 )
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.run_folder import checkpoint_steps
@@ -219,18 +220,20 @@ def test_a_step_waits_for_nothing(small_run: Arguments, monkeypatch: pytest.Monk
     assert counts == [0] * 12
 
 
-# --------------------------------------------------------------------------- the ledger alone
+# --------------------------------------------------------------------------- the step guard alone
 
 
-def ledger(state: TrainState, **changes: Any) -> Ledger:
-    return Ledger(TrainConfig(**changes), torch.device("cpu"), state)
+def guard(**options: Any) -> StepGuard:
+    return StepGuard(TrainConfig(**options), torch.device("cpu"))
 
 
-def judged(book: Ledger, state: TrainState, loss: float, norm: float = 1.0) -> bool:
-    skip = book.judge(state, torch.tensor(loss), torch.tensor(norm))
-    state.step += 1
-    state.sequences += 8
-    return bool(skip)
+def check(tested: StepGuard, *losses: float, norm: float = 1.0) -> list[bool]:
+    """Whether the update of each loss is skipped; a step has 8 sequences."""
+    first = len(tested.pending)
+    return [
+        bool(tested.check(i + 1, 8 * i, torch.tensor(loss), torch.tensor(norm)))
+        for i, loss in enumerate(losses, first)
+    ]
 
 
 def wavy(count: int) -> list[float]:
@@ -240,59 +243,52 @@ def wavy(count: int) -> list[float]:
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_spike_stands_out_of_a_full_window_alone(skip: bool) -> None:
-    state, said = TrainState(), list[str]()
-    book = ledger(state, skip_spikes=skip)
-    for loss in wavy(SPIKE_WINDOW - 1):
-        assert not judged(book, state, loss)
-    assert not judged(book, state, 50.0)  # the window is not full yet
-    for loss in wavy(SPIKE_WINDOW):
-        assert not judged(book, state, loss)
-    assert not judged(book, state, 3.2)
-    assert judged(book, state, 3.9) == skip
-    assert book.read(state, said.append)["train/spikes"] == 1
-    assert state.skipped == int(skip)
-    assert "a spike" in said[0]
-    assert ("its update was skipped" in said[0]) == skip
+    tested, warnings = guard(skip_spikes=skip), list[str]()
+    losses = [*wavy(SPIKE_WINDOW - 1), 50.0, *wavy(SPIKE_WINDOW), 3.2]  # 50: not full yet
+    assert not any(check(tested, *losses))
+    assert check(tested, 3.9) == [skip]
+    metrics = tested.flush(warnings.append)
+    assert (metrics["train/spikes"], metrics["train/skipped"]) == (1, int(skip))
+    assert "a spike" in warnings[0]
+    assert ("its update was skipped" in warnings[0]) == skip
 
 
 @pytest.mark.parametrize(("sigma", "spikes"), [(0.0, 0), (3.0, 2), (6.0, 1), (30.0, 0)])
 def test_a_spike_is_as_many_deviations_high_as_asked(sigma: float, spikes: int) -> None:
-    state = TrainState()
-    book = ledger(state, spike_sigma=sigma)
-    for loss in [*wavy(SPIKE_WINDOW), 3.3, 3.9]:  # about 4 and 12
-        judged(book, state, loss)
-    assert book.read(state, lambda _: None)["train/spikes"] == spikes
+    tested = guard(spike_sigma=sigma)
+    check(tested, *wavy(SPIKE_WINDOW), 3.3, 3.9)  # about 4 and 12
+    assert tested.flush(lambda _: None)["train/spikes"] == spikes
 
 
-def test_the_window_goes_on_after_a_stop() -> None:
-    whole, stopped = TrainState(), TrainState()
-    books = [ledger(whole), ledger(stopped)]
+def test_the_window_resumes_from_a_state_dict() -> None:
+    whole, stopped = guard(), guard()
     for i, loss in enumerate([*wavy(200), math.nan, *wavy(50)]):
-        for book, state in zip(books, (whole, stopped), strict=True):
-            judged(book, state, loss)
-            book.read(state, lambda _: None)
+        for tested in (whole, stopped):
+            check(tested, loss)
+            tested.flush(lambda _: None)
         if i in (60, 140, 203):
-            books[1] = ledger(stopped)
-    assert whole.losses == stopped.losses
-    assert len(whole.losses) == SPIKE_WINDOW
-    assert torch.equal(books[0].window, books[1].window)
+            state = json.loads(json.dumps(stopped.state_dict()))
+            stopped = guard()
+            stopped.load_state_dict(state)
+    assert whole.state_dict() == stopped.state_dict()
+    assert len(whole.state_dict()["losses"]) == SPIKE_WINDOW
+    assert torch.equal(whole.window, stopped.window)
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (3.0, math.inf), (-math.inf, 1.0)])
 def test_what_is_not_finite_is_skipped_and_counted(loss: float, norm: float) -> None:
-    state = TrainState()
-    book = ledger(state, max_skipped=3)
+    tested = guard(max_skipped=3)
     for bad in (False, True, True, False, True, True):
-        assert judged(book, state, loss if bad else 3.0, norm if bad else 1.0) == bad
-    book.read(state, lambda _: None)
-    assert (state.skipped, state.skipped_in_row) == (4, [32, 40])
-    judged(book, state, loss, norm)
+        assert check(tested, loss if bad else 3.0, norm=norm if bad else 1.0) == [bad]
+    tested.flush(lambda _: None)
+    assert (tested.skipped, tested.skipped_in_row) == (4, [32, 40])
+    check(tested, loss, norm=norm)
     with pytest.raises(TooManySkippedError):
-        book.read(state, lambda _: None)
-    assert state.skipped_in_row == [32, 40, 48]
+        tested.flush(lambda _: None)
+    assert tested.skipped_in_row == [32, 40, 0]
 
 
 def test_batches_are_named_by_their_sequences() -> None:
     spans = ranges([0, 8, 32, 1040], 8)
     assert spans == [[0, 16], [32, 40], [1040, 1048]]
-    assert spoken(spans) == "0 to 15, 32 to 39, 1,040 to 1,047"
+    assert format_ranges(spans) == "0 to 15, 32 to 39, 1,040 to 1,047"

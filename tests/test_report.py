@@ -28,7 +28,7 @@ from accel_gpt.report.payload import MOST_POINTS, all_marks, payload
 from accel_gpt.report.references import FOLDERS, find_reference, matches, read_reference
 from accel_gpt.report.run_folder import config_name, open_runs
 from accel_gpt.report.sample_texts import texts_in
-from accel_gpt.training.guards import locked
+from accel_gpt.training.run_folder import locked
 from tests.runs import LAUNCH, make_run, record
 from tests.test_docs import commands
 

@@ -77,9 +77,9 @@ def test_time_limit_leaves_room_for_a_step_with_margin_and_a_save() -> None:
     stop = StopSignal(time_limit=1000.0, started=now() - 500)
     # a long start and a first step that compiles: no measure for the others
     assert stop.agreed() == (False, False)
-    stop.asked = now() - 10
+    stop.last_check = now() - 10
     assert stop.agreed(other=True) == (False, True)
-    stop.started, stop.asked = now() - 925, now() - 5
+    stop.started, stop.last_check = now() - 925, now() - 5
     assert stop.agreed(save_seconds=10.0) == (False, False)  # 925 + 2 (10 + 10) + 20
     stop.started = now() - 945
     assert stop.agreed(save_seconds=10.0) == (True, False)

@@ -21,17 +21,10 @@ from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
 from accel_gpt.training import auto_batch as sizing
 from tests.conftest import QUIET, launch
-from tests.processes import together
 from tests.test_train import assert_same_weights, records, weights
 
 Arguments = Callable[..., list[str]]
 AUTO = ("--train.micro_batch_size", "auto")
-
-
-def member() -> Any:
-    """The accelerator of a process that is alone."""
-    device = torch.device("cpu")
-    return SimpleNamespace(num_processes=1, device=device, reduce=lambda value, how: value)
 
 
 @given(st.sets(st.integers(1, 5000), min_size=1), st.integers(0, 6000))
@@ -39,25 +32,10 @@ def test_bisection_finds_the_largest_that_fits(found: set[int], limit: int) -> N
     sizes = sorted(found)
     fitting = [size for size in sizes if size <= limit]
     if fitting:
-        assert sizing.largest(sizes, lambda size: size <= limit, member()) == fitting[-1]
+        assert sizing.largest(sizes, lambda size: size <= limit) == fitting[-1]
     else:
         with pytest.raises(UserError, match="not even 1 sequence fits"):
-            sizing.largest(sizes, lambda size: size <= limit, member())
-
-
-def test_processes_take_what_fits_the_fullest_of_them() -> None:
-    """Each tries by itself, and all ask the same questions: else one would wait for ever."""
-    limits, asked = [64, 5, 64], [[], [], []]  # type: ignore[var-annotated]
-
-    def find(one: Any) -> int:
-        def fits(size: int) -> bool:
-            asked[one.process_index].append(size)
-            return size <= limits[one.process_index]
-
-        return sizing.largest([1, 2, 4, 8, 16, 32, 64], fits, one)
-
-    assert together(3, find) == [4, 4, 4]
-    assert asked[0] == asked[1] == asked[2]
+            sizing.largest(sizes, lambda size: size <= limit)
 
 
 def test_the_answer_divides_the_step_and_is_kept(
@@ -74,7 +52,7 @@ def test_the_answer_divides_the_step_and_is_kept(
         tried.append(size)
         return size <= 5
 
-    config, plan = sizing.sized(config, plan, accelerator, fits)
+    config, plan = sizing.resolve_auto_micro_batch(config, plan, accelerator, fits)
     assert config.train.micro_batch_size == plan.micro_batch_size == 4
     assert plan.accumulation_steps == accelerator.gradient_accumulation_steps == 3
     assert set(tried) <= {1, 2, 3, 4, 6, 12}
@@ -83,12 +61,13 @@ def test_the_answer_divides_the_step_and_is_kept(
 
     def again(*words: str) -> int:
         asked = load_config(small_run(*AUTO, "--train.tokens_per_step", "384", *words), "test")
-        found, _ = sizing.sized(asked, make_plan(asked, 1), accelerator, lambda size: size == 1)
+        plan = make_plan(asked, 1)
+        found, _ = sizing.resolve_auto_micro_batch(asked, plan, accelerator, lambda n: n == 1)
         return found.train.sequences
 
     assert again("--optim.lr", "1e-3") == 4  # remembered
     assert "as found before, in " in capsys.readouterr().err
-    (tmp_path / "run" / sizing.KEPT).write_text('{"micro_batch_size": "many"')
+    (tmp_path / "run" / sizing.ANSWER).write_text('{"micro_batch_size": "many"')
     assert again() == 1
     assert again("--model.n_embd", "64") == 1
     accelerator.gradient_accumulation_steps = 1
@@ -97,7 +76,7 @@ def test_the_answer_divides_the_step_and_is_kept(
 def test_auto_trains_as_the_number_that_it_finds(small_run: Arguments, tmp_path: Path) -> None:
     """On a CPU by arithmetic; resume goes on with any number."""
     assert launch(small_run(*QUIET, *AUTO)) == 0
-    size = json.loads((tmp_path / "run" / sizing.KEPT).read_text())["micro_batch_size"]
+    size = json.loads((tmp_path / "run" / sizing.ANSWER).read_text())["micro_batch_size"]
     assert size == 8  # the whole step
     other = ("--out_dir", str(tmp_path / "other"), "--train.micro_batch_size", "8")
     assert launch(small_run(*QUIET, *other)) == 0
@@ -111,8 +90,8 @@ def test_on_a_cpu_the_memory_decides(
 ) -> None:
     monkeypatch.setattr(sizing, "available_memory", lambda: gigabytes * 1e9)
     config = load_config(small_run(*AUTO), "test")
-    accelerator = SimpleNamespace(**vars(member()), mixed_precision="no")
-    fits = sizing.trial(config, 257, accelerator)  # type: ignore[arg-type]
+    accelerator = SimpleNamespace(num_processes=1, device=torch.device("cpu"), mixed_precision="no")
+    fits = sizing.make_fits(config, 257, accelerator)  # type: ignore[arg-type]
     assert [size for size in (1, 2, 4, 8) if fits(size)][-1:] == ([found] if found else [])
 
 
@@ -141,8 +120,7 @@ def test_running_out_of_memory_is_an_answer(
     small_run: Arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another error is not. Of one GPU without a launcher the device has no index."""
-    alone = member()
-    alone.device = torch.device("cuda")
+    alone: Any = SimpleNamespace(num_processes=1, device=torch.device("cuda"))
     calls: list[Any] = []
 
     def fraction(share: float, device: Any = None) -> None:
@@ -188,7 +166,7 @@ def fits(size):
         return True
     except MemoryError:
         return False
-config, plan = sizing.sized(config, make_plan(config, 2), accelerator, fits)
+config, plan = sizing.resolve_auto_micro_batch(config, make_plan(config, 2), accelerator, fits)
 assert accelerator.gradient_accumulation_steps == plan.accumulation_steps
 sys.stdout.write(f"{rank} {plan.micro_batch_size} {plan.accumulation_steps}\\n")
 accelerator.end_training()

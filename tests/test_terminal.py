@@ -55,7 +55,7 @@ def make(**sections: object) -> tuple[Config, Panel]:
 def full_panel() -> Panel:
     _, panel = make()
     for step in range(1, 16):
-        panel.take(
+        panel.update(
             {
                 **{"step": step, "tokens": step * 524_288, "train/loss": 11 / step},
                 **{"train/lr": 6e-4, "train/grad_norm": 0.5, "eval/val_loss": 3.2},
@@ -106,7 +106,7 @@ def test_a_terminal_without_unicode_gets_ascii() -> None:
 
 def test_nothing_comes_after_the_last_step() -> None:
     _, panel = make()
-    panel.take({"step": 20, "tokens": 1, "train/loss": 1.0}, 0.0)
+    panel.update({"step": 20, "tokens": 1, "train/loss": 1.0}, 0.0)
     assert drawn(panel, 80)[-2:] == ["loss 1.0000", "1 tokens"]
     assert "100%" in drawn(panel, 80)[0]
 
@@ -127,9 +127,10 @@ def test_what_is_announced_is_what_comes(
     panel.step = step
     later = range(step + 1, 21)
     due = (s for s in later if s == 20 or TrainState(step=s, tokens=8 * s).save_is_due(saves, 8))
-    assert panel.next_save() == next(due)
+    announced = {name: step + int(steps) for name, steps, _ in panel.due()}
+    assert announced["save in "] == next(due)
     due = (s for s in later if s == 20 or (evaluating and s % evaluating == 0))
-    assert panel.next_evaluation() == next(due)
+    assert announced["evaluation in "] == next(due)
     assert panel.config is config
 
 
@@ -158,7 +159,7 @@ def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with Display(True, config, panel.plan) as display:
         display.show({"step": 4, "tokens": 400, "train/loss": 2.0}, 75.0)
         display.advance(5)
-        display.take_up(3, [1.0])
+        display.resume(3, [1.0])
     assert capsys.readouterr().err == "step 4/20 | loss 2.0000 | left 0:01:15\n"
 
 
@@ -170,15 +171,15 @@ def test_quiet_runs_tell_warnings_and_other_processes_nothing(
     config, panel = make(log=LogConfig(level="warning"))
     with Display(active, config, panel.plan) as display:
         display.show({"step": 4, "tokens": 400, "eval/val_loss": 2.0}, 75.0)
-        display.say("hello")
-        display.say("WARNING: it is late")
+        display.log("hello")
+        display.log("WARNING: it is late")
     assert capsys.readouterr().err == told
 
 
 def test_a_sample_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     config, panel = make()
     with Display(True, config, panel.plan) as display:
-        display.say("def f():\n\treturn '\x1b[2J\r\x07é'")
+        display.log("def f():\n\treturn '\x1b[2J\r\x07é'")
     assert capsys.readouterr().err == "def f():\n\treturn '\\x1b[2J\\r\\x07é'\n"
 
 
@@ -210,7 +211,7 @@ def test_a_terminal_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) ->
         assert display.live
         file.gone = True
         display.show({"step": 4, "tokens": 400, "eval/val_loss": 2.0}, 75.0)
-        display.say("hello")
+        display.log("hello")
         time.sleep(0.05)
         assert display.thread.is_alive()
     assert not display.thread.is_alive()
@@ -238,7 +239,7 @@ def pyte() -> Iterator[None]:
 def test_messages_of_libraries_stay_above_a_panel_that_is_whole() -> None:
     play = """
 with display:
-    display.say("hello")
+    display.log("hello")
     for step in range(1, 5):
         show(step)
         time.sleep(0.3)

@@ -171,7 +171,7 @@ def test_a_disk_that_was_full_is_told_once_and_the_curves_go_on(
     assert launch(small_run("--sample.every", "0", "--checkpoint.every", "0")) == 0
     said = capsys.readouterr().err
     assert said.count("WARNING") == 1
-    assert f"figures could not be written in {tmp_path / 'run'}: No space left on device (" in said
+    assert f"metrics could not be written in {tmp_path / 'run'}: No space left on device (" in said
     assert "Traceback" not in said
     assert [line["step"] for line in records(tmp_path / "run")] == list(range(1, 13))
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "accel_gpt")).Reload()

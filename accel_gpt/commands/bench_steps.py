@@ -28,7 +28,7 @@ from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.errors import require
 from accel_gpt.launcher import world_size
 from accel_gpt.training.accelerator import code_versions, describe_machine, ensure_data, memory_gb
-from accel_gpt.training.auto_batch import sized
+from accel_gpt.training.auto_batch import resolve_auto_micro_batch
 from accel_gpt.training.precision import resolve_compile, start_accelerator
 from accel_gpt.training.ranks import peers
 from accel_gpt.training.stopping import die_with_launcher
@@ -46,7 +46,7 @@ def bench(asked: BenchCommand, config: Config) -> Report | None:
         plan = make_plan(config, world_size())
         ensure_data(config.data)
         config, accelerator = start_accelerator(config, plan)
-        config, plan = sized(config, plan, accelerator)
+        config, plan = resolve_auto_micro_batch(config, plan, accelerator)
         config = resolve_compile(config, plan)
         with Display(False, config, plan) as display:
             run = train.start(config, plan, accelerator, display)
@@ -106,7 +106,7 @@ def measure(asked: BenchCommand, run: train.Run) -> Report:
         "steps": asked.steps,
         "warmup": asked.warmup,
         "first_step_seconds": first,
-        "mfu": speed.figures(median).get("perf/mfu"),
+        "mfu": speed.metrics(median).get("perf/mfu"),
         "flops_per_token": speed.flops_per_token,
         "peak_flops": speed.peak,
         "dtype": speed.dtype,

@@ -32,12 +32,11 @@ from accel_gpt.launcher import world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import start_processes
 from accel_gpt.training.checkpoint import find_checkpoint, read_state
-from accel_gpt.training.compiler import requested_precision
-from accel_gpt.training.guards import locked
+from accel_gpt.training.engine import requested_precision
 from accel_gpt.training.metrics import Record, merge_record
 from accel_gpt.training.precision import resolve_precision
 from accel_gpt.training.ranks import peers
-from accel_gpt.training.run_folder import RunFolder, checkpoint_steps
+from accel_gpt.training.run_folder import RunFolder, checkpoint_steps, locked
 from accel_gpt.training.setup import open_corpus, set_up_model
 from accel_gpt.training.state import TrainState
 

@@ -1,4 +1,4 @@
-"""The machine: processes, threads, precision; and what `run.json` records of it."""
+"""The ranks of a run, their device, threads and precision; the machine as run.json records it."""
 
 import ctypes
 import hashlib
@@ -41,10 +41,15 @@ from accel_gpt.cost.processor import bf16_instructions
 from accel_gpt.data.remote.folder import is_url
 from accel_gpt.errors import duration, require
 from accel_gpt.launcher import is_main, local_rank, local_world_size, world_size
-from accel_gpt.prepare.prepare import prepare
-from accel_gpt.training.compiler import check_fp8, requested_precision
 from accel_gpt.training.dashboard import check_port
-from accel_gpt.training.engine import check_engine, check_requested_engine, fp8_recipe, set_up_fsdp
+from accel_gpt.training.engine import (
+    check_engine,
+    check_fp8,
+    check_requested_engine,
+    fp8_recipe,
+    requested_precision,
+    set_up_fsdp,
+)
 from accel_gpt.training.ranks import require_same
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # where train.step_timeout is null
@@ -52,7 +57,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # glibc, malloc.h
 # keys of the config that may differ between machines: paths, and what does not change training
 LOCAL = (
     *("data.train", "data.val", "data.tokenizer", "data.cache_", "data.prepare."),
-    "checkpoint.resume",  # in the cache of each, where it was fetched
+    "checkpoint.resume",  # on each machine the folder to which it was downloaded
     *("model.init_from", "eval.hellaswag", "train.cpu_threads", "log."),
     "out_dir",  # each save checks that it is shared
 )
@@ -60,11 +65,11 @@ PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "t
 
 
 def ensure_data(data: DataConfig) -> None:
-    """Make the data folder if it is missing: one process a machine does, the others wait.
+    """Prepare the data folder if it is missing: one rank of each machine, while the others wait.
 
-    The work is done by `accel-gpt prepare` in a process of its own, which needs no torch and gives
-    its memory back. Exits with its code if it fails; raises `UserError` if the folder that is there
-    was prepared in another way.
+    `accel-gpt prepare` does it in a process of its own, which needs no torch and gives its memory
+    back. Exits with its code if it fails; raises `UserError` if the folder that is there was
+    prepared in another way.
     """
     text = data.prepare.path or data.prepare.dataset
     if data.prepare.source is None:
@@ -85,6 +90,8 @@ def ensure_data(data: DataConfig) -> None:
             time.sleep(0.2)
         return
     if (folder / "dataset.json").exists():
+        from accel_gpt.prepare.prepare import prepare
+
         prepare(data.prepare, folder)  # only compares
         return
     settings = {"out": str(folder), **asdict(data.prepare)}
@@ -95,7 +102,7 @@ def ensure_data(data: DataConfig) -> None:
     command = [sys.executable, "-m", "accel_gpt.cli", "prepare", f"/dev/fd/{reading}"]
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     before = [signal.signal(n, lambda number, _: sys.exit(128 + number)) for n in numbers]
-    try:  # the process is killed if we are told to end
+    try:  # a signal kills the process
         code = subprocess.run(command, check=False, pass_fds=(reading,)).returncode
     finally:
         os.close(reading)
@@ -106,7 +113,7 @@ def ensure_data(data: DataConfig) -> None:
 
 
 def start_processes(config: Config) -> PartialState:
-    """Join the processes into one group, and set what computing needs: threads, float32 products.
+    """Join the ranks into one process group; set threads and the precision of float32 products.
 
     Raises `UserError` for an engine that is not supported, and for processes that do not form one
     group or differ in config, code or versions: they would train apart.
@@ -115,30 +122,27 @@ def start_processes(config: Config) -> PartialState:
     if config.train.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
-    # Accelerator would see to use_cpu of the accelerate config, PartialState does not
+    # Accelerator reads use_cpu of the accelerate config, PartialState does not
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    state = PartialState(cpu=cpu, timeout=collective_timeout(config))
-    check_processes(state, world_size())
+    state, started = PartialState(cpu=cpu, timeout=collective_timeout(config)), world_size()
+    require(
+        state.num_processes == started,
+        f"the launcher started {started} processes but Accelerate sees "
+        f"{state.num_processes}; start with accelerate launch or with torchrun",
+    )
     if state.num_processes > 1:
         require_same(rank_identity(config))
-    set_float32_products(config.train.matmul_precision, state.device)
+    matmul = config.train.matmul_precision
+    if state.device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = matmul != "highest"
+    else:  # on a CPU TF32 sends small products, as in attention, through a slow path of oneDNN
+        torch.set_float32_matmul_precision("highest" if matmul == "auto" else matmul)
     if state.device.type == "cpu":
         threads = 1 if config.train.reproducible else shared_cores()
         torch.set_num_threads(config.train.cpu_threads or threads)
         torch.set_flush_denormal(True)  # Adam moments of unseen tokens decay into denormals
         keep_freed_memory()
     return state
-
-
-def set_float32_products(precision: str, device: torch.device) -> None:
-    """Let products of float32 compute as `train.matmul_precision` says; auto: TF32 on CUDA alone.
-
-    On a CPU TF32 sends small products, as those of attention, through a slower path of oneDNN.
-    """
-    if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = precision != "highest"
-    else:
-        torch.set_float32_matmul_precision("highest" if precision == "auto" else precision)
 
 
 def make_accelerator(config: Config, plan: Plan) -> Accelerator:
@@ -150,7 +154,7 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
     check_fp8(config)
     if config.log.dashboard and is_main():
         check_port(config.log.dashboard_port)
-    # at every save it would tell that tied weights are stored once
+    # at every save it logs that tied weights are stored once
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     # twice a step Accelerate would search all of sys.path for this optimizer: 0.25 ms
     sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]
@@ -174,37 +178,23 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
     check_engine(accelerator, config)
     if accelerator.distributed_type == DistributedType.FSDP:
         set_up_fsdp(accelerator)
-    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16" and is_main():
-        warn_of_slow_bf16()
-    return accelerator
-
-
-def warn_of_slow_bf16() -> None:
-    """Tell that this CPU computes bf16 more slowly than float32, where it does."""
-    if bf16_instructions() is None:
+    bf16_on_cpu = accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16"
+    if bf16_on_cpu and is_main() and bf16_instructions() is None:
         sys.stderr.write(
             "WARNING: mixed_precision is bf16, for which this CPU has no instructions: a step "
             "takes several times as long as in float32; set train.mixed_precision to auto or no\n"
         )
-
-
-def check_processes(state: PartialState, started: int) -> None:
-    """Raise `UserError` unless the processes that were `started` form one group."""
-    require(
-        state.num_processes == started,
-        f"the launcher started {started} processes but Accelerate sees "
-        f"{state.num_processes}; start with accelerate launch or with torchrun",
-    )
+    return accelerator
 
 
 def collective_timeout(config: Config) -> timedelta:
-    """How long processes wait for each other."""
+    """How long a collective waits for the other ranks."""
     seconds = duration("train.step_timeout", config.train.step_timeout)
     return timedelta(seconds=seconds) if seconds else COLLECTIVE_TIMEOUT
 
 
 def host_group(config: Config, accelerator: Accelerator) -> dist.ProcessGroup | None:
-    """A group of the hosts, beside that of the devices; None for one process. A collective."""
+    """A gloo process group beside that of the devices; None for one rank. A collective."""
     if accelerator.num_processes == 1:
         return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=collective_timeout(config))
@@ -212,10 +202,10 @@ def host_group(config: Config, accelerator: Accelerator) -> dist.ProcessGroup | 
 
 
 def keep_freed_memory() -> None:
-    """Let the C library reuse large blocks rather than map them anew for every tensor.
+    """Have the C library keep freed blocks rather than return them to the system.
 
-    A training step frees and asks for the same blocks again; mapping each costs a page fault per
-    4 KiB: benchmarks/RESULTS.md has what that takes on a virtual machine. glibc only: mallopt(3).
+    A training step frees and allocates the same blocks again; mapping each anew costs a page fault
+    per 4 KiB, measured in benchmarks/RESULTS.md. glibc only: mallopt(3).
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -235,7 +225,7 @@ def check_trackers(names: tuple[str, ...]) -> None:
 
 
 def shared_cores() -> int:
-    """Cores that this process may use, shared evenly by the processes on the machine.
+    """Cores that this process may use, divided by the number of ranks on the machine.
 
     `accelerate launch` and `torchrun` set OMP_NUM_THREADS=1; a trainer wants them all.
     """
@@ -244,7 +234,7 @@ def shared_cores() -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """The name that the maker gave the device."""
+    """The product name of the device."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     if device.type != "cpu":
@@ -281,14 +271,14 @@ def describe_machine(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def code_versions() -> dict[str, str]:
-    """Versions of Python and the packages that decide a run, and where it is known the commit."""
+    """Versions of Python and `PACKAGES`, and the commit where it is known."""
     found = {"python": platform.python_version(), **package_versions()}
     return found | ({"commit": known} if (known := commit()) else {})
 
 
 def rank_identity(config: Config) -> dict[str, Any]:
-    """What all ranks must have alike: the config without its paths of data, whose content is
-    compared when it is open, the code of this package, and the versions that decide a run.
+    """What must be the same on all ranks: the config without `LOCAL`, the code of this package, and
+    versions. The content of the data is compared when it is open.
     """
     package, code = Path(__file__).resolve().parents[1], hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
@@ -307,7 +297,7 @@ def rank_identity(config: Config) -> dict[str, Any]:
 
 @cache
 def package_versions() -> Mapping[str, str]:
-    """Installed versions of the packages that decide a run."""
+    """Installed versions of `PACKAGES`."""
     found = {}
     for name in PACKAGES:
         try:

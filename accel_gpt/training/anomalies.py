@@ -1,12 +1,12 @@
-"""Steps whose loss or gradient cannot be trusted: left out on the device, told when figures are.
+"""Anomalous steps: updates whose loss or gradient is not finite, loss spikes, weights that diverge.
 
-All processes see the same loss (their mean) and the same gradient norm, so they leave out the same
-steps. Nothing waits for the device until a line is logged.
+Every rank sees the same all-reduced loss and gradient norm, so all ranks skip the same updates. The
+decision is made on the device; the host waits for it only when a line is logged.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,46 +16,38 @@ from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import DivergedError
 from accel_gpt.optim.sharded import is_sharded
 from accel_gpt.training.engine import REPLICATED
-from accel_gpt.training.state import TrainState
 
 SPIKE_WINDOW = 128  # steps; OLMo 2 (2025), whose trainer looks at as many
 NORM_TOLERANCE = 1e-5  # of norms of the same float32 weights on two kinds of processors: assumption
-TOLD = 8  # batches that a sentence names
+NAMED = 8  # batches that a message names
 
 
 class TooManySkippedError(Exception):
-    """So many updates in a row were left out that the run must go back."""
+    """So many updates in a row were skipped that the run must roll back."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One step that was read."""
+class StepGuard:
+    """Skips updates that are not finite, detects loss spikes, and counts both.
 
-    step: int
-    sequence: int  # number of its first one
-    loss: float
-    grad_norm: float
-    skipped: bool
-    spike: bool
+    `check` runs on the device at every step; `flush` brings the results of the steps since the last
+    flush to the host.
+    """
 
-
-class Ledger:
-    """The loss and gradient norm of each step since the last reading, and the window of losses."""
-
-    def __init__(self, config: TrainConfig, device: torch.device, state: TrainState) -> None:
+    def __init__(self, config: TrainConfig, device: torch.device) -> None:
         self.config = config
-        missing = [float("nan")] * (SPIKE_WINDOW - len(state.losses))
-        self.window = torch.tensor(missing + state.losses, device=device)
-        self.rows: list[tuple[int, int, Tensor]] = []  # step, first sequence, (4,) figures
+        self.window = torch.full((SPIKE_WINDOW,), math.nan, device=device)  # of finite losses
+        self.pending: list[tuple[int, int, Tensor]] = []  # step, first sequence, results (4,)
+        self.skipped = self.spikes = 0
+        self.skipped_in_row: list[int] = []  # first sequence of each update since the last good one
+        self.train_loss: float | None = None
 
-    def judge(self, state: TrainState, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """1 where the update that follows `state` must not happen, else 0; on the device.
+    def check(self, step: int, sequence: int, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """1 where the update `step`, whose batch begins at `sequence`, must be skipped, else 0, ().
 
-        `loss` and `grad_norm` over all processes, (). A spike lies `spike_sigma` standard
-        deviations above the mean of the window; there is none before the window is full: its mean
-        is not a number then.
+        `loss` and `grad_norm` are all-reduced, (). A spike lies `spike_sigma` standard deviations
+        above the mean of the window; before the window is full that mean is NaN, and nothing is.
         """
-        if is_sharded(grad_norm):  # of FSDP
+        if is_sharded(grad_norm):  # by FSDP
             grad_norm = grad_norm.full_tensor()
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
         if self.config.spike_sigma:
@@ -66,88 +58,95 @@ class Ledger:
         else:
             spike = torch.zeros_like(finite)
         skip = ~finite | spike if self.config.skip_spikes else ~finite
-        figures = torch.stack([part.to(loss.dtype) for part in (loss, grad_norm, skip, spike)])
-        self.rows.append((state.step + 1, state.sequences, figures))
+        results = torch.stack([value.to(loss.dtype) for value in (loss, grad_norm, skip, spike)])
+        self.pending.append((step, sequence, results))
         return skip.float()
 
-    def read(self, state: TrainState, say: Callable[[str], None]) -> dict[str, float]:
-        """The figures of the completed step, all steps since the last reading noted in `state`.
+    def flush(self, log: Callable[[str], None]) -> dict[str, float]:
+        """The metrics of the last step; warn of the anomalies since the last flush, and count them.
 
         Waits for the device. Raises `TooManySkippedError` after `train.max_skipped` in a row.
         """
-        table = torch.stack([figures for *_, figures in self.rows]).tolist()
-        entries = [
-            Entry(step, sequence, loss, norm, bool(skipped), bool(spike))
-            for (step, sequence, _), (loss, norm, skipped, spike) in zip(
-                self.rows, table, strict=True
-            )
-        ]
-        self.rows = []
-        window = self.window.tolist()
-        state.losses = [loss for loss in window if loss == loss]
-        self.tell(entries, say)
-        for entry in entries:
-            state.spikes += entry.spike
-            state.skipped += entry.skipped
-            state.skipped_in_row = [*state.skipped_in_row, entry.sequence] if entry.skipped else []
-            if len(state.skipped_in_row) >= self.config.max_skipped:
+        results = torch.stack([results for *_, results in self.pending]).tolist()
+        pending, self.pending = self.pending, []
+        warnings = 0
+        for (step, sequence, _), (loss, grad_norm, skip, spike) in zip(
+            pending, results, strict=True
+        ):
+            if (skip or spike) and (warnings := warnings + 1) <= NAMED:
+                what = "a spike" if spike else "not finite"
+                log(
+                    f"WARNING: step {step:,}: loss {loss:.4g}, gradient norm {grad_norm:.4g}: "
+                    f"{what}{'; its update was skipped' if skip else ''} "
+                    f"(sequences from {sequence:,})"
+                )
+            self.spikes += int(spike)
+            self.skipped += int(skip)
+            self.skipped_in_row = [*self.skipped_in_row, sequence] if skip else []
+            if len(self.skipped_in_row) >= self.config.max_skipped:
                 raise TooManySkippedError
-        last = entries[-1]
-        state.train_loss = last.loss if math.isfinite(last.loss) else None
+        self.train_loss = loss if math.isfinite(loss) else None
         return {
-            "train/loss": last.loss,
-            "train/grad_norm": last.grad_norm,
-            "train/skipped": state.skipped,
-            "train/spikes": state.spikes,
+            "train/loss": loss,
+            "train/grad_norm": grad_norm,
+            "train/skipped": self.skipped,
+            "train/spikes": self.spikes,
         }
 
-    def tell(self, entries: list[Entry], say: Callable[[str], None]) -> None:
-        """Warn of what was left out, and of spikes."""
-        for entry in [entry for entry in entries if entry.skipped or entry.spike][:TOLD]:
-            what = "a spike" if entry.spike else "not finite"
-            say(
-                f"WARNING: step {entry.step:,}: loss {entry.loss:.4g}, gradient norm "
-                f"{entry.grad_norm:.4g}: {what}{'; its update was skipped' * entry.skipped} "
-                f"(sequences from {entry.sequence:,})"
-            )
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold, as plain JSON, under the names of `TrainState`."""
+        return {
+            "losses": [loss for loss in self.window.tolist() if loss == loss],
+            "skipped": self.skipped,
+            "skipped_in_row": self.skipped_in_row,
+            "spikes": self.spikes,
+            "train_loss": self.train_loss,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state_dict()`; other keys are ignored."""
+        losses = [math.nan] * (SPIKE_WINDOW - len(state["losses"])) + state["losses"]
+        self.window = torch.tensor(losses, device=self.window.device)
+        self.skipped, self.spikes = state["skipped"], state["spikes"]
+        self.skipped_in_row, self.train_loss = state["skipped_in_row"], state["train_loss"]
 
 
 def ranges(starts: list[int], length: int) -> list[list[int]]:
-    """[first, end) of runs of batches of `length` sequences that begin at `starts`, ascending."""
-    found: list[list[int]] = []
+    """[first, end) of the sequences of batches of `length` that begin at `starts`, ascending."""
+    merged: list[list[int]] = []
     for start in starts:
-        if found and found[-1][1] == start:
-            found[-1][1] = start + length
+        if merged and merged[-1][1] == start:
+            merged[-1][1] = start + length
         else:
-            found.append([start, start + length])
-    return found
+            merged.append([start, start + length])
+    return merged
 
 
-def spoken(spans: list[list[int]]) -> str:
-    """`1,024 to 1,055, 2,048 to 2,079`: sequences, first and last of each span."""
-    named = [f"{first:,} to {end - 1:,}" for first, end in spans[:TOLD]]
-    return ", ".join(named) + (", ..." if len(spans) > TOLD else "")
+def format_ranges(spans: list[list[int]]) -> str:
+    """`1,024 to 1,055, 2,048 to 2,079`: the first and the last sequence of each range."""
+    named = [f"{first:,} to {end - 1:,}" for first, end in spans[:NAMED]]
+    return ", ".join(named) + (", ..." if len(spans) > NAMED else "")
 
 
 def check_weights(model: nn.Module, accelerator: Accelerator, step: int) -> None:
-    """Raise `DivergedError` on every process unless all weights are finite, and on all ranks those
-    of rank 0 where each holds the whole model; a collective.
+    """Raise `DivergedError` on all ranks unless all weights are finite, and the same on all ranks
+    where each holds the whole model; a collective.
 
-    Asked before a save: weights that overflowed in an update of finite norm must not be kept.
+    Called before a save: weights that overflowed in an update of finite norm must not be kept.
     """
-    weights = [p.detach() for p in model.parameters()]
-    # FSDP leaves some whole after an evaluation, of the others each process has a part
-    own = [w.to_local() if is_sharded(w) else w for w in weights]
-    norms = accelerator.gather(torch.stack(torch._foreach_norm(own))[None])  # (ranks, weights)
+    weights = [weight.detach() for weight in model.parameters()]
+    # after an evaluation FSDP leaves some parameters whole; of the others each rank holds a shard
+    local = [w.to_local() if is_sharded(w) else w for w in weights]
+    norms = accelerator.gather(torch.stack(torch._foreach_norm(local))[None])  # (ranks, weights)
     if not torch.isfinite(norms).all():
         raise DivergedError(
             f"after step {step:,} weights are not finite, and were not saved; lower optim.lr, "
             "lengthen schedule.warmup_steps or use train.mixed_precision bf16; a new launch goes "
             "on from the last checkpoint"
         )
-    apart = (norms - norms[0]).abs() > NORM_TOLERANCE * norms[0]
-    if accelerator.distributed_type in REPLICATED and apart.any():
-        rank, number = apart.nonzero()[0].tolist()
+    differs = (norms - norms[0]).abs() > NORM_TOLERANCE * norms[0]
+    if accelerator.distributed_type in REPLICATED and differs.any():
+        rank, number = differs.nonzero()[0].tolist()
         name = [name for name, _ in model.named_parameters()][number]
         raise DivergedError(
             f"after step {step:,} the weights of rank {rank} are not those of rank 0 ({name} has "

@@ -1,8 +1,8 @@
 """`train.micro_batch_size: auto`: the largest micro-batch that fits, found before training.
 
-On CUDA by trying on the device, on a CPU by the arithmetic of `memory.py`. Nothing but a yes or no
-goes between the processes, after each has tried by itself: none waits for one that ran out of
-memory. The answer is kept in `micro_batch.json` of the run.
+On CUDA each size is tried on the device, on a CPU it is computed by `cost/`. Each rank tries by
+itself, and only then do the ranks compare: none waits for one that ran out of memory. The answer is
+kept in `micro_batch.json` of the run.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan, plural
@@ -26,22 +25,23 @@ from accel_gpt.launcher import local_world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import device_name
-from accel_gpt.training.ranks import on_main
+from accel_gpt.training.engine import REPLICATED
+from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.setup import open_corpus, set_up_model
 
-KEPT = "micro_batch.json"
+ANSWER = "micro_batch.json"
 CUDA_SHARE = 0.94  # of the device for the trial; the rest for NCCL and holes: assumption
 CPU_SHARE = 0.8  # of the memory that is available, for the system and its cache: assumption
 Fits = Callable[[int], bool]
 
 
-def sized(
+def resolve_auto_micro_batch(
     config: Config, plan: Plan, accelerator: Accelerator, fits: Fits | None = None
 ) -> tuple[Config, Plan]:
-    """Both with the micro-batch that was found, where `config` asks for that; a collective.
+    """`config` and `plan` with the micro-batch size that was found in place of auto; a collective.
 
-    `fits` tells of so many sequences whether they fit this process, without the others. Raises
-    `UserError` where not even one does, on all processes.
+    `fits` returns whether so many sequences fit this rank, without the others. Raises `UserError`
+    on all ranks where not even one does.
     """
     if config.train.micro_batch_size != "auto":
         return config, plan
@@ -49,20 +49,19 @@ def sized(
 
     kind, world = accelerator.distributed_type, accelerator.num_processes
     require(
-        kind in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU),
+        kind in REPLICATED,
         f"train.micro_batch_size is auto but the accelerate config asks for {kind.value}, whose "
         "share of memory a trial on one device does not show; give a number",
     )
     vocab_size = open_corpus(config).vocab_size
-    kept, asked = Path(config.out_dir) / KEPT, question(config, vocab_size, accelerator)
-    size = on_main(lambda: remembered(kept, asked))
-    how = f"as found before, in {kept}"
+    path, question = Path(config.out_dir) / ANSWER, all_options(config, vocab_size, accelerator)
+    size, how = on_main(lambda: earlier_answer(path, question)), f"as found before, in {path}"
     if size is None:
-        tried = fits or trial(config, vocab_size, accelerator)
-        size, how = largest(fitting_sizes(config, world)[::-1], tried, accelerator), "that fit"
+        fits = fits or make_fits(config, vocab_size, accelerator)
+        size, how = largest(fitting_sizes(config, world)[::-1], fits), "that fit"
         if accelerator.is_main_process:
-            found = {"micro_batch_size": size, "asked": asked}
-            write_file(kept, [json.dumps(found, indent=1).encode()])
+            answer = {"micro_batch_size": size, "asked": question}
+            write_file(path, [json.dumps(answer, indent=1).encode()])
     config = with_size(config, size)
     plan = make_plan(config, world)
     accelerator.gradient_accumulation_steps = plan.accumulation_steps
@@ -73,16 +72,15 @@ def sized(
     return config, plan
 
 
-def largest(sizes: Sequence[int], fits: Fits, accelerator: Accelerator) -> int:
-    """The largest of `sizes`, in rising order, that fits all processes; a collective.
+def largest(sizes: Sequence[int], fits: Fits) -> int:
+    """The largest of `sizes`, ascending, that fits all ranks; a collective.
 
-    Bisection: what fits is taken to fit with fewer sequences, too.
+    By bisection: what fits is taken to fit with fewer sequences, too.
     """
     low, high = -1, len(sizes)  # the last known to fit, the first known not to
     while high - low > 1:
         middle = (low + high) // 2
-        own = torch.tensor(int(fits(sizes[middle])), device=accelerator.device)
-        if int(accelerator.reduce(own, "sum").item()) == accelerator.num_processes:
+        if all(all_gather(fits(sizes[middle]))):
             low = middle
         else:
             high = middle
@@ -94,8 +92,8 @@ def largest(sizes: Sequence[int], fits: Fits, accelerator: Accelerator) -> int:
     return sizes[low]
 
 
-def trial(config: Config, vocab_size: int, accelerator: Accelerator) -> Fits:
-    """How a process finds out whether so many sequences fit: by trying, on a CPU by arithmetic."""
+def make_fits(config: Config, vocab_size: int, accelerator: Accelerator) -> Fits:
+    """Whether so many sequences fit this rank: tried on CUDA, computed on a CPU."""
     from accel_gpt.cost.advice import need, with_size
     from accel_gpt.cost.machine import Machine
 
@@ -107,14 +105,14 @@ def trial(config: Config, vocab_size: int, accelerator: Accelerator) -> Fits:
     )
 
     def fits(size: int) -> bool:
-        taken = need(with_size(config, size), vocab_size, machine)
-        return taken is not None and taken <= available
+        needed = need(with_size(config, size), vocab_size, machine)
+        return needed is not None and needed <= available
 
     return fits
 
 
 def available_memory() -> float:
-    """Bytes that a process may take, shared evenly by those of the machine."""
+    """Bytes that this rank may use: those of the machine, divided by its ranks."""
     import psutil
 
     mine = psutil.Process().memory_info().rss  # the arithmetic counts what is imported
@@ -124,8 +122,8 @@ def available_memory() -> float:
 
 
 def group_memory() -> float:
-    """Bytes that control groups leave to this process, as those of containers and of Slurm's jobs
-    (Linux, version 2); infinity where none is limited.
+    """Bytes that control groups leave to this process, as in containers and Slurm jobs (Linux,
+    version 2); infinity without a limit.
     """
     root, least = Path("/sys/fs/cgroup"), float("inf")
     try:
@@ -157,7 +155,7 @@ def fits_cuda(config: Config, vocab_size: int, accelerator: Accelerator) -> bool
 
 
 def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
-    """Two micro-steps, an update and an evaluation of a model of its own, with no other process.
+    """Two micro-steps, an update and an evaluation of a model of its own, without other ranks.
 
     Not compiled: that would take minutes a size, and a compiled step takes less.
     """
@@ -187,8 +185,8 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     del buckets, exact  # held until here
 
 
-def question(config: Config, vocab_size: int, accelerator: Accelerator) -> dict[str, Any]:
-    """All that decides the answer, as JSON."""
+def all_options(config: Config, vocab_size: int, accelerator: Accelerator) -> dict[str, Any]:
+    """All options and facts that the answer depends on, as JSON."""
     device, train = accelerator.device, config.train
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -213,12 +211,12 @@ def question(config: Config, vocab_size: int, accelerator: Accelerator) -> dict[
     }
 
 
-def remembered(path: Path, asked: dict[str, Any]) -> int | None:
-    """The answer to the same question in `path`, if it holds one."""
+def earlier_answer(path: Path, question: dict[str, Any]) -> int | None:
+    """The answer in `path`, if it was found for the same question."""
     try:
-        found = load_json(path.read_text(encoding="utf-8"))
-        same = found["asked"] == json.loads(json.dumps(asked))
-        size = found["micro_batch_size"]
+        answer = load_json(path.read_text(encoding="utf-8"))
+        same = answer["asked"] == json.loads(json.dumps(question))
+        size = answer["micro_batch_size"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return size if same and isinstance(size, int) and size > 0 else None

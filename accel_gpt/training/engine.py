@@ -6,6 +6,7 @@ An engine comes from the accelerate config. tests/test_matrix.py trains on each 
 import math
 import os
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,11 +17,16 @@ from torch import nn
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import launcher_precision
-from accel_gpt.training.compiler import requested_precision
 
 REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 ALLOWED = "plain processes (DDP) or FSDP version 2"
+FP8_CAPABILITY = (8, 9)  # Ada and Hopper: torchao's and NVIDIA's lists of devices with fp8 products
+
+
+def requested_precision(config: Config) -> str:
+    """The mixed precision of the config, else that of `accelerate launch`, else no."""
+    return config.train.mixed_precision or launcher_precision()
 
 
 def check_requested_engine() -> None:
@@ -28,13 +34,14 @@ def check_requested_engine() -> None:
 
     Reads the environment that `accelerate launch` sets: PartialState starts some engines itself.
     """
+    get = os.environ.get
     for key, name in (("DEEPSPEED", "DeepSpeed"), ("MEGATRON_LM", "Megatron-LM")):
         require(
             not parse_flag_from_env(f"ACCELERATE_USE_{key}"),
             f"the accelerate config asks for {name}, which is not supported; use {ALLOWED}",
         )
     for axis, name in (("TP", "tensor"), ("CP", "context"), ("SP", "sequence")):
-        size = os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")
+        size = get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")
         require(
             size == "1",
             f"the accelerate config asks for {name} parallelism over {size} processes, which is "
@@ -46,27 +53,20 @@ def check_requested_engine() -> None:
         f"the accelerate config has mixed_precision {precision}; expected one of "
         f"{', '.join(PRECISIONS)}",
     )
-    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    backend = get("ACCELERATE_DYNAMO_BACKEND", "no")
     require(
         backend.lower() == "no",
         f"the accelerate config has dynamo_backend {backend}; remove it and set train.compile",
     )
-    check_replicas_and_shards()
-    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        check_fsdp_options()
-
-
-def check_replicas_and_shards() -> None:
-    """Raise `UserError` for a parallelism config that does not fit the processes."""
-    axes = [f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("DP_REPLICATE", "DP_SHARD")]
-    given = [os.environ.get(axis, "1") for axis in axes]
+    sharded = parse_flag_from_env("ACCELERATE_USE_FSDP")
+    axes = [get(f"PARALLELISM_CONFIG_DP_{axis}_SIZE", "1") for axis in ("REPLICATE", "SHARD")]
     require(
-        all(re.fullmatch("[1-9][0-9]{0,5}", one) for one in given),
-        f"the accelerate config has parallelism sizes {' and '.join(given)}; give whole numbers",
+        all(re.fullmatch("[1-9][0-9]{0,5}", axis) for axis in axes),
+        f"the accelerate config has parallelism sizes {' and '.join(axes)}; give whole numbers",
     )
-    product, started = math.prod(map(int, given)), int(os.environ.get("WORLD_SIZE", "1"))
+    product, started = math.prod(map(int, axes)), int(get("WORLD_SIZE", "1"))
     require(
-        product == 1 or parse_flag_from_env("ACCELERATE_USE_FSDP"),
+        product == 1 or sharded,
         "the accelerate config has a parallelism_config without FSDP, which it needs; use "
         f"{ALLOWED}",
     )
@@ -75,13 +75,9 @@ def check_replicas_and_shards() -> None:
         f"the parallelism_config of the accelerate config is for {product} processes "
         f"(dp_replicate_size x dp_shard_size) but {started} were started",
     )
-
-
-def check_fsdp_options() -> None:
-    """Raise `UserError` for FSDP version 1, and for options of version 2 that no test covers."""
-    version = os.environ.get("FSDP_VERSION", "1")
+    version = get("FSDP_VERSION", "1")
     require(
-        version == "2",
+        not sharded or version == "2",
         f"the accelerate config asks for FSDP version {version}, which is not supported; set "
         "fsdp_version: 2",
     )
@@ -90,7 +86,7 @@ def check_fsdp_options() -> None:
         ("activation_checkpointing", "set train.activation_checkpointing to blocks"),
     ):
         require(
-            not parse_flag_from_env(f"FSDP_{key.upper()}"),
+            not (sharded and parse_flag_from_env(f"FSDP_{key.upper()}")),
             f"the accelerate config has fsdp_{key}, which is not supported; {instead}",
         )
 
@@ -98,7 +94,7 @@ def check_fsdp_options() -> None:
 def check_engine(accelerator: Accelerator, config: Config) -> None:
     """Raise `UserError` unless tests cover what Accelerate made of the accelerate config."""
     kind, device = accelerator.distributed_type, accelerator.device.type
-    precision = accelerator.mixed_precision
+    precision, exact = accelerator.mixed_precision, config.train.reproducible
     sharded = kind == DistributedType.FSDP
     require(
         sharded or kind in REPLICATED,
@@ -119,22 +115,54 @@ def check_engine(accelerator: Accelerator, config: Config) -> None:
         "mixed_precision is fp16 but the model is sharded by FSDP, where the scale of the loss is "
         "not restored; set train.mixed_precision to bf16 or no",
     )
-    if not config.train.reproducible:
-        return
     require(
-        not sharded,
+        not (exact and sharded),
         "train.reproducible is true but the accelerate config asks for FSDP, which sums gradients "
         "in float32; use plain processes or leave train.reproducible out",
     )
     require(
-        precision not in ("fp16", "fp8"),
+        not (exact and precision in ("fp16", "fp8")),
         f"train.reproducible is true but the precision is {precision}, whose scaled numbers it "
         "cannot sum; set train.mixed_precision to bf16 or no",
     )
     require(
-        device != "mps",
+        not (exact and device == "mps"),
         "train.reproducible is true but the device is mps, which has no float64; use a CPU",
     )
+
+
+def check_fp8(config: Config) -> None:
+    """Raise `UserError` where fp8 is requested and something that it needs is missing.
+
+    Accelerate would compute in fp16 on older devices, with a warning. Of its backends torchao alone
+    keeps the weights and their names as they are.
+    """
+    if requested_precision(config) != "fp8":
+        return
+    missing = []
+    if not torch.cuda.is_available():
+        missing.append("a GPU of compute capability 8.9 or more, of which there is none")
+    elif (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
+        name, (major, minor) = torch.cuda.get_device_name(), capability
+        missing.append(f"compute capability 8.9 or more, where {name} has {major}.{minor}")
+    if find_spec("torchao") is None:
+        missing.append("the package torchao, which is not installed")
+    if (backend := os.environ.get("ACCELERATE_FP8_BACKEND", "NO")) not in ("NO", "AO"):
+        missing.append(f"the fp8 backend AO in the accelerate config, which has {backend}")
+    require(
+        not missing,
+        f"mixed_precision is fp8, which needs {' and '.join(missing)}; set train.mixed_precision "
+        "to bf16",
+    )
+
+
+def fp8_recipe(config: Config) -> list[AORecipeKwargs]:
+    """Accelerate's recipe where fp8 is requested, without all-gathers in fp8: those replace the
+    weights by new parameters, which the optimizer does not have.
+    """
+    if requested_precision(config) != "fp8":
+        return []
+    return [AORecipeKwargs(enable_fsdp_float8_all_gather=False)]
 
 
 def set_up_fsdp(accelerator: Accelerator) -> None:
@@ -154,16 +182,6 @@ def set_up_fsdp(accelerator: Accelerator) -> None:
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-
-
-def fp8_recipe(config: Config) -> list[AORecipeKwargs]:
-    """Accelerate's recipe for fp8 where the run asks for it, without all-gathers in fp8.
-
-    Those replace the weights by new parameters, of which the optimizer does not know.
-    """
-    if requested_precision(config) != "fp8":
-        return []
-    return [AORecipeKwargs(enable_fsdp_float8_all_gather=False)]
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -1,7 +1,7 @@
-"""Figures of a run: `metrics.jsonl` and `metrics.csv`.
+"""Metrics of a run: `metrics.jsonl` and `metrics.csv`, speed and time.
 
 One record a step: `step`, `tokens`, `time` and any of the keys of `COLUMNS`; keys never change
-their meaning. Only the main process writes.
+their meaning. Only rank 0 writes.
 """
 
 import csv
@@ -16,8 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import Accelerator
+
+from accel_gpt.config.plan import Plan
+from accel_gpt.cost.flops import flops_per_token, mfu, peak_flops
 from accel_gpt.errors import require
 from accel_gpt.files import sync, write_all, write_file
+from accel_gpt.model.gpt import GPT
+from accel_gpt.training.accelerator import device_name, memory_gb
 from accel_gpt.training.run_folder import RunFolder, is_number
 
 # metrics.csv, and with it the keys of metrics.jsonl; progress in percent of the run. Mixtures have
@@ -59,7 +66,7 @@ def without_inf(record: Record) -> dict[str, float | None]:
 
 
 class MetricsLog:
-    """The two files of figures, cut back to the step that a run resumes from."""
+    """The two files of metrics, cut back to the step that a run resumes from."""
 
     def __init__(self, out_dir: Path, step: int, tokens: int, max_steps: int) -> None:
         self.losses: list[float]  # the training losses up to `step`
@@ -77,9 +84,8 @@ class MetricsLog:
         write_file(self.csv, [as_csv(rows)])
 
     def write(self, record: Record) -> None:
-        """Append one record to both files; one that finds no room goes there with a later one.
-
-        Raises `OSError` where it waits.
+        """Append one record to both files. Raises `OSError` on a full disk; the record is then kept
+        and written with a later one.
         """
         loss = record.get("train/loss")
         row: dict[str, float] = {
@@ -104,18 +110,43 @@ class MetricsLog:
         """Force both files to disk: before a checkpoint, which must not know more than they do."""
         with self.lock:
             if any(self.waiting.values()):
-                raise OSError(errno.ENOSPC, "figures wait for room", str(self.jsonl))
+                raise OSError(errno.ENOSPC, "metrics wait for room", str(self.jsonl))
         sync(self.jsonl)
         sync(self.csv)
+
+
+class Speed:
+    """Tokens per second, and MFU where the peak of the device is known."""
+
+    def __init__(self, gpt: GPT, plan: Plan, accelerator: Accelerator) -> None:
+        self.plan, self.device = plan, accelerator.device
+        self.flops_per_token = flops_per_token(gpt.config, gpt.vocab_size)
+        precision = accelerator.mixed_precision
+        tf32 = self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+        full = "tf32" if tf32 else "fp32"
+        self.dtype = full if precision == "no" else precision
+        self.peak = peak_flops(device_name(self.device), self.dtype)
+
+    def metrics(self, seconds_per_step: float) -> Record:
+        """The perf/ keys of a record; MFU as a fraction of the peak of all devices."""
+        rate = self.plan.tokens_per_step / seconds_per_step
+        metrics = {
+            "perf/tokens_per_second": rate,
+            "perf/step_ms": 1000 * seconds_per_step,
+            "perf/memory_gb": memory_gb(self.device),
+        }
+        if self.peak:
+            metrics["perf/mfu"] = mfu(rate, self.flops_per_token, self.peak, self.plan.world_size)
+        return metrics
 
 
 class Stopwatch:
     """Seconds of the whole run, and of training alone between two log lines."""
 
     def __init__(
-        self, seconds_before: float, step: int, settle: Callable[[], object] = int
+        self, seconds_before: float, step: int, synchronize: Callable[[], object] = int
     ) -> None:
-        self.settle = settle  # waits until the device has done what it was given
+        self.synchronize = synchronize  # waits for the device
         self.origin = time.monotonic() - seconds_before
         self.launched, self.first_step = time.monotonic(), step
         self.step, self.since, self.paused = step, time.monotonic(), 0.0
@@ -138,8 +169,8 @@ class Stopwatch:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What happens inside is not training: evaluation, samples, checkpoints."""
-        self.settle()
+        """The context of what is not training: evaluation, samples, checkpoints."""
+        self.synchronize()
         start = time.monotonic()
         yield
         self.paused += time.monotonic() - start

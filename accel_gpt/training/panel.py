@@ -1,6 +1,6 @@
-"""What a run looks like on a terminal: the curve of the loss, a bar, figures, what comes next.
+"""What a run looks like on a terminal: the curve of the loss, a bar, metrics, what is due next.
 
-Drawn anew for whatever width and height the terminal has at the moment; at most `WIDEST` columns.
+Drawn for whatever width and height the terminal has at the moment; at most `WIDEST` columns.
 """
 
 import math
@@ -19,7 +19,7 @@ BLOCKS, ASCII_BLOCKS = " ▁▂▃▄▅▆▇█", " .:-=+*#%"  # from nothing 
 CURVE_ROWS, CURVE_FROM_ROWS = 3, 14  # the curve has one row where the terminal is lower
 FINEST = 400  # points of a curve that are kept at most
 SMALLEST_LOSS = 1e-3  # of a curve, as its axis is logarithmic
-# keys of a record, what stands before and after the figure, and how it is written
+# keys of a record, the text before the value, its format, the text after it
 LOSSES = (
     ("train/loss", "loss ", "{:.4f}", ""),
     ("eval/val_loss", "val ", "{:.4f}", ""),
@@ -43,12 +43,12 @@ class Curve:
     def __init__(self, losses: Iterable[float] = ()) -> None:
         self.means: list[float] = []
         self.per_point = 1
-        self.open: list[float] = []  # losses of the point that is not whole yet
+        self.open: list[float] = []  # losses of the point that is not complete yet
         for loss in losses:
             self.add(loss)
 
     def add(self, loss: float) -> None:
-        """Take in the next loss; one that is not finite leaves no trace."""
+        """Add the next loss; one that is not finite is ignored."""
         if not math.isfinite(loss):
             return
         self.open.append(loss)
@@ -63,7 +63,7 @@ class Curve:
 
     def points(self, width: int) -> list[float]:
         """The run from its start to now as at most `width` means of as many losses."""
-        rest = self.open  # another thread may go on meanwhile
+        rest = self.open  # the training thread may replace it meanwhile
         points = self.means + ([sum(rest) / len(rest)] if rest else [])
         per_column = math.ceil(len(points) / width)
         columns = (points[i : i + per_column] for i in range(0, len(points), per_column or 1))
@@ -83,24 +83,24 @@ def draw(points: Sequence[float], rows: int, blocks: str) -> list[str]:
 
 
 class Panel:
-    """The figures of a run, renderable by rich."""
+    """The metrics of a run, renderable by rich."""
 
     def __init__(self, config: Config, plan: Plan) -> None:
         self.config, self.plan = config, plan
-        self.step, self.figures = 0, dict[str, float]()
+        self.step, self.metrics = 0, dict[str, float]()
         self.curve = Curve()
-        self.left: float | None = None  # seconds, when `told`
-        self.told = time.monotonic()
+        self.left: float | None = None  # seconds, at the time `updated`
+        self.updated = time.monotonic()
 
-    def begin(self, step: int, losses: Iterable[float]) -> None:
-        """Forget what was shown; the run stands at `step`, with these losses behind it."""
-        self.step, self.figures, self.curve = step, {}, Curve(losses)
+    def resume(self, step: int, losses: Iterable[float]) -> None:
+        """Begin at `step`, with the losses of the run until then."""
+        self.step, self.metrics, self.curve = step, {}, Curve(losses)
 
-    def take(self, record: Mapping[str, float], seconds_left: float) -> None:
-        """Show a record from now on; what it lacks stays as it was."""
+    def update(self, record: Mapping[str, float], seconds_left: float) -> None:
+        """Show a record from now on; the metrics that it lacks stay."""
         self.step = int(record["step"])
-        self.figures |= record
-        self.left, self.told = seconds_left, time.monotonic()
+        self.metrics |= record
+        self.left, self.updated = seconds_left, time.monotonic()
         if "train/loss" in record:
             self.curve.add(record["train/loss"])
 
@@ -110,61 +110,58 @@ class Panel:
         yield from self.curve_lines(width, rows, ASCII_BLOCKS if ascii_only else BLOCKS)
         yield self.bar(width, ascii_only)
         for forms in (LOSSES, SPEEDS):
-            known = [form for form in forms if form[0] in self.figures]
+            known = [form for form in forms if form[0] in self.metrics]
             if known:
-                told = [(a, form.format(self.figures[key]), b) for key, a, form, b in known]
-                yield side_by_side(told, width)
+                values = [(a, form.format(self.metrics[key]), b) for key, a, form, b in known]
+                yield side_by_side(values, width)
         if self.step < self.plan.max_steps:
-            yield side_by_side(list(self.coming()), width)
+            yield side_by_side(list(self.due()), width)
 
     def curve_lines(self, width: int, rows: int, blocks: str) -> Iterable[Text]:
         """The curve with its highest and lowest value; none before there are two."""
         points = self.curve.points(max(width - 9, 1))
         if len(points) < 2:
             return
-        lines = draw(points, rows, blocks)
-        marks = [f"{max(points):8.3f}", *[" " * 8] * (rows - 2), f"{min(points):8.3f}"][:rows]
-        for mark, line in zip(marks if rows > 1 else marks[-1:], lines, strict=True):
-            yield Text.assemble((mark, "dim"), " ", (line, "cyan"), no_wrap=True, overflow="crop")
+        marks = [""] * (rows - 1) + [f"{min(points):.3f}"]
+        if rows > 1:
+            marks[0] = f"{max(points):.3f}"
+        for mark, line in zip(marks, draw(points, rows, blocks), strict=True):
+            yield Text.assemble(
+                (f"{mark:>8}", "dim"), " ", (line, "cyan"), no_wrap=True, overflow="crop"
+            )
 
     def bar(self, width: int, ascii_only: bool) -> Text:
         """How far the run is."""
         total, left = self.plan.max_steps, self.seconds_left()
-        line = Text.assemble(("step ", "dim"), (f"{self.step:,}", "bold"), (f"/{total:,} ", "dim"))
+        line = Text.assemble(
+            *(("step ", "dim"), (f"{self.step:,}", "bold"), (f"/{total:,} ", "dim")),
+            no_wrap=True, overflow="crop",
+        )  # fmt: skip
         share = f" {self.step / total:.0%} "
         rest = "left ?" if left is None else f"left {clock(left)}"
         room = max(width - len(line) - len(share) - len(rest), 0)
-        done, dash = round(room * self.step / total), "-" if ascii_only else "━"
-        line.append(("=" if ascii_only else dash) * done, "green").append(
-            dash * (room - done), "dim"
-        )
-        line.append(share).append(rest, "dim")
-        line.no_wrap, line.overflow = True, "crop"
-        return line
+        done = round(room * self.step / total)
+        full, empty = ("=", "-") if ascii_only else ("━", "━")
+        line.append(full * done, "green").append(empty * (room - done), "dim")
+        return line.append(share).append(rest, "dim")
 
     def seconds_left(self) -> float | None:
         """Seconds to the end of the run, as estimated with the last record."""
-        return None if self.left is None else max(self.left + self.told - time.monotonic(), 0.0)
+        return None if self.left is None else max(self.left + self.updated - time.monotonic(), 0.0)
 
-    def coming(self) -> Iterable[tuple[str, str, str]]:
-        """When the next evaluation and the next checkpoint are due."""
-        left, steps_left = self.seconds_left(), self.plan.max_steps - self.step
-        for name, due in (("evaluation", self.next_evaluation()), ("save", self.next_save())):
-            steps = due - self.step
-            after = f" ({clock(left * steps / steps_left)})" if left else ""
-            yield f"{name} in ", f"{steps:,}", f" {'step' if steps == 1 else 'steps'}{after}"
-
-    def next_evaluation(self) -> int:
-        """Step of the next evaluation."""
-        return next_multiple(self.step, self.config.eval.every, self.plan.max_steps)
-
-    def next_save(self) -> int:
-        """Step of the next checkpoint that is due by steps or by tokens."""
-        due = next_multiple(self.step, self.config.checkpoint.every, self.plan.max_steps)
+    def due(self) -> Iterable[tuple[str, str, str]]:
+        """When the next evaluation and the next checkpoint are due, by steps or by tokens."""
+        last = self.plan.max_steps
+        save = next_multiple(self.step, self.config.checkpoint.every, last)
         if tokens := self.config.checkpoint.every_tokens:
             each = self.plan.tokens_per_step
-            due = min(due, math.ceil((self.step * each // tokens + 1) * tokens / each))
-        return due
+            save = min(save, math.ceil((self.step * each // tokens + 1) * tokens / each))
+        evaluation = next_multiple(self.step, self.config.eval.every, last)
+        left = self.seconds_left()
+        for name, due in (("evaluation", evaluation), ("save", save)):
+            steps = due - self.step
+            after = f" ({clock(left * steps / (last - self.step))})" if left else ""
+            yield f"{name} in ", f"{steps:,}", f" {'step' if steps == 1 else 'steps'}{after}"
 
 
 def next_multiple(step: int, every: int, last: int) -> int:
@@ -178,11 +175,11 @@ def clock(seconds: float) -> str:
 
 
 def side_by_side(parts: Sequence[tuple[str, str, str]], width: int) -> Text:
-    """Figures in one line, each with what stands before and after it; as many as fit."""
+    """Values in one line, each with the text before and after it; as many as fit."""
     line = Text(no_wrap=True, overflow="crop")
-    for before, figure, after in parts:
+    for before, value, after in parts:
         gap = "   " if line else ""
-        if len(line) + len(gap + before + figure + after) > width:
+        if len(line) + len(gap + before + value + after) > width:
             break
-        line.append(gap + before, "dim").append(figure, "bold").append(after, "dim")
+        line.append(gap + before, "dim").append(value, "bold").append(after, "dim")
     return line

@@ -1,7 +1,7 @@
 """`train.mixed_precision: auto` and `train.compile: auto`, resolved at the start of a run.
 
-A table of devices decides; where it cannot know, a few real steps are timed. The main process
-decides for all ranks. The choice stands in `config.yaml` of the run, and a resume keeps it.
+A table of devices decides; where it cannot know, a few real steps are timed. Rank 0 decides for all
+ranks. The choice is kept in `config.yaml` of the run, and a resume keeps it.
 """
 
 import statistics
@@ -20,13 +20,18 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan
 from accel_gpt.cost.flops import flops_per_token, peak_flops
 from accel_gpt.cost.processor import MATRIX_UNITS, bf16_instructions
-from accel_gpt.errors import require
+from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import launcher_precision, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training.accelerator import device_name, make_accelerator, start_processes
+from accel_gpt.training.accelerator import (
+    device_name,
+    make_accelerator,
+    start_processes,
+)
 from accel_gpt.training.checkpoint import read_state
-from accel_gpt.training.compiler import compiler_error, requested_precision
+from accel_gpt.training.compiler import compiler_error
+from accel_gpt.training.engine import requested_precision
 from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.setup import open_corpus
@@ -44,31 +49,31 @@ COMPILE_SECONDS: Mapping[str, float] = MappingProxyType({"cpu": 45.0, "cuda": 60
 
 
 def start_accelerator(config: Config, plan: Plan) -> tuple[Config, Accelerator]:
-    """The `Accelerator` of a run, and `config` with the precision that it computes in."""
+    """Start the ranks; `config` with a mixed precision in place of auto, and the `Accelerator`."""
     start_processes(config)
     config = resolve_precision(config)
     return config, make_accelerator(config, plan)
 
 
 def resolve_precision(config: Config) -> Config:
-    """`config` with a precision in place of auto; a collective."""
+    """`config` with a mixed precision in place of auto; a collective."""
     if config.train.mixed_precision != "auto":
         return config
     precision, reason = on_main(lambda: choose_precision(config))
-    report(config, f"precision {'float32' if precision == 'no' else precision}", reason)
+    report(config, f"precision {precision_name(precision)}", reason)
     return replace(config, train=replace(config.train, mixed_precision=precision))
 
 
 def resolve_compile(config: Config, plan: Plan) -> Config:
-    """`config` with true or false in place of auto; a collective.
+    """`config` with true or false in place of `train.compile: auto`; a collective.
 
-    Raises `UserError` where `train.compile` is true and there is no compiler that works.
+    Raises `UserError` where `train.compile` is true and torch.compile does not work.
     """
-    asked = config.train.compile
-    if asked is False:
+    requested = config.train.compile
+    if requested is False:
         return config
-    if asked is True:
-        error = compiler_error_anywhere()
+    if requested is True:
+        error = compiler_error_on_any_machine()
         require(
             error is None,
             f"train.compile is true but torch.compile does not work here ({error}); install a C++ "
@@ -76,42 +81,45 @@ def resolve_compile(config: Config, plan: Plan) -> Config:
         )
         return config
     compiled, reason = on_main(lambda: choose_compile(config, plan))
-    if compiled and (error := compiler_error_anywhere()):
+    if compiled and (error := compiler_error_on_any_machine()):
         compiled, reason = False, f"torch.compile does not work here ({error})"
     report(config, "compiled" if compiled else "not compiled", reason)
     return replace(config, train=replace(config.train, compile=compiled))
 
 
+def precision_name(precision: str) -> str:
+    """A mixed precision as it is printed: without one a model computes in fp32."""
+    return "fp32" if precision == "no" else precision
+
+
 def report(config: Config, choice: str, reason: str) -> None:
-    """Print what was chosen, and why."""
+    """Print a choice and its reason."""
     if PartialState().is_main_process and config.log.level == "info":
         sys.stderr.write(f"auto     {choice}: {reason}\n")
 
 
-def earlier_choice(config: Config, key: str) -> tuple[Any, Path] | None:
-    """The value of `key` in the last launch of the run that `config` resumes, and where it stands.
-
-    None for a new run.
-    """
-    run, resumed = RunFolder(config.out_dir), Path(config.checkpoint.resume)
+def earlier_choice(config: Config, key: str) -> tuple[Any, str] | None:
+    """The value of `key` in the run that `config` resumes, and where it was found."""
+    resumed = Path(config.checkpoint.resume)
+    run = RunFolder(config.out_dir)
+    if key in run.config:
+        return run.config[key], str(run.path / "config.yaml")
     try:
-        if run.config:
-            return run.config[key], run.path / "config.yaml"
         if (resumed / "trainer_state.json").is_file():
-            return read_state(resumed).config[key], resumed
-    except (OSError, ValueError, KeyError, AttributeError):  # found and told when the run resumes
+            return read_state(resumed).config[key], str(resumed)
+    except (UserError, KeyError):  # raised again, and reported, when the run resumes
         pass
     return None
 
 
 def choose_precision(config: Config) -> tuple[str, str]:
-    """The precision and the reason."""
+    """The mixed precision, and the reason."""
     earlier = earlier_choice(config, "train.mixed_precision")
     if earlier and earlier[0] in ("no", "bf16", "fp16", "fp8"):
-        return earlier[0], f"as {earlier[1]} has it"
+        return earlier[0], f"as in {earlier[1]}"
     launcher = launcher_precision()
     if launcher != "no":
-        return launcher, "accelerate launch asks for it"
+        return launcher, "set by accelerate launch"
     device = PartialState().device
     if device.type == "cuda":
         name, amd = device_name(device), torch.version.hip is not None
@@ -127,52 +135,42 @@ def choose_precision(config: Config) -> tuple[str, str]:
     if instructions == MATRIX_UNITS:
         return "bf16", f"this CPU has matrix units for it ({MATRIX_UNITS})"
     if train.reproducible or config.eval.only or train.micro_batch_size == "auto":
-        return "no", f"no step is timed that would tell what {instructions} gains"
+        return "no", f"what {instructions} gains is not timed with these options"
     plan = make_plan(config, world_size())
     vocab_size = open_corpus(config).vocab_size
     if seconds_at(SLOW_CORE * torch.get_num_threads(), config, plan, vocab_size) < SHORT:
         return "no", f"the run is too short to try {instructions}"
     times = {p: step_seconds(config, plan, vocab_size, p) for p in ("no", "bf16")}
-    fastest = min(times, key=lambda precision: times[precision])
-    return fastest, (
+    return min(times, key=lambda precision: times[precision]), (
         f"a step takes {1000 * times['bf16']:,.0f} ms in bf16 ({instructions}) and "
-        f"{1000 * times['no']:,.0f} ms in float32"
+        f"{1000 * times['no']:,.0f} ms in fp32"
     )
 
 
 def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
     """Whether to compile, and the reason."""
     earlier = earlier_choice(config, "train.compile")
-    kind = PartialState().device.type
+    device = PartialState().device.type
     if config.train.reproducible:
         return False, "train.reproducible excludes it"
-    if kind not in COMPILE_SECONDS:
-        return False, f"torch.compile on {kind} has not been measured"
+    if device not in COMPILE_SECONDS:
+        return False, f"torch.compile on {device} has not been measured"
     if earlier and isinstance(earlier[0], bool):
-        compiled, reason = earlier[0], f"as {earlier[1]} has it"
-    else:
-        gain, cost = compiled_gain(kind, requested_precision(config)), COMPILE_SECONDS[kind]
-        seconds = run_seconds(config, plan, cost / gain)
-        compiled = seconds * gain > cost
-        reason = (
-            f"it saves about {gain:.0%} of a step and takes about {cost:.0f} s; the run is "
-            f"estimated at {seconds:,.0f} s without"
-        )
-    return compiled, reason
+        return earlier[0], f"as in {earlier[1]}"
+    cpu_gain = CPU_GAIN_FLOAT32 if requested_precision(config) == "no" else CPU_GAIN_BF16
+    gain, cost = CUDA_GAIN if device == "cuda" else cpu_gain, COMPILE_SECONDS[device]
+    seconds = run_seconds(config, plan, cost / gain)
+    return seconds * gain > cost, (
+        f"it saves about {gain:.0%} of a step and takes about {cost:.0f} s; the run is "
+        f"estimated at {seconds:,.0f} s without"
+    )
 
 
-def compiled_gain(kind: str, precision: str) -> float:
-    """The share of a step that compiling saves."""
-    if kind == "cuda":
-        return CUDA_GAIN
-    return CPU_GAIN_FLOAT32 if precision == "no" else CPU_GAIN_BF16
-
-
-def compiler_error_anywhere() -> str | None:
-    """Why torch.compile fails on one of the machines, None where it works on all; a collective."""
+def compiler_error_on_any_machine() -> str | None:
+    """The error of torch.compile on one of the machines; None: it works on all. A collective."""
     state = PartialState()
-    mine = compiler_error(state.device.type) if state.is_local_main_process else None
-    return next((error for error in all_gather(mine) if error), None)
+    local = compiler_error(state.device.type) if state.is_local_main_process else None
+    return next((error for error in all_gather(local) if error), None)
 
 
 # --------------------------------------------------------------------------- how long a run takes
@@ -185,30 +183,30 @@ def run_seconds(config: Config, plan: Plan, enough: float) -> float:
     minute (its seconds), or even a fast one more than `enough` (its seconds).
     """
     device, vocab_size = PartialState().device, open_corpus(config).vocab_size
+    precision = requested_precision(config)
     if device.type == "cuda":
-        full = "fp32" if config.train.matmul_precision == "highest" else "tf32"
-        dtype = full if requested_precision(config) == "no" else "bf16"
-        peak = peak_flops(device_name(device), dtype) or 1e14
+        fp32 = "fp32" if config.train.matmul_precision == "highest" else "tf32"
+        peak = peak_flops(device_name(device), fp32 if precision == "no" else "bf16") or 1e14
         return seconds_at(GPU_MFU * peak, config, plan, vocab_size)
     slow, fast = (core * torch.get_num_threads() for core in (SLOW_CORE, FAST_CORE))
     if (longest := seconds_at(slow, config, plan, vocab_size)) < SHORT:
         return longest
     if (shortest := seconds_at(fast, config, plan, vocab_size)) > enough:
         return shortest
-    return plan.max_steps * step_seconds(config, plan, vocab_size, requested_precision(config))
+    return plan.max_steps * step_seconds(config, plan, vocab_size, precision)
 
 
 def seconds_at(rate: float, config: Config, plan: Plan, vocab_size: int) -> float:
-    """Seconds of the run where each process computes `rate` FLOP/s."""
+    """Seconds of the run where each rank computes `rate` FLOP/s."""
     work = plan.max_steps * plan.tokens_per_step * flops_per_token(config.model, vocab_size)
     return work / rate / plan.world_size
 
 
 def step_seconds(config: Config, plan: Plan, vocab_size: int, precision: str) -> float:
-    """Seconds of an optimizer step of this process, timed with a model of its own on a CPU.
+    """Seconds of an optimizer step of this rank, timed on the CPU with a model of its own.
 
-    Its weights and tokens are random; the run draws its own after this. As many sequences as a slow
-    CPU computes in `TIMED_SECONDS` stand for the others of a large micro-batch.
+    Its weights and tokens are random; the run draws its own after this. Of a large micro-batch as
+    many sequences are timed as a slow CPU computes in `TIMED_SECONDS`.
     """
     work = plan.block_size * flops_per_token(config.model, vocab_size)  # of a sequence
     most = int(TIMED_SECONDS * SLOW_CORE * torch.get_num_threads() / work)

@@ -1,24 +1,36 @@
-"""What a run tells of itself: files, trackers and terminal, all from the same records."""
+"""What a run reports: run.json, metrics, trackers and terminal, all from the same records."""
 
 import contextlib
+import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from accel_gpt.config.depth import describe
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import to_flat, to_plain, to_yaml
 from accel_gpt.config.plan import Plan
+from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.corpus import Corpus
+from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
+from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
+from accel_gpt.redact import command_line, redact
+from accel_gpt.training.accelerator import describe_machine
 from accel_gpt.training.dashboard import Dashboard
 from accel_gpt.training.layer_stats import copies, layer_stats
-from accel_gpt.training.metrics import MetricsLog, Record, Stopwatch
+from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
+from accel_gpt.training.precision import precision_name
 from accel_gpt.training.profiling import Profile
-from accel_gpt.training.setup import Speed, record_run
+from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.terminal import Display
 from accel_gpt.training.trackers import (
@@ -31,66 +43,124 @@ from accel_gpt.training.trackers import (
 
 
 @contextmanager
-def shown(config: Config, plan: Plan, accelerator: Accelerator) -> Iterator[Display]:
-    """The terminal of a run, and its dashboard where it has one; both end with it."""
+def open_display(config: Config, plan: Plan, accelerator: Accelerator) -> Iterator[Display]:
+    """The terminal of a run, and its dashboard with `log.dashboard`; both end with the context."""
     main = accelerator.is_main_process
     with Display(main, config, plan) as display, contextlib.ExitStack() as stack:
         stack.enter_context(quiet_tensorboard())
         if main and config.log.dashboard:
             folder = Path(config.out_dir) / "tensorboard"
-            stack.enter_context(Dashboard(folder, config.log.dashboard_port, display.say))
+            stack.enter_context(Dashboard(folder, config.log.dashboard_port, display.log))
         yield display
 
 
 class Reporter:
-    """Gives each record to metrics.jsonl, metrics.csv, the trackers and the terminal."""
+    """Writes each record to metrics.jsonl, metrics.csv, the trackers and the terminal."""
 
     def __init__(
         self, config: Config, plan: Plan, accelerator: Accelerator, gpt: GPT, display: Display
     ) -> None:
         self.config, self.plan, self.accelerator, self.gpt = config, plan, accelerator, gpt
-        self.speed, self.display, self.say = Speed(gpt, plan, accelerator), display, display.say
+        self.speed, self.display, self.log = Speed(gpt, plan, accelerator), display, display.log
         self.charts = chart_groups(config, has_mfu=self.speed.peak is not None)
         self.out_dir = Path(config.out_dir)
-        self.metrics: MetricsLog | None = None  # of the main process
-        self.refused: set[str] = set()  # kinds of files that the disk did not take
-        self.settle = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
+        self.metrics: MetricsLog | None = None  # on rank 0
+        self.refused: set[str] = set()  # "metrics", "trackers": files that the disk did not take
+        self.synchronize = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
         self.watch = Stopwatch(0.0, 0)
-        self.profile = Profile(config, accelerator, self.say)
+        self.profile = Profile(config, accelerator, self.log)
         self.beat: Callable[[], None] = lambda: None  # of the watchdog
 
     def launch(self, corpus: Corpus, state: TrainState) -> None:
-        """Record this launch, which takes the run up at `state`."""
+        """Record this launch, which resumes at `state`, and print its first lines."""
         if self.accelerator.is_main_process:
-            parts = (self.config, self.plan, self.accelerator, corpus, self.speed)
-            self.say(record_run(*parts, state.step))
+            machine = describe_machine(self.accelerator)
+            self.record_launch(corpus, machine, state.step)
+            self.log(self.first_lines(corpus, machine))
         start_trackers(self.accelerator, self.config, state.step, self.charts)
-        self.begin(state)
+        self.reset(state)
 
-    def go_back(self, state: TrainState) -> None:
-        """Forget what was told of the steps after `state`."""
+    def record_launch(self, corpus: Corpus, machine: dict[str, Any], step: int) -> None:
+        """Write `config.yaml`, and add this launch to `run.json`."""
+        tokenizer = corpus.tokenizer
+        launch = {
+            "step": step,
+            "command": command_line(sys.argv),
+            "plan": asdict(self.plan),
+            **machine,
+            "model": {
+                "parameters": parameter_counts(self.config.model, corpus.vocab_size)["total"],
+                "vocab_size": corpus.vocab_size,
+                "flops_per_token": self.speed.flops_per_token,
+            },
+            "data": {
+                "fingerprint": corpus.fingerprint,
+                "tokenizer": tokenizer.kind,
+                "tokenizer_fingerprint": tokenizer.fingerprint,
+                "lines": [
+                    redact(line.removeprefix("data").strip()) for line in corpus.lines(self.plan)
+                ],
+            },
+        }
+        launches = [*RunFolder(self.out_dir).launches, launch]
+        write_file(self.out_dir / "config.yaml", [to_yaml(self.config).encode()])
+        write_file(
+            self.out_dir / "run.json", [json.dumps({"launches": launches}, indent=1).encode()]
+        )
+
+    def first_lines(self, corpus: Corpus, machine: dict[str, Any]) -> str:
+        """Model, data, plan and device of the run, for a person."""
+        config, speed = self.config, self.speed
+        parameters = parameter_counts(config.model, corpus.vocab_size)["total"]
+        unknown = "" if speed.peak else f"; no MFU, as the {speed.dtype} peak of it is not known"
+        precision = precision_name(machine["mixed_precision"])
+        default = " (default)" if config.train.mixed_precision is None else ""
+        return "\n".join(
+            [
+                f"model    {config.model.preset}, {parameters:,} parameters, "
+                f"{speed.flops_per_token / 1e6:,.1f} MFLOP a token",
+                *corpus.lines(self.plan),
+                *corpus.lines_on_bytes(),
+                *(f"plan     {line}" for line in self.plan.describe().splitlines()),
+                *(f"plan     {line}" for line in describe(to_flat(to_plain(config)))),
+                f"device   {machine['processes']} x {machine['device']}, precision {precision}"
+                f"{default}, {machine['threads_per_process']} threads{unknown}",
+            ]
+        )
+
+    def roll_back(self, state: TrainState) -> None:
+        """Drop what was written for the steps after `state`."""
         reopen_tensorboard(self.accelerator, state.step + 1, self.charts)
-        self.begin(state)
+        self.reset(state)
 
-    def begin(self, state: TrainState) -> None:
-        """Cut the files back to `state`; the clock goes on from there."""
+    def reset(self, state: TrainState) -> None:
+        """Cut the files back to `state`; the clock continues from there."""
         if self.accelerator.is_main_process:
             self.metrics = MetricsLog(self.out_dir, state.step, state.tokens, self.plan.max_steps)
-            self.display.take_up(state.step, self.metrics.losses)
-        self.watch = Stopwatch(state.seconds, state.step, self.settle)
+            self.display.resume(state.step, self.metrics.losses)
+        self.watch = Stopwatch(state.seconds, state.step, self.synchronize)
 
     def completed(self, step: int) -> None:
-        """A step was completed, with all that followed it."""
+        """Note that a step was completed, with all that follows it."""
         self.beat()
         self.display.advance(step)
         self.profile.completed(self.watch.pause)
 
     def pace(self, step: int) -> Record:
-        """Speed since the last time it was asked for."""
-        return self.speed.figures(self.watch.lap(step))
+        """The speed since the last call."""
+        return self.speed.metrics(self.watch.lap(step))
+
+    def batch_hash(self, loader: Loader) -> Record:
+        """The hash of the last global batch, with `log.batch_hash`; an all-reduce."""
+        if not loader.keep_sequences:
+            return {}
+        local = torch.tensor(batch_hash(loader.kept), device=self.accelerator.device)
+        return {
+            "data/batch_hash": int(self.accelerator.reduce(local, "sum").item()) % (1 << HASH_BITS)
+        }
 
     def publish(self, state: TrainState, record: Record) -> None:
-        """Give the figures of a step to the files, the trackers and the terminal."""
+        """Write the metrics of a step to the files, the trackers and the terminal."""
         state.seconds = self.watch.elapsed()
         whole = {"step": state.step, "tokens": state.tokens, "time": state.seconds} | record
         if metrics := self.metrics:
@@ -103,9 +173,9 @@ class Reporter:
     def layers(
         self, step: int, grad_norm: Tensor, tokens: Tensor, documents: Tensor | None
     ) -> Iterator[None]:
-        """Where the optimizer makes the update `step`; gives the trackers what is due of layers.
+        """The context of the optimizer's update `step`; logs layer statistics to the trackers.
 
-        The rest as `layer_stats` takes it. A collective; the time it takes is not training.
+        The other arguments are those of `layer_stats`. A collective; its time is not training.
         """
         every = self.config.log.layer_stats_every
         if not every or step % every:
@@ -115,15 +185,15 @@ class Reporter:
             before = copies(self.gpt)
         yield
         with self.watch.pause():
-            parts = (self.gpt, before, grad_norm, tokens, documents, self.accelerator)
-            figures = layer_stats(*parts)
-            self.write(lambda: self.accelerator.log(figures, step=step), step)
+            metrics = layer_stats(self.gpt, before, grad_norm, tokens, documents, self.accelerator)
+            self.write(lambda: self.accelerator.log(metrics, step=step), step)
 
     def write(self, files: Callable[[], object], step: int | None = None) -> None:
-        """Write `files`, of a `step` where they are those of trackers. A disk that refuses them
-        does not end a run, and is told once, until it takes them again.
+        """Call `files`, which writes: the trackers at `step`, or with None the metrics.
+
+        A disk that refuses them does not end a run; the warning comes once, until it accepts again.
         """
-        if step is not None and "metrics" in self.refused:  # the trackers' lines do not wait
+        if step is not None and "metrics" in self.refused:  # the trackers keep no lines for later
             self.refused.add("trackers")
             return
         kind = "metrics" if step is None else "trackers"
@@ -137,20 +207,20 @@ class Reporter:
                 free = ""
                 with contextlib.suppress(OSError):
                     free = f" ({shutil.disk_usage(self.out_dir).free:,} bytes are free)"
-                self.say(
-                    f"WARNING: figures could not be written in {self.out_dir}: "
+                self.log(
+                    f"WARNING: metrics could not be written in {self.out_dir}: "
                     f"{error.strerror or error}{free}; training goes on, and they are written when "
                     "there is room"
                 )
             self.refused.add(kind)
 
     def samples(self, step: int, text: str) -> None:
-        """Keep samples, and show them at the end of the run."""
+        """Write samples to a file and the trackers; print those of the last step."""
         self.write(lambda: write_samples(self.accelerator, self.out_dir, step, text), step)
         if step == self.plan.max_steps:
-            self.say(text)
+            self.log(text)
 
     def sync(self) -> None:
-        """Force the files to disk: before a checkpoint, which must not know more than they do."""
+        """Force the metrics to disk: before a checkpoint, which must not know more than they do."""
         if self.metrics:
             self.metrics.sync()

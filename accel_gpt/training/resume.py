@@ -33,7 +33,7 @@ from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import state_names
 from accel_gpt.optim.sharded import is_sharded
-from accel_gpt.training.anomalies import ranges, spoken
+from accel_gpt.training.anomalies import format_ranges, ranges
 from accel_gpt.training.checkpoint import (
     is_checkpoint,
     read_state,
@@ -182,7 +182,7 @@ def choose_rollback(
         spans = ranges(state.skipped_in_row, plan.sequences_per_step)
         what = (
             f"the updates of {len(state.skipped_in_row)} steps in a row were skipped, of sequences "
-            f"{spoken(spans)}"
+            f"{format_ranges(spans)}"
         )
         advice = "lower optim.lr, lengthen schedule.warmup_steps or use train.mixed_precision bf16"
         out_dir = Path(config.out_dir)
@@ -196,7 +196,7 @@ def choose_rollback(
         if saved.excluded != state.excluded:
             raise DivergedError(
                 f"{what}, after the run had returned to {path} without the sequences "
-                f"{spoken(state.excluded)}; look at them, or {advice}"
+                f"{format_ranges(state.excluded)}; look at them, or {advice}"
             )
         for step in states:
             if saved.step < step <= state.step:

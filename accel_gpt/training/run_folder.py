@@ -15,10 +15,13 @@ left out. Needs no torch. N: records.
 import contextlib
 import csv
 import math
+import os
 import re
 from array import array
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel_gpt.config.parse import to_flat
-from accel_gpt.errors import UserError
+from accel_gpt.errors import BusyError, UserError
 from accel_gpt.files import load_json, load_yaml, lock, open_file, read_json, read_text
 from accel_gpt.redact import redact_tokens
 
@@ -124,7 +127,7 @@ class RunFolder:
 
     @cached_property
     def in_use(self) -> bool:
-        """Whether a process works in the folder: it holds the lock of `training/guards.py`."""
+        """Whether a process works in the folder: see `locked`."""
         try:
             lock(self.path / ".lock", wait=False, shared=True).close()
         except BlockingIOError:
@@ -172,6 +175,30 @@ class RunFolder:
         """The folders of checkpoints by step, ascending; whether one is intact, `verify` says."""
         root = self.path / "checkpoints"
         return {step: root / step_name(step) for step in checkpoint_steps(root)}
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the exclusive lock of a run's folder, made if missing; the kernel frees it on any exit.
+
+    Raises `UserError` where the folder cannot be written, `BusyError` where a run is at work in it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = lock(folder / ".lock", wait=False)
+    except BlockingIOError:
+        owner = (folder / ".lock").read_text(errors="replace").strip() or "another process"
+        raise BusyError(
+            f"out_dir {folder} is in use by {owner}; wait for it, or set another out_dir"
+        ) from None
+    except OSError as error:
+        raise UserError(f"out_dir {folder} cannot be written: {error.strerror}") from None
+    with file:
+        file.truncate(0)
+        now = datetime.now().astimezone().isoformat(" ", "seconds")
+        file.write(f"process {os.getpid()} on {os.uname().nodename} since {now}")
+        file.flush()
+        yield
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""Why a run stops before its end: a signal to any process, a dead launcher, the wall clock."""
+"""Stops a run before its end: signals, a dead launcher, the time limit, a watchdog for hangs."""
 
 import ctypes
+import faulthandler
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -16,26 +18,28 @@ from accelerate import Accelerator
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import duration
-from accel_gpt.launcher import started_by_launcher
+from accel_gpt.launcher import rank, started_by_launcher
 from accel_gpt.training.accelerator import host_group
 from accel_gpt.training.terminal import show_cursor
 
 SAME_PRESS_SECONDS = 2.0  # a terminal and the launcher both deliver one Ctrl-C; assumption
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+PEER_FAILED = 70  # EX_SOFTWARE: this or another process failed
 LAUNCHER_WORDS = (b"torch", b"accelerate")  # in the command of one
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIME_LIMIT = "train.time_limit"
 REASONS = ("", TIME_LIMIT, *(number.name for number in SIGNALS))
 RESERVE_SHARE, RESERVE_SECONDS = 0.02, 1.0  # of the limit, at least; to end processes; assumption
+CHECKS = 20  # of the watchdog, in the time that is allowed
 
 
 class StopSignal:
-    """Remembers why to stop, for the end of the step; a second signal ends the process at once.
+    """Keeps the reason to stop for the end of the step; a second signal ends the process at once.
 
-    A thread hears signals, as the training thread may be waiting in a collective. The death of the
-    launcher counts as SIGTERM and never as a second signal: those that it sent before it died have
-    already been heard. `time_limit`: seconds from `started`, a reading of `time.monotonic`.
+    A thread receives signals, as the training thread may wait in a collective. The death of the
+    launcher counts as SIGTERM but never as a second signal, as the launcher may have sent one
+    before it died. `time_limit`: seconds from `started`, a reading of `time.monotonic`.
     """
 
     def __init__(
@@ -45,35 +49,41 @@ class StopSignal:
         started: float | None = None,
     ) -> None:
         self.received: str | None = None
-        self.first: float | None = None  # when the first signal was heard
-        self.saved = False  # all that the run has: nothing is left to lose
+        self.first: float | None = None  # time of the first signal
+        self.saved = False  # the last checkpoint is on disk
         self.group = group  # of the hosts; None: one process
         self.time_limit = time_limit
         self.started = time.monotonic() if started is None else started
-        self.asked: float | None = None
-        self.longest = 0.0  # seconds between two questions: a step, with what followed it
+        self.last_check: float | None = None
+        self.longest = 0.0  # seconds between two calls: of a step, with what followed it
         self.launched, self.parent = started_by_launcher(), os.getppid()
-        self.ear, self.mouth = socket.socketpair()
-        self.mouth.setblocking(False)
+        self.receiver, self.sender = socket.socketpair()
+        self.sender.setblocking(False)
         threading.Thread(target=self.listen, name="signals", daemon=True).start()
-        signal.set_wakeup_fd(self.mouth.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, self.handle)
-        os.register_at_fork(after_in_child=deafen)
+        os.register_at_fork(after_in_child=restore_signals)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         """Note the first signal."""
         self.received = self.received or signal.Signals(number).name
 
-    def listen(self) -> None:
-        """Hear each signal when it arrives."""
-        while heard := self.ear.recv(64):
-            for number in heard:
-                if number in SIGNALS:
-                    self.hear(number)
+    @classmethod
+    def listen_for(cls, config: Config, accelerator: Accelerator, started: float) -> Self:
+        """Listen for the signals and the time limit of a run from now on; a collective."""
+        limit = duration("train.time_limit", config.train.time_limit)
+        return cls(host_group(config, accelerator), limit, started)
 
-    def hear(self, number: int) -> None:
-        """End at once where this is a second signal."""
+    def listen(self) -> None:
+        """Receive each signal when it arrives."""
+        while received := self.receiver.recv(64):
+            for number in received:
+                if number in SIGNALS:
+                    self.receive(number)
+
+    def receive(self, number: int) -> None:
+        """End at once if this is a second signal."""
         now, orphaned = time.monotonic(), self.launched and os.getppid() != self.parent
         self.parent = os.getppid()
         if self.first is None:
@@ -84,16 +94,16 @@ class StopSignal:
 
     @staticmethod
     def ignore() -> None:
-        """Ignore signals from now on: an interpreter that ends would die of one, and with another
-        exit code nothing queues the job again.
+        """Ignore signals from now on: one would change the exit code of an interpreter that ends,
+        and the job would not be queued again.
         """
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     def agreed(self, other: bool = False, save_seconds: float = 0.0) -> tuple[bool, bool]:
-        """Whether any process has a reason to stop, and whether `other` holds on any.
+        """Whether any rank has a reason to stop, and whether `other` is true on any rank.
 
-        A collective of the hosts, not of the devices. `save_seconds`: what a save takes after the
+        An all-reduce over gloo, not over the devices. `save_seconds`: the time of a save after the
         step, which must fit into the time that is left.
         """
         late = self.out_of_time(save_seconds)
@@ -102,18 +112,18 @@ class StopSignal:
         if self.group is not None:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         stop, others = flags.tolist()
-        self.received = self.received or REASONS[stop] or None  # of another process, perhaps
+        self.received = self.received or REASONS[stop] or None  # perhaps of another rank
         return bool(stop), bool(others)
 
     def out_of_time(self, save_seconds: float) -> bool:
-        """Whether the next step, with as much margin again, and a save may not fit any more.
+        """Whether twice the longest step and save may not fit into the time that is left.
 
-        The first step is no measure for the others: it compiles and allocates.
+        The first step is not counted: it compiles and allocates.
         """
         now = time.monotonic()
-        if self.asked is not None:
-            self.longest = max(self.longest, now - self.asked)
-        self.asked = now
+        if self.last_check is not None:
+            self.longest = max(self.longest, now - self.last_check)
+        self.last_check = now
         if self.time_limit is None:
             return False
         reserve = 2 * (self.longest + save_seconds)
@@ -121,23 +131,17 @@ class StopSignal:
         return now - self.started + reserve > self.time_limit
 
 
-def deafen() -> None:
-    """Let signals do to a forked process what they do to any: the run is not its own."""
+def restore_signals() -> None:
+    """Restore the default handlers in a forked process."""
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
-def listen_for_stop(config: Config, accelerator: Accelerator, started: float) -> StopSignal:
-    """The reasons to stop that a run listens for from now on; a collective."""
-    limit = duration("train.time_limit", config.train.time_limit)
-    return StopSignal(host_group(config, accelerator), limit, started)
-
-
 def die_with_launcher() -> None:
-    """Get SIGTERM when the launcher dies, which would otherwise leave its processes behind.
+    """Have the kernel send SIGTERM when the launcher dies, which would leave its processes behind.
 
-    A process that a shell started outlives it, as those under nohup must. Linux only: prctl(2).
+    A process started by a shell outlives it, as under nohup. Linux only: prctl(2).
     """
     if sys.platform != "linux" or not started_by_launcher():
         return
@@ -145,3 +149,50 @@ def die_with_launcher() -> None:
     first = Path("/proc/1/cmdline")  # in a container, that may be the launcher
     if os.getppid() == 1 and not any(word in first.read_bytes() for word in LAUNCHER_WORDS):
         os.kill(os.getpid(), signal.SIGTERM)  # it died just before
+
+
+class Watchdog:
+    """Dumps the stacks of all threads and ends the process after `limit`, as `30m`, without a beat.
+
+    A thread checks the clock; None: no limit. Where a hanging call holds the interpreter the thread
+    cannot run: faulthandler, which needs no interpreter, then does the same after twice the limit,
+    with exit code 1.
+    """
+
+    def __init__(self, limit: str | None) -> None:
+        self.limit, self.seconds = limit, duration("train.step_timeout", limit)
+        self.last, self.done = time.monotonic(), threading.Event()
+        self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        self.beat()
+        if self.seconds:
+            self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.done.set()
+        if self.thread.is_alive():
+            self.thread.join()
+
+    def beat(self) -> None:
+        """Note that the run made progress."""
+        self.last = time.monotonic()
+
+    def watch(self) -> None:
+        """Check the clock until the run ends, or makes no progress."""
+        assert self.seconds
+        stderr = sys.__stderr__ or sys.stderr
+        while not self.done.wait(self.seconds / CHECKS):
+            faulthandler.dump_traceback_later(2 * self.seconds, exit=True, file=stderr)
+            if time.monotonic() - self.last > self.seconds:
+                show_cursor()
+                stderr.write(
+                    f"error: process {rank()} completed nothing for "
+                    f"{self.limit} (train.step_timeout); it hangs here, or waits for another one "
+                    "that does:\n"
+                )
+                faulthandler.dump_traceback(file=stderr, all_threads=True)
+                stderr.flush()
+                os._exit(PEER_FAILED)
+        faulthandler.cancel_dump_traceback_later()

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live panel on a terminal, plain lines elsewhere."""
+"""What a run prints: a live panel on a terminal, plain lines elsewhere."""
 
 import contextlib
 import logging
@@ -29,19 +29,19 @@ TICK_SECONDS = 1.0  # between two frames, where nothing has but the clock
 class Display:
     """A live panel on a terminal, plain lines elsewhere.
 
-    Silent but on the main process; with `log.level: warning` but for warnings.
+    Prints on rank 0 alone; with `log.level: warning` warnings alone.
     """
 
     def __init__(self, active: bool, config: Config, plan: Plan) -> None:
         self.active, self.config, self.plan = active, config, plan
-        self.telling = active and config.log.level == "info"
+        self.verbose = active and config.log.level == "info"
         self.panel: Panel | None = None
         self.live: rich.live.Live | None = None
         self.stack = contextlib.ExitStack()
         self.changed, self.over = threading.Event(), threading.Event()
 
     def __enter__(self) -> Self:
-        if self.telling and is_terminal():
+        if self.verbose and is_terminal():
             from rich.console import Console
             from rich.live import Live
 
@@ -54,7 +54,7 @@ class Display:
             self.live = live
             self.thread = threading.Thread(target=self.refresh, name="display", daemon=True)
             self.thread.start()
-            self.stack.callback(self.rest)
+            self.stack.callback(self.stop_drawing)
         return self
 
     def __exit__(
@@ -64,19 +64,19 @@ class Display:
         trace: TracebackType | None,
     ) -> None:
         if self.live and self.panel:
-            self.live.transient = not self.panel.figures  # what shows nothing need not stay
+            self.live.transient = not self.panel.metrics  # an empty panel does not stay
         with contextlib.suppress(OSError):  # of a terminal that is gone
             self.stack.close()
         self.live = None
 
-    def rest(self) -> None:
-        """Draw no more."""
+    def stop_drawing(self) -> None:
+        """End the thread that draws."""
         self.over.set()
         self.changed.set()
         self.thread.join()
 
     def refresh(self) -> None:
-        """Draw the panel when there is news, at most every `FRAME_SECONDS`, or the clock ticks."""
+        """Draw the panel after a change, at most every `FRAME_SECONDS`, and at every tick."""
         assert self.live
         while not self.over.wait(FRAME_SECONDS):
             self.changed.wait(TICK_SECONDS - FRAME_SECONDS)
@@ -84,9 +84,9 @@ class Display:
             with contextlib.suppress(OSError):
                 self.live.refresh()
 
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        if not (self.telling or (self.active and text.startswith("WARNING"))):
+    def log(self, text: str) -> None:
+        """Print a line that stays."""
+        if not (self.verbose or (self.active and text.startswith("WARNING"))):
             return
         text = printable(text)
         with contextlib.suppress(OSError):  # of a log on a full disk, a terminal that is gone
@@ -96,25 +96,25 @@ class Display:
                 sys.stderr.write(f"{text}\n")
 
     def show(self, record: Mapping[str, float], seconds_left: float) -> None:
-        """The figures of one record."""
+        """Print or draw the metrics of one record."""
         if self.panel:
-            self.panel.take(record, seconds_left)
+            self.panel.update(record, seconds_left)
             self.changed.set()
         if self.panel is None or "eval/val_loss" in record:
             left = timedelta(seconds=min(round(seconds_left), 10**12))
             step, last = int(record["step"]), self.plan.max_steps
-            self.say(f"step {step:,}/{last:,} | {describe(record)} | left {left}")
+            self.log(f"step {step:,}/{last:,} | {describe(record)} | left {left}")
 
     def advance(self, step: int) -> None:
-        """A step was completed, whose figures may never be told."""
+        """Draw that a step was completed."""
         if self.panel:
             self.panel.step = step
             self.changed.set()
 
-    def take_up(self, step: int, losses: Iterable[float]) -> None:
+    def resume(self, step: int, losses: Iterable[float]) -> None:
         """Begin at a step, with the losses of the run until then."""
         if self.panel:
-            self.panel.begin(step, losses)
+            self.panel.resume(step, losses)
 
 
 def is_terminal() -> bool:
@@ -124,7 +124,7 @@ def is_terminal() -> bool:
 
 @contextmanager
 def logging_through(stream: Any) -> Iterator[None]:
-    """Messages of libraries go to `stream`; those to where a terminal is would tear the panel."""
+    """Send the log messages of libraries to `stream`, as they would tear the panel."""
     known = [logging.root, *logging.root.manager.loggerDict.values()]
     loggers = [logger for logger in known if isinstance(logger, logging.Logger)]
     outputs = (sys.__stderr__, sys.__stdout__)
@@ -140,13 +140,13 @@ def logging_through(stream: Any) -> Iterator[None]:
 
 
 def show_cursor() -> None:
-    """Give a terminal its cursor back, before a process ends at once."""
+    """Show the terminal's cursor again, before a process ends at once."""
     if sys.__stderr__ and sys.__stderr__.isatty():
         os.write(sys.__stderr__.fileno(), SHOW_CURSOR)
 
 
 def describe(record: Mapping[str, float]) -> str:
-    """The figures of a record as a person reads them."""
+    """The metrics of a record in one line."""
     forms = {
         "train/loss": "loss {:.4f}",
         "train/lr": "lr {:.2e}",
@@ -163,7 +163,7 @@ def describe(record: Mapping[str, float]) -> str:
 
 
 def last_words(config: Config, state: "TrainState", signal_name: str | None) -> str:
-    """What was reached, where it lies and what to do next."""
+    """What the run reached, where it is, and what to do next."""
     out, val = config.out_dir, state.val_loss
     length = "train.max_tokens" if config.train.max_tokens else "train.max_steps"
     spent = timedelta(seconds=round(state.seconds))

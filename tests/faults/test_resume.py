@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_gpt.training.guards import locked
+from accel_gpt.training.run_folder import locked
 from tests.faults.harness import (
     EPOCH_STEPS,
     STEPS,

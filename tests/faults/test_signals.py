@@ -281,7 +281,7 @@ def test_a_hang_ends_all_and_names_the_place(
 def test_a_hang_that_holds_the_interpreter_ends_too() -> None:
     code = (
         "import ctypes\n"
-        "from accel_gpt.training.watchdog import Watchdog\n"
+        "from accel_gpt.training.stopping import Watchdog\n"
         "def holds_the_interpreter(): ctypes.PyDLL(None).sleep(60)\n"
         "with Watchdog('1s'):\n"
         "    __import__('time').sleep(0.3)\n"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from accel_gpt.commands.resume_trial import shortened
+from accel_gpt.commands.verify_resume import shortened
 from accel_gpt.config.experiment import Config, EvalConfig, LogConfig, TrainConfig
 from accel_gpt.errors import UserError
 from accel_gpt.evals.hellaswag import share

@@ -17,12 +17,17 @@ import torch
 from safetensors.torch import save_file
 
 from accel_gpt.cli import dispatch
-from accel_gpt.commands import resume_trial
-from accel_gpt.commands.run_comparison import Finding, compare_runs
-from accel_gpt.commands.verify_resume import VerifyResumeCommand
+from accel_gpt.commands.verify_resume import (
+    Finding,
+    Trial,
+    VerifyResumeCommand,
+    compare_runs,
+    shortened,
+)
 from accel_gpt.config.parse import load_config, split_options, to_flat, to_plain
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
+from accel_gpt.launcher import environment_without_launcher
 from tests.conftest import run_here
 
 Arguments = Callable[..., list[str]]
@@ -105,7 +110,7 @@ def test_a_long_run_is_shortened_to_one_that_fits(
     null = ["--schedule.warmup_steps", "0", "--train.max_steps", "null"]
     null += ["--train.max_tokens", "1e9", "--optim.lr", "3e-3", "--log.layer_stats_every", "9"]
     given = load_config(small_run(*null, *schedule), "test")
-    config = resume_trial.shortened(given, 8)
+    config = shortened(given, 8)
     plan = make_plan(config, 1)
     assert (plan.max_steps, config.checkpoint.every, config.log.every) == (8, 1, 1)
     assert plan.warmup_steps == (6 if "wsd" in schedule else 7)
@@ -120,7 +125,7 @@ def test_launched_as_from_a_new_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "ACCELERATE_USE_CPU"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("LOCAL_TOOLS", "8")
-    found = resume_trial.environment_without_launcher()
+    found = environment_without_launcher()
     assert "7" not in found.values()
     assert found["LOCAL_TOOLS"] == "8"
 
@@ -211,7 +216,7 @@ MATRIX = torch.arange(6.0).reshape(2, 3)
         ),
         ({"weights": {"b.bias": torch.tensor([1.0, -0.0])}}, "weights", 1, "b.bias[1]: 1.0 {} -0"),
         ({"moments": {"step": torch.tensor(5.0)}}, "optimizer state", 1, "state.0.step: 4.0 {} 5"),
-        ({"moments": {"more": 1.0}}, "optimizer state", 1, "state.0.more: nothing {} [] torch"),
+        ({"moments": {"more": 1.0}}, "optimizer state", 1, "state.0.more: nothing {} 1.0 here"),
     ],
 )
 def test_a_difference_is_found_and_the_first_is_named(
@@ -272,7 +277,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path
             source = whole if folder.name == "undisturbed" else disturbed
             return [sys.executable, "-c", PRETENDED, str(source), str(folder)]
 
-        monkeypatch.setattr(resume_trial, "command", command)
+        monkeypatch.setattr(Trial, "command", command)
         return worlds
 
     return give
@@ -331,7 +336,7 @@ def test_a_launch_that_fails_is_shown(
     small_run: Arguments, rooms: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fails = [sys.executable, "-c", "import sys; print('disk on fire'); sys.exit(9)"]
-    monkeypatch.setattr(resume_trial, "command", lambda *_: fails)
+    monkeypatch.setattr(Trial, "command", lambda *_: fails)
     assert call(*small_run("--steps", "4")) == 1
     shown = capsys.readouterr().err
     assert "launch 1, undisturbed on 1 process ended by itself with code 9:\ndisk on fire" in shown
@@ -355,7 +360,7 @@ def test_ctrl_c_ends_all_processes_and_cleans_up(
 ) -> None:
     told = tmp_path / "pid"
     words = [sys.executable, "-c", FAMILY, str(told)]
-    monkeypatch.setattr(resume_trial, "command", lambda *_: words)
+    monkeypatch.setattr(Trial, "command", lambda *_: words)
 
     def interrupt() -> None:
         while not (told.exists() and told.read_text().endswith("\n")):

@@ -59,7 +59,7 @@ def test_every_preset_is_exported_and_read_back(
     to = tmp_path / "out"
     exported = export(str(trained(*QUICK, "--model.preset", preset)), to)
     assert exported.difference < 1e-5
-    assert "2 windows of 32 val tokens" in exported.compared_on
+    assert "2 sequences of 32 val tokens" in exported.compared_on
     ours, tokenizer = load_pretrained(str(tmp_path / "run"))
     again, same = load_pretrained(str(to))
     assert tokenizer.fingerprint == same.fingerprint
@@ -102,7 +102,9 @@ def test_an_export_that_computes_something_else_fails_and_says_where(
         return tensors
 
     monkeypatch.setattr(exporting, "export_tensors", wrong)
-    with pytest.raises(CheckpointError, match=r"its values part from ours in block 2 of 2, by up"):
+    with pytest.raises(
+        CheckpointError, match=r"its values differ from ours in block 2 of 2, by up"
+    ):
         export(str(run), tmp_path / "out")
 
     def fewer(*arguments: Any) -> Any:

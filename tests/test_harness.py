@@ -20,10 +20,10 @@ from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer, load_tokenizer, 
 from accel_gpt.errors import UserError
 from accel_gpt.evals import tasks as harness
 from accel_gpt.evals.tasks import evaluate_tasks, figures, run_tasks
+from accel_gpt.hub.export import save_tokenizer
 from accel_gpt.hub.hf_config import write_shape
 from accel_gpt.hub.hf_weights import export_tensors
 from accel_gpt.hub.load import load_pretrained
-from accel_gpt.hub.tokenizer_files import save_for_transformers
 from accel_gpt.launcher import environment_without_launcher
 from accel_gpt.model.gpt import GPT
 from tests.conftest import launch, run_here, text_of, tiny
@@ -57,7 +57,7 @@ def export(folder: Path, preset: str, tokenizer: Tokenizer) -> None:
     shape = write_shape(model.config, model.vocab_size, tokenizer.eot_id, "float32")
     (folder / "config.json").write_text(json.dumps(shape))
     save_file(export_tensors(model, preset, torch.float32), folder / "model.safetensors")
-    save_for_transformers(tokenizer, folder, BLOCK_SIZE)
+    save_tokenizer(tokenizer, folder, BLOCK_SIZE)
 
 
 @pytest.fixture

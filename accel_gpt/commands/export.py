@@ -44,5 +44,5 @@ def main(argv: Sequence[str]) -> int:
         *(options.run, to, options.checkpoint, options.dtype),
         *(options.overwrite, options.allow_pickle),
     )
-    write_out(exported.told(to))
+    write_out(exported.describe(to))
     return 0

@@ -1,9 +1,10 @@
-"""A model as a folder that `AutoModelForCausalLM.from_pretrained` opens, proven equal to ours.
+"""Export a model as a folder that `AutoModelForCausalLM.from_pretrained` opens, proven equal to it.
 
     accel-gpt export RUN --to DIR
 
 Writes config.json, generation_config.json, model.safetensors (in shards above 5 GB) and the
-tokenizer's files; then a fresh process opens the folder with transformers and compares.
+tokenizer's files; then `verify.py` opens the folder with transformers, in a new process, and
+compares.
 """
 
 import json
@@ -18,23 +19,32 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from accel_gpt.config.data import DataConfig
+from accel_gpt.data import tokenizer_json
+from accel_gpt.data.bpe import EOT
+from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.sources import open_data
-from accel_gpt.data.tokenizer import Tokenizer
+from accel_gpt.data.tokenizer import (
+    BytesTokenizer,
+    CharsTokenizer,
+    HFTokenizer,
+    RankTokenizer,
+    Tokenizer,
+    own_file,
+)
 from accel_gpt.errors import CheckpointError, UserError, require
-from accel_gpt.evals.validation import batches, windows
 from accel_gpt.files import write_file
 from accel_gpt.hub.hf_config import CLASSES, matching_preset, write_shape
 from accel_gpt.hub.hf_weights import export_tensors
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
-from accel_gpt.hub.tokenizer_files import save_for_transformers
-from accel_gpt.hub.verify import PARTED
+from accel_gpt.hub.verify import DIFFERENT
 from accel_gpt.model.gpt import GPT
 from accel_gpt.redact import redact
 from accel_gpt.training.checkpoint import read_state
@@ -46,8 +56,11 @@ WRITTEN = (
 )
 TEMPORARY = ".tmp_export"
 SHARD_SIZE = "5GB"  # of model.safetensors, as transformers had it for long
-COMPARED_WINDOWS, COMPARED_TOKENS = 2, 1024
+COMPARED_SEQUENCES, COMPARED_TOKENS = 2, 1024
 COMPARED_LOGITS = 128  # of the last tokens: of all of them they could take gigabytes
+# The class that takes tokenizer.json as it is. transformers 5 calls it TokenizersBackend and knows
+# this name too; transformers 4 and the servers built on it know no other.
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 DTYPES = MappingProxyType(
     {
         "fp32": ("float32", torch.float32),
@@ -59,7 +72,7 @@ DTYPES = MappingProxyType(
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and how it compared."""
+    """What was exported, and how it compares."""
 
     model_class: str
     parameters: int
@@ -69,8 +82,8 @@ class Exported:
     compared_on: str
     transformers: str  # version
 
-    def told(self, folder: Path) -> str:
-        """One paragraph for a person."""
+    def describe(self, folder: Path) -> str:
+        """Return one paragraph about the exported folder."""
         return (
             f"{folder}: {self.model_class}, {self.parameters:,} parameters in {self.dtype}, "
             f"{self.bytes / 1e6:,.1f} MB\n"
@@ -80,30 +93,31 @@ class Exported:
 
 
 def export(
-    place: str,
+    name: str,
     to: Path,
     checkpoint: str = "last",
     dtype: str = "fp32",
     overwrite: bool = False,
     allow_pickle: bool = False,
 ) -> Exported:
-    """Write the model at `place` as the folder `to`, which appears complete and compared or not.
+    """Export the model `name`, as `load_pretrained` finds it, to the folder `to`.
 
-    Raises `UserError` where `to` holds something and not `overwrite`, or where no class of
-    transformers computes the model, `CheckpointError` where transformers computes something else.
+    The folder appears when it is complete and compared, or not at all. Raises `UserError` if it
+    holds something and not `overwrite`, or if no class of transformers computes the model,
+    `CheckpointError` if transformers computes something else.
     """
     to = to.resolve()
     check_target(to, overwrite)
-    source = find_pretrained(place, checkpoint)
-    model, tokenizer = load_pretrained(place, checkpoint, allow_pickle)
-    matching_preset(model.config)  # refused before anything is written
-    # a folder that exists may be a mount point, or where somebody stands: it is filled, not moved
+    pretrained = find_pretrained(name, checkpoint)
+    model, tokenizer = load_pretrained(name, checkpoint, allow_pickle)
+    matching_preset(model.config)  # raises before anything is written
+    # a folder that exists may be a mount point, or somebody's working directory: it is filled
     temporary = to / TEMPORARY if to.is_dir() else to.with_name(f".tmp_{to.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        exported = write_model(model, tokenizer, source, temporary, dtype)
-        replace_folder(temporary, to)
+        exported = write_model(model, tokenizer, pretrained, temporary, dtype)
+        move_files(temporary, to)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{to} cannot be written: {error}") from None
     finally:
@@ -112,16 +126,16 @@ def export(
 
 
 def check_target(to: Path, overwrite: bool) -> None:
-    """Raise `UserError` for a target that holds something which may not be replaced."""
+    """Raise `UserError` if a folder holds something that may not be replaced."""
     require(not to.exists() or to.is_dir(), f"{to} is a file; give a folder to make")
-    there = sorted(path.name for path in to.iterdir()) if to.is_dir() else []
-    there = [name for name in there if name != TEMPORARY]
+    existing = sorted(path.name for path in to.iterdir()) if to.is_dir() else []
+    existing = [name for name in existing if name != TEMPORARY]
     require(
-        overwrite or not there,
-        f"{to} already holds {there[0] if there else ''}; give another folder, or replace an "
+        overwrite or not existing,
+        f"{to} already holds {existing[0] if existing else ''}; give another folder, or replace an "
         "exported model with --overwrite",
     )
-    others = [name for name in there if not any(fnmatch(name, kind) for kind in WRITTEN)]
+    others = [name for name in existing if not any(fnmatch(name, kind) for kind in WRITTEN)]
     require(
         not others,
         f"{to} holds {others[0] if others else ''}, which no export wrote, so it is not replaced; "
@@ -129,107 +143,104 @@ def check_target(to: Path, overwrite: bool) -> None:
     )
 
 
-def replace_folder(new: Path, to: Path) -> None:
-    """Give a finished folder its name, or its files to the folder of that name.
+def move_files(temporary: Path, to: Path) -> None:
+    """Rename a finished folder, or move its files into the folder that has its name already.
 
-    There config.json goes first and comes last: without it the folder is no model, not half one.
+    There config.json is removed first and moved last: a folder without it is not a model.
     """
     if not to.is_dir():
-        new.rename(to)
+        temporary.rename(to)
         return
     (to / "config.json").unlink(missing_ok=True)
-    for name in {path.name for path in to.iterdir()} - {path.name for path in new.iterdir()}:
+    for name in {path.name for path in to.iterdir()} - {path.name for path in temporary.iterdir()}:
         if name != TEMPORARY:
             (to / name).unlink()
-    for path in sorted(new.iterdir(), key=lambda path: path.name == "config.json"):
+    for path in sorted(temporary.iterdir(), key=lambda path: path.name == "config.json"):
         path.rename(to / path.name)
 
 
 def write_model(
-    model: GPT, tokenizer: Tokenizer, source: Pretrained, folder: Path, dtype: str
+    model: GPT, tokenizer: Tokenizer, pretrained: Pretrained, folder: Path, dtype: str
 ) -> Exported:
-    """Write all files of a model into `folder`, and compare what transformers makes of them.
+    """Write all files of a model into `folder`, which exists, and compare what transformers reads.
 
-    The model is used up: its weights are given back to the system on the way.
+    Consumes the model: its memory is freed on the way.
     """
     from huggingface_hub import save_torch_state_dict
 
-    name, kind = DTYPES[dtype]
+    dtype_name, torch_dtype = DTYPES[dtype]
     preset = matching_preset(model.config)
-    shape = write_shape(model.config, model.vocab_size, tokenizer.eot_id, name)
-    ends = {key: shape[key] for key in ("bos_token_id", "eos_token_id")}
-    settings = ends | {"pad_token_id": tokenizer.eot_id}
-    write_file(folder / "config.json", [as_json(shape)])
-    write_file(folder / "generation_config.json", [as_json(settings)])
-    tokens, compared_on = compared_tokens(model, tokenizer, source)
-    round_weights(model, kind)
-    reference = computed(model.cpu().eval(), tokens)
+    shape = write_shape(model.config, model.vocab_size, tokenizer.eot_id, dtype_name)
+    generation = {key: shape[key] for key in ("bos_token_id", "eos_token_id")}
+    generation["pad_token_id"] = tokenizer.eot_id
+    for name, content in (("config.json", shape), ("generation_config.json", generation)):
+        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+        write_file(folder / name, [text.encode()])
+    tokens, compared_on = compared_tokens(model, tokenizer, pretrained)
+    round_weights(model, torch_dtype)
+    reference = compute_reference(model.cpu().eval(), tokens)
     require(
         bool(reference["logits"].isfinite().all()),
-        f"the weights in {dtype} give logits that are no finite numbers; nothing was kept",
+        f"the weights in {dtype} give logits that are not finite; nothing was exported",
     )
-    tensors = export_tensors(model, preset, kind)
-    model.to("meta")  # gives its memory back, before another process needs as much
+    tensors = export_tensors(model, preset, torch_dtype)
+    model.to("meta")  # frees its memory, before another process needs as much
     parameters = sum(tensor.numel() for tensor in tensors.values())
     size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
     save_torch_state_dict(tensors, folder, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
     del tensors
     for file in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", file)  # it was made for its owner alone
-    save_for_transformers(tokenizer, folder, model.config.block_size)
+        shutil.copymode(folder / "config.json", file)  # it is readable by its owner only
+    save_tokenizer(tokenizer, folder, model.config.block_size)
     report = compare(reference, tokenizer, folder)
-    told = CLASSES[preset], parameters, size, dtype, report["difference"]
-    return Exported(*told, compared_on, report["transformers"])
+    return Exported(
+        *(CLASSES[preset], parameters, size, dtype, report["difference"]),
+        *(compared_on, report["transformers"]),
+    )
 
 
 @torch.no_grad()
-def round_weights(model: GPT, kind: torch.dtype) -> None:
-    """Give the weights the values that they will have in the file; not the rotary table."""
+def round_weights(model: GPT, dtype: torch.dtype) -> None:
+    """Round the weights to the values that they have in the file; not the rotary table."""
     for weight in model.parameters():
-        weight.copy_(weight.to(kind))
-
-
-def as_json(content: object) -> bytes:
-    """Indented JSON with a line end."""
-    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+        weight.copy_(weight.to(dtype))
 
 
 # --------------------------------------------------------------------------- proof
 
 
-def compared_tokens(model: GPT, tokenizer: Tokenizer, source: Pretrained) -> tuple[Tensor, str]:
-    """(2, T) tokens of the val split that the run evaluated, and what they are.
+def compared_tokens(model: GPT, tokenizer: Tokenizer, pretrained: Pretrained) -> tuple[Tensor, str]:
+    """Return (B, T) tokens of the val split that the run evaluated, and a description of them.
 
-    Tokens at random where the data is not at hand.
+    Random tokens if the data is not available.
     """
     length = min(COMPARED_TOKENS, model.config.block_size)
-    place = val_place(source)
-    why = "the val data is not known"
-    if place:
+    path = val_path(pretrained)
+    reason = "the val data is not known"
+    if path:
         try:
-            split, _ = open_data(place, "val", DataConfig(tokenizer=None))
-            chosen = windows(split, length, COMPARED_WINDOWS * length)
-            read = batches(split, chosen, COMPARED_WINDOWS, length, model.vocab_size)
-            told = f"{COMPARED_WINDOWS} windows of {length} val tokens of {place}"
-            return next(read)[0], redact(told)
+            split, _ = open_data(path, "val", DataConfig(tokenizer=None))
+            size = int(split.lengths[0])
+            found = min(length, size)
+            starts = np.array([0, size - found])  # the ends of the first shard
+            sequences = split.read_many(np.zeros_like(starts), starts, found)
+            check_tokens(sequences, model.vocab_size, split.folder)
+            text = f"{COMPARED_SEQUENCES} sequences of {found} val tokens of {path}"
+            return torch.from_numpy(sequences.astype(np.int64)), redact(text)
         except UserError as error:
-            why = redact(str(error).partition(";")[0])
-    drawn = torch.Generator().manual_seed(0)
-    tokens = torch.randint(
-        min(tokenizer.vocab_size, model.vocab_size),
-        (COMPARED_WINDOWS, length),
-        generator=drawn,
-        dtype=torch.int64,
-    )
-    return tokens, f"{COMPARED_WINDOWS} x {length} random tokens ({why})"
+            reason = redact(str(error).partition(";")[0])
+    generator = torch.Generator().manual_seed(0)
+    vocab_size, shape = min(tokenizer.vocab_size, model.vocab_size), (COMPARED_SEQUENCES, length)
+    tokens = torch.randint(vocab_size, shape, generator=generator)
+    return tokens, f"{COMPARED_SEQUENCES} x {length} random tokens ({reason})"
 
 
-def val_place(source: Pretrained) -> str | None:
-    """The data folder or URL whose val split the run of a checkpoint evaluated; None: not known."""
-    if not source.is_checkpoint:
+def val_path(pretrained: Pretrained) -> str | None:
+    """Return the folder or URL whose val split the run of a checkpoint evaluated, if known."""
+    if not pretrained.is_checkpoint:
         return None
-    config = read_state(source.folder).config
-    named = [place for key, place in config.items() if key.startswith("data.val.")]
+    config = read_state(pretrained.folder).config
+    named = [path for key, path in config.items() if key.startswith("data.val.")]
     first = config.get("data.val") or (named or [config.get("data.train")])[0]
     if isinstance(first, list):
         first = first[0]["path"]
@@ -237,48 +248,101 @@ def val_place(source: Pretrained) -> str | None:
 
 
 @torch.no_grad()
-def computed(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
-    """`tokens` (B, T), `logits` of the last of them (B, L, V), and the hidden states (B, T, C)
-    before each block and after the last norm: 0000, 0001, ...
+def compute_reference(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
+    """Return what `verify.py` compares: `tokens` (B, T), `logits` of the last of them (B, L, V),
+    and the hidden states (B, T, C) before each block and after the last norm: 0000, 0001, ...
     """
-    seen: list[Tensor] = []
+    states: list[Tensor] = []
     hooks = [
-        block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].clone()))
+        block.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0].clone()))
         for block in model.blocks
     ]
-    hooks.append(model.norm_f.register_forward_hook(lambda _, _inputs, out: seen.append(out)))
+    hooks.append(model.norm_f.register_forward_hook(lambda _, _inputs, out: states.append(out)))
     logits = model(tokens)[:, -COMPARED_LOGITS:].contiguous()
     for hook in hooks:
         hook.remove()
-    states = {f"{i:04d}": state for i, state in enumerate(seen)}
-    return {"tokens": tokens, "logits": logits, **states}
+    numbered = {f"{i:04d}": state for i, state in enumerate(states)}
+    return {"tokens": tokens, "logits": logits, **numbered}
 
 
 def compare(reference: dict[str, Tensor], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    """Let a fresh process open `folder` with transformers and compare it with what we `computed`.
+    """Let a new process open `folder` with transformers and compare it with `reference`.
 
-    Raises `CheckpointError` saying where the two part, `UserError` where it came to no end.
+    Raises `CheckpointError` with the first difference, `UserError` if the process failed.
     """
     text = tokenizer.decode(reference["tokens"][0].tolist())
     content = {**reference, "ids": torch.tensor(tokenizer.encode(text))}
-    with tempfile.TemporaryDirectory(dir=folder.parent) as room:
-        file = Path(room) / "reference.safetensors"
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        file = Path(temporary) / "reference.safetensors"
         save_file(content, file, metadata={"text": text})
-        command = [sys.executable, "-m", "accel_gpt.hub.verify", str(folder), str(file)]
         done = subprocess.run(
-            command,
+            [sys.executable, "-m", "accel_gpt.hub.verify", str(folder), str(file)],
             env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
             capture_output=True,
             text=True,
             check=False,
         )
-    said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-    if done.returncode == PARTED:
-        raise CheckpointError(f"the exported model is not ours, nothing was kept: {said}")
+    error = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    if done.returncode == DIFFERENT:
+        raise CheckpointError(f"the exported model differs from ours, nothing was kept: {error}")
     require(
         done.returncode == 0,
-        f"transformers could not be asked about {folder}, nothing was kept: exit code "
-        f"{done.returncode} ({said})",
+        f"transformers could not open {folder}, nothing was kept: exit code {done.returncode} "
+        f"({error})",
     )
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
+
+
+# --------------------------------------------------------------------------- tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
+    """Write the tokenizer as files that `AutoTokenizer` opens: tokenizer.json and
+    tokenizer_config.json, with the chat template that it came with, if any.
+
+    `encode(text, add_special_tokens=False)`, `decode(ids)` and `eos_token_id` of transformers then
+    equal ours, with two exceptions. In a text, "<|endoftext|>" is the special token for
+    transformers and plain text for us (`split_special_tokens` makes it plain there too). A
+    character that a chars tokenizer does not know raises "WordLevel error: Missing [UNK] token from
+    the vocabulary", where ours raises `UserError`. `block_size`: tokens, for model_max_length.
+    """
+    if isinstance(tokenizer, BytesTokenizer):
+        text = json.dumps(tokenizer_json.bytes_content(), ensure_ascii=False)
+    elif isinstance(tokenizer, CharsTokenizer):
+        text = json.dumps(tokenizer_json.chars_content(tokenizer.chars), ensure_ascii=False)
+    elif isinstance(tokenizer, RankTokenizer) and tokenizer.file_text == own_file("gpt2"):
+        token = tokenizer.encoding.decode_single_token_bytes  # the whole takes about a second
+        vocabulary = tokenizer_json.spelled([token(i) for i in range(tokenizer_json.GPT2_TOKENS)])
+        content = tokenizer_json.gpt2_content(vocabulary, tokenizer_json.merges_of(vocabulary))
+        text = json.dumps(content, ensure_ascii=False)
+    else:
+        text = tokenizer.file_text  # of a file that it came from: as it was
+    config = json.dumps(tokenizer_config(tokenizer, block_size), ensure_ascii=False, indent=2)
+    (folder / tokenizer_json.FILE).write_text(text, encoding="utf-8")
+    (folder / tokenizer_json.CONFIG).write_text(config + "\n", encoding="utf-8")
+
+
+def tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json: what the tokenizer came with, and what ours
+    needs. eos_token is what ends a document in the training data, even if a chat ended otherwise.
+    """
+
+    def special_token(value: object) -> object:
+        """Transformers 5 takes a string, or an object with its type."""
+        untyped = isinstance(value, dict) and "content" in value and "__type" not in value
+        return tokenizer_json.spelling(value) if untyped else value
+
+    config = {key: special_token(value) for key, value in tokenizer.config.items()} | {
+        "tokenizer_class": TOKENIZER_CLASS,
+        "model_max_length": block_size,
+        "clean_up_tokenization_spaces": False,
+    }
+    if tokenizer.eot_id is None:
+        return config
+    end = tokenizer.eot if isinstance(tokenizer, HFTokenizer) else EOT
+    if tokenizer_json.spelling(config.get("eos_token")) != end:
+        config["eos_token"] = end
+    if not isinstance(tokenizer, HFTokenizer):
+        config.setdefault("bos_token", EOT)  # as GPT-2: the end of a document begins the next
+    return config

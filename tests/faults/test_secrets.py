@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from accel_gpt import cli
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.console import visible
+from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.errors import DataError
 from accel_gpt.hub import export as exporting
@@ -177,24 +177,22 @@ def test_preparing_from_a_url_keeps_and_tells_no_secret(
 
 
 @pytest.mark.parametrize("reached", [True, False])
-def test_what_an_export_was_compared_on_is_told_without_secrets(
-    reached: bool, monkeypatch: pytest.MonkeyPatch
+def test_what_an_export_was_compared_on_is_described_without_secrets(
+    reached: bool, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"https://user:{PASSWORD}@host/corpus?sig={PASSWORD}"
 
-    def opened(place: str, *_: object, **__: object) -> Any:
+    def opened(path: str, *rest: Any) -> Any:
         if reached:
-            return None, None
-        raise DataError(f"{place} cannot be reached; try again")
+            return open_data(str(corpus), *rest)
+        raise DataError(f"{path} cannot be reached; try again")
 
-    monkeypatch.setattr(exporting, "val_place", lambda _: url)
+    monkeypatch.setattr(exporting, "val_path", lambda _: url)
     monkeypatch.setattr(exporting, "open_data", opened)
-    monkeypatch.setattr(exporting, "windows", lambda *_: [])
-    monkeypatch.setattr(exporting, "batches", lambda *_: iter([(torch.zeros(2, 4), None)]))
-    source = Pretrained("x", Path(), is_checkpoint=True)
-    told = exporting.compared_tokens(GPT(tiny(), 257), BytesTokenizer(), source)[1]
-    assert "https://***@host/corpus?***" in told
-    assert PASSWORD not in told
+    pretrained = Pretrained("x", Path(), is_checkpoint=True)
+    found = exporting.compared_tokens(GPT(tiny(), 257), BytesTokenizer(), pretrained)[1]
+    assert "https://***@host/corpus?***" in found
+    assert PASSWORD not in found
 
 
 def test_a_terminal_obeys_no_text_of_a_model(

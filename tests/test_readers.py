@@ -15,8 +15,8 @@ import pytest
 
 from accel_gpt.config.data import PrepareConfig, Source
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.text.documents import Skipped, documents, sample_texts, split_pieces
-from accel_gpt.text.readers import LONGEST_LINE, Share, json_lines
+from accel_gpt.text.documents import documents, sample_texts, split_pieces
+from accel_gpt.text.readers import LONGEST_LINE, Share, Skipped, json_lines
 
 ROWS = ["one", None, "", "two\nlines", "é 👍"]
 KEPT = ["one", "two\nlines", "é 👍"]
@@ -32,7 +32,7 @@ def read(path: Path, source: Source, **more: Any) -> list[str]:
 
 def after_skips(path: Path, source: Source) -> tuple[list[str], int]:
     """The texts, in order, and how many things were skipped."""
-    skipped = Skipped(loud=False)
+    skipped = Skipped(allowed=True, quiet=True)
     found = split_pieces(asked(path, source, skip_invalid=True), True, skipped=skipped)
     return [piece.text for piece in found], skipped.count
 

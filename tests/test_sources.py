@@ -27,17 +27,15 @@ from accel_gpt.data.bpe import pieces, stream_pieces
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.text.documents import (
     Piece,
-    Skipped,
-    describe_source,
     digest,
     documents,
     expected_bytes,
-    guess_source,
-    held_out,
     sample_texts,
+    split_of,
     split_pieces,
 )
-from accel_gpt.text.files import SUFFIXES, file_share, stdlib_files
+from accel_gpt.text.files import SUFFIXES, describe_source, file_share, guess_source, stdlib_files
+from accel_gpt.text.readers import Skipped
 
 
 def read(path: object, source: Source = "text", **more: Any) -> list[str]:
@@ -292,14 +290,14 @@ def test_many_texts_are_held_out_whole_by_their_content(tmp_path: Path) -> None:
     assert len(set(found)) == 200  # equal texts are in one split
     assert 20 <= sum(split == "val" for split, _ in set(found)) <= 60
     more = {text for split, text in set(found) if split == "val"}
-    assert all(held_out(digest(text.encode()), 0.5) for text in more)  # keeps those it had
+    assert all(split_of(digest(text.encode()), 0.5) == "val" for text in more)  # keeps those it had
 
 
 @pytest.mark.parametrize("fraction", [0.0005, 0.001, 0.01, 0.3, 0.999])
 def test_the_share_held_out_is_that_asked_for(fraction: float) -> None:
     """To a two-thousandth, not in 256ths: within five standard deviations of the binomial."""
     texts = 200_000
-    found = sum(held_out(digest(b"document %d" % i), fraction) for i in range(texts))
+    found = sum(split_of(digest(b"document %d" % i), fraction) == "val" for i in range(texts))
     deviation = (texts * fraction * (1 - fraction)) ** 0.5
     assert abs(found - texts * fraction) < 5 * deviation
 
@@ -587,12 +585,13 @@ def test_what_cannot_be_decoded_is_skipped_and_counted(
     (tmp_path / "b.txt").write_text("fine")
     (tmp_path / "c.txt").write_bytes(b"\xc3")
     config = PrepareConfig(source="text", path=str(tmp_path), skip_invalid=True)
-    skipped = Skipped()
+    skipped = Skipped(allowed=True)
     found = list(split_pieces(config, True, skipped=skipped))
     assert "".join(p.text for p in found) == "".join(documents(config)) == "fine"
     assert skipped.count == 2
-    assert "a.txt is not UTF-8: byte 0xff at offset 45" in skipped.first
-    assert capsys.readouterr().err.count("skipped, as") == 1
+    printed = capsys.readouterr().err
+    assert printed.count("skipped (") == 1
+    assert "a.txt is not UTF-8: byte 0xff at offset 45" in printed
     with pytest.raises(DataError, match=r"a\.txt is not UTF-8"):
         list(split_pieces(replace(config, skip_invalid=False), True))
 

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         merge(Path(options.out))
         return 0
     if options.source is None:
-        from accel_gpt.text.documents import guess_source
+        from accel_gpt.text.files import guess_source
 
         without_path: Source = "dataset" if options.dataset else "stdlib"
         values["source"] = guess_source(options.path) if options.path else without_path

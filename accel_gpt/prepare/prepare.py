@@ -332,7 +332,9 @@ def open_work(
     }
     documents, dropped, skipped = (journal.get(k, 0) for k in ("documents", "dropped", "skipped"))
     seen = open_seen(folder, documents, dropped) if config.dedupe else None
-    return Work(config, folder, tokenizer, journal, writers, seen, Skipped(skipped))
+    return Work(
+        config, folder, tokenizer, journal, writers, seen, Skipped(config.skip_invalid, skipped)
+    )
 
 
 def save_tokenizer(config: PrepareConfig, folder: Path) -> None:

@@ -3,32 +3,24 @@
 Sources: Python's own library, files of text, JSON lines, Parquet or Arrow, a Hub data set, standard
 input. All are read in bounded memory, in the same order every time, and from any `Position` on.
 
-Splits: of fewer than `FEW_TEXTS` text files the end of each is val, as nanoGPT does; otherwise a
-hash of a document holds it out whole, so that equal documents stay together.
+Splits: of fewer than `FEW_TEXTS` text files the end of each is val, as in nanoGPT; otherwise a hash
+of a document holds it out whole, so that equal documents stay together.
 Standard input (path "-") can be read once. As jsonl it is one object a line; as text every piece of
 about a megabyte is a text of its own, whose end is val, with end-of-text after each part.
 """
 
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.bpe import clean, pieces, stream_pieces
 from accel_gpt.errors import DataError, require
-from accel_gpt.text.files import (
-    check_source,
-    describe_source,
-    file_share,
-    files,
-    guess_source,
-    text_bytes,
-)
+from accel_gpt.text.files import check_source, file_share, files, text_bytes
 from accel_gpt.text.hub import hub_rows
 from accel_gpt.text.readers import (
-    Bad,
     Rows,
     Share,
     Skipped,
@@ -36,19 +28,16 @@ from accel_gpt.text.readers import (
     json_lines,
     read_rows,
     read_text,
-    refusal,
     text_start,
 )
 
-__all__ = ("Skipped", "describe_source", "guess_source")  # besides what is defined here
-
 BATCH_CHARACTERS = 1_000_000  # of text given to a process at once
-FEW_TEXTS = 100  # below this many texts, each is parted at its end instead of held out whole
+FEW_TEXTS = 100  # fewer texts are cut near their end instead of held out whole
 STDIN = "standard input"
 SPLITS = ("train", "val")
 
 Position = tuple[int, int, int]
-"""Where reading goes on: number of the file (0 for a data set and standard input); offset in its
+"""Where to resume reading: number of the file (0 for a data set and standard input); offset in its
 UTF-8 text, or number of the row in it; pieces of that row already given. JSON-able, in order."""
 
 
@@ -75,17 +64,17 @@ def split_pieces(
     """Pieces of the documents of machine `rank` of `world`, those after position `start`.
 
     `cut_long`: documents in pieces of about `BATCH_CHARACTERS` (see `bpe.pieces`), otherwise whole.
-    `skipped` counts what is left out where config.skip_invalid is set.
+    `skipped` counts what is skipped where config.skip_invalid is set.
     Raises `UserError` when there is nothing to read, `DataError` when a file cannot be decoded.
     """
-    bad = refusal(config, Skipped() if skipped is None else skipped)
+    skipped = skipped or Skipped(config.skip_invalid)
     if is_text(config):
-        return text_pieces(config, cut_long, start, rank, world, bad)
-    return row_pieces(config, cut_long, start, rank, world, bad)
+        return text_pieces(config, cut_long, start, rank, world, skipped)
+    return row_pieces(config, cut_long, start, rank, world, skipped)
 
 
-def documents(config: PrepareConfig) -> Iterator[str]:
-    """The texts of the source in order, long ones in pieces of about `BATCH_CHARACTERS`.
+def documents(config: PrepareConfig, size: int = BATCH_CHARACTERS) -> Iterator[str]:
+    """The texts of the source in order, long ones in pieces of about `size` characters.
 
     Raises as `split_pieces`, and `UserError` for standard input, which could not be read again.
     """
@@ -96,7 +85,7 @@ def documents(config: PrepareConfig) -> Iterator[str]:
         "data.prepare.tokenizer such as gpt2 or the path of a tokenizer.json",
     )
     check_source(config)
-    return all_texts(config, BATCH_CHARACTERS)
+    return all_texts(config, size)
 
 
 def sample_texts(config: PrepareConfig, size: int) -> Iterator[str]:
@@ -105,15 +94,15 @@ def sample_texts(config: PrepareConfig, size: int) -> Iterator[str]:
     They are spread evenly over the source, all of which is read; where its amount is not known
     beforehand (a data set) they are its beginning. Raises as `documents`.
     """
-    documents(config)  # for its errors
+    texts = documents(config, min(BATCH_CHARACTERS, max(1, size // 16)))
     total = None if config.source == "dataset" else sum(map(text_bytes, files(config)))
     keep = 1.0 if total is None else min(1.0, size / max(total, 1))
     limit = size if keep == 1 else 2 * size  # the total of compressed files is a guess
     given, owed = 0, 0.0
-    for number, text in enumerate(all_texts(config, min(BATCH_CHARACTERS, max(1, size // 16)))):
+    for number, text in enumerate(texts):
         length = len(text.encode())
         owed += keep * length
-        if keep < 1 and owed < length * share_of(digest(str(number).encode())):
+        if keep < 1 and owed < length * as_fraction(digest(str(number).encode())):
             continue
         owed -= length
         given += length
@@ -128,29 +117,15 @@ def expected_bytes(config: PrepareConfig, rank: int = 0, world: int = 1) -> int 
     if config.source == "dataset" or config.path == "-":
         return None
     paths = files(config)
-    sizes = [path.stat().st_size for path in paths]
     if not is_text(config):
         return None
-    enough_files(config, len(paths), world)
-    return sum(sizes[unit] for unit in file_share(sizes, rank, world))
+    return sum(paths[i].stat().st_size for i in text_share(config, paths, rank, world))
 
 
 def is_text(config: PrepareConfig) -> bool:
     """Whether each file of the source is one text."""
     check_source(config)
     return config.source in ("stdlib", "text") and config.path != "-"
-
-
-# --------------------------------------------------------------------------- machines
-
-
-def enough_files(config: PrepareConfig, count: int, world: int) -> None:
-    """Each machine needs a text file."""
-    require(
-        count >= world,
-        f"{config.path or config.source} has {count} text files, too few for {world} machines: "
-        f"each needs one at least; use {count} machines or cut the text into {world} files",
-    )
 
 
 # --------------------------------------------------------------------------- text files
@@ -165,29 +140,46 @@ class Part(NamedTuple):
     key: bytes
 
 
+def text_share(config: PrepareConfig, paths: list[Path], rank: int, world: int) -> range:
+    """Numbers of the text files of machine `rank`; each machine needs one."""
+    require(
+        len(paths) >= world,
+        f"{config.path or config.source} has {len(paths)} text files, too few for {world} "
+        f"machines: each needs one at least; use {len(paths)} machines or cut the text into "
+        f"{world} files",
+    )
+    return file_share([path.stat().st_size for path in paths], rank, world)
+
+
 def text_pieces(
-    config: PrepareConfig, cut_long: bool, start: Position, rank: int, world: int, bad: Bad
+    config: PrepareConfig, cut_long: bool, start: Position, rank: int, world: int, skipped: Skipped
 ) -> Iterator[Piece]:
-    """Pieces of text files, each of which is read once before, to part it."""
-    paths = files(config)
-    enough_files(config, len(paths), world)
-    sizes = [path.stat().st_size for path in paths]
-    for unit in file_share(sizes, rank, world):
+    """Pieces of text files. Each file is read twice: first to find its splits."""
+    paths, source = files(config), str(config.source)
+    for unit in text_share(config, paths, rank, world):
         if unit < start[0]:
             continue
+        path = paths[unit]
         try:
-            parts = text_parts(config, paths[unit], len(paths) < FEW_TEXTS)
+            parts = text_parts(config, path, len(paths) < FEW_TEXTS)
         except DataError as error:
-            bad(str(error))
+            skipped.add(str(error))
             continue
         for part in parts:
             begin = max(part.start, start[1] if unit == start[0] else 0)
-            if begin < part.end:
-                yield from part_pieces(config, cut_long, unit, paths[unit], part, begin)
+            if begin >= part.end:
+                continue
+            chunks = read_text(source, path, begin, part.end)
+            long = stream_pieces(chunks, BATCH_CHARACTERS, path) if cut_long else None
+            for text in long or ["".join(chunks)]:
+                first, begin = begin == part.start, begin + len(text.encode())
+                last = begin == part.end
+                yield Piece(part.split, text, first, last, part.key, (unit, begin, 0))
+            require(begin == part.end, f"{path} changed while it was read; start again")
 
 
 def text_parts(config: PrepareConfig, path: Path, few: bool) -> list[Part]:
-    """The documents in a text file that are not empty: the file, or of `few` its begin and end."""
+    """The documents in a text file that are not empty: the file, or of `few` its train and val."""
     source, cut = str(config.source), sys.maxsize
     begin = text_start(source, path)
     if few:
@@ -199,68 +191,55 @@ def text_parts(config: PrepareConfig, path: Path, few: bool) -> list[Part]:
             hashes[i].update(data)
             sizes[i] += len(data)
         cut = max(0, cut - len(chunk))
-    keys = [one.digest() for one in hashes]
-    splits = ("train", "val") if few else (split_of(keys[0], config), "")
+    train, val = (one.digest() for one in hashes)
     middle = begin + sizes[0]
-    parts = [Part(splits[0], begin, middle, keys[0])]
-    parts.append(Part(splits[1], middle, middle + sizes[1], keys[1]))
+    parts = [
+        Part("train" if few else split_of(train, config.val_fraction), begin, middle, train),
+        Part("val", middle, middle + sizes[1], val),
+    ]
     return [part for part in parts if part.start < part.end]
-
-
-def part_pieces(
-    config: PrepareConfig, cut_long: bool, unit: int, path: Path, part: Part, begin: int
-) -> Iterator[Piece]:
-    """Pieces of a document in a text file from byte `begin` on."""
-    chunks: Iterable[str] = read_text(str(config.source), path, begin, part.end)
-    texts = stream_pieces(chunks, BATCH_CHARACTERS, path) if cut_long else ["".join(chunks)]
-    for text in texts:
-        first, begin = begin == part.start, begin + len(text.encode())
-        yield Piece(part.split, text, first, begin == part.end, part.key, (unit, begin, 0))
-    require(begin == part.end, f"{path} changed while it was read; start again")
 
 
 # --------------------------------------------------------------------------- rows
 
 
 def row_pieces(
-    config: PrepareConfig, cut_long: bool, start: Position, rank: int, world: int, bad: Bad
+    config: PrepareConfig, cut_long: bool, start: Position, rank: int, world: int, skipped: Skipped
 ) -> Iterator[Piece]:
     """Pieces of the rows of files, a data set or standard input."""
-    for unit, rows in row_units(config, start, rank, world, bad):
+    for unit, rows in row_units(config, start, rank, world, skipped):
         for row, text in rows:
             found = document_pieces(config, cut_long, unit, row, clean(text))
             yield from found[start[2] if (unit, row) == start[:2] else 0 :]
 
 
 def row_units(
-    config: PrepareConfig, start: Position, rank: int, world: int, bad: Bad
+    config: PrepareConfig, start: Position, rank: int, world: int, skipped: Skipped
 ) -> Iterator[tuple[int, Rows]]:
     """(number, rows) of each file from `start` on: whole files, or of too few every world-th row.
 
     Of a data set and standard input every world-th row, too (but see `hub_rows`).
     """
     if config.source == "dataset":
-        yield 0, hub_rows(config, start[1], rank, world, bad)
+        yield 0, hub_rows(config, start[1], rank, world, skipped.add)
     elif config.path == "-":
-        yield 0, stdin_rows(config, Share(start[1], rank, world), bad)
+        yield 0, stdin_rows(config, Share(start[1], rank, world), skipped)
     else:
         paths = files(config)
-        sizes = [path.stat().st_size for path in paths]
         whole = len(paths) >= world
+        sizes = [path.stat().st_size for path in paths]
         for unit in file_share(sizes, rank, world) if whole else range(len(paths)):
             if unit >= start[0]:
                 begin = start[1] if unit == start[0] else 0
                 share = Share(begin) if whole else Share(begin, (rank - unit) % world, world)
-                yield (
-                    unit,
-                    read_rows(str(config.source), paths[unit], config.text_field, share, bad),
-                )
+                source, field = str(config.source), config.text_field
+                yield unit, read_rows(source, paths[unit], field, share, skipped.add)
 
 
-def stdin_rows(config: PrepareConfig, share: Share, bad: Bad) -> Rows:
+def stdin_rows(config: PrepareConfig, share: Share, skipped: Skipped) -> Rows:
     """Lines of JSON, or pieces of about `BATCH_CHARACTERS` of a text."""
     if config.source == "jsonl":
-        yield from json_lines(sys.stdin.buffer, STDIN, config.text_field, share, bad)
+        yield from json_lines(sys.stdin.buffer, STDIN, config.text_field, share, skipped.add)
         return
     chunks = decoded(sys.stdin.buffer, STDIN, 0)
     try:
@@ -268,33 +247,36 @@ def stdin_rows(config: PrepareConfig, share: Share, bad: Bad) -> Rows:
             if share.has(row):
                 yield row, text.removeprefix("\ufeff") if row == 0 else text
     except DataError as error:
-        bad(f"{error}; what follows cannot be read either")
+        skipped.add(f"{error}; what follows cannot be read either")
 
 
 def document_pieces(
     config: PrepareConfig, cut_long: bool, unit: int, row: int, text: str
 ) -> list[Piece]:
-    """The pieces of a row; a piece of standard input is parted at its end, as a text file is."""
-    parted = config.source == "text"
-    cut = int(len(text) * (1 - config.val_fraction)) if parted else len(text)
-    texts: list[tuple[str, str, bool, bool, bytes]] = []
-    for i, part in enumerate((text[:cut], text[cut:])):
+    """The pieces of a row; a piece of standard input is cut near its end, as a text file is."""
+    parts = [("", text)]
+    if config.source == "text":
+        cut = int(len(text) * (1 - config.val_fraction))
+        parts, cut_long = [("train", text[:cut]), ("val", text[cut:])], False
+    found: list[Piece] = []
+    for split, part in parts:
         if part:
             key = digest(part.encode())
-            split = ("train", "val")[i] if parted else split_of(key, config)
-            cuts = cut_long and not parted
-            found = list(pieces(part, BATCH_CHARACTERS)) if cuts else [part]
-            last = len(found) - 1
-            texts += [(split, one, j == 0, j == last, key) for j, one in enumerate(found)]
-    ends = [(unit, row, i) for i in range(1, len(texts))]
-    return [Piece(*one, end) for one, end in zip(texts, [*ends, (unit, row + 1, 0)], strict=False)]
+            named = split or split_of(key, config.val_fraction)
+            texts = list(pieces(part, BATCH_CHARACTERS)) if cut_long else [part]
+            for i, one in enumerate(texts):
+                after = (unit, row, len(found) + 1)
+                found.append(Piece(named, one, i == 0, i == len(texts) - 1, key, after))
+    if found:
+        found[-1] = found[-1]._replace(after=(unit, row + 1, 0))
+    return found
 
 
 def all_texts(config: PrepareConfig, size: int) -> Iterator[str]:
     """The texts of the source, in pieces of about `size` characters."""
-    bad = refusal(config, Skipped(loud=False))
+    skipped = Skipped(config.skip_invalid, quiet=True)
     if not is_text(config):
-        for _, rows in row_units(config, (0, 0, 0), 0, 1, bad):
+        for _, rows in row_units(config, (0, 0, 0), 0, 1, skipped):
             for _, text in rows:
                 yield from pieces(clean(text), size) if text else ()
         return
@@ -305,7 +287,7 @@ def all_texts(config: PrepareConfig, size: int) -> Iterator[str]:
             if config.skip_invalid:
                 sum(map(len, read_text(source, path, begin)))
         except DataError as error:
-            bad(str(error))
+            skipped.add(str(error))
             continue
         found = stream_pieces(read_text(source, path, begin), size, path)
         yield from (text for text in found if text)
@@ -320,22 +302,17 @@ def new_hash() -> "hashlib.blake2b":
 
 
 def digest(data: bytes) -> bytes:
-    """8 bytes that tell a document, given as UTF-8, from others."""
+    """8 bytes that differ between documents, given as UTF-8."""
     found = new_hash()
     found.update(data)
     return found.digest()
 
 
-def share_of(key: bytes) -> float:
+def as_fraction(key: bytes) -> float:
     """A digest as a number from 0 to 1."""
     return int.from_bytes(key, "big") / 2**64
 
 
-def held_out(key: bytes, fraction: float) -> bool:
-    """True for a share `fraction` of all texts, decided by the text's digest alone."""
-    return int.from_bytes(key, "big") < fraction * 2**64
-
-
-def split_of(key: bytes, config: PrepareConfig) -> str:
-    """Split of a document that is not parted."""
-    return "val" if held_out(key, config.val_fraction) else "train"
+def split_of(key: bytes, val_fraction: float) -> str:
+    """val for a share `val_fraction` of all documents, decided by the digest alone."""
+    return "val" if int.from_bytes(key, "big") < val_fraction * 2**64 else "train"

@@ -1,4 +1,4 @@
-"""Which files a source consists of, in order, and which of them a machine reads.
+"""The files of a source, in order, and which of them each machine reads.
 
 Downloads go to ~/.cache/accel_gpt (or $XDG_CACHE_HOME/accel_gpt).
 """
@@ -17,12 +17,12 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from accel_gpt.config.data import PrepareConfig, Source
 from accel_gpt.data.remote.stores import http_request
 from accel_gpt.errors import DataError, UserError, require
-from accel_gpt.files import read_json as read_any_json
+from accel_gpt.files import read_json
 
 # Endings of the files that a folder is searched for; a file given by name may have any.
 SUFFIXES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
@@ -48,12 +48,11 @@ KEPT_FREE = 1 << 30  # bytes that a download of unknown size leaves free
 
 
 def check_source(config: PrepareConfig) -> None:
-    """Whether this module reads such a source."""
-    readable = "stdlib, text, jsonl, parquet, arrow or dataset"
+    """`UserError` for a source that is not text, or not of standard input."""
     require(
         config.source not in (None, "shards"),
-        f"data.prepare.source is {'not set' if config.source is None else config.source}; for text "
-        f"give {readable}, otherwise an existing folder as data.train",
+        f"data.prepare.source is {config.source or 'not set'}; for text give stdlib, text, jsonl, "
+        "parquet, arrow or dataset, otherwise an existing folder as data.train",
     )
     require(
         config.path != "-" or config.source in ("text", "jsonl"),
@@ -99,8 +98,10 @@ def text_bytes(path: Path) -> int:
 
 
 def describe_source(config: PrepareConfig, times: bool = True) -> str:
-    """A fingerprint (SHA-256 in hex) of what is read: names, sizes and, if asked, times of change
-    of files in their order, of a download its URL; the id of a data set. Empty for standard input.
+    """A fingerprint (SHA-256 in hex) of what is read, empty for standard input.
+
+    Of files it covers names, sizes and, with `times`, times of change; of a download URL and size;
+    of a data set its id.
     """
     check_source(config)
     if config.path == "-":
@@ -138,10 +139,10 @@ def stdlib_files() -> list[Path]:
     """Python sources of the running interpreter's library, without tests."""
     root = Path(sysconfig.get_path("stdlib"))
     found = walk(root, (".py",), STDLIB_SKIP)
-    if not found:
-        raise UserError(
-            f"this Python has no library sources in {root}; choose another data.prepare.source"
-        )
+    require(
+        bool(found),
+        f"this Python has no library sources in {root}; choose another data.prepare.source",
+    )
     return found
 
 
@@ -159,79 +160,60 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> list[Path]:
     """The files that `path` (file, folder, glob or URL) stands for, sorted."""
     if is_url(path):
         return [download(path)]
-    place = Path(path).expanduser()
-    if place.is_file():
-        return [place]
-    if place.is_dir():
-        if found := walk(place, suffixes):
-            return found
-        raise UserError(
-            f"data.prepare.path is the folder {path}, which holds no file ending in "
-            f"{' '.join(suffixes)}; give a glob such as {path.rstrip('/')}/* to take others"
-        )
-    if not glob.has_magic(path):
-        raise UserError(
-            f"data.prepare.path is {path}, which does not exist (looked for {place.absolute()}); "
-            "give a file, a folder, a glob or an http(s) URL"
-        )
-    found = [Path(name) for name in sorted(glob.glob(str(place), recursive=True))]
-    found = [file for file in found if file.is_file()]
-    if not found:
-        raise UserError(
-            f"data.prepare.path is {path}, which matches no file (looked from {Path.cwd()}); "
-            "give a file, a folder, a glob or an http(s) URL"
-        )
+    given, remedy = Path(path).expanduser(), "give a file, a folder, a glob or an http(s) URL"
+    if given.is_file():
+        return [given]
+    if given.is_dir():
+        found = walk(given, suffixes)
+        problem = f"the folder {path}, which holds no file ending in {' '.join(suffixes)}"
+        remedy = f"give a glob such as {path.rstrip('/')}/* to take others"
+    elif glob.has_magic(path):
+        names = sorted(glob.glob(str(given), recursive=True))
+        found = [file for file in map(Path, names) if file.is_file()]
+        problem = f"{path}, which matches no file (looked from {Path.cwd()})"
+    else:
+        found = []
+        problem = f"{path}, which does not exist (looked for {given.absolute()})"
+    require(bool(found), f"data.prepare.path is {problem}; {remedy}")
     return found
 
 
 def saved_files(path: str, split: str) -> list[Path] | None:
-    """The files of a folder that `datasets` wrote by save_to_disk, None for other places.
+    """The files of a folder that `datasets` wrote by save_to_disk, None for other folders.
 
     Other Arrow files in it are caches of derived data; of several splits `split` is meant.
     """
     folder = Path(path).expanduser()
-    if (folder / "dataset_dict.json").is_file():
-        held = read_json(folder / "dataset_dict.json").get("splits")
-        held = held if isinstance(held, list) else []
-        if split not in held:
-            raise UserError(
-                f"data.prepare.dataset_split is {split}, which {path} does not have; it has "
-                f"{', '.join(map(str, held))}"
-            )
-        folder = folder / split
-    if not (folder / "state.json").is_file():
-        return None
-    state = folder / "state.json"
-    named = read_json(state).get("_data_files") or []
-    return [saved_file(state, entry) for entry in (named if isinstance(named, list) else [named])]
-
-
-def saved_file(state: Path, entry: object) -> Path:
-    """The file beside `state` that an entry of it names."""
-    name = entry.get("filename") if isinstance(entry, Mapping) else None
-    if not isinstance(name, str) or "\0" in name or name != Path(name).name or "\\" in name:
-        raise DataError(
-            f"{state} has the entry {entry!r:.80}; expected the name of a file beside it"
-        )
-    if not (state.parent / name).is_file():
-        raise DataError(
-            f"{state} names {name}, which is not in {state.parent}; copy the whole folder"
-        )
-    return state.parent / name
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a small JSON file."""
     try:
-        return dict(read_any_json(path))
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path} is not the file that save_to_disk writes: {error}") from None
+        if (folder / "dataset_dict.json").is_file():
+            held = list(map(str, read_json(folder / "dataset_dict.json")["splits"]))
+            require(
+                split in held,
+                f"data.prepare.dataset_split is {split}, which {path} does not have; it has "
+                f"{', '.join(held)}",
+            )
+            folder /= split
+        state = folder / "state.json"
+        if not state.is_file():
+            return None
+        found = [state.with_name(part["filename"]) for part in read_json(state)["_data_files"]]
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{folder / 'state.json'} or dataset_dict.json is not as save_to_disk writes it "
+            f"({error!r:.80}); copy the whole folder again"
+        ) from None
+    for file in found:
+        if not file.is_file():
+            raise DataError(f"{state} names {file.name}, which is missing; copy the whole folder")
+    return found
 
 
 def guess_source(path: str) -> Source:
     """What `path` holds, by the endings of its files: of several kinds the one with most bytes.
 
-    Bare .json beside other kinds does not count: it describes them. What is left out is told.
+    Bare .json beside other kinds does not count: it describes them. What is left out is printed.
     Raises `UserError` when no ending is known, and for standard input, which has none.
     """
     require(
@@ -240,30 +222,32 @@ def guess_source(path: str) -> Source:
         "text or --source jsonl",
     )
     check_path(path)
-    place = Path(path).expanduser()
-    if any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
+    folder = Path(path).expanduser()
+    if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return "arrow"
     if is_url(path):
-        sizes = {path.split("?")[0].split("#")[0]: 1}
+        sizes = {path.split("?")[0].split("#")[0].lower(): 1}
     else:
         endings = tuple(ending for known in SUFFIXES.values() for ending in known)
-        sizes = {str(file): file.stat().st_size for file in find_files(path, endings)}
-    amount, count = dict.fromkeys(SUFFIXES, 0), dict.fromkeys(SUFFIXES, 0)
-    bare = all(name.lower().endswith(".json") for name in sizes)
-    for name, size in sizes.items():
-        for source, known in SUFFIXES.items():
-            count[source] += name.lower().endswith(known)
-            if bare or not name.lower().endswith(".json"):
-                amount[source] += (size + 1) * name.lower().endswith(known)
-    best = max(amount, key=amount.__getitem__)
-    if amount[best] and count[best] < len(sizes):
-        left_out = len(sizes) - count[best]
-        sys.stderr.write(f"reading {count[best]} files as {best}; {left_out} others left out\n")
-    if not amount[best]:
-        raise UserError(
-            f"data.prepare.path is {path}, whose ending does not tell what it holds; set "
-            "data.prepare.source to text, jsonl, parquet or arrow"
+        sizes = {str(file).lower(): file.stat().st_size for file in find_files(path, endings)}
+    bare = all(name.endswith(".json") for name in sizes)
+    amount = {
+        source: sum(
+            size + 1
+            for name, size in sizes.items()
+            if name.endswith(known) and (bare or not name.endswith(".json"))
         )
+        for source, known in SUFFIXES.items()
+    }
+    best = max(amount, key=amount.__getitem__)
+    require(
+        amount[best] > 0,
+        f"data.prepare.path is {path}, whose ending does not tell what it holds; set "
+        "data.prepare.source to text, jsonl, parquet or arrow",
+    )
+    count = sum(name.endswith(SUFFIXES[best]) for name in sizes)
+    if count < len(sizes):
+        sys.stderr.write(f"reading {count} files as {best}; {len(sizes) - count} others left out\n")
     return cast(Source, best)
 
 
@@ -276,7 +260,7 @@ def is_url(path: str) -> bool:
 
 
 def download(url: str) -> Path:
-    """The file at `url`, fetched once."""
+    """The file at `url`, downloaded once."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accel_gpt"
     name = re.sub(r"[^A-Za-z0-9._-]", "_", url.split("?")[0].rstrip("/").rpartition("/")[2])
     target = cache / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{name}"
@@ -285,7 +269,18 @@ def download(url: str) -> Path:
     temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        fetch(url, temporary)
+        request = http_request(urllib.parse.urlsplit(url))
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as body, temporary.open("wb") as file:
+            size = body.headers.get("Content-Length")
+            while data := body.read(CHUNK):
+                file.write(data)
+                if size is None and shutil.disk_usage(cache).free < KEPT_FREE:
+                    raise OSError(
+                        f"its server sends no size, and after {file.tell():,} bytes less than "
+                        f"{KEPT_FREE:,} are free on the disk"
+                    )
+            if size is not None and file.tell() != int(size):
+                raise OSError(f"it broke off after {file.tell()} of {size} bytes")
         temporary.rename(target)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise UserError(
@@ -295,19 +290,3 @@ def download(url: str) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return target
-
-
-def fetch(url: str, target: Path) -> None:
-    """Write the content of `url` to `target`; an answer that breaks off is an `OSError`."""
-    request = http_request(urllib.parse.urlsplit(url))
-    with urllib.request.urlopen(request, timeout=TIMEOUT) as answer, target.open("wb") as file:
-        expected = answer.headers.get("Content-Length")
-        while data := answer.read(CHUNK):
-            file.write(data)
-            if expected is None and shutil.disk_usage(target.parent).free < KEPT_FREE:
-                raise OSError(
-                    f"its server does not tell its size, and after {file.tell():,} bytes less than "
-                    f"{KEPT_FREE:,} are free on the disk"
-                )
-        if expected is not None and file.tell() != int(expected):
-            raise OSError(f"it broke off after {file.tell()} of {expected} bytes")

@@ -8,12 +8,12 @@ from accel_gpt.errors import UserError
 
 
 def hub_rows(
-    config: PrepareConfig, start: int, rank: int, world: int, bad: Callable[[str], None]
+    config: PrepareConfig, start: int, rank: int, world: int, skip: Callable[[str], None]
 ) -> Iterator[tuple[int, str]]:
     """(number, text) of the rank's rows of a Hub data set from number `start` on, as they come.
 
     A data set of at least `world` files gives each rank whole files, and rows are numbered among
-    those; of others a rank gets every `world`-th row. `bad` is told of values that are not text.
+    those; of others a rank gets every `world`-th row. `skip` is called for values that are no text.
     """
     field, where = config.text_field, f"data set {config.dataset}"
     try:
@@ -41,7 +41,7 @@ def hub_rows(
             if row[field] is None or isinstance(row[field], str):
                 yield number, row[field] or ""
             else:
-                bad(f"row {number} of {where} has {row[field]!r:.50} in column {field}, not text")
+                skip(f"row {number} of {where} has {row[field]!r:.50} in column {field}, not text")
     except UserError:
         raise
     except Exception as error:  # of datasets, pyarrow, fsspec, huggingface_hub, httpx

@@ -2,7 +2,8 @@
 
 Text files are read by byte offset, the others by row, counted from 0; a null is an empty text.
 Memory: a chunk or a batch of rows of about `BATCH_BYTES`, and the longest row.
-`bad` is told of each thing that cannot be decoded; it raises `DataError`, or lets it be skipped.
+`skip` is called with a sentence for each thing that cannot be decoded; it raises `DataError`, or
+returns, and reading goes on after it.
 """
 
 import codecs
@@ -18,51 +19,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.bpe import clean
 from accel_gpt.errors import DataError, UserError
 
-Bad = Callable[[str], None]
+Skip = Callable[[str], None]
 Rows = Iterator[tuple[int, str]]
 
 CHUNK = 1 << 20  # bytes of a text file read at once
 BATCH_BYTES = 8 << 20  # of a Parquet column, decoded at once
 BATCH_ROWS = 256
-# What gzip and Arrow raise for files that are not what they should be.
+# What gzip and Arrow raise for files that are damaged.
 DAMAGE = (EOFError, OSError, zlib.error, ValueError, NotImplementedError, KeyError, MemoryError)
 LONGEST_LINE = 64 << 20  # bytes; assumption: a longer line is no document but a bomb or a blob
 
 
 @dataclass
 class Skipped:
-    """What `skip_invalid` left out: how many, and the first one's message, told on stderr."""
+    """What cannot be decoded: an error, or, where it is `allowed`, counted and skipped."""
 
+    allowed: bool
     count: int = 0
-    first: str = ""
-    loud: bool = True
+    quiet: bool = False
 
     def add(self, message: str) -> None:
-        """Count one more."""
-        if self.count == 0:
-            self.first = message
-            if self.loud:
-                sys.stderr.write(f"skipped, as data.prepare.skip_invalid says: {message}\n")
+        """Count one more thing; the first one is reported on stderr unless `quiet`."""
+        if not self.allowed:
+            raise DataError(message) from None
+        if self.count == 0 and not self.quiet:
+            sys.stderr.write(f"skipped (data.prepare.skip_invalid is set): {message}\n")
         self.count += 1
 
 
-def refusal(config: PrepareConfig, skipped: Skipped) -> Bad:
-    """What is done about a thing that cannot be decoded."""
-
-    def bad(message: str) -> None:
-        if not config.skip_invalid:
-            raise DataError(message) from None
-        skipped.add(message)
-
-    return bad
-
-
 class Share(NamedTuple):
-    """The rows that are wanted: from number `start`, those that leave `rest` modulo `parts`."""
+    """The rows that are wanted: from number `start`, those that are `rest` modulo `parts`."""
 
     start: int = 0
     rest: int = 0
@@ -87,19 +76,23 @@ def text_start(source: str, path: Path) -> int:
 def read_text(source: str, path: Path, start: int, end: int | None = None) -> Iterator[str]:
     """Bytes `start` to `end` of a text file as text, line ends included, in chunks.
 
-    Of Python's library: of the file's text as UTF-8, by its declared encoding; empty if it has
-    another. Raises `DataError` naming the first byte that is not UTF-8.
+    Of Python's library: of the file's text as UTF-8, by its declared encoding; empty if that is
+    wrong. Raises `DataError` naming the first byte that is not UTF-8.
     """
-    if source == "stdlib":
-        yield library_text(path).encode()[start:end].decode()
-        return
     with opened(path) as file:
-        file.seek(start)
-        yield from decoded(file, path, start, end)
+        if source == "stdlib":
+            try:
+                with tokenize.open(path) as decoded_file:
+                    yield clean(decoded_file.read()).encode()[start:end].decode()
+            except (SyntaxError, UnicodeDecodeError):
+                yield ""
+        else:
+            file.seek(start)
+            yield from decoded(file, path, start, end)
 
 
 def decoded(file: BinaryIO, where: object, start: int, end: int | None = None) -> Iterator[str]:
-    """UTF-8 from a file that stands at offset `start`, until `end`, in chunks."""
+    """UTF-8 from a file that is at offset `start`, until `end`, in chunks."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     data = b"first"
     while data:
@@ -108,22 +101,9 @@ def decoded(file: BinaryIO, where: object, start: int, end: int | None = None) -
         try:
             text = decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
-            offset = start - len(error.object) + error.start
-            raise DataError(
-                f"{where} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset}; "
-                "convert it first, for example with iconv -t UTF-8"
-            ) from None
+            raise not_utf8(where, error, start - len(error.object)) from None
         if text:
             yield text
-
-
-def library_text(path: Path) -> str:
-    """A Python source by its declared encoding, empty when that is wrong."""
-    try:
-        with opened(path), tokenize.open(path) as file:
-            return clean(file.read())
-    except (SyntaxError, UnicodeDecodeError):
-        return ""
 
 
 @contextmanager
@@ -136,30 +116,38 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
+def not_utf8(where: object, error: UnicodeDecodeError, offset: int, detail: str = "") -> DataError:
+    """The error for bytes that are not UTF-8, of which the first decoded lay at `offset`."""
+    return DataError(
+        f"{where} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset "
+        f"{offset + error.start}{detail}; convert it first, for example with iconv -t UTF-8"
+    )
+
+
 # --------------------------------------------------------------------------- rows
 
 
-def read_rows(source: str, path: Path, field: str, share: Share, bad: Bad) -> Rows:
+def read_rows(source: str, path: Path, field: str, share: Share, skip: Skip) -> Rows:
     """(number, text) of the wanted rows of a jsonl, parquet or arrow file.
 
-    Raises `UserError` for a column that is not there. After damage that `bad` lets pass the rest
-    of the file is left out.
+    Raises `UserError` for a column that is not there. After damage that may be skipped the rest of
+    the file is left out.
     """
     read = {"jsonl": jsonl_file, "parquet": parquet_file, "arrow": arrow_file}[source]
     try:
         if path.stat().st_size:
-            yield from read(path, field, share, bad)
+            yield from read(path, field, share, skip)
     except UserError:
         raise
     except DAMAGE as error:
         message = f"{path} cannot be read as {source}, or not to its end: {error}"
         if isinstance(error, OSError) and error.errno:
             raise DataError(message) from None
-        bad(f"{message}; expected a whole {source} file: make or download it again")
+        skip(f"{message}; expected a whole {source} file: make or download it again")
 
 
 def need_pyarrow(what: object) -> Any:
-    """The package, or a sentence."""
+    """The package pyarrow; `UserError` where it is missing."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -169,7 +157,7 @@ def need_pyarrow(what: object) -> Any:
     return pyarrow
 
 
-def not_there(field: str, where: object, columns: list[str]) -> UserError:
+def no_column(field: str, where: object, columns: list[str]) -> UserError:
     """The error for a missing column."""
     return UserError(
         f"data.prepare.text_field is {field!r}, which {where} does not have; its columns: "
@@ -180,85 +168,72 @@ def not_there(field: str, where: object, columns: list[str]) -> UserError:
 # --------------------------------------------------------------------------- JSON lines
 
 
-def jsonl_file(path: Path, field: str, share: Share, bad: Bad) -> Rows:
+def jsonl_file(path: Path, field: str, share: Share, skip: Skip) -> Rows:
     """Rows of a file of JSON lines, plain, .gz or .zst."""
     name = path.name.lower()
     with path.open("rb") as raw:
+        file: BinaryIO = raw
         if name.endswith(".gz"):
-            with gzip.open(raw) as unzipped:
-                yield from json_lines(cast(BinaryIO, unzipped), path, field, share, bad)
+            file = cast(BinaryIO, gzip.GzipFile(fileobj=raw))
         elif name.endswith(".zst"):
             stream = need_pyarrow(path).CompressedInputStream(raw, "zstd")
-            with io.BufferedReader(stream, CHUNK) as file:
-                yield from json_lines(file, path, field, share, bad)
-        else:
-            yield from json_lines(raw, path, field, share, bad)
+            file = cast(BinaryIO, io.BufferedReader(stream, CHUNK))
+        with file:
+            yield from json_lines(file, path, field, share, skip)
 
 
-def json_lines(file: BinaryIO, where: object, field: str, share: Share, bad: Bad) -> Rows:
+def json_lines(file: BinaryIO, where: object, field: str, share: Share, skip: Skip) -> Rows:
     """Rows of JSON lines; a line ends with a line feed, and one of white space is no row."""
     number = row = offset = 0
     while line := file.readline(LONGEST_LINE + 1):
         number += 1
-        size, bomb = len(line), len(line) > LONGEST_LINE
-        if bomb or not line.isspace():
-            if not share.has(row):
-                pass
-            elif bomb:
-                bad(
-                    f"line {number} of {where} is longer than {LONGEST_LINE:,} bytes; expected a "
-                    "JSON object in each line"
-                )
-            else:
-                text = json_text(line, offset, number, where, field, bad)
-                if text is not None:
-                    yield row, text
+        size, too_long = len(line), len(line) > LONGEST_LINE
+        if too_long or not line.isspace():
+            if share.has(row):
+                try:
+                    yield row, json_text(line, offset, number, where, field)
+                except DataError as error:
+                    skip(str(error))
             row += 1
-        while bomb and line and not line.endswith(b"\n"):
+        while too_long and line and not line.endswith(b"\n"):
             line = file.readline(CHUNK)
             size += len(line)
         offset += size
 
 
-def json_text(
-    line: bytes, offset: int, number: int, where: object, field: str, bad: Bad
-) -> str | None:
-    """Text of line `number`, which begins at `offset`; None when it is skipped."""
-    try:
-        text = line.decode("utf-8")
-        row = json.loads(text.removeprefix("\ufeff") if offset == 0 else text)
-    except UnicodeDecodeError as error:
-        bad(
-            f"{where} is not UTF-8: byte 0x{line[error.start]:02x} at offset "
-            f"{offset + error.start}, in line {number}; convert it first, for example with iconv "
-            "-t UTF-8"
+def json_text(line: bytes, offset: int, number: int, where: object, field: str) -> str:
+    """Text of line `number`, which begins at `offset`; `DataError` where there is none."""
+    if len(line) > LONGEST_LINE:
+        raise DataError(
+            f"line {number} of {where} is longer than {LONGEST_LINE:,} bytes; expected a JSON "
+            "object in each line"
         )
-        return None
+    try:
+        row = json.loads(line.decode("utf-8").removeprefix("\ufeff"))
+    except UnicodeDecodeError as error:
+        raise not_utf8(where, error, offset, f", in line {number}") from None
     except (ValueError, RecursionError) as error:
-        bad(
+        raise DataError(
             f"line {number} of {where} is not JSON: {error}; expected an object in each line (an "
             "array over several lines becomes one by jq -c '.[]')"
-        )
-        return None
+        ) from None
     if not isinstance(row, dict):
-        bad(
+        raise DataError(
             f"line {number} of {where} is {row!r:.50}; expected an object such as "
             f'{{"{field}": "..."}} (an array becomes lines by jq -c \'.[]\')'
         )
-        return None
     if field not in row:
-        raise not_there(field, f"line {number} of {where}", list(row))
+        raise no_column(field, f"line {number} of {where}", list(row))
     value = row[field]
     if value is None or isinstance(value, str):
         return value or ""
-    bad(f"line {number} of {where} has {value!r:.50} in column {field}; expected text")
-    return None
+    raise DataError(f"line {number} of {where} has {value!r:.50} in column {field}; expected text")
 
 
 # --------------------------------------------------------------------------- Parquet, Arrow
 
 
-def parquet_file(path: Path, field: str, share: Share, bad: Bad) -> Rows:
+def parquet_file(path: Path, field: str, share: Share, skip: Skip) -> Rows:
     """Rows of a Parquet file; row groups before the start are not read."""
     pa = need_pyarrow(path)
     with pa.parquet.ParquetFile(path, buffer_size=CHUNK, pre_buffer=False) as file:
@@ -276,11 +251,11 @@ def parquet_file(path: Path, field: str, share: Share, bad: Bad) -> Rows:
                     columns=[field],
                     use_threads=False,
                 )
-                yield from column_rows(pa, batches, number, path, share, bad)
+                yield from column_rows(pa, batches, number, path, share, skip)
             number += group.num_rows
 
 
-def arrow_file(path: Path, field: str, share: Share, bad: Bad) -> Rows:
+def arrow_file(path: Path, field: str, share: Share, skip: Skip) -> Rows:
     """Rows of an Arrow file in the file or the stream format, mapped rather than read."""
     pa = need_pyarrow(path)
     with pa.memory_map(str(path)) as file:
@@ -294,13 +269,13 @@ def arrow_file(path: Path, field: str, share: Share, bad: Bad) -> Rows:
         options = pa.ipc.IpcReadOptions(included_fields=[column], use_threads=False)
         reader = opener(file, options=options)
         batches = map(reader.get_batch, range(reader.num_record_batches)) if indexed else reader
-        yield from column_rows(pa, batches, 0, path, share, bad)
+        yield from column_rows(pa, batches, 0, path, share, skip)
 
 
 def check_column(pa: Any, schema: Any, field: str, path: Path) -> None:
     """The column must be there, once, and hold text, or bytes that may be UTF-8."""
     if field not in schema.names:
-        raise not_there(field, path, list(schema.names))
+        raise no_column(field, path, list(schema.names))
     if schema.names.count(field) > 1:
         raise DataError(f"{path} has {schema.names.count(field)} columns {field!r}; expected one")
     kind = schema.field(field).type
@@ -310,22 +285,17 @@ def check_column(pa: Any, schema: Any, field: str, path: Path) -> None:
         raise DataError(f"column {field} of {path} holds {kind}; expected text")
 
 
-def column_rows(pa: Any, batches: Any, number: int, path: Path, share: Share, bad: Bad) -> Rows:
+def column_rows(pa: Any, batches: Any, number: int, path: Path, share: Share, skip: Skip) -> Rows:
     """Rows of batches of one column, the first one being row `number`."""
     for batch in batches:
         if number + len(batch) > share.start:
             column = as_bytes(pa, batch.column(0))
             for i in range(max(0, share.start - number), len(batch)):
                 if share.has(number + i):
-                    data = column[i].as_py() or b""
                     try:
-                        yield number + i, data.decode("utf-8")
+                        yield number + i, (column[i].as_py() or b"").decode("utf-8")
                     except UnicodeDecodeError as error:
-                        bad(
-                            f"row {number + i} of {path} is not UTF-8: byte "
-                            f"0x{data[error.start]:02x} at offset {error.start} of its text; "
-                            "expected UTF-8"
-                        )
+                        skip(str(not_utf8(f"row {number + i} of {path}", error, 0, " of its text")))
         number += len(batch)
 
 

@@ -35,7 +35,8 @@ from accel_gpt.data.sources import open_sources, val_names, val_paths
 from accel_gpt.data.tokenizer import Tokenizer, named_tokenizer
 from accel_gpt.errors import DataError, require
 from accel_gpt.redact import redact
-from accel_gpt.text.documents import Piece, Position, describe_source, guess_source, split_pieces
+from accel_gpt.text.documents import Piece, Position, split_pieces
+from accel_gpt.text.files import describe_source, guess_source
 
 MOST_CHARACTERS = 100_000_000  # read at most to gather what is evaluated; assumption
 

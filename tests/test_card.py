@@ -20,7 +20,6 @@ from accel_gpt.errors import CheckpointError
 from accel_gpt.hub.model_card import CardOptions, usable_prompt, write_card
 from accel_gpt.hub.public import hub_dataset, write_logs
 from accel_gpt.redact import public_metric, public_name
-from accel_gpt.report.plots import loss_curves, smoothed
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.state import TrainState
 from tests.conftest import tiny
@@ -356,35 +355,6 @@ def test_a_run_without_logs_gives_none(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     write_logs(RunFolder(tmp_path / "run"), tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
-
-
-# --------------------------------------------------------------------------- loss.png
-
-NAN = float("nan")
-
-
-@pytest.mark.parametrize(
-    "records",
-    [
-        [],
-        [record(1)],
-        [{"step": 1, "train/loss": 2.0}, {"step": 2, "eval/val_loss": 1.9}],
-        [record(1), {"step": 2, "tokens": 3, "train/loss": None, "eval/val_loss": NAN}],
-        [record(step, eval__val_loss=5 - step / 400) for step in range(1, 400)],
-        [{"step": s, "tokens": s, "train/loss": 11.0 if s < 9 else 3.0} for s in range(1, 400)],
-    ],
-)
-def test_curves_of_any_records(records: list[dict[str, Any]], tmp_path: Path) -> None:
-    loss_curves(records, tmp_path / "loss.png")
-    assert size(tmp_path / "loss.png") == (1200, 700)
-
-
-def test_smoothing_does_not_lag() -> None:
-    line = [10 - i / 100 for i in range(600)]
-    assert smoothed(line)[:590] == pytest.approx(line[:590])
-    noisy = [3 + (-1) ** i for i in range(600)]
-    assert max(abs(value - 3) for value in smoothed(noisy)[100:]) < 0.1
-    assert smoothed([3.0]) == [3.0]
 
 
 def size(path: Path) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Reports: what is read of a run whoever wrote it, and what the page, table and pictures say."""
+"""Reports: the page, whoever wrote the run, the CSV file, the PNG files and the references."""
 
 import base64
 import csv
@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,17 @@ from accel_gpt.config.experiment import OptimConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import load_config
 from accel_gpt.console import run_main
-from accel_gpt.report.figures import means, read_figures, thin
-from accel_gpt.report.payload import MOST_POINTS, all_marks, payload
-from accel_gpt.report.references import FOLDERS, find_reference, matches, read_reference
-from accel_gpt.report.run_folder import config_name, open_runs
-from accel_gpt.report.sample_texts import texts_in
-from accel_gpt.training.run_folder import locked
+from accel_gpt.files import lock
+from accel_gpt.report.page import HERE
+from accel_gpt.report.payload import MOST_POINTS, all_marks, payload, thin
+from accel_gpt.report.plots import COLORS, loss_curves, smoothed
+from accel_gpt.report.references import FOLDERS, config_name, find_reference, read_reference
+from accel_gpt.report.runs import open_runs
+from benchmarks.reference import reference
 from tests.runs import LAUNCH, make_run, record
 from tests.test_docs import commands
 
-EVIL = "</script><img src=x onerror=alert(1)>'\"&lt;"
+EVIL = "</script><img src=x onerror=alert(1)>'\"&lt;{{ version }}"
 
 
 def report(*words: object) -> int:
@@ -45,11 +45,15 @@ def page(run: Path, *words: object) -> str:
     return (run / "report.html").read_text(encoding="utf-8")
 
 
-def numbers(text: str) -> Any:
-    """What the script of a page draws."""
+def drawn(text: str) -> Any:
+    """The data that the script of a page draws."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
     assert found
     return json.loads(found[1])
+
+
+def section(text: str, name: str) -> str:
+    return text.partition(f'id="{name}"')[2].partition("</section>")[0]
 
 
 class Tags(html.parser.HTMLParser):
@@ -64,75 +68,26 @@ class Tags(html.parser.HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-# --------------------------------------------------------------------------- figures
-
-
-def test_figures_of_any_origin(tmp_path: Path) -> None:
-    lines = [
-        *('{"step": 2, "tokens": 20, "time": 2.0, "a": 1.5, "b": null}', "[]", "{", "[" * 9999),
-        '{"step": 4, "a": NaN, "b": Infinity, "c": true, "d": "7"}',
-        '{"step": 6, "tokens": 60, "time": 4.0, "a": 1' + "0" * 400 + "}",
-        *('{"step": "1"}', '{"step": -1}', '{"a": 3}', '{"step": 2, "b": 9}', "\ufffd"),
-    ]
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes("\n".join(lines).encode() + b'\n\xff\n{"step": 8, "a": 1}')
-    found = read_figures(path)
-    assert found.steps.tolist() == [2, 2, 4, 6]  # an evaluation may follow later
-    assert found.tokens.tolist() == [20, 20, 40, 60]
-    assert found.seconds.tolist() == [2, 2, 3, 4]
-    assert {key: found.curve(key)[1].tolist() for key in found.columns} == {"a": [1.5], "b": [9]}
-    assert read_figures(tmp_path / "none").steps.tolist() == []
-
-
-@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=300), st.integers(6, 60))
-def test_thinning_keeps_what_stands_out(values: list[float], most: int) -> None:
-    array = np.array(values)
-    kept = thin(array, most)
-    assert len(kept) <= max(most, 2)
-    assert kept.tolist() == sorted(set(kept.tolist()))
-    assert {array[kept].min(), array[kept].max()} == {array.min(), array.max()}
-    assert {0, len(values) - 1} <= set(kept.tolist())
-
-
-def test_means_of_buckets() -> None:
-    assert means(np.arange(7.0), 3).tolist() == [0.5, 2.5, 5.0]
-
-
-def test_a_long_run_is_a_small_page_that_says_so(tmp_path: Path) -> None:
-    records = [record(step) for step in range(1, 6001)]
-    records[4321]["train/loss"] = 77.0
-    text = page(make_run(tmp_path / "run", records))
-    assert len(text) < 500_000
-    assert "are thinned" in text
-    [curve] = [c for c in numbers(text)["panels"][0]["curves"] if c["key"] == "train/loss"]
-    assert len(curve["v"]) <= MOST_POINTS
-    assert max(curve["v"]) == 77.0
-    assert curve["s"][curve["v"].index(77.0)] == 4322
-    assert sum(curve["m"]) / len(curve["m"]) == pytest.approx(
-        sum(r["train/loss"] for r in records) / 6000, rel=1e-3
-    )
-    assert "are thinned" not in page(make_run(tmp_path / "short"))
-
-
 # --------------------------------------------------------------------------- the page
 
 
-def test_the_page_says_what_ran_and_how_far_it_got(tmp_path: Path) -> None:
+def test_the_page_shows_what_ran_and_how_far_it_got(tmp_path: Path) -> None:
     text = page(make_run(tmp_path / "run", optim=OptimConfig(lr=0.0125)))
     shown = re.sub(r"<[^>]+>", "\n", text.partition("<main>")[2].partition("<script")[0])
-    for told in (
+    for words in (
         *("run", "finished", "1.6366", "best val loss, step 40", "30,000 parameters", "0:00:20"),
         *("0123456789ab", "A processor", "torch 2.13.0", "accel-gpt train configs/small.yaml"),
         *("data/x: 18,000 tokens", "first of 20", "second of 40", "optim.lr", "0.0125", "10.24K"),
     ):
-        assert told in shown, told
-    drawn = numbers(text)
-    names = [panel["name"] for panel in drawn["panels"]]
+        assert words in shown, words
+    data = drawn(text)
+    names = [panel["name"] for panel in data["panels"]]
     assert names == ["loss", "bits_per_byte", "lr", "grad_norm", "throughput", "memory"]
-    keys = [curve["key"] for curve in drawn["panels"][0]["curves"]]
-    assert keys == ["train/loss", "eval/train_loss", "eval/val_loss"]
-    assert drawn["runs"][0]["clock"]["tokens"][-1] == 40 * 256
-    assert drawn["runs"][0]["flops_per_token"] == 200_000
+    curves = data["panels"][0]["curves"]
+    assert [curve["key"] for curve in curves] == ["train/loss", "eval/train_loss", "eval/val_loss"]
+    assert [curve["best"] for curve in curves] == [False, False, True]
+    assert data["runs"][0]["clock"]["tokens"][-1] == 40 * 256
+    assert data["runs"][0]["flops_per_token"] == 200_000
 
 
 def test_nothing_is_fetched_and_only_our_script_runs(tmp_path: Path) -> None:
@@ -153,24 +108,26 @@ def test_nothing_is_fetched_and_only_our_script_runs(tmp_path: Path) -> None:
 
 def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     launch = {**LAUNCH, "command": EVIL, "commit": EVIL, "device": EVIL, "versions": {EVIL: EVIL}}
-    records = [record(10, **{f"eval/{EVIL}": 1.0, f"eval/val_loss/{EVIL}": 2.0})]
+    launch["data"] = {"lines": [EVIL, [EVIL], 7]}
+    records = [record(10, **{f"eval/{EVIL}": 1e308, f"eval/val_loss/{EVIL}": 2, "perf/mfu": 1e308})]
     run = make_run(tmp_path / f"a{EVIL.replace('/', '')}", records, [launch, {"step": EVIL}])
     (run / "config.yaml").write_text(json.dumps({EVIL: {"x": [EVIL]}, "model": {"preset": EVIL}}))
-    (run / "samples" / "step_00000050.txt").write_text(f"--- sample 1\n{EVIL}{{{{data}}}}\x1b[2J\n")
+    (run / "samples" / "step_00000050.txt").write_text(f"--- sample 1\n{EVIL}\x1b[2J\n")
     plain, hostile = page(make_run(tmp_path / "plain")), page(run)
     count = [name for name, _ in Tags(hostile).found]
     assert count.count("script") == [n for n, _ in Tags(plain).found].count("script") == 2
     assert "img" not in count
     assert "\x1b" not in hostile
     assert "onerror=alert(1)&gt;" in hostile
-    assert numbers(hostile)["runs"][0]["name"] == run.name
+    assert "{{ version }}" in hostile
+    assert drawn(hostile)["runs"][0]["name"] == run.name
 
 
 def test_secrets_are_not_shown(tmp_path: Path) -> None:
     prepare = PrepareConfig(path="https://user:PASSWORD@host/x?key=PASSWORD")
     run = make_run(tmp_path / "run", data=DataConfig(train="data/x", prepare=prepare))
     (run / "samples" / "step_00000040.txt").write_text("--- sample 1\nhf_PASSWORDxxxxxxxx\n")
-    text = page(run, "--csv", tmp_path / "x.csv")
+    text = page(run)
     assert "https://***@host/x?***" in text
     assert "PASSWORD" not in text
 
@@ -185,25 +142,26 @@ def test_resumes_and_skipped_updates_are_marked(tmp_path: Path) -> None:
     # the third launch went back to before the second
     launches = [{**LAUNCH, "step": step} for step in (0, 15, 12, 12, 33)]
     [run] = open_runs([str(make_run(tmp_path / "run", records, launches))])
-    assert run.seams() == [(12, 2), (33, 1)]
+    assert run.resumes() == [(12, 2), (33, 1)]
     assert [(mark["step"], mark["text"]) for mark in all_marks(run)] == [
         (12, "resumed at step 12, 2 times"),
         (33, "resumed at step 33"),
         (20, "1 skipped update, step 20"),
         (30, "3 skipped updates, steps 22 to 30"),
     ]
-    assert "Red triangles" in page(run.path)
+    assert "Red triangles: skipped updates." in page(run.path)
 
 
-def test_a_run_that_is_writing(tmp_path: Path) -> None:
+def test_a_run_that_is_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", [record(step) for step in range(1, 21)])
-    assert "stopped at 20 of 40 steps" in page(run)
+    assert "stopped at step 20 of 40" in page(run)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "tokens": 53')
-    with locked(run):
+    with lock(run / ".lock"):
         text = page(run)
     assert "in progress: step 20 of 40" in text
-    assert max(numbers(text)["runs"][0]["clock"]["step"]) == 20
+    assert "run: in progress: step 20 of 40\n" in capsys.readouterr().out
+    assert max(drawn(text)["runs"][0]["clock"]["step"]) == 20
 
 
 def test_a_run_that_has_written_nothing_yet(tmp_path: Path) -> None:
@@ -211,22 +169,24 @@ def test_a_run_that_has_written_nothing_yet(tmp_path: Path) -> None:
     (run / "metrics.jsonl").unlink()
     (run / "config.yaml").write_text("{")
     text = page(run, "--png", tmp_path / "png", "--csv", tmp_path / "x.csv")
-    assert "No figures yet" in text
-    assert numbers(text)["panels"] == []
+    assert "No metrics yet" in text
+    assert drawn(text)["panels"] == []
     assert (tmp_path / "x.csv").read_text() == "run,step,tokens,time\n"
 
 
-def test_several_runs_differ_in_what_is_shown(tmp_path: Path) -> None:
+def test_of_several_runs_the_differences_are_shown(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a" / "run", optim=OptimConfig(lr=0.001))
     worse = [record(s, **({"eval/val_loss": 3.5} if s % 10 == 0 else {})) for s in range(1, 41)]
     b = make_run(tmp_path / "b" / "run", worse, optim=OptimConfig(lr=0.125))
     out = tmp_path / "both.html"
     assert report(a, "--reference=none", b, "--out", out) == 0
     text = out.read_text()
-    assert [run["name"] for run in numbers(text)["runs"]] == ["a/run", "b/run"]
-    config = text.partition('id="config"')[2].partition("</section>")[0]
-    assert re.findall(r'<th scope="row">([\w.]+)', config) == ["optim.lr"]
-    assert re.findall(r"<td>([\d.]+)", config) == ["0.001", "0.125"]
+    data = drawn(text)
+    assert [run["name"] for run in data["runs"]] == ["a/run", "b/run"]
+    lr = next(panel for panel in data["panels"] if panel["name"] == "lr")
+    assert [(c["label"], c["color"]) for c in lr["curves"]] == [("a/run", 0), ("b/run", 1)]
+    assert re.findall(r'<th scope="row">([\w.]+)', section(text, "config")) == ["optim.lr"]
+    assert re.findall(r"<td>([\d.]+)", section(text, "config")) == ["0.001", "0.125"]
     assert re.findall(r'class="number best">([\d.]+)', text) == ["1.6366"]
 
 
@@ -235,77 +195,118 @@ def test_named_sets_and_other_tasks(tmp_path: Path) -> None:
     more |= {"eval/hellaswag_acc_norm": 0.305, "eval/hellaswag_acc_norm_se": 0.004}
     more |= {"eval/arc_easy/acc": 0.44, "eval/arc_easy/acc_stderr": 0.01}
     text = page(make_run(tmp_path / "run", [record(20, **more), record(40)]))
-    drawn = {panel["name"]: panel for panel in numbers(text)["panels"]}
-    assert [c["name"] for c in drawn["val_sets"]["curves"]] == ["code", "web"]
-    assert drawn["hellaswag"]["curves"][0]["v"] == [30.5]
-    assert [g["value"] for g in drawn["hellaswag"]["guides"]] == [25.0, 29.55, 33.7]
-    table = text.partition('id="evaluations"')[2].partition("</section>")[0]
-    rows = re.findall(r'<th scope="row">(.+?)</th><td>(.+?)</td>', table)
+    panels = {panel["name"]: panel for panel in drawn(text)["panels"]}
+    assert [c["name"] for c in panels["val_sets"]["curves"]] == ["code", "web"]
+    assert panels["hellaswag"]["curves"][0]["v"] == [30.5]
+    assert [g["value"] for g in panels["hellaswag"]["guides"]] == [25.0, 29.55, 33.7]
+    rows = re.findall(r'<th scope="row">(.+?)</th><td>(.+?)</td>', section(text, "evaluations"))
     assert rows == [
         ("arc_easy/acc", "0.44 ± 0.01 (step 20)"),
         ("hellaswag_acc_norm", "0.305 ± 0.004 (step 20)"),
     ]
 
 
-def test_texts_of_samples(tmp_path: Path) -> None:
-    path = tmp_path / "step_00000001.txt"
-    path.write_text("--- sample 1\nA\n--- sample 7\nB\n\n--- sample 2\nC\n\n")
-    assert texts_in(path) == ["A\n--- sample 7\nB", "C\n"]
+def test_a_long_run_is_thinned_on_a_small_page(tmp_path: Path) -> None:
+    records = [record(step) for step in range(1, 6001)]
+    records[4321]["train/loss"] = 77.0
+    text = page(make_run(tmp_path / "run", records))
+    assert len(text) < 500_000
+    assert "are thinned" in text
+    [curve] = [c for c in drawn(text)["panels"][0]["curves"] if c["key"] == "train/loss"]
+    assert len(curve["v"]) <= MOST_POINTS
+    assert max(curve["v"]) == 77.0
+    assert curve["s"][curve["v"].index(77.0)] == 4322
+    assert sum(curve["m"]) / len(curve["m"]) == pytest.approx(
+        sum(r["train/loss"] for r in records) / 6000, rel=1e-3
+    )
+    assert "are thinned" not in page(make_run(tmp_path / "short"))
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=300), st.integers(6, 60))
+def test_thinning_keeps_ends_and_extremes(values: list[float], most: int) -> None:
+    array = np.array(values)
+    kept = thin(array, most)
+    assert len(kept) <= max(most, 2)
+    assert kept.tolist() == sorted(set(kept.tolist()))
+    assert {array[kept].min(), array[kept].max()} == {array.min(), array.max()}
+    assert {0, len(values) - 1} <= set(kept.tolist())
 
 
 # --------------------------------------------------------------------------- other outputs
 
 
-def test_csv_holds_every_record(tmp_path: Path) -> None:
+def test_csv_holds_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_gpt.commands.report.CHUNK", 2)
     run = make_run(tmp_path / "=run", [record(1), record(10), record(12, **{"eval/x": 1 / 3})])
     assert report(run, "--csv", tmp_path / "x.csv", "--reference", "none") == 0
     with (tmp_path / "x.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["run"] for row in rows] == ["'=run"] * 3  # no formula
-    for row, told in zip(rows, (record(1), record(10), record(12)), strict=True):
-        assert {k: float(v) for k, v in row.items() if v and k not in ("run", "eval/x")} == told
+    assert [row["run"] for row in rows] == ["'=run"] * 3  # not a formula
+    for row, expected in zip(rows, (record(1), record(10), record(12)), strict=True):
+        found = {k: float(v) for k, v in row.items() if v and k not in ("run", "eval/x")}
+        assert found == expected
     assert float(rows[2]["eval/x"]) == 1 / 3
 
 
+def size(path: Path) -> tuple[int, int]:
+    """Width and height of a PNG in pixels."""
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
+
+
 @pytest.mark.slow
-def test_the_commands_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_png_of_each_plot(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, seed=number) for number, name in enumerate("ab")]
+    assert report(*runs, "--out", tmp_path / "r.html", "--png", tmp_path / "png") == 0
+    names = {path.stem for path in (tmp_path / "png").iterdir()}
+    assert names == {"loss", "bits_per_byte", "lr", "grad_norm", "throughput", "memory"}
+    assert size(tmp_path / "png" / "loss.png") == (1200, 700)
+
+
+def test_the_png_of_the_model_card(tmp_path: Path) -> None:
+    long = [record(step) | {"train/loss": 11.0 if step < 9 else 3.0} for step in range(1, 400)]
+    short = [{"step": 1, "train/loss": 2.0}, {"step": 2, "eval/val_loss": None}]
+    for records in (long, short, []):
+        loss_curves(records, tmp_path / "loss.png")
+        assert size(tmp_path / "loss.png") == (1200, 700)
+
+
+def test_smoothing_does_not_lag() -> None:
+    line = [10 - i / 100 for i in range(600)]
+    assert smoothed(line)[:590] == pytest.approx(line[:590])
+    noisy = [3 + (-1) ** i for i in range(600)]
+    assert max(abs(value - 3) for value in smoothed(noisy)[100:]) < 0.1
+    assert smoothed([3.0]) == [3.0]
+
+
+def test_page_and_png_have_the_same_colors() -> None:
+    style = (HERE / "page.css").read_text()
+    assert tuple(re.findall(r"--p\d: light-dark\((#\w+)", style)) == COLORS
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("shakespeare_char_cpu", "shakespeare_seed7"):
         make_run(tmp_path / "runs" / name)
     own = commands("docs/report.md", "The report")
     assert len(own) == 3
     assert all(run_main(cli.dispatch, line.split()[1:]) == 0 for line in own)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "runs",
-        "both.html",
-        "figures.csv",
-        "plots",
-    }
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made == {"runs", "both.html", "metrics.csv", "plots"}
     assert (tmp_path / "runs/shakespeare_char_cpu/report.html").is_file()
-
-
-@pytest.mark.slow
-def test_pictures(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / name, seed=number) for number, name in enumerate("ab")]
-    assert report(*runs, "--out", tmp_path / "r.html", "--png", tmp_path / "png") == 0
-    names = {path.stem for path in (tmp_path / "png").iterdir()}
-    assert names == {"loss", "bits_per_byte", "lr", "grad_norm", "throughput", "memory"}
-    head = (tmp_path / "png" / "loss.png").read_bytes()[:24]
-    assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    assert [int.from_bytes(head[i : i + 4]) for i in (16, 20)] == [1200, 700]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "RUN missing"),
-        (["."], "is no run: it has neither metrics.jsonl nor run.json; give the out_dir of a run"),
+        (["."], "is not a run: it has neither metrics.jsonl nor run.json; give the out_dir of a"),
         (["nowhere"], "nowhere is not a folder"),
-        (["run", "--reference", "quikstart"], "--reference is 'quikstart'; there are none, auto,"),
+        (["run", "--reference", "quikstart"], "--reference is 'quikstart'; expected none, auto,"),
         (["run", "--reference", "none.json"], "none.json cannot be read"),
-        (["run", "--reference", "run/run.json"], "run.json is no reference curve"),
+        (["run", "--reference", "run/run.json"], "run.json is not a reference curve"),
         (["run", "--out", "nowhere/r.html"], "cannot be written"),
-        (["run", "run", "--as_reference", "x.json"], "--as_reference takes one run alone"),
     ],
 )
 def test_mistakes(
@@ -325,7 +326,7 @@ def test_mistakes(
 
 def test_a_report_needs_no_torch() -> None:
     code = (
-        "import sys, accel_gpt.commands.report, accel_gpt.report.pictures\n"
+        "import sys, accel_gpt.commands.report\n"
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'matplotlib')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -334,28 +335,14 @@ def test_a_report_needs_no_torch() -> None:
 # --------------------------------------------------------------------------- references
 
 
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
-        ("accel-gpt train configs/quickstart.yaml --seed 7", "quickstart"),
-        ("accel-gpt train quickstart --data.train my.yaml", "quickstart"),
-        ("train.py 'my configs/small.yaml' --seed 7", "small"),
-        ("accel-gpt sample runs/quickstart", None),
-        (None, None),
-    ],
-)
-def test_the_config_of_a_command_by_path_or_name(command: object, name: str | None) -> None:
-    assert config_name(command) == name
-
-
-def test_a_run_becomes_the_reference_of_its_like(
+def test_a_run_is_compared_with_the_reference_of_its_like(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = make_run(tmp_path / "first")
+    [first] = open_runs([str(make_run(tmp_path / "first"))])
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "configs" / "references"
     folder.mkdir(parents=True)
-    assert report(first, "--as_reference", folder / "mine.json") == 0
+    (folder / "mine.json").write_text(json.dumps(reference(first)))
     curve = read_reference(folder / "mine.json")["curve"]
     assert curve["step"] == [10, 20, 30, 40]
     assert curve["tokens"] == [2560, 5120, 7680, 10240]
@@ -363,59 +350,45 @@ def test_a_run_becomes_the_reference_of_its_like(
     second = make_run(tmp_path / "second", seed=7)
     assert report(second) == 0
     text = (second / "report.html").read_text()
-    assert numbers(text)["reference"]["v"] == curve["val_loss"]
+    assert drawn(text)["reference"]["v"] == curve["val_loss"]
     assert "small, measured by us" in text
-    assert numbers(page(second))["reference"] is None  # --reference none
+    assert drawn(page(second))["reference"] is None  # --reference none
     wider = make_run(tmp_path / "wider", model=ModelConfig(n_layer=2, n_head=2, n_embd=64))
     assert find_reference("auto", open_runs([str(wider)])) is None
     assert find_reference("mine", open_runs([str(wider)]))
-    elsewhere = {**LAUNCH, "command": "x", "data": {"fingerprint": "other"}}
-    assert (
-        find_reference("auto", open_runs([str(make_run(tmp_path / "o", None, [elsewhere]))]))
-        is None
-    )
+    other = make_run(tmp_path / "o", None, [{**LAUNCH, "command": "x", "data": {}}])
+    assert find_reference("auto", open_runs([str(other)])) is None
 
 
-def test_only_a_finished_run_becomes_a_reference(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make_run(tmp_path / "run", [record(10)])
-    assert report(run, "--as_reference", tmp_path / "x.json") == 2
-    assert "is stopped at 10 of 40 steps; let it end first" in capsys.readouterr().err
-    assert not (tmp_path / "x.json").exists()
+def test_the_config_of_a_command_by_path_or_name() -> None:
+    assert config_name("accel-gpt train configs/quickstart.yaml --seed 7") == "quickstart"
+    assert config_name("accel-gpt train quickstart --data.train my.yaml") == "quickstart"
+    assert config_name("train.py 'my configs/small.yaml' --seed 7") == "small"
+    assert config_name("accel-gpt sample runs/quickstart") is None
 
 
 @pytest.mark.parametrize("name", ["quickstart", "shakespeare_char_cpu"])
 def test_our_own_references_are_those_of_our_configs(name: str, tmp_path: Path) -> None:
     path = FOLDERS[1].parent / f"{name}.yaml"
     config = load_config([str(path)], "test")
-    reference = read_reference(FOLDERS[1] / f"{name}.json")
-    curve, match = reference["curve"], reference["match"]
-    assert curve["step"][-1] == config.train.max_steps
-    assert curve["tokens"][-1] == curve["step"][-1] * config.train.tokens_per_step
-    assert re.fullmatch(r"[0-9a-f]{12}", reference["commit"])  # nothing changed beside it
+    own = read_reference(FOLDERS[1] / f"{name}.json")
+    assert own["curve"]["step"][-1] == config.train.max_steps
+    assert own["curve"]["tokens"][-1] == config.train.max_steps * config.train.tokens_per_step
+    assert re.fullmatch(r"[0-9a-f]{12}", own["commit"])  # nothing was changed beside it
     launch = {**LAUNCH, "command": f"accel-gpt train configs/{name}.yaml"}
-    launch |= {"model": {"vocab_size": match["vocab_size"]}, "data": {}}
+    launch |= {"model": {"vocab_size": own["match"]["vocab_size"]}, "data": {}}
     run = make_run(tmp_path / "run", None, [launch], model=config.model)
     found = find_reference("auto", open_runs([str(run)]))
     assert found
     assert found["name"] == name
 
 
-def test_the_references_that_we_ship(tmp_path: Path) -> None:
-    found = {path.stem: read_reference(path) for path in FOLDERS[1].glob("*.json")}
-    assert "gpt2_124m_openwebtext" in found
-    points = {point["val_loss"]: point for point in found["gpt2_124m_openwebtext"]["points"]}
-    assert points[2.85]["step"] == 600_000
-    assert points[2.85]["tokens"] == 600_000 * 491_520
+def test_gpt2_on_openwebtext_is_compared_with_what_nanogpt_published(tmp_path: Path) -> None:
     launch = {**LAUNCH, "model": {"vocab_size": 50_257}}
-    data = DataConfig(train="data/openwebtext")
-    path = make_run(tmp_path / "run", None, [launch], model=ModelConfig(), data=data)
-    [run] = open_runs([str(path)])
-    reference = find_reference("auto", [run])
-    assert reference
-    assert reference["name"] == "gpt2_124m_openwebtext"
-    guides = json.loads(payload([run], reference))["panels"][0]["guides"]
-    assert [guide["value"] for guide in guides] == [3.11, 2.85]
-    other = replace(run, config={**run.config, "data.train": "data/fineweb"})
-    assert not matches(reference["match"], other)
+    for number, (name, values) in enumerate({"openwebtext": [3.11, 2.85], "fineweb": []}.items()):
+        data = DataConfig(train=f"data/{name}")
+        path = make_run(tmp_path / str(number), None, [launch], model=ModelConfig(), data=data)
+        runs = open_runs([str(path)])
+        content = payload(runs, find_reference("auto", runs))
+        assert [guide["value"] for guide in content["panels"][0]["guides"]] == values
+        assert content["reference"] is None  # a curve was not published

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the plots of a report from the JSON in #data. Texts get in as textContent only.
+// Draws the plots of a report from the JSON in #data, which report/payload.py describes. Texts are set as textContent.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const many = data.runs.length > 1;
@@ -27,8 +27,8 @@ function short(value) {
   return size && size < 1e-3 ? value.toExponential(2).replace(/\.?0+e/, "e") : String(+value.toPrecision(4));
 }
 
-/** The texts of ticks, all in one form. */
-function spelled(ticks) {
+/** The labels of ticks, all in one form. */
+function formatTicks(ticks) {
   const largest = Math.max(...ticks.map(Math.abs));
   return ticks.map((t) => (t && largest < 1e-2 ? t.toExponential(1).replace(".0e", "e") : short(t)));
 }
@@ -46,7 +46,7 @@ function interpolate(x, xs, ys) {
   return ys[low] + ((ys[high] - ys[low]) * (x - xs[low])) / (xs[high] - xs[low] || 1);
 }
 
-/** Mean over the neighbours on both sides, fewer at the beginning, where the loss falls fast. */
+/** Mean over the neighbors on both sides, over fewer at the start, where a loss falls fast. */
 function smoothed(values, share) {
   const widest = Math.floor(values.length * share), sums = [0];
   for (const value of values) sums.push(sums[sums.length - 1] + value);
@@ -56,7 +56,7 @@ function smoothed(values, share) {
   });
 }
 
-/** Where the clock of a run stands at its steps; null where it is not known. */
+/** The values of the chosen clock of a run or reference at some steps; null if it is unknown. */
 function clockOf(owner, steps) {
   if (view.clock === "step") return steps;
   const values = owner.clock[view.clock === "flops" ? "tokens" : view.clock];
@@ -107,33 +107,29 @@ function lines(panel, log) {
     if (hidden.has(`${panel.name}/${curve.key}`) || hidden.has(`run/${curve.run}`)) continue;
     const run = data.runs[curve.run], raw = clockOf(run, curve.s);
     if (!raw) continue;
-    const base = { curve, run: curve.run, color: `c${(many ? curve.run : curve.color) % 8}`, name: label(curve), style: curve.style };
+    const base = { curve, run: curve.run, color: `c${curve.color % 8}`, name: curve.label, style: curve.style };
     const smooth = panel.smooth && curve.style === "line" && share > 0 && curve.s.length > 2;
     if (smooth) {
       shown.push({ ...base, xs: raw, ys: curve.v, style: "raw", quiet: true });
-      shown.push({ ...base, xs: curve.ms ? clockOf(run, curve.ms) : raw, ys: smoothed(curve.m || curve.v, share), style: many && panel.keys > 1 ? "faint" : "line", smooth: true });
+      shown.push({ ...base, xs: curve.ms ? clockOf(run, curve.ms) : raw, ys: smoothed(curve.m || curve.v, share), style: many && curve.name ? "faint" : "line", smooth: true });
     } else shown.push({ ...base, xs: raw, ys: curve.v, style: curve.style === "line" && curve.s.length > 400 ? "thin" : curve.style });
   }
   const reference = data.reference;
-  if (panel.name === "loss" && reference && reference.s.length && !hidden.has("loss/reference")) {
+  if (panel.name === "loss" && reference && !hidden.has("loss/reference")) {
     const xs = clockOf(reference, reference.s);
-    if (xs) shown.unshift({ xs, ys: reference.v, color: "cref", style: "line", name: "reference", reference: true });
+    if (xs) shown.unshift({ xs, ys: reference.v, color: "cref", style: "line", name: "reference" });
   }
-  return shown.map((line) => cut(line, log)).filter((line) => line.xs.length);
+  return shown.map((line) => positive(line, log)).filter((line) => line.xs.length);
 }
 
-/** A line without what a logarithmic axis cannot show. */
-function cut(line, log) {
+/** A line without the points that a logarithmic axis cannot show. */
+function positive(line, log) {
   if (!view.logX && !log) return line;
   const keep = line.xs.map((x, i) => (!view.logX || x > 0) && (!log || line.ys[i] > 0));
   return { ...line, xs: line.xs.filter((_, i) => keep[i]), ys: line.ys.filter((_, i) => keep[i]) };
 }
 
-function label(curve) {
-  return many ? (curve.name ? `${data.runs[curve.run].name} · ${curve.name}` : data.runs[curve.run].name) : curve.name;
-}
-
-/** Range of the x axis over all plots, of the runs alone: a longer reference is cut. */
+/** Range of the x axis of all plots: that of the runs, so that a longer reference is cut. */
 function domain() {
   let low = Infinity, high = -Infinity;
   for (const panel of data.panels)
@@ -147,7 +143,7 @@ function domain() {
   return low > high ? [view.logX ? 1 : 0, 10] : view.logX ? [low, high] : [Math.min(0, low), high];
 }
 
-/** Range of the values; `focus` may leave out the first fall, so that the long end is readable. */
+/** Range of the values. `focus` leaves out the drop in the first 6 % if the rest is hard to read with it. */
 function extent(panel, shown, [x0, x1], log) {
   const all = [], late = [];
   for (const line of shown)
@@ -187,7 +183,7 @@ function legend(plot, head) {
   for (const curve of plot.panel.curves)
     if (curve.name && !entries.some((entry) => entry.key === curve.key))
       entries.push({ key: curve.key, name: curve.name, color: many ? "c7" : `c${curve.color % 8}`, style: curve.style });
-  if (plot.panel.name === "loss" && data.reference && data.reference.s.length)
+  if (plot.panel.name === "loss" && data.reference)
     entries.push({ key: "reference", name: "reference", color: "cref", style: "line" });
   if (entries.length < 2) return;
   const box = make("div", { class: "legend" }, head);
@@ -215,7 +211,7 @@ function draw(plot) {
   const shown = lines(panel, log);
   const range = domain(), { low, high, above } = extent(panel, shown, range, log);
   const probe = scale(low, high, height - 26, 10, log), yTicks = probe.ticks(height / 46).filter((t) => t >= low && t <= high);
-  const left = 12 + 7 * Math.max(2, ...spelled(yTicks).map((text) => text.length));
+  const left = 12 + 7 * Math.max(2, ...formatTicks(yTicks).map((text) => text.length));
   const x = scale(range[0], range[1], left, width - 14, view.logX), y = probe;
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, tabindex: "0", role: "img", "aria-label": `${panel.title}, ${shown.length} curves` });
   const clip = `clip-${panel.name}`;
@@ -230,18 +226,18 @@ function draw(plot) {
     if (line.style === "dots" && line.xs.length <= 60)
       line.xs.forEach((v, i) => make("circle", { class: `dot ${line.color}`, cx: x(v), cy: y(line.ys[i]), r: wide ? 4 : 3 }, inside));
   }
-  best(svg, panel, shown, x, y, range, left, width);
-  if (above) make("text", { class: "label", x: width - 18, y: 16, "text-anchor": "end" }, svg, `the beginning, from ${exact(above)}, is above`);
+  best(svg, shown, x, y, range, left, width);
+  if (above) make("text", { class: "label", x: width - 18, y: 16, "text-anchor": "end" }, svg, `the first values, up to ${exact(above)}, lie above`);
   canvas.replaceChildren(svg);
   Object.assign(plot, { svg, x, y, shown, left, width, height, overlay: make("g", {}, svg) });
 }
 
 function axes(svg, x, y, yTicks, { left, width, height, range, wide }) {
   const axis = make("g", { class: "axis" }, svg);
-  const spoken = spelled(yTicks);
+  const labels = formatTicks(yTicks);
   yTicks.forEach((tick, i) => {
     make("line", { x1: left, x2: width - 14, y1: y(tick), y2: y(tick) }, axis);
-    make("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, axis, spoken[i]);
+    make("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, axis, labels[i]);
   });
   make("line", { class: "base", x1: left, x2: width - 14, y1: height - 26, y2: height - 26 }, axis);
   const [divisor, unit] = view.clock === "seconds" ? TIMES.find(([from]) => range[1] >= from).slice(1) : [1, ""];
@@ -273,24 +269,24 @@ function marks(inside, panel, x, range, height) {
     run.marks.forEach((mark, i) => {
       if (at[i] < range[0] || at[i] > range[1]) return;
       if (mark.kind !== "resume" && !["loss", "grad_norm"].includes(panel.name)) return;
-      const place = x(at[i]), bottom = height - 26;
+      const left = x(at[i]), bottom = height - 26;
       const node = mark.kind === "resume"
-        ? make("line", { class: "mark resume", x1: place, x2: place, y1: 4, y2: bottom }, inside)
-        : make("path", { class: mark.kind, d: `M${place} ${bottom - 8}l4.5 8h-9z` }, inside);
+        ? make("line", { class: "mark resume", x1: left, x2: left, y1: 4, y2: bottom }, inside)
+        : make("path", { class: mark.kind, d: `M${left} ${bottom - 8}l4.5 8h-9z` }, inside);
       make("title", {}, node, (many ? `${run.name}: ` : "") + mark.text);
     });
   });
 }
 
 /** Write the best value beside its point. */
-function best(svg, panel, shown, x, y, range, left, width) {
-  const line = shown.find((one) => one.style === "dots" && !one.reference);
-  if (!panel.low || many || !line || panel.keys > 1 && panel.name !== "loss") return;
+function best(svg, shown, x, y, range, left, width) {
+  const line = shown.find((one) => one.curve?.best);
+  if (!line) return;
   let at = -1;
   line.ys.forEach((v, i) => { if (line.xs[i] >= range[0] && line.xs[i] <= range[1] && (at < 0 || v < line.ys[at])) at = i; });
   if (at < 0) return;
-  const place = x(line.xs[at]), end = place > (left + width) / 2;
-  make("text", { class: `value ${line.color}`, x: place + (end ? 4 : -4), y: y(line.ys[at]) - 11, "text-anchor": end ? "end" : "start" }, svg, exact(line.ys[at]));
+  const pixel = x(line.xs[at]), end = pixel > (left + width) / 2;
+  make("text", { class: `value ${line.color}`, x: pixel + (end ? 4 : -4), y: y(line.ys[at]) - 11, "text-anchor": end ? "end" : "start" }, svg, exact(line.ys[at]));
 }
 
 // ---------------------------------------------------------------- crosshair, zoom
@@ -314,10 +310,10 @@ function listen(plot) {
   box.onpointerleave = () => { from = null; cross(null); };
   box.ondblclick = () => zoom(null);
   box.onkeydown = (event) => {
-    const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!way) return;
+    const direction = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!direction) return;
     event.preventDefault();
-    const at = view.at === null ? plot.left : plot.x(view.at) + way * Math.max(2, plot.width / 100);
+    const at = view.at === null ? plot.left : plot.x(view.at) + direction * Math.max(2, plot.width / 100);
     cross(plot, plot.x.invert(Math.min(Math.max(at, plot.left), plot.width - 14)));
   };
 }
@@ -353,9 +349,9 @@ function tip(plot, at) {
     make("span", { class: "swatch" }, row, (line.name || plot.panel.title) + (line.smooth ? ", smoothed" : ""));
     make("b", {}, row, exact(line.ys[i]));
   }
-  const place = plot.x(at), right = place > plot.width / 2;
+  const pixel = plot.x(at), right = pixel > plot.width / 2;
   box.style.top = "10px";
-  box.style[right ? "right" : "left"] = `${right ? plot.width - place + 14 : place + 14}px`;
+  box.style[right ? "right" : "left"] = `${right ? plot.width - pixel + 14 : pixel + 14}px`;
 }
 
 function when(at) {
@@ -375,7 +371,7 @@ function choice(box, name, options, current, choose) {
   for (const [value, text, enabled = true] of options) {
     const button = make("button", { type: "button", "data-value": value, "aria-pressed": String(value === current) }, row, text);
     button.disabled = !enabled;
-    if (!enabled) button.title = "not recorded by this run";
+    if (!enabled) button.title = many ? "not recorded by these runs" : "not recorded by this run";
     button.onclick = () => {
       for (const other of row.children) other.setAttribute("aria-pressed", String(other === button));
       choose(value);

@@ -1,55 +1,81 @@
-"""One HTML file with everything in it: it asks no server for anything.
+"""The page of a report: one HTML file that needs no network.
 
-`page.html` has the places, `page.css` and `page.js` what goes there; the script and the style are
-allowed by their hashes alone, so that a browser runs nothing that a run has brought.
+`page.html` is the template, `page.css` and `page.js` are put into it; a Content-Security-Policy
+with their hashes lets a browser run nothing else. Texts of a run can be anybody's: Jinja2 escapes
+them.
 """
 
 import base64
 import hashlib
-import re
+import json
+import math
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import jinja2
+import numpy as np
 
 from accel_gpt import __version__
-from accel_gpt.report.markup import Markup, link, section, tag, text
-from accel_gpt.report.payload import MOST_MARKS, MOST_POINTS, all_marks, payload, thinned
-from accel_gpt.report.run_folder import RunFolder
-from accel_gpt.report.sample_texts import sample_files, texts_in
-from accel_gpt.report.tables import config, evaluations, facts_card, header
+from accel_gpt.config.changes import changed
+from accel_gpt.config.plan import plural
+from accel_gpt.redact import redact
+from accel_gpt.report.payload import (
+    HELLASWAG,
+    MOST_MARKS,
+    MOST_POINTS,
+    PANELS,
+    all_marks,
+    is_thinned,
+    payload,
+)
+from accel_gpt.report.plots import short
+from accel_gpt.report.runs import Run
 
 MOST_STEPS = 12  # of samples, of one run
 MOST_TEXTS = 8  # of one step
-LONGEST_TEXT = 3000  # characters
+LONGEST_TEXT = 3000  # characters of a sample
+LONGEST_VALUE = 400  # characters of a value of the config
+ERRORS = ("_se", "_stderr")  # how the key of a standard error ends
+# what of eval/ is shown elsewhere
+SHOWN = ("eval/train_loss", "eval/val_loss", "eval/val_perplexity", "eval/val_bits_per_byte")
 HERE = Path(__file__).parent
 
 
-def build_page(runs: Sequence[RunFolder], reference: Mapping[str, Any] | None) -> str:
+def build_page(runs: Sequence[Run], reference: Mapping[str, Any] | None) -> str:
     """The whole page."""
-    script, style, frame = (
-        (HERE / name).read_text(encoding="utf-8") for name in ("page.js", "page.css", "page.html")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=drop_unprintable,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    several = facts_card(runs) if len(runs) > 1 else Markup("")
-    parts = {
-        "title": text(runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
-        "style_hash": content_hash(style),
-        "script_hash": content_hash(script),
-        "style": style,
-        "script": script,
-        "header": header(runs),
-        "notes": notes(runs, reference),
-        "sections": "\n".join(
-            [
-                evaluations(runs),
-                samples(runs),
-                config(runs),
-                section("What ran", "what", several) if several else "",
-            ]
-        ),
-        "footer": text(f"accel-gpt {__version__} report"),
-        "data": payload(runs, reference),
-    }
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], frame)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    style, script = ((HERE / f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
+    return environment.get_template("page.html").render(
+        **{"runs": runs, "reference": reference, "version": __version__},
+        **{"style": style, "style_hash": content_hash(style)},
+        **{"script": script, "script_hash": content_hash(script)},
+        data=payload(runs, reference),
+        results=results(runs[0]),
+        comparison=comparison(runs),
+        facts=facts_table(runs),
+        notes=notes(runs),
+        evaluations=evaluations(runs),
+        hellaswag=HELLASWAG,
+        samples=[samples(run, number) for number, run in enumerate(runs) if run.samples],
+        config=config(runs),
+    )
+
+
+def drop_unprintable(value: object) -> object:
+    """A value as a template shows it: a text without control characters."""
+    if not isinstance(value, str) or hasattr(value, "__html__"):  # which is markup
+        return value
+    return "".join(c for c in value if c.isprintable() or c in "\n\t")
 
 
 def content_hash(content: str) -> str:
@@ -58,78 +84,203 @@ def content_hash(content: str) -> str:
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
-def notes(runs: Sequence[RunFolder], reference: Mapping[str, Any] | None) -> Markup:
-    """How the curves are to be read."""
-    found: list[object] = []
-    if any(len(run.figures.steps) == 0 for run in runs):
-        names = ", ".join(run.name for run in runs if len(run.figures.steps) == 0)
-        found.append(f"No figures yet: {names}.")
-    kinds = {mark["kind"] for run in runs for mark in all_marks(run)[:MOST_MARKS]}
-    for kind, told in (
-        ("resume", "Dashed vertical lines: a later launch took the run up there."),
-        ("skip", "Red triangles: updates that were skipped."),
-        ("spike", "Orange triangles: spikes of the loss."),
+def notes(runs: Sequence[Run]) -> list[str]:
+    """How to read the curves."""
+    found: list[str] = []
+    if empty := [run.name for run in runs if not len(run.metrics.steps)]:
+        found.append(f"No metrics yet: {', '.join(empty)}.")
+    marks = [all_marks(run) for run in runs]
+    kinds = {mark["kind"] for one in marks for mark in one[:MOST_MARKS]}
+    for kind, note in (
+        ("resume", "Dashed vertical lines: the run was resumed."),
+        ("skip", "Red triangles: skipped updates."),
+        ("spike", "Orange triangles: loss spikes."),
     ):
-        found += [told] if kind in kinds else []
-    if any(len(all_marks(run)) > MOST_MARKS for run in runs):
-        found.append(f"Of the marks of a run the first {MOST_MARKS} are drawn.")
-    if thinned(runs):
+        found += [note] if kind in kinds else []
+    if any(len(one) > MOST_MARKS for one in marks):
+        found.append(f"Only the first {MOST_MARKS} marks of a run are drawn.")
+    if any(map(is_thinned, runs)):
         found.append(
             f"Curves of more than {MOST_POINTS:,} points are thinned: the lowest and the highest "
-            "of each bucket are drawn, and the smoothed curve is that of the means; --csv has all."
+            "value of each bucket are drawn, the smoothed curve is that of the means. --csv writes "
+            "all values."
         )
-    lines = [tag("p", " ".join(map(str, found)), class_="note")] if found else []
-    if reference:
-        about = [f"Grey: {reference['title']} ("]
-        about += [link(reference["source"], reference["source"]), ")"]
-        where = [str(reference[key]) for key in ("hardware", "commit") if reference.get(key)]
-        about += [f"; {', '.join(where)}"] if where else []
-        lines.append(tag("p", *about, ".", class_="note"))
-    return Markup("".join(lines))
+    return found
 
 
-# --------------------------------------------------------------------------- samples
+# --------------------------------------------------------------------------- results
 
 
-def samples(runs: Sequence[RunFolder]) -> Markup:
-    """The texts of each run, a column for each step, the same prompt on the same height."""
-    strips = []
-    for number, run in enumerate(runs):
-        files = list(sample_files(run.path).items())
-        kept = [files[i] for i in spread(len(files), MOST_STEPS)]
-        columns = [step_column(step, path) for step, path in kept]
-        if not columns:
-            continue
-        if len(runs) > 1:
-            strips.append(tag("h3", tag("span", run.name, class_=f"swatch c{number % 8}")))
-        if len(kept) < len(files):
-            told = f"{len(kept)} of {len(files):,} steps with samples."
-            strips.append(tag("p", told, class_="note"))
-        strips.append(tag("div", *columns, class_="strip card", tabindex="0"))
-    return section("Samples", "samples", *strips) if strips else Markup("")
+class Result(NamedTuple):
+    """A number that a run is judged by."""
+
+    label: str
+    value: str
+    step: int | None = None  # at which it was reached
+    loss: float = math.nan  # to compare runs by
 
 
-def spread(count: int, most: int) -> list[int]:
-    """At most `most` of `count` places, evenly, first and last among them."""
-    if count <= most:
-        return list(range(count))
-    return [round(i * (count - 1) / (most - 1)) for i in range(most)]
+def results(run: Run) -> list[Result]:
+    """The final metrics of a run."""
+    metrics, found = run.metrics, []
+    steps, losses = metrics.curve("eval/val_loss")
+    train_loss = metrics.last("train/loss")
+    if len(losses):
+        i = int(losses.argmin())
+        found.append(Result("best val loss", f"{losses[i]:.4f}", int(steps[i]), losses[i]))
+    for key, label, form in (
+        ("eval/val_bits_per_byte", "bits per byte, last", ",.4g"),
+        ("eval/val_perplexity", "perplexity, last", ",.4g"),
+        ("eval/hellaswag_acc_norm", "HellaSwag acc_norm", ".2%"),
+    ):
+        if (value := metrics.last(key)) is not None:
+            found.append(Result(label, format(value, form)))
+    if not len(losses) and train_loss is not None:
+        found.append(Result("train loss, last", f"{train_loss:.4f}", None, train_loss))
+    found.append(Result("steps", f"{run.step:,}"))
+    if len(metrics.tokens) and np.isfinite(metrics.tokens[-1]):
+        found.append(Result("tokens", short(float(metrics.tokens[-1]))))
+    if len(metrics.seconds) and np.isfinite(metrics.seconds[-1]):
+        seconds = round(min(max(float(metrics.seconds[-1]), 0.0), 1e9))
+        found.append(Result("duration", str(timedelta(seconds=seconds))))
+    for key, label, form, summarize in (
+        ("perf/tokens_per_second", "tokens/s, median", ",.0f", np.median),
+        ("perf/mfu", "MFU, median", ".1%", np.median),
+        ("perf/memory_gb", "peak memory, GB", ".2f", np.max),
+    ):
+        if len(values := metrics.curve(key)[1]):
+            found.append(Result(label, format(float(summarize(values)), form)))
+    return found
 
 
-def step_column(step: int, path: Path) -> Markup:
-    """The texts of one step."""
-    try:
-        texts = texts_in(path)
-    except OSError:
-        texts = []
-    shown = [tag("pre", shortened(one)) for one in texts[:MOST_TEXTS]]
-    if len(texts) > MOST_TEXTS:
-        shown.append(tag("p", f"and {len(texts) - MOST_TEXTS:,} more", class_="note"))
-    return tag("div", tag("h3", f"Step {step:,}"), *shown, class_="step")
+def comparison(runs: Sequence[Run]) -> dict[str, Any]:
+    """The results of several runs: labels, and for each run the values and which are the best."""
+    each = [{result.label: result for result in results(run)} for run in runs]
+    labels = list(dict.fromkeys(label for one in each for label in one))
+    lowest = {label: min(one[label].loss for one in each if label in one) for label in labels}
+    rows = [
+        [
+            (one[label].value, one[label].loss == lowest[label]) if label in one else ("", False)
+            for label in labels
+        ]
+        for one in each
+    ]
+    return {"labels": labels, "rows": rows}
 
 
-def shortened(content: str) -> str:
-    """A text of at most `LONGEST_TEXT` characters, and what was cut."""
-    if len(content) <= LONGEST_TEXT:
-        return content
-    return f"{content[:LONGEST_TEXT]}\n[{len(content) - LONGEST_TEXT:,} characters more]"
+# --------------------------------------------------------------------------- tables
+
+
+def facts_table(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """What ran, on what and where: a row each, with one value if all runs agree."""
+    each = [facts(run) for run in runs]
+    rows = [(name, [one[name] for one in each]) for name in each[0]]
+    return [(name, values[:1] if len(set(values)) == 1 else values) for name, values in rows]
+
+
+def facts(run: Run) -> dict[str, str]:
+    """Model, data, hardware, commit, versions and command, as the last launch recorded them."""
+    parameters, vocabulary = (run.last_launch("model", k) for k in ("parameters", "vocab_size"))
+    model = [in_one_line(run.config.get("model.preset", "not recorded"))]
+    if isinstance(parameters, int):
+        model.append(f"{parameters:,} parameters")
+    for key, label in (
+        *(("n_layer", "{} layers"), ("n_head", "{} heads"), ("n_embd", "{} channels")),
+        ("block_size", "context {}"),
+    ):
+        if (value := run.config.get(f"model.{key}")) is not None:
+            model.append(label.format(in_one_line(value)))
+    if isinstance(vocabulary, int):
+        model.append(f"vocabulary {vocabulary:,}")
+    data, versions = run.last_launch("data", "lines"), run.last_launch("versions")
+    if not isinstance(data, list):
+        data = [in_one_line(run.config.get("data.train", "not recorded"))]
+    launches, steps = f"{len(run.launches):,}", [f"{step:,}" for step, _ in run.resumes()]
+    if steps:
+        launches += f"; resumed at step {', '.join(steps[:8])}{', ...' if len(steps) > 8 else ''}"
+    return {
+        "Model": ", ".join(model),
+        "Data": "\n".join(map(str, data)),
+        "Hardware": hardware(run),
+        "Commit": str(run.last_launch("commit") or "not recorded"),
+        "Launches": launches,
+        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items())
+        if isinstance(versions, dict)
+        else "not recorded",
+        "Command": str(run.last_launch("command") or "not recorded"),
+    }
+
+
+def hardware(run: Run) -> str:
+    """`8 x NVIDIA H100, precision bf16, torch 2.13.0`."""
+    processes, device = run.last_launch("processes"), run.last_launch("device")
+    if not isinstance(device, str) or not isinstance(processes, int):
+        return "not recorded"
+    torch, threads = run.last_launch("versions", "torch"), run.last_launch("threads_per_process")
+    parts = [f"{processes} x {' '.join(device.split())}"]
+    if isinstance(threads, int) and "cpu" in str(torch):
+        parts.append(plural(threads, "thread"))
+    return ", ".join([*parts, f"precision {run.last_launch('mixed_precision')}", f"torch {torch}"])
+
+
+def evaluations(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """The newest values of HellaSwag and of other tasks: a row each, a value for each run."""
+    drawn = {key for panel in PANELS for key in panel.keys} - {"eval/hellaswag_acc_norm"}
+    keys = [
+        key
+        for key in dict.fromkeys(key for run in runs for key in run.metrics.keys("eval/"))
+        if key not in drawn and not key.startswith(SHOWN) and not key.endswith(ERRORS)
+    ]
+    return [(key.removeprefix("eval/"), [newest(run, key) for run in runs]) for key in keys]
+
+
+def newest(run: Run, key: str) -> str:
+    """The last value of a metric with its standard error, and its step unless that is the last."""
+    steps, values = run.metrics.curve(key)
+    if not len(values):
+        return ""
+    text = f"{values[-1]:.4g}"
+    for ending in ERRORS:
+        if (error := run.metrics.last(key + ending)) is not None:
+            text += f" ± {error:.2g}"
+    return text + (f" (step {steps[-1]:,.0f})" if steps[-1] != run.step else "")
+
+
+def samples(run: Run, number: int) -> dict[str, Any]:
+    """The texts that a run sampled, at up to `MOST_STEPS` steps spread evenly."""
+    steps = list(run.samples)
+    chosen = sorted({round(i) for i in np.linspace(0, len(steps) - 1, MOST_STEPS)})
+    columns = []
+    for step in (steps[i] for i in chosen):
+        texts = run.sample_texts(step)
+        cut = [
+            f"{text[:LONGEST_TEXT]}\n[{len(text) - LONGEST_TEXT:,} more characters]"
+            if len(text) > LONGEST_TEXT
+            else text
+            for text in texts[:MOST_TEXTS]
+        ]
+        columns.append((step, cut, len(texts) - len(cut)))
+    return {"run": run.name, "number": number, "columns": columns, "steps": len(steps)}
+
+
+def config(runs: Sequence[Run]) -> dict[str, Any]:
+    """The settings of one run that are not the default, and all; of several those that differ."""
+    configs = [run.config for run in runs]
+    names = list(dict.fromkeys(name for one in configs for name in one))
+    if len(runs) == 1:
+        shown = list(changed(configs[0]))
+    else:
+        values = {n: {json.dumps(one.get(n), default=str) for one in configs} for n in names}
+        shown = [name for name in names if len(values[name]) > 1 and name != "out_dir"]
+
+    def table(keys: Sequence[str]) -> list[tuple[str, list[str]]]:
+        return [(name, [in_one_line(one.get(name)) for one in configs]) for name in keys]
+
+    return {"rows": table(shown), "all": table(names) if len(runs) == 1 else []}
+
+
+def in_one_line(value: Any) -> str:
+    """A value of the config as YAML has it on one line, without secrets."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = redact(text)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."

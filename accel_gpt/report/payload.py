@@ -1,124 +1,153 @@
-"""The numbers of a page, as the JSON that its script draws; long runs thinned.
+"""What is drawn: the plots of a report as plain data, for the page and for PNG files alike.
 
     runs        [{name, clock {step, tokens, seconds}, flops_per_token, marks [{step, kind, text}]}]
-    panels      [{name, title, unit, log, smooth, low, keys, guides [{value, label}],
-                  curves [{run, key, name, color, style, s, v, ms, m}]}]
+    panels      [{name, title, unit, log, smooth, low, guides [{value, label}],
+                  curves [{run, key, name, label, color, style, best, s, v, ms, m}]}]
     reference   {clock, flops_per_token, s, v}, or null
 
-`s` are steps and `v` values; of a thinned curve `v` has the lowest and highest of each bucket, and
-`m` the means that are smoothed, at the steps `ms`.
+`s` are steps and `v` values. A curve with more than `MOST_POINTS` is thinned: `v` has the lowest
+and the highest value of each bucket; `m` has the means, which are smoothed, at the steps `ms`.
 """
 
-import json
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from accel_gpt.report.figures import Figures, Floats, means, thin
-from accel_gpt.report.panels import PANELS, Panel, color, key_name, style
-from accel_gpt.report.run_folder import RunFolder
+from accel_gpt.report.runs import Run
+from accel_gpt.training.run_folder import Floats, Metrics
 
-MOST_POINTS = 1600  # of a curve, drawn in some 1,200 pixels
+MOST_POINTS = 1600  # of a curve, drawn on some 1,200 pixels
 MOST_MARKS = 400  # of a run
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot. A key that ends with a slash stands for all keys that begin with it."""
+
+    name: str
+    title: str
+    unit: str
+    keys: tuple[str, ...]
+    log: bool = False  # the axis of the values
+    factor: float = 1.0  # from what is recorded to `unit`
+    smooth: bool = False
+    low: bool = False  # lower is better: the best value is labelled, the first drop may be cut
+
+    def present(self, metrics: Metrics) -> list[str]:
+        """The keys that are recorded."""
+        found: list[str] = []
+        for key in self.keys:
+            found += metrics.keys(key) if key.endswith("/") else [key] * (key in metrics.columns)
+        return found
+
+
+LOSS = Panel(
+    *("loss", "Loss", "nats per token", ("train/loss", "eval/train_loss", "eval/val_loss")),
+    smooth=True,
+    low=True,
+)
+PANELS = (
+    LOSS,
+    Panel("val_sets", "Val loss by set", "nats per token", ("eval/val_loss/",), low=True),
+    Panel(
+        *("bits_per_byte", "Val bits per byte", "bits per byte", ("eval/val_bits_per_byte",)),
+        low=True,
+    ),
+    Panel("hellaswag", "HellaSwag", "% acc_norm", ("eval/hellaswag_acc_norm",), factor=100),
+    Panel("lr", "Learning rate", "", ("train/lr",)),
+    Panel("grad_norm", "Gradient norm", "", ("train/grad_norm",), log=True, smooth=True),
+    Panel("throughput", "Throughput", "tokens/s", ("perf/tokens_per_second",), smooth=True),
+    Panel("mfu", "MFU", "% of the peak", ("perf/mfu",), factor=100, smooth=True),
+    Panel("memory", "Peak memory", "GB", ("perf/memory_gb",)),
+)
 HELLASWAG = (
     (25.0, "random", ""),
-    (
-        29.55,
-        "GPT-2 124M",
-        "https://github.com/karpathy/build-nanogpt/blob/master/hellaswag.py",
-    ),
+    (29.55, "GPT-2 124M", "https://github.com/karpathy/build-nanogpt/blob/master/hellaswag.py"),
     (33.7, "GPT-3 124M", "https://arxiv.org/abs/2005.14165"),
 )
 """acc_norm in percent: one of four endings; completion style; table H.1, zero-shot."""
 
 
-def payload(runs: Sequence[RunFolder], reference: Mapping[str, Any] | None) -> str:
-    """The JSON of the page, with nothing in it that HTML could take for a tag."""
-    content = {
-        "runs": [run_entry(run) for run in runs],
-        "panels": [found for panel in PANELS if (found := panel_entry(panel, runs, reference))],
+def payload(runs: Sequence[Run], reference: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Everything that is drawn, as the module describes it."""
+    by_name = {run.name: run.metrics for run in runs}
+    panels = [panel_entry(panel, by_name, reference) for panel in PANELS]
+    return {
+        "runs": [
+            {
+                "name": run.name,
+                "clock": clock_entry(run.metrics),
+                "flops_per_token": run.flops_per_token,
+                "marks": all_marks(run)[:MOST_MARKS],
+            }
+            for run in runs
+        ],
+        "panels": [panel for panel in panels if panel["curves"]],
         "reference": reference_entry(reference),
     }
-    text = json.dumps(content, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def run_entry(run: RunFolder) -> dict[str, Any]:
-    """Name, clock and marks of a run."""
-    figures = run.figures
-    kept = np.unique(np.linspace(0, max(len(figures.steps) - 1, 0), MOST_POINTS).astype(int))
-    clock = {
-        key: rounded(values[kept])
-        for key, values in zip(
-            ("step", "tokens", "seconds"),
-            (figures.steps, figures.tokens, figures.seconds),
-            strict=True,
-        )
-        if len(values) and np.isfinite(values).all()
-    }
-    return {
-        "name": run.name,
-        "clock": clock,
-        "flops_per_token": run.flops_per_token(),
-        "marks": all_marks(run)[:MOST_MARKS],
-    }
-
-
-def all_marks(run: RunFolder) -> list[dict[str, Any]]:
-    """Where later launches took the run up, and where updates were skipped or losses spiked."""
-    found: list[dict[str, Any]] = []
-    for step, times in run.seams():
-        text = f"resumed at step {step:,}" + (f", {times} times" if times > 1 else "")
-        found.append({"step": step, "kind": "resume", "text": text})
-    for key, kind, one, several in (
-        ("train/skipped", "skip", "skipped update", "skipped updates"),
-        ("train/spikes", "spike", "spike of the loss", "spikes of the loss"),
-    ):
-        steps, counts = run.figures.curve(key)
-        before = np.concatenate([[0.0], counts[:-1]])
-        since = np.concatenate([[0.0], steps[:-1]])
-        for i in np.flatnonzero(counts > before):
-            count, first, last = int(counts[i] - before[i]), int(since[i]) + 1, int(steps[i])
-            where = f"step {last:,}" if first >= last else f"steps {first:,} to {last:,}"
-            text = f"{count:,} {one if count == 1 else several}, {where}"
-            found.append({"step": last, "kind": kind, "text": text})
-    return found
+def clock_entry(metrics: Metrics) -> dict[str, Any]:
+    """Steps, tokens and seconds at up to `MOST_POINTS` records; without a clock that is unknown."""
+    kept = np.unique(np.linspace(0, max(len(metrics.steps) - 1, 0), MOST_POINTS).astype(int))
+    clocks = {"step": metrics.steps, "tokens": metrics.tokens, "seconds": metrics.seconds}
+    known = {name: v for name, v in clocks.items() if len(v) and np.isfinite(v).all()}
+    return {name: rounded(values[kept]) for name, values in known.items()}
 
 
 def panel_entry(
-    panel: Panel, runs: Sequence[RunFolder], reference: Mapping[str, Any] | None
-) -> dict[str, Any] | None:
-    """One plot; None where no run has recorded what it shows."""
-    keys = list(dict.fromkeys(key for run in runs for key in panel.present(run.figures)))
+    panel: Panel, runs: Mapping[str, Metrics], reference: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """One plot of runs by their names."""
+    keys = list(dict.fromkeys(key for metrics in runs.values() for key in panel.present(metrics)))
     keys.sort(key=lambda key: panel.keys.index(key) if key in panel.keys else 0)
-    curves = [
-        {
-            "run": number,
-            "key": key,
-            "name": key_name(key) if len(panel.keys) > 1 or key not in panel.keys else "",
-            "color": color(panel, key, keys),
-            "style": style(key),
-            **points(run.figures, key, panel),
-        }
-        for key in keys
-        for number, run in enumerate(runs)
-        if key in run.figures.columns
-    ]
-    if not curves:
-        return None
+    curves = []
+    for key in keys:
+        name = key_name(key) if len(panel.keys) > 1 or key not in panel.keys else ""
+        dots = key.startswith("eval/") and key != "eval/train_loss"
+        for number, (run, metrics) in enumerate(runs.items()):
+            if key not in metrics.columns:
+                continue
+            one = len(runs) == 1
+            curves.append(
+                {
+                    **{"run": number, "key": key, "name": name},
+                    "label": name if one else ", ".join(filter(None, (run, name))),
+                    "color": color(panel, key, keys) if one else number,
+                    "style": "dots" if dots else "dashed" if key.startswith("eval/") else "line",
+                    "best": one and dots and panel.low and panel.name != "val_sets",
+                    **points(metrics, key, panel),
+                }
+            )
     return {
         **{"name": panel.name, "title": panel.title, "unit": panel.unit, "log": panel.log},
-        **{"smooth": panel.smooth, "low": panel.low, "keys": len(keys)},
-        "guides": guides(panel, reference),
-        "curves": curves,
+        **{"smooth": panel.smooth, "low": panel.low},
+        **{"guides": guides(panel, reference), "curves": curves},
     }
 
 
-def points(figures: Figures, key: str, panel: Panel) -> dict[str, Any]:
+def key_name(key: str) -> str:
+    """What a curve is called in a plot that shows several keys."""
+    names = {"train/loss": "train", "eval/train_loss": "train, evaluated", "eval/val_loss": "val"}
+    return names.get(key) or key.split("/", 2)[-1]
+
+
+def color(panel: Panel, key: str, keys: Sequence[str]) -> int:
+    """The number of a curve's color in a report of one run: val has the same in every plot."""
+    if panel.name == "val_sets":
+        return keys.index(key)
+    fixed = {"eval/val_loss": 1, "eval/val_bits_per_byte": 1, "eval/train_loss": 2}
+    return fixed.get(key, 0)
+
+
+def points(metrics: Metrics, key: str, panel: Panel) -> dict[str, Any]:
     """Steps and values of a curve, thinned."""
-    steps, values = figures.curve(key)
-    values = values * panel.factor
+    steps, values = metrics.curve(key)
+    values = np.clip(values, -1e300, 1e300) * panel.factor  # so that no mean overflows
     if len(values) <= MOST_POINTS:
         return {"s": rounded(steps), "v": rounded(values)}
     kept = thin(values, MOST_POINTS)
@@ -142,23 +171,73 @@ def guides(panel: Panel, reference: Mapping[str, Any] | None) -> list[dict[str, 
 
 
 def reference_entry(reference: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The curve of a reference."""
-    if reference is None:
+    """The curve of a reference; None without one."""
+    if not reference or not reference["curve"]["step"]:
         return None
     curve = reference["curve"]
     return {
         "clock": {key: curve[key] for key in ("step", "tokens", "seconds")},
-        "flops_per_token": reference.get("flops_per_token"),
+        "flops_per_token": reference["flops_per_token"],
         "s": curve["step"],
         "v": curve["val_loss"],
     }
 
 
-def rounded(values: Floats) -> list[float | int]:
-    """Six digits of each, as a plot shows no more; whole numbers stay whole."""
-    return [int(v) if v == int(v) else float(f"{v:.6g}") for v in values.tolist()]
+def all_marks(run: Run) -> list[dict[str, Any]]:
+    """Where the run was resumed, where updates were skipped, and where the loss spiked."""
+    found: list[dict[str, Any]] = []
+    for step, times in run.resumes():
+        text = f"resumed at step {step:,}" + (f", {times} times" if times > 1 else "")
+        found.append({"step": step, "kind": "resume", "text": text})
+    for key, kind, one, several in (
+        ("train/skipped", "skip", "skipped update", "skipped updates"),
+        ("train/spikes", "spike", "loss spike", "loss spikes"),
+    ):
+        steps, counts = run.metrics.curve(key)
+        before = np.concatenate([[0.0], counts[:-1]])
+        since = np.concatenate([[0.0], steps[:-1]])
+        for i in np.flatnonzero(counts > before):
+            count, first, last = int(counts[i] - before[i]), int(since[i]) + 1, int(steps[i])
+            where = f"step {last:,}" if first >= last else f"steps {first:,} to {last:,}"
+            text = f"{count:,} {one if count == 1 else several}, {where}"
+            found.append({"step": last, "kind": kind, "text": text})
+    return found
 
 
-def thinned(runs: Sequence[RunFolder]) -> bool:
+def is_thinned(run: Run) -> bool:
     """Whether a curve has more points than are drawn."""
-    return any(len(rows) > MOST_POINTS for run in runs for rows, _ in run.figures.columns.values())
+    return any(len(rows) > MOST_POINTS for rows, _ in run.metrics.columns.values())
+
+
+# --------------------------------------------------------------------------- many points
+
+
+def thin(values: Floats, most: int) -> npt.NDArray[np.int64]:
+    """Indices (m,), m <= `most`, of values that look the same when drawn.
+
+    The smallest and the largest value of each bucket, so that no spike is lost, the first and the
+    last.
+    """
+    if len(values) <= most:
+        return np.arange(len(values))
+    kept = {0, len(values) - 1}
+    for start, end in itertools.pairwise(bucket_edges(len(values), most // 2 - 1)):
+        bucket = values[start:end]
+        kept |= {start + int(bucket.argmin()), start + int(bucket.argmax())}
+    return np.array(sorted(kept))
+
+
+def means(values: Floats, buckets: int) -> Floats:
+    """The mean of each bucket, shape (buckets,)."""
+    edges = bucket_edges(len(values), buckets)
+    return np.asarray(np.add.reduceat(values, edges[:-1]) / np.diff(edges))
+
+
+def bucket_edges(count: int, buckets: int) -> list[int]:
+    """Where buckets of equally many values begin, and the end of the last one."""
+    return [count * i // buckets for i in range(buckets + 1)]
+
+
+def rounded(values: Floats) -> list[float | int]:
+    """Values with six digits, which is more than a plot shows; whole numbers stay whole."""
+    return [int(v) if v == int(v) and abs(v) < 1e15 else float(f"{v:.6g}") for v in values.tolist()]

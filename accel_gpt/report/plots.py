@@ -1,75 +1,98 @@
-"""Pictures of a run, drawn by matplotlib without a display and without its global state."""
+"""PNG files of the plots, 1,200 x 700 pixels, drawn by matplotlib without a display."""
 
 import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from accel_gpt.report.payload import LOSS, clock_entry, panel_entry
+from accel_gpt.training.run_folder import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TRAIN, VAL, INK, FAINT = "#3b6fb5", "#d1495b", "#2b2b2b", "#8a8a8a"
-NEIGHBOURS = 60  # the smoothed curve looks 1 / 60 of the records ahead and back
-CUT_FROM = 50  # records from which on the first fall may leave the frame
+# those of page.css in light mode
+COLORS = ("#2f63b8", "#d1432f", "#1b8a6b", "#8a4fbe", "#b8860b", "#0f8aa8", "#b83a7a", "#667085")
+INK, SOFT, GREY = "#1c2024", "#5f6770", "#9a9a94"
+NEIGHBORS = 60  # smoothing averages 1 / 60 of the points on both sides, as the page does at first
 
-Curve = tuple[list[float], list[float]]
+Entry = Mapping[str, Any]  # a part of the payload
 
 
-def loss_curves(records: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Write the loss of `records` (lines of a metrics.jsonl) as a PNG of 1,200 x 700 pixels.
+def draw_panels(content: Entry, folder: Path) -> list[str]:
+    """Write `NAME.png` for each plot of a payload; returns the names."""
+    for panel in content["panels"]:
+        draw(panel, content["runs"], content["reference"], folder / f"{panel['name']}.png")
+    return [panel["name"] for panel in content["panels"]]
 
-    Train loss as it was logged and smoothed, val loss as points; nats per token over tokens, or
-    over steps where the tokens are not told. What is not a finite number is left out.
-    """
+
+def loss_curves(records: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Write train and val loss of the records of a metrics.jsonl as a PNG."""
+    metrics = read_metrics(dict(record) for record in records)
+    panel = panel_entry(replace(LOSS, keys=("train/loss", "eval/val_loss")), {"": metrics})
+    draw(panel, [{"clock": clock_entry(metrics)}], None, path)
+
+
+def draw(panel: Entry, runs: Sequence[Entry], reference: Entry | None, path: Path) -> None:
+    """Write one plot over tokens, or over steps if a run has no token counts."""
     from matplotlib.figure import Figure
 
-    clock = "tokens" if all(finite(record.get("tokens")) for record in records) else "step"
-    train, val = (curve(records, clock, key) for key in ("train/loss", "eval/val_loss"))
+    clock = "tokens" if all("tokens" in run["clock"] for run in runs) else "step"
     figure = Figure(figsize=(12, 7), dpi=100, facecolor="white")
-    figure.subplots_adjust(left=0.075, right=0.975, top=0.965, bottom=0.105)
+    figure.subplots_adjust(left=0.1, right=0.975, top=0.965, bottom=0.105)
     axes = figure.add_subplot()
-    if train[0]:
-        smooth = smoothed(train[1])
-        point = "o" if len(smooth) == 1 else ""
-        axes.plot(*train, marker=point, color=TRAIN, alpha=0.3, linewidth=1.2)
-        name = "train" if smooth == train[1] else "train, smoothed"
-        axes.plot(train[0], smooth, marker=point, color=TRAIN, linewidth=2.4, label=name, zorder=3)
-    if val[0]:
-        points: dict[str, Any] = {"marker": "o", "markersize": 6, "markeredgecolor": "white"}
-        axes.plot(*val, color=VAL, linewidth=1.4, label="val", zorder=4, **points)
-    dress(axes, clock)
-    cut = frame(axes, train[1], val[1])
-    if cut:
-        first = f"not shown: the beginning, from {train[1][0]:.2f}"
-        corner: dict[str, Any] = {"transform": axes.transAxes, "ha": "right", "va": "top"}
-        axes.text(0.985, 0.875, first, fontsize=11, color=FAINT, **corner)
-    if val[0]:
-        label_best(axes, val)
-    if train[0] or val[0]:
+    if panel["name"] == "loss" and reference:
+        xs = positions(reference, reference["s"], clock)
+        axes.plot(xs, reference["v"], color=GREY, linewidth=2, label="reference")
+    for curve in panel["curves"]:
+        if len(runs) == 1 or curve["style"] != "dashed":  # which the page hides at first, too
+            draw_curve(axes, panel, curve, runs[curve["run"]], clock)
+    style_axes(axes, panel, clock)
+    if panel["low"]:
+        focus(axes, [guide["value"] for guide in panel["guides"]])
+    for guide in panel["guides"]:
+        axes.axhline(guide["value"], color=GREY, linestyle=":")
+        write(axes, 0.99, guide["value"], guide["label"], axes.get_yaxis_transform(), "bottom")
+    if not panel["curves"]:
+        write(axes, 0.5, 0.5, "nothing recorded", axes.transAxes)
+    if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(loc="upper right", frameon=False, fontsize=13, labelcolor=INK)
-    else:
-        axes.text(0.5, 0.5, "no losses recorded", transform=axes.transAxes, ha="center")
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
-def finite(value: object) -> bool:
-    """Whether a value is a finite number."""
-    return isinstance(value, int | float) and math.isfinite(value)
+def positions(owner: Entry, steps: Sequence[float], clock: str) -> Any:
+    """The values (n,) of a clock of a run or reference at steps (n,)."""
+    return np.interp(steps, owner["clock"]["step"], owner["clock"][clock])
 
 
-def curve(records: Sequence[Mapping[str, float]], clock: str, key: str) -> Curve:
-    """The finite values of `key`, and where on the clock each lies."""
-    both = [r for r in records if finite(r.get(clock)) and finite(r.get(key))]
-    return [float(r[clock]) for r in both], [float(r[key]) for r in both]
+def draw_curve(axes: "Axes", panel: Entry, curve: Entry, run: Entry, clock: str) -> None:
+    """Draw evaluations as dots, a frequent metric raw and smoothed."""
+    steps, values = curve["s"], curve["v"]
+    look: dict[str, Any] = {"color": COLORS[curve["color"] % len(COLORS)]}
+    if curve["style"] == "line":
+        if panel["smooth"]:
+            axes.plot(positions(run, steps, clock), values, alpha=0.3, linewidth=1.2, **look)
+            steps, values = curve.get("ms", steps), smoothed(curve.get("m", values))
+        look |= {"linewidth": 2.2, "zorder": 3, "marker": "o" if len(values) == 1 else ""}
+    elif curve["style"] == "dashed":
+        look |= {"linestyle": "--"}
+    elif len(values) <= 60:
+        look |= {"marker": "o", "markersize": 6, "markeredgecolor": "white", "zorder": 4}
+    xs = positions(run, steps, clock)
+    axes.plot(xs, values, label=curve["label"] or panel["title"], **look)
+    if curve["best"]:
+        label_best(axes, xs, values, look["color"])
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Mean over the neighbours on both sides, fewer at the beginning, where the loss falls fast.
+    """Mean over the neighbors on both sides, over fewer at the start, where a loss falls fast.
 
-    Unlike an exponential mean it does not lag behind what it smooths.
+    Unlike an exponential mean it does not lag behind.
     """
-    widest = len(values) // NEIGHBOURS
+    widest = len(values) // NEIGHBORS
     sums = [0.0, *itertools.accumulate(values)]
     out = []
     for i in range(len(values)):
@@ -79,15 +102,38 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return out
 
 
-def dress(axes: "Axes", clock: str) -> None:
-    """Names of the axes, large readable ticks, a quiet grid."""
+def label_best(axes: "Axes", xs: Sequence[float], values: Sequence[float], color: str) -> None:
+    """Write the lowest value beside its point."""
+    value = min(values)
+    x = xs[list(values).index(value)]
+    left = x > (min(xs) + max(xs)) / 2
+    axes.annotate(
+        f"{value:.4f}",
+        (x, value),
+        xytext=(-4 if left else 4, 12),
+        textcoords="offset points",
+        ha="right" if left else "left",
+        fontsize=13,
+        fontweight="bold",
+        color=color,
+        zorder=5,
+    )
+
+
+def style_axes(axes: "Axes", panel: Entry, clock: str) -> None:
+    """Label the axes; large ticks, a light grid."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axes.set_xlabel("tokens seen" if clock == "tokens" else "steps", fontsize=14, color=INK)
-    axes.set_ylabel("loss, nats per token", fontsize=14, color=INK)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    readable = FuncFormatter(lambda value, _: short(value))
+    axes.set_xlabel("tokens" if clock == "tokens" else "steps", fontsize=14, color=INK)
+    axes.set_ylabel(", ".join(filter(None, (panel["title"], panel["unit"]))), fontsize=14)
+    if panel["log"]:
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(readable)
     axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
-    axes.grid(axis="y", color="#e4e4e4", linewidth=1)
+    axes.xaxis.set_major_formatter(readable)
+    axes.yaxis.set_major_formatter(readable)
+    axes.grid(axis="y", color="#ecece8", linewidth=1)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=12.5, length=0, pad=7, colors=INK)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -95,41 +141,29 @@ def dress(axes: "Axes", clock: str) -> None:
     axes.margins(x=0.015, y=0.08)
 
 
-def frame(axes: "Axes", train: Sequence[float], val: Sequence[float]) -> bool:
-    """Choose the range of losses so that the long end is readable; whether it cuts the beginning.
-
-    The first 3 % of a long run, in which the loss falls from ln(vocabulary), may be above it.
-    """
-    if len(train) < CUT_FROM:
-        return False
-    late = [*train[max(1, len(train) * 3 // 100) :], *val[1:]]
-    low, high = min(late), max(late)
-    if low == high or max(train) <= high + 0.35 * (high - low):
-        return False
-    axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
-    return True
-
-
-def label_best(axes: "Axes", val: Curve) -> None:
-    """Write the lowest val loss beside its point."""
-    value = min(val[1])
-    where = val[0][val[1].index(value)]
-    left = where > (min(val[0]) + max(val[0])) / 2
-    axes.annotate(
-        f"{value:.4f}",
-        (where, value),
-        xytext=(-4 if left else 4, 12),
-        textcoords="offset points",
-        ha="right" if left else "left",
-        fontsize=13,
-        fontweight="bold",
-        color=VAL,
-        zorder=5,
+def focus(axes: "Axes", guides: Sequence[float]) -> None:
+    """Leave out the drop in the first 6 % if the rest is hard to read with it, as the page does."""
+    if not axes.get_lines():
+        return
+    xs, values = np.concatenate([line.get_xydata() for line in axes.get_lines()]).T
+    late = values[xs > xs.min() + 0.06 * np.ptp(xs)]
+    if len(late) < 20 or values.max() <= late.max() + 0.35 * np.ptp(late):
+        return
+    low, high = min([values.min(), *guides]), max([late.max(), *guides])
+    margin = 0.06 * (high - low or abs(high) or 1)
+    axes.set_ylim(low - margin, high + margin)
+    write(
+        axes, 0.6, 0.985, f"the first values, up to {values.max():.2f}, lie above", axes.transAxes
     )
 
 
+def write(axes: "Axes", x: float, y: float, text: str, coordinates: Any, va: str = "top") -> None:
+    """Write a small note that ends at `x`."""
+    axes.text(x, y, text, transform=coordinates, ha="right", va=va, fontsize=11, color=SOFT)
+
+
 def short(value: float) -> str:
-    """1500000 as 1.5M."""
+    """A number with four digits and a unit: 1500000 as 1.5M."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"

@@ -1,0 +1,76 @@
+"""The runs of a report: a run's folder with its name and state, and where it was resumed."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel_gpt.errors import UserError
+from accel_gpt.training.run_folder import RunFolder, is_number
+
+
+class Run(RunFolder):
+    """A run's folder under a name that no other run of the report has."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        super().__init__(path)
+        self.name = name
+        self.running = self.in_use  # read before the metrics: those of a run that ends are complete
+
+    @property
+    def state(self) -> str:
+        """`running`, `stopped` or `finished`."""
+        if self.running:
+            return "running"
+        return "stopped" if self.max_steps and self.step < self.max_steps else "finished"
+
+    @property
+    def status(self) -> str:
+        """The state in words, with the steps of a run that is not at its end."""
+        if self.state == "finished":
+            return "finished"
+        of = f" of {self.max_steps:,}" if self.max_steps else ""
+        return f"{'in progress:' if self.running else 'stopped at'} step {self.step:,}{of}"
+
+    @property
+    def flops_per_token(self) -> float | None:
+        """FLOPs of a training step per token, if the run recorded them."""
+        flops = self.last_launch("model", "flops_per_token")
+        return float(flops) if is_number(flops) and flops > 0 else None
+
+    def resumes(self) -> list[tuple[int, int]]:
+        """Steps at which the run was resumed, ascending, and how many times.
+
+        A resume beyond the step of a later one is left out: its steps were done again.
+        """
+        times: dict[int, int] = {}
+        lowest = float("inf")
+        for launch in reversed(self.launches[1:]):
+            step = launch.get("step")
+            if is_number(step) and 0 < step <= lowest:
+                lowest = step
+                times[int(step)] = times.get(int(step), 0) + 1
+        return sorted(times.items())
+
+
+def open_runs(folders: Sequence[str]) -> list[Run]:
+    """The runs in `folders`; `UserError` for a folder that is not a run."""
+    paths = [Path(folder) for folder in folders]
+    for path in paths:
+        if not path.is_dir():
+            raise UserError(f"{path} is not a folder; give the out_dir of a run")
+        if not any((path / name).is_file() for name in ("metrics.jsonl", "run.json")):
+            raise UserError(
+                f"{path} is not a run: it has neither metrics.jsonl nor run.json; "
+                "give the out_dir of a run"
+            )
+    return [Run(path, name) for path, name in zip(paths, unique_names(paths), strict=True)]
+
+
+def unique_names(paths: Sequence[Path]) -> list[str]:
+    """The last one to three parts of each path, as many as make them unique, else numbered."""
+    absolute = [Path(os.path.abspath(path)) for path in paths]
+    for count in (1, 2, 3):
+        names = ["/".join(path.parts[-count:]) for path in absolute]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({i})" for i, name in enumerate(names, start=1)]

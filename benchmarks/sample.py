@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import load_config
 from accel_gpt.console import run_main
@@ -77,16 +78,8 @@ def compare(
 
 def write(model: GPT, prompt: Tensor, use_cache: bool, count: int) -> Tensor:
     """`count` tokens after `prompt`, greedily."""
-    return generate(
-        model,
-        prompt,
-        count,
-        temperature=0.0,
-        top_k=None,
-        top_p=1.0,
-        generator=torch.Generator(prompt.device),
-        use_cache=use_cache,
-    )
+    greedy = SampleConfig(max_new_tokens=count, temperature=0)
+    return generate(model, prompt, greedy, torch.Generator(prompt.device), use_cache=use_cache)
 
 
 if __name__ == "__main__":

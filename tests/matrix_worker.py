@@ -26,7 +26,7 @@ from torch import Tensor
 
 from accel_gpt import train
 from accel_gpt.console import run_main
-from accel_gpt.optim.sharded import is_sharded
+from accel_gpt.optim.adamw import is_sharded
 from accel_gpt.training import accelerator as environment
 from accel_gpt.training import gradients
 from accel_gpt.training import precision as auto_precision

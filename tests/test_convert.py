@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.errors import UserError
 from accel_gpt.hub.hf_config import CLASSES, matching_preset, read_shape, write_shape
@@ -78,7 +79,7 @@ def make_theirs(name: str, settings: dict[str, Any]) -> Any:
 def imported(theirs: Any) -> GPT:
     shape = read_shape(theirs.config.to_dict(), "the test")
     vocab_size = shape.pop("vocab_size")
-    model = GPT.unfilled(ModelConfig(**shape), vocab_size).eval()
+    model = GPT.allocate(ModelConfig(**shape), vocab_size).eval()
     tensors = {k: (lambda v=v: v) for k, v in theirs.state_dict().items()}
     load_weights(model, shape["preset"], tensors, "the test")
     return model
@@ -130,8 +131,8 @@ def test_greedy_text_equals_generate_of_transformers(name: str, settings: dict[s
     expected = theirs.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=64, do_sample=False
     )
-    neutral = {"temperature": 0, "top_k": None, "top_p": 1.0, "generator": torch.Generator()}
-    found = generate(ours, prompt, 64, **neutral)
+    greedy = SampleConfig(max_new_tokens=64, temperature=0)
+    found = generate(ours, prompt, greedy, torch.Generator())
     assert torch.equal(found, expected)
     assert len(found.unique()) > 5
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention
 
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.model import documents, gpt
+from accel_gpt.model import documents, gpt, layers
 from accel_gpt.model.documents import (
     attend,
     attention_mask,
@@ -22,7 +22,8 @@ from accel_gpt.model.documents import (
     positions,
     separate,
 )
-from accel_gpt.model.gpt import GPT, KVCache
+from accel_gpt.model.gpt import GPT
+from accel_gpt.model.layers import KVCache
 from accel_gpt.model.loss import IGNORE
 from tests.conftest import tiny
 from tests.test_gpt import VOCAB, make
@@ -100,13 +101,13 @@ def test_rotation_begins_anew_in_each_document(monkeypatch: pytest.MonkeyPatch) 
     model, (tokens, targets) = make(tiny("llama")), draw()
     _, numbers = separate(tokens, targets, EOT)
     seen: list[Tensor] = []
-    rotate = gpt.rotate
+    rotate = layers.rotate
 
     def spy(x: Tensor, rotary: Tensor) -> Tensor:
         seen.append(rotary)
         return rotate(x, rotary)
 
-    monkeypatch.setattr(gpt, "rotate", spy)
+    monkeypatch.setattr(layers, "rotate", spy)
     model(tokens, documents=numbers)
     assert len(seen) == 2
     for row, a, b in every_document(tokens):

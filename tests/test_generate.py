@@ -1,6 +1,5 @@
 """Text generation: the cache changes nothing, the settings mean what they say, no trace is left."""
 
-from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -9,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.model.decode import Decoder
 from accel_gpt.model.generate import context_start, generate, sample_token, stream
-from accel_gpt.model.gpt import GPT, KVCache
+from accel_gpt.model.gpt import GPT
 from tests.conftest import tiny
 
 VOCAB = 65
@@ -32,9 +31,15 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def run(model: GPT, prompt: Tensor, count: int, **changes: Any) -> Tensor:
-    neutral = {"temperature": 1.0, "top_k": None, "top_p": 1.0, "generator": seeded()}
-    return generate(model, prompt, count, **{**neutral, **changes})
+def settings_of(count: int, **changes: Any) -> SampleConfig:
+    neutral = {"temperature": 1.0, "top_k": None, "top_p": 1.0}
+    return SampleConfig(max_new_tokens=count, **{**neutral, **changes})
+
+
+def run(model: GPT, prompt: Tensor, count: int, seed: int = 0, **changes: Any) -> Tensor:
+    names = ("use_cache", "eot_id", "done")
+    options = {name: changes.pop(name) for name in names if name in changes}
+    return generate(model, prompt, settings_of(count, **changes), seeded(seed), **options)
 
 
 PROMPT = torch.tensor([[1, 2, 3], [7, 8, 9]])
@@ -64,25 +69,7 @@ def test_sampled_text_is_the_same_with_and_without_cache_and_follows_the_seed() 
     model = make(tiny())
     first = run(model, PROMPT, 30, top_k=20, top_p=0.9)
     assert torch.equal(first, run(model, PROMPT, 30, top_k=20, top_p=0.9, use_cache=False))
-    assert not torch.equal(first, run(model, PROMPT, 30, top_k=20, generator=seeded(1)))
-
-
-@pytest.mark.parametrize("config", SHAPES, ids=SHAPE_NAMES)
-def test_a_decoded_token_is_a_token_of_the_forward_pass(config: ModelConfig) -> None:
-    model = make(config).eval()
-    for seed, weight in enumerate(model.parameters()):
-        if weight.ndim == 1:  # of norms: no two alike
-            weight.data.mul_(torch.rand(weight.shape, generator=seeded(seed)))
-    tokens = torch.randint(VOCAB, (2, 7), generator=seeded(5))
-    cache = KVCache(config)
-    decoder = Decoder(model, cache)
-    with torch.no_grad():
-        expected = model(tokens)
-        model(tokens[:, :3], cache=cache)
-        for place in range(3, 7):
-            close = {"rtol": 1e-4, "atol": 1e-4}  # rounding of any processor
-            torch.testing.assert_close(decoder(tokens[:, place]), expected[:, place], **close)
-    assert cache.position == 7
+    assert not torch.equal(first, run(model, PROMPT, 30, top_k=20, seed=1))
 
 
 def test_the_cache_spares_the_model_all_but_the_new_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,14 +82,7 @@ def test_the_cache_spares_the_model_all_but_the_new_token(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(GPT, "forward", counted)
     run(model, PROMPT, 16)
-    assert lengths == [3, 9]  # the decoder does the rest
-    for module in (model, model.blocks[1].mlp):  # as Accelerate wraps a model for bfloat16
-        before = module.forward
-        monkeypatch.setattr(module, "forward", lambda *g, b=before, **n: b(*g, **n))
-        lengths.clear()
-        run(model, PROMPT, 16)
-        assert lengths == [3] + [1] * 13 + [9, 1]
-        monkeypatch.delattr(module, "forward")
+    assert lengths == [3] + [1] * 13 + [9, 1]
 
 
 @given(length=st.integers(1, 500), block_size=st.integers(1, 64))
@@ -124,7 +104,6 @@ def test_generation_leaves_the_global_random_state_and_the_mode_alone() -> None:
         assert torch.equal(expected, run(model, PROMPT, 8))  # dropout is off
     assert torch.equal(torch.random.get_rng_state(), before)
     assert not expected.requires_grad
-    assert not expected.is_inference()
 
 
 def test_the_mode_comes_back_after_an_error() -> None:
@@ -158,68 +137,33 @@ def test_rows_end_with_eot_and_all_ended_stops() -> None:
     assert len(calls) == 3
 
 
-def steps(model: GPT, prompt: Tensor, count: int, **changes: Any) -> Generator[Tensor, None, None]:
-    neutral = {"temperature": 1.0, "top_k": None, "top_p": 1.0, "generator": seeded()}
-    return stream(model, prompt, count, **{**neutral, **changes})
-
-
-@pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("changes", [{}, {"temperature": 0}, {"top_k": 20, "top_p": 0.9}])
-def test_streamed_tokens_are_the_generated_ones(changes: dict[str, Any], cached: bool) -> None:
-    model = make(tiny())
-    expected = run(model, PROMPT, 30, use_cache=cached, **changes)
-    streamed = list(steps(model, PROMPT, 30, use_cache=cached, **changes))
+def test_a_stream_yields_the_generated_tokens_and_leaves_the_model_as_it_was() -> None:
+    model = make(tiny(dropout=0.5)).train()
+    expected = run(model, PROMPT, 30, top_k=20)
+    streamed = []
+    for token in stream(model, PROMPT, settings_of(30, top_k=20), seeded()):
+        streamed.append(token)
+        assert model.training
+        assert model.blocks[0].attn.training
+        assert torch.is_grad_enabled()
     assert torch.equal(torch.stack(streamed, dim=1), expected[:, 3:])
 
 
-def test_a_stream_ends_when_all_rows_have() -> None:
-    model = make(tiny())
-    scripted(model, [[5, 6], [0, 7], [9, 0], [9, 9]])
-    streamed = steps(model, torch.tensor([[0], [0]]), 6, eot_id=0)
-    assert [chosen.tolist() for chosen in streamed] == [[5, 6], [0, 7], [0, 0]]
+def test_nothing_is_compiled_while_generating() -> None:
+    model, compiled = make(tiny()), list[int]()
+    expected = run(model, PROMPT, 20)
 
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(1)
+        return graph.forward
 
-def test_a_stream_leaves_the_model_to_others_between_two_tokens() -> None:
-    model = make(tiny(dropout=0.5)).train()
-    model.blocks[1].eval()  # modes may differ within a model
-    modes = [module.training for module in model.modules()]
-    expected = run(model, PROMPT, 12)[:, 3:]
-    used = []
-    streamed = steps(model, PROMPT, 12)
-    for chosen in streamed:
-        used.append(chosen)
-        assert [module.training for module in model.modules()] == modes
-        model(PROMPT, targets=PROMPT).backward()
-        assert model.wte.weight.grad is not None
-        model.zero_grad()
-        with torch.no_grad():
-            used.append(next(streamed))
-            assert not torch.is_grad_enabled()
-        assert torch.is_grad_enabled()
-    assert torch.equal(torch.stack(used, dim=1), expected)
-
-
-def test_a_stream_closed_early_leaves_no_trace() -> None:
-    model = make(tiny()).train()
-    streamed = steps(model, PROMPT, 12)
-    for _ in range(2):
-        next(streamed)
-    streamed.close()
-    assert model.training
-    assert model.blocks[0].attn.training
-    assert torch.is_grad_enabled()
-    assert list(streamed) == []
-
-
-def test_a_stream_refuses_settings_before_the_first_token() -> None:
-    with pytest.raises(ValueError, match=r"top_p is 0\.0"):
-        steps(make(tiny()), PROMPT, 1, top_p=0.0)
-
-
-def test_without_eot_id_nothing_stops() -> None:
-    model = make(tiny())
-    scripted(model, [[0, 0]] * 4)
-    assert run(model, PROMPT, 4)[:, 3:].tolist() == [[0] * 4] * 2
+    torch._dynamo.reset()
+    for module in (*model.blocks, model):
+        module.compile(backend=backend)
+    assert torch.equal(run(model, PROMPT, 20), expected)
+    assert compiled == []
+    model(PROMPT)
+    assert compiled
 
 
 def test_padded_rows_are_never_sampled() -> None:
@@ -277,61 +221,6 @@ def test_frequencies_follow_the_probabilities(top_k: int | None, top_p: float, l
     kept = probabilities > 0.45 - left / 10
     expected = probabilities * kept / (probabilities * kept).sum()
     assert (drawn.bincount(minlength=4) / 20_000 - expected).abs().max() < 0.02
-
-
-def test_a_patched_forward_counts_and_compiled_calls_do_not() -> None:
-    model = make(tiny())
-    expected = run(model, PROMPT, 20)
-    compiled: list[int] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        compiled.append(1)
-        return graph.forward
-
-    torch._dynamo.reset()
-    for block in model.blocks:
-        block.compile(backend=backend)
-    model.compile(backend=backend)
-    assert torch.equal(run(model, PROMPT, 20), expected)
-    assert compiled == []
-    streamed = steps(model, PROMPT, 20)
-    next(streamed)
-    model(PROMPT)
-    assert compiled  # what was compiled is so again, also between two tokens
-    streamed.close()
-    original, seen = model.forward, []
-
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits = original(*args, **kwargs)
-        seen.append(logits.dtype)
-        return logits
-
-    model.forward = forward  # type: ignore[method-assign]
-    run(model, PROMPT, 20)
-    assert seen == [torch.bfloat16] * 20
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"temperature": -0.5}, r"temperature is -0\.5; it must be 0 \(greedy\) or more"),
-        ({"top_k": 0}, "top_k is 0; it must be 1 or more"),
-        ({"top_p": 0.0}, r"top_p is 0\.0; it must be above 0"),
-        ({"top_p": 1.5}, r"top_p is 1\.5; it must be above 0 and at most 1"),
-    ],
-)
-def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(make(tiny()), PROMPT, 1, **changes)
-
-
-def test_an_empty_prompt_and_a_negative_length_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"shape \(2, 0\)"):
-        run(make(tiny()), PROMPT[:, :0], 1)
-    with pytest.raises(ValueError, match="max_new_tokens is -1"):
-        run(make(tiny()), PROMPT, -1)
-    assert torch.equal(run(make(tiny()), PROMPT, 0), PROMPT)
 
 
 def test_what_is_not_computed_any_more_is_end_of_text() -> None:

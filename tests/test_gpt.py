@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_gpt.config.model import PRESETS, ModelConfig
-from accel_gpt.model.evaluating import evaluating
-from accel_gpt.model.gpt import GPT, KVCache, dot_product_attention
+from accel_gpt.model.gpt import GPT, evaluating
+from accel_gpt.model.layers import KVCache, dot_product_attention
 from accel_gpt.model.loss import IGNORE, next_token_loss
 from tests.conftest import tiny
 

@@ -1,5 +1,6 @@
-"""The interactive sampler: whole characters, texts as `sample` writes them, a real terminal."""
+"""The interactive sampler: whole characters as they come, a real terminal."""
 
+import builtins
 import io
 import json
 import os
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from accel_gpt.commands.interactive import USE, interact, spell
+from accel_gpt import cli
+from accel_gpt.commands.interactive import USAGE, decode_stream, interact
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.tokenizer import (
     BytesTokenizer,
@@ -25,25 +27,15 @@ from accel_gpt.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from accel_gpt.errors import UserError
-from accel_gpt.evals.samples import write_text
 from accel_gpt.model.gpt import GPT
-from tests.conftest import text_of, tiny
+from tests.conftest import run_here, text_of, tiny
 
 TEXT = "é, 👩‍👩‍👧 naïve 東京! A new line\nwith  two spaces, ü👍🏽👍 and a wor ##d."
 
 
-class Terminal(io.StringIO):
-    """A screen, or a keyboard on which an interrupt is typed as `^C`."""
-
+class Screen(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-    def readline(self, *_: Any) -> str:
-        line = super().readline()
-        if "^C" in line:
-            raise KeyboardInterrupt
-        return line
 
 
 def model_of(tokenizer: Tokenizer) -> GPT:
@@ -51,8 +43,8 @@ def model_of(tokenizer: Tokenizer) -> GPT:
     return GPT(tiny(), tokenizer.vocab_size)
 
 
-def says(tokenizer: Tokenizer, script: Sequence[int]) -> GPT:
-    """A model that says `script` whatever the prompt, again and again."""
+def scripted(tokenizer: Tokenizer, script: Sequence[int]) -> GPT:
+    """A model that generates `script` whatever the prompt, again and again."""
     model = model_of(tokenizer)
     left: list[int] = []
 
@@ -66,22 +58,31 @@ def says(tokenizer: Tokenizer, script: Sequence[int]) -> GPT:
     return model
 
 
-def run(
-    lines: TextIO,
-    out: io.StringIO,
-    tokenizer: Tokenizer | None = None,
-    model: GPT | None = None,
-    **changes: Any,
-) -> str:
-    tokenizer = tokenizer or BytesTokenizer()
-    config = SampleConfig(**{"max_new_tokens": 12, **changes})
-    generator = torch.Generator().manual_seed(3)
-    parts = (config, generator, lines, out, [].append)
-    interact(model or model_of(tokenizer), tokenizer, *parts)
-    return out.getvalue()
+@pytest.fixture
+def converse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Type lines, of which `^C` is an interrupt; returns what the screen shows."""
 
+    def run(
+        typed: str, model: GPT, tokenizer: Tokenizer | None = None, num: int = 1, new: int = 12
+    ) -> str:
+        lines, screen = typed.splitlines(), Screen()
 
-# ------------------------------------------------------------------------------- text of tokens
+        def read(prompt: str) -> str:
+            screen.write(prompt)
+            if not lines:
+                raise EOFError
+            if lines[0] == "^C":
+                raise KeyboardInterrupt
+            return lines.pop(0)
+
+        monkeypatch.setattr(builtins, "input", read)
+        monkeypatch.setattr(sys, "stdout", screen)
+        config = SampleConfig(num=num, max_new_tokens=new)
+        interact(model, tokenizer or BytesTokenizer(), config, torch.Generator(), warned.append)
+        return screen.getvalue().removeprefix(USAGE)
+
+    warned: list[str] = []
+    return run
 
 
 def sentencepiece() -> str:
@@ -136,7 +137,7 @@ def test_pieces_make_up_the_text_and_show_no_part_of_a_character(
         rest = tokenizer.encode(TEXT)[len(ids) :]
         if tokenizer.decode(ids) != TEXT[:cut] or tokenizer.decode([*ids, *rest]) != TEXT:
             continue  # a word that the longer text spells otherwise
-        pieces = list(spell(tokenizer, rest, context=ids))
+        pieces = list(decode_stream(tokenizer, rest, context=ids))
         assert TEXT[:cut] + "".join(pieces) == TEXT
         assert not any("\ufffd" in piece for piece in pieces)
         assert pieces[-1] == ""  # nothing was kept to the end
@@ -149,12 +150,12 @@ def test_pieces_make_up_the_text_and_show_no_part_of_a_character(
 @given(data=st.binary(max_size=80) | st.text("é👍a\ufffd").map(str.encode))
 def test_pieces_make_up_any_bytes(data: bytes) -> None:
     tokenizer = BytesTokenizer()
-    pieces = list(spell(tokenizer, [*data, 256, 65], context=b"before"))
+    pieces = list(decode_stream(tokenizer, [*data, 256, 65], context=b"before"))
     assert "".join(pieces) == data.decode("utf-8", "replace")
 
 
 def test_bytes_that_are_no_characters_are_not_held_back_for_ever() -> None:
-    pieces = list(spell(BytesTokenizer(), [0xFF] * 20))
+    pieces = list(decode_stream(BytesTokenizer(), [0xFF] * 20))
     assert len("".join(pieces[:10])) == 9
 
 
@@ -163,11 +164,8 @@ def test_a_text_without_context_starts_without_the_space(
 ) -> None:
     tokenizer = tokenizers["sentencepiece"]
     ids = tokenizer.encode("a bad hen")
-    assert "".join(spell(tokenizer, ids)) == "a bad hen"
-    assert "".join(spell(tokenizer, ids, context=tokenizer.encode("one"))) == " a bad hen"
-    model = says(tokenizer, ids)
-    out = run(Terminal("one\n\n"), Terminal(), tokenizer, model, max_new_tokens=len(ids))
-    assert out.removeprefix(USE) == ">  a bad hen\n> a bad hen\n> \n"
+    assert "".join(decode_stream(tokenizer, ids)) == "a bad hen"
+    assert "".join(decode_stream(tokenizer, ids, context=tokenizer.encode("one"))) == " a bad hen"
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
@@ -180,121 +178,50 @@ def test_the_work_grows_with_the_tokens_not_with_their_square(
     text = "ab é 👍👍👍👍👍👍 de " * 200
     ids = tokenizer.encode(text)
     assert len(ids) > 2000
-    assert "".join(spell(tokenizer, ids)) == text
+    assert "".join(decode_stream(tokenizer, ids)) == text
     assert sum(decoded) < 50 * len(ids)
 
 
-def test_a_model_that_writes_characters_byte_by_byte_shows_them_whole() -> None:
-    class Screen(io.StringIO):
-        def write(self, text: str) -> int:
-            assert "\ufffd" not in text
-            return super().write(text)
-
+def test_a_terminal_shows_continuations_alone_and_whole_characters(
+    converse: Callable[..., str],
+) -> None:
     tokenizer = BytesTokenizer()
-    model = says(tokenizer, [*"é👍\n".encode(), 256])
-    assert run(io.StringIO("x\n"), Screen(), tokenizer, model, max_new_tokens=50) == "xé👍\n\n"
-    cut = run(io.StringIO("x\n"), io.StringIO(), tokenizer, model, max_new_tokens=3)
-    assert cut == "xé\ufffd\n"
-    broken = says(tokenizer, [0xC3, 0x28, 256])
-    assert run(io.StringIO("x\n"), io.StringIO(), tokenizer, broken) == "x\ufffd(\n"
+    assert converse("a\n\nb", scripted(tokenizer, [*b"ok", 256])) == "> ok\n> ok\n> ok\n> \n"
+    two = converse("a\n^C\nb", scripted(tokenizer, [*b"ok", 256]), num=2)
+    assert two == "> ok\n---------------\nok\n> \n"
+    assert converse("x", scripted(tokenizer, [*"é👍\n".encode(), 256])) == "> é👍\n\n> \n"
+    control = scripted(tokenizer, [*b"\x1b[2J\x07\t\n\x7f", 256])
+    assert converse("a", control) == "> \\x1b[2J\\x07\t\n\\x7f\n> \n"
 
 
-# -------------------------------------------------------------------------------------- a pipe
-
-
-def test_a_pipe_gets_what_sample_writes() -> None:
-    tokenizer = BytesTokenizer()
-    model, config = model_of(tokenizer), SampleConfig(max_new_tokens=40)
-    generator = torch.Generator().manual_seed(3)
-    prompts = ["To be", "", "a\nb \\n"]
-    texts = [write_text(model, tokenizer, p, config, generator)[0] for p in prompts]
-    lines = io.StringIO("To be\n\na\\nb \\\\n")  # the last line without an end
-    out = run(lines, io.StringIO(), tokenizer, model, max_new_tokens=40)
-    assert out == "\n---------------\n".join(texts) + "\n"
-    assert not out.startswith(">")
-
-
-def test_a_pipe_without_prompts_gets_nothing_and_num_texts_for_each() -> None:
-    assert run(io.StringIO(""), io.StringIO()) == ""
-    model = says(BytesTokenizer(), [*b"ok", 256])
-    out = run(io.StringIO("a\nb\n"), io.StringIO(), model=model, num=2)
-    assert out == "\n---------------\n".join(["aok", "aok", "bok", "bok"]) + "\n"
-
-
-def test_each_token_is_written_when_it_comes() -> None:
-    flushed: list[str] = []
-
-    class Pipe(io.StringIO):
-        def flush(self) -> None:
-            flushed.append(self.getvalue())
-
+def test_a_prompt_that_cannot_be_encoded_is_asked_for_again(converse: Callable[..., str]) -> None:
     tokenizer = CharsTokenizer("abc")
-    text = run(io.StringIO("ab\n"), Pipe(), tokenizer, max_new_tokens=5)
-    assert [text[:i] for i in range(2, 8)] == flushed[:6]
-
-
-def test_a_prompt_that_cannot_be_encoded_ends_a_pipe_after_the_texts_before() -> None:
-    out = io.StringIO()
-    with pytest.raises(UserError, match="'x' is not among the 3"):
-        run(io.StringIO("ab\nx\nab\n"), out, CharsTokenizer("abc"), max_new_tokens=5)
-    assert len(out.getvalue()) == len("ab" + "12345" + "\n")
-    lines = io.TextIOWrapper(io.BytesIO(b"a\n\xff\n"), encoding="utf-8")
-    with pytest.raises(UserError, match=r"not valid utf-8 \(invalid start byte\)"):
-        run(lines, io.StringIO())
-
-
-# ---------------------------------------------------------------------------------- a terminal
-
-
-def test_a_terminal_shows_signs_and_continuations_alone() -> None:
-    model = says(BytesTokenizer(), [*b"ok", 256])
-    out = run(Terminal("a\n\nb\n"), Terminal(), model=model)
-    assert out == USE + "> ok\n> ok\n> ok\n> \n"
-    out = run(Terminal("a\n^C\nb\n"), Terminal(), model=model, num=2)
-    assert out == USE + "> ok\n---------------\nok\n> \n"
-
-
-def test_a_terminal_asks_again_for_a_prompt_that_cannot_be_encoded() -> None:
-    tokenizer = CharsTokenizer("abc")
-    out = run(Terminal("x\na\n"), Terminal(), tokenizer, says(tokenizer, [1]), max_new_tokens=2)
+    out = converse("x\na", scripted(tokenizer, [1]), tokenizer, new=2)
     assert "> character 'x' is not among the 3 of" in out
     assert out.endswith("\n> bb\n> \n")
 
-    class Latin(io.TextIOWrapper):
-        def isatty(self) -> bool:
-            return True
 
-    out = run(Latin(io.BytesIO(b"\xff\n"), encoding="utf-8"), Terminal())
-    assert out == USE + "> a prompt is not valid utf-8 (invalid start byte); convert it\n> \n"
+def test_an_interrupt_stops_the_texts_of_a_prompt(converse: Callable[..., str]) -> None:
+    model, calls = scripted(BytesTokenizer(), [*b"okay", 256]), list[int]()
+    forward = model.forward
 
-
-def test_a_terminal_is_spared_control_characters() -> None:
-    model = says(BytesTokenizer(), [*b"\x1b[2J\x07\t\n\x7f", 256])
-    out = run(io.StringIO("a\n"), Terminal(), model=model)
-    assert out == "a\\x1b[2J\\x07\t\n\\x7f\n"
-    assert run(io.StringIO("a\n"), io.StringIO(), model=model) == "a\x1b[2J\x07\t\n\x7f\n"
-
-
-def test_an_interrupt_stops_the_texts_of_a_prompt_on_a_terminal_and_the_whole_in_a_pipe() -> None:
-    tokenizer = BytesTokenizer()
-    model = says(tokenizer, [*b"okay", 256])
-    speak = model.forward
-    calls: list[int] = []
-
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
+    def interrupted(*args: Any, **kwargs: Any) -> Tensor:
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return speak(*args, **kwargs)
+        return forward(*args, **kwargs)
 
-    model.forward = forward  # type: ignore[method-assign]
-    model.train()
-    out = run(Terminal("a\nb\n"), Terminal(), tokenizer, model, num=2)
-    assert out == USE + "> ok\n> ay\n---------------\nokay\n> \n"
+    model.train().forward = interrupted  # type: ignore[method-assign]
+    assert converse("a\nb", model, num=2) == "> ok\n> ay\n---------------\nokay\n> \n"
     assert model.training
-    calls.clear()
-    with pytest.raises(KeyboardInterrupt):
-        run(io.StringIO("a\nb\n"), io.StringIO(), tokenizer, model)
+
+
+def test_without_a_terminal_a_prompt_is_required(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\n"))
+    assert run_here(cli.dispatch, ["sample", "run", "--interactive"]) == 2
+    assert "error: --interactive needs a terminal; give a prompt" in capsys.readouterr().err
 
 
 SESSION = """
@@ -310,7 +237,7 @@ from tests.conftest import tiny
 torch.set_num_threads(1)
 config = SampleConfig(max_new_tokens=1_000_000)
 model = GPT(tiny(), 3)
-interact(model, CharsTokenizer("abc"), config, torch.Generator(), sys.stdin, sys.stdout, print)
+interact(model, CharsTokenizer("abc"), config, torch.Generator(), print)
 """
 
 
@@ -353,7 +280,7 @@ def test_a_session_on_a_real_terminal() -> None:
         session.wait()
         os.close(ours)
     first, text, again, _ = seen.split("> ")
-    assert first == USE.replace("\n", "\r\n")
+    assert first == USAGE.replace("\n", "\r\n")
     # a quick Ctrl-C may come before all three letters have
     assert set(text.removeprefix("cab\r\n").replace("^C", "").rstrip()) <= set("abc")
     assert again.startswith("x\r\ncharacter 'x' is not among the 3")

@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_gpt.model.documents import separate
-from accel_gpt.model.gpt import GPT, CausalSelfAttention
+from accel_gpt.model.gpt import GPT
+from accel_gpt.model.layers import CausalSelfAttention
 from accel_gpt.training import layer_stats as stats
 from accel_gpt.training import reporter
 from tests.conftest import launch, tiny

@@ -38,7 +38,8 @@ from accel_gpt.cost.activations import (
 from accel_gpt.cost.flops import hidden_matrices, padded_vocab_size, parameter_counts
 from accel_gpt.cost.machine import Machine
 from accel_gpt.cost.memory import IMPORTED_CPU, footprint, muon_work, optimizer_bytes
-from accel_gpt.model import chunks, mlp
+from accel_gpt.model import layers
+from accel_gpt.model import loss as model_loss
 from accel_gpt.model.documents import separate
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim import muon
@@ -100,7 +101,7 @@ def test_the_formula_counts_every_byte_that_autograd_keeps(
 
 @pytest.fixture
 def activating_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (mlp, model_memory):
+    for module in (layers, model_memory):
         monkeypatch.setattr(module, "activates_twice", lambda values: values > 0)
 
 
@@ -195,7 +196,7 @@ def test_a_chunk_at_work_takes_what_is_planned(
     cap: float | None, half: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no array of logits more, as that of the chunk before would be."""
-    for module in (chunks, model_memory):
+    for module in (model_loss, model_memory):
         monkeypatch.setattr(module, "chunk_tokens", lambda rows, cpu: 64)
     config, vocab_size = tiny(n_embd=8, block_size=256, logit_softcap=cap), 4096
     x, targets = torch.randn(1, 256, 8), torch.zeros(1, 256, dtype=torch.long)
@@ -203,7 +204,7 @@ def test_a_chunk_at_work_takes_what_is_planned(
 
     def loss() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            chunks.chunked_next_token_loss(x, weight, targets, vocab_size, cap)
+            model_loss.chunked_next_token_loss(x, weight, targets, vocab_size, cap)
 
     planned = logits_bytes(config, vocab_size, 1, Numerics(half))
     assert 0.85 * planned < most_alive(loss) < 1.15 * planned
@@ -289,7 +290,7 @@ def test_with_chunks_it_lies_between_those_of_the_loss_and_of_a_block(
 ) -> None:
     if large:
         request.getfixturevalue("activating_twice")
-    for module in (chunks, model_memory):
+    for module in (model_loss, model_memory):
         monkeypatch.setattr(module, "chunk_tokens", lambda rows, cpu: 64)
     config = tiny("fast", n_layer=4, n_embd=64, block_size=64)
     numerics, vocab_size, sequences = Numerics(half), 2000, 16

@@ -1,7 +1,6 @@
 """Samples: prompts beyond the context, when they end, and how much the cache saves."""
 
 import dataclasses
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,12 @@ import pytest
 import torch
 
 from accel_gpt import cli
-from accel_gpt.commands.interactive import interact
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.parse import load_config
 from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.evals.samples import check_prompts, sample, samples_due, write_text
-from accel_gpt.model.generate import context_start, generate
+from accel_gpt.model.generate import context_start
 from accel_gpt.model.gpt import GPT
 from tests.conftest import launch, run_here, tiny
 from tests.processes import Member
@@ -81,18 +79,6 @@ def test_each_process_writes_another_text() -> None:
     assert len(set(texts)) == len(texts) == 4
 
 
-def test_a_cut_prompt_is_said_once_in_a_conversation() -> None:
-    torch.manual_seed(0)
-    tokenizer, said = BytesTokenizer(), list[str]()
-    model = make(tiny())
-    model.vocab_size = tokenizer.vocab_size
-    scripted(model, [[5]] * 100)
-    config = SampleConfig(num=3, max_new_tokens=4)
-    lines = io.StringIO(f"{LONG}\nking\n")
-    interact(model, tokenizer, config, seeded(), lines, io.StringIO(), said.append)
-    assert said == [f"{NOTE} 16: the model sees the last 13"]
-
-
 def test_rows_go_on_until_all_that_take_part_are_done() -> None:
     model = make(tiny())
     script = [[5, 6], [0, 7], [9, 0], [9, 9], [9, 9], [9, 9]]
@@ -103,8 +89,7 @@ def test_rows_go_on_until_all_that_take_part_are_done() -> None:
         return len(told) == 5  # others have ended now, too
 
     prompt = torch.tensor([[0], [0]])
-    settings = {"temperature": 1.0, "top_k": None, "top_p": 1.0, "generator": seeded()}
-    out = generate(model, prompt, 6, **settings, eot_id=0, done=done)  # type: ignore[arg-type]
+    out = run(model, prompt, 6, eot_id=0, done=done)
     assert out.tolist() == [[0, 5, 0, 0, 0, 0, 0], [0, 6, 7, 0, 0, 0, 0]]
     assert len(calls) == 5
     assert told == [[False, False], [True, False], *[[True, True]] * 3]

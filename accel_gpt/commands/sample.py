@@ -1,4 +1,4 @@
-"""`accel-gpt sample RUN`: text from a model; with --interactive, for prompts that are typed."""
+"""`accel-gpt sample RUN`: text from a model, for a prompt or, interactively, for several."""
 
 import sys
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class SampleCommand:
     checkpoint: str = "last"
     """Of a run: last, best, or a step."""
     interactive: bool = False
-    """Prompts from standard input, a line each; \\n in one is a line end; texts as they come."""
+    """Type prompts on a terminal, a line each; \\n in one is a line end; texts as they come."""
     allow_pickle: bool = False
     """Also read weights in pickle files (.bin), without running what they hold."""
 
@@ -44,6 +44,10 @@ class SampleCommand:
         require(
             not (self.interactive and self.prompt),
             f"--interactive asks for prompts, so --prompt {self.prompt!r} is one too many",
+        )
+        require(
+            not self.interactive or sys.stdin.isatty(),
+            "--interactive needs a terminal; give a prompt with --prompt",
         )
 
 
@@ -60,17 +64,17 @@ def main(argv: Sequence[str]) -> int:
     import torch
 
     from accel_gpt.commands.interactive import interact
-    from accel_gpt.evals.samples import SEPARATOR, say_cut, write_text
+    from accel_gpt.evals.samples import SEPARATOR, warn_cut, write_text
     from accel_gpt.hub.load import load_pretrained
 
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    loaded = load_pretrained(options.run, options.checkpoint, options.allow_pickle, device)
-    model, tokenizer = loaded
+    load = (options.run, options.checkpoint, options.allow_pickle, device)
+    model, tokenizer = load_pretrained(*load)
     generator = torch.Generator(device).manual_seed(options.seed)
     if options.interactive:
-        interact(model, tokenizer, config, generator, sys.stdin, sys.stdout, write_err)
+        interact(model, tokenizer, config, generator, write_err)
         return 0
-    say_cut(options.prompt, tokenizer, model.config.block_size, write_err)
+    warn_cut(options.prompt, tokenizer, model.config.block_size, write_err)
     texts = write_text(model, tokenizer, options.prompt, config, generator)
     write_out(SEPARATOR.join(texts) + "\n")
     return 0

@@ -28,7 +28,8 @@ from accel_gpt.data.tokenizer_json import spelling
 from accel_gpt.errors import require
 from accel_gpt.evals.samples import prompt_ids
 from accel_gpt.model.generate import sample_token
-from accel_gpt.model.gpt import GPT, KVCache
+from accel_gpt.model.gpt import GPT
+from accel_gpt.model.layers import KVCache
 
 Window = tuple[list[int], list[int]]  # inputs, and the tokens to predict after the last of them
 NEW_TOKENS = 256  # where a task does not say how many, as lm_eval
@@ -108,7 +109,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def prefix_token_id(self) -> int:
         """What a text without a context follows: beginning-of-text, or what begins a document."""
         beginning = bos_id(self.tokenizer)
-        return prompt_ids("", self.tokenizer)[-1] if beginning is None else beginning
+        return prompt_ids("", self.tokenizer, 2**62)[-1] if beginning is None else beginning
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any

@@ -26,8 +26,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.evals.validation import of_all
 from accel_gpt.files import load_json
-from accel_gpt.model.evaluating import evaluating
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.gpt import GPT, evaluating
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.text.hub import hub_sentence
 
@@ -248,7 +247,7 @@ def ending_losses(
         for chosen, B, T in mine:
             beat()
             tokens, targets = fill([rows[i] for i in chosen], B, T)
-            found = model(tokens.to(device), targets.to(device), by_row=True)
+            found = model(tokens.to(device), targets.to(device), per_sequence=True)
             losses.append(found[: len(chosen)])
     table = np.zeros(len(rows))
     if losses:

@@ -1,4 +1,4 @@
-"""Text written by the model: which steps, from which prompts, with a generator of its own."""
+"""Text written by the model: at which steps, from which prompts, with a generator of its own."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.order import derive_seed
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError, require
-from accel_gpt.model.generate import all_rows, context_start, generate
+from accel_gpt.model.generate import all_ended, context_start, generate
 from accel_gpt.model.gpt import GPT
 
 SEPARATOR = "\n---------------\n"  # between the texts of `accel-gpt sample`
@@ -19,12 +19,12 @@ QUOTED = 40  # characters of a prompt in a message
 
 
 def samples_due(config: SampleConfig, step: int, last: bool) -> bool:
-    """Whether samples are due at a completed step; where any are asked for, at the last one too."""
+    """Whether samples are due at a completed step; unless disabled, at the last one, too."""
     return bool(config.every) and (last or is_sample_step(step, config.every, config.growth))
 
 
 def is_sample_step(step: int, every: int, growth: float) -> bool:
-    """Whether samples are due at a completed step: a pure function, so there is nothing to resume.
+    """Whether samples are due at a completed step: a pure function, so there is no state to save.
 
     The i-th interval is `every * growth**i` steps, rounded.
     """
@@ -39,48 +39,48 @@ def is_sample_step(step: int, every: int, growth: float) -> bool:
     return due == step
 
 
-def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
+def prompt_ids(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     """Token ids of a prompt; an empty one is the start of a document.
 
     Without an end-of-text token that is a new line, or token 0 where the text has none. Raises
-    `UserError` for a character that the tokenizer does not know.
+    `UserError` for a character that the tokenizer does not know, and for an id beyond the model's
+    `vocab_size`.
     """
     if prompt:
-        return tokenizer.encode(prompt)
-    if tokenizer.eot_id is not None:
-        return [tokenizer.eot_id]
-    try:
-        return tokenizer.encode("\n")
-    except UserError:
-        return [0]
-
-
-def known_ids(prompt: str, tokenizer: Tokenizer, model: GPT) -> list[int]:
-    """`prompt_ids`; `UserError` for one that the model has no embedding for."""
-    ids = prompt_ids(prompt, tokenizer)
+        ids = tokenizer.encode(prompt)
+    elif tokenizer.eot_id is not None:
+        ids = [tokenizer.eot_id]
+    else:
+        try:
+            ids = tokenizer.encode("\n")
+        except UserError:
+            ids = [0]
+    require(bool(ids), f"the tokenizer makes no token of the prompt {prompt!r}")
     require(
-        max(ids, default=0) < model.vocab_size,
-        f"the prompt {prompt!r} has token {max(ids, default=0)}, but the model knows "
-        f"{model.vocab_size:,} tokens; its tokenizer has more than it was trained with",
+        max(ids) < vocab_size,
+        f"the prompt {prompt!r} has token {max(ids)}, but the model knows {vocab_size:,} tokens; "
+        "its tokenizer has more than it was trained with",
     )
     return ids
 
 
 def check_prompts(
-    config: SampleConfig, tokenizer: Tokenizer, block_size: int, say: Callable[[str], None]
+    config: SampleConfig, tokenizer: Tokenizer, block_size: int, warn: Callable[[str], None]
 ) -> None:
-    """Raise `UserError` now for a prompt that could not be sampled later, and say what is cut."""
+    """Raise `UserError` for a prompt that could not be sampled later; warn about prompts cut."""
     if config.every:
         for prompt in dict.fromkeys(config.prompts):
-            say_cut(prompt, tokenizer, block_size, say)
+            warn_cut(prompt, tokenizer, block_size, warn)
 
 
-def say_cut(prompt: str, tokenizer: Tokenizer, block_size: int, say: Callable[[str], None]) -> None:
-    """Say of a prompt longer than the context that its end alone counts; of others nothing."""
-    length = len(prompt_ids(prompt, tokenizer))
+def warn_cut(
+    prompt: str, tokenizer: Tokenizer, block_size: int, warn: Callable[[str], None]
+) -> None:
+    """Warn about a prompt longer than the context, of which the model sees the end alone."""
+    length = len(prompt_ids(prompt, tokenizer, tokenizer.vocab_size))
     if cut := context_start(length, block_size):
         quoted = prompt if len(prompt) <= QUOTED else f"{prompt[:QUOTED]}..."
-        say(
+        warn(
             f"the prompt {quoted!r} has {length:,} tokens, model.block_size is {block_size:,}: "
             f"the model sees the last {length - cut:,}"
         )
@@ -92,52 +92,25 @@ def write_text(
     prompt: str,
     config: SampleConfig,
     generator: torch.Generator,
-    done: Callable[[Tensor], bool] = all_rows,
+    done: Callable[[Tensor], bool] = all_ended,
 ) -> list[str]:
-    """`config.num` continuations of `prompt`, each with the prompt before it, up to end-of-text.
+    """Write `config.num` continuations of `prompt`, each after the prompt, up to end-of-text.
 
-    `generator` is on the device of the model; `done` as `generate` takes it.
+    `generator` is on the device of the model; `done` as in `generate`.
     """
-    given = known_ids(prompt, tokenizer, model)
-    ids = torch.tensor([given] * config.num, device=generator.device)  # (num, T0)
-    out = generate(
-        model,
-        ids,
-        config.max_new_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        generator=generator,
-        eot_id=tokenizer.eot_id,
-        choices=tokenizer.vocab_size,
-        done=done,
-    )
-    return [
-        prompt + decode_after(given, until(row, tokenizer.eot_id), tokenizer)
-        for row in out[:, ids.shape[1] :].tolist()
-    ]
-
-
-def decode_after(given: list[int], ids: list[int], tokenizer: Tokenizer) -> str:
-    """Text of `ids` where they follow `given`: some decoders drop the first space of a text."""
-    before, whole = tokenizer.decode(given), tokenizer.decode(given + ids)
-    return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(ids)
-
-
-def until(ids: list[int], eot_id: int | None) -> list[int]:
-    """`ids` up to the first end-of-text."""
-    return ids[: ids.index(eot_id)] if eot_id in ids else ids
-
-
-def agreement(accelerator: Accelerator) -> Callable[[Tensor], bool]:
-    """The `done` of a process: under FSDP, once the rows of all have ended.
-
-    There every forward pass gathers weights that all processes hold parts of, so none may stop
-    before the others. Otherwise each goes its own way.
-    """
-    if accelerator.distributed_type != DistributedType.FSDP:
-        return all_rows
-    return lambda ended: not accelerator.reduce((~ended).sum(), "sum").item()
+    start = prompt_ids(prompt, tokenizer, model.vocab_size)
+    ids = torch.tensor([start] * config.num, device=generator.device)  # (num, T0)
+    vocab_size, eot_id = tokenizer.vocab_size, tokenizer.eot_id
+    out = generate(model, ids, config, generator, eot_id=eot_id, choices=vocab_size, done=done)
+    texts, before = [], tokenizer.decode(start)
+    for new in out[:, len(start) :].tolist():
+        if eot_id in new:
+            new = new[: new.index(eot_id)]
+        # decoded after the prompt: some decoders drop the first space of a text
+        whole = tokenizer.decode(start + new)
+        follows = whole.startswith(before)
+        texts.append(prompt + (whole.removeprefix(before) if follows else tokenizer.decode(new)))
+    return texts
 
 
 def sample(
@@ -148,15 +121,23 @@ def sample(
     seed: int,
     step: int,
 ) -> str:
-    """Samples of all processes as one text; a collective.
+    """Samples of all ranks as one text; a collective.
 
-    Each process and prompt has its own seed: how long one text goes on leaves the others alone.
+    Each rank and prompt has its own seed: the length of one text does not change the others. Under
+    FSDP all ranks generate until the texts of all have ended, as each forward pass all-gathers
+    weights.
     """
-    generator, done = torch.Generator(accelerator.device), agreement(accelerator)
-    own: list[str] = []
+    done, generator = all_ended, torch.Generator(accelerator.device)
+    if accelerator.distributed_type == DistributedType.FSDP:
+
+        def done(ended: Tensor) -> bool:
+            return not accelerator.reduce((~ended).sum(), "sum").item()
+
+    texts: list[str] = []
     for number, prompt in enumerate(config.prompts):
         rank = accelerator.process_index
         generator.manual_seed(derive_seed(seed, "sample", step, rank, number))
-        own += write_text(model, tokenizer, prompt, config, generator, done)
-    everyone = gather_object(own) if accelerator.num_processes > 1 else own
-    return "\n\n".join(f"--- sample {i}\n{text}" for i, text in enumerate(everyone, start=1))
+        texts += write_text(model, tokenizer, prompt, config, generator, done)
+    if accelerator.num_processes > 1:
+        texts = gather_object(texts)
+    return "\n\n".join(f"--- sample {i}\n{text}" for i, text in enumerate(texts, start=1))

@@ -21,8 +21,7 @@ from accelerate.utils import broadcast_object_list
 
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError, require
-from accel_gpt.model.evaluating import evaluating
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.gpt import GPT, evaluating
 
 Results = dict[str, Any]  # what lm_eval.evaluate returns
 SEEDS = (0, 1234)  # of Python, and of all else: lm_eval's own

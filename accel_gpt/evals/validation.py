@@ -20,8 +20,7 @@ from accel_gpt.data.shards import Split
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError
 from accel_gpt.model.documents import separate
-from accel_gpt.model.evaluating import evaluating
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.gpt import GPT, evaluating
 from accel_gpt.model.loss import IGNORE
 
 
@@ -227,7 +226,7 @@ def evaluate(
             real = (targets != IGNORE).numpy()
             size = np.where(real, token_bytes[np.where(real, targets.numpy(), 0)], 0).sum(-1)
             losses.append(
-                model(inputs.to(device), targets.to(device), documents=documents, by_row=True)
+                model(inputs.to(device), targets.to(device), documents=documents, per_sequence=True)
             )
             sizes.append(np.stack([real.sum(-1), size], axis=-1))
     table = np.zeros((len(places), 3))

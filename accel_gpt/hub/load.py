@@ -84,7 +84,7 @@ def load_transformers(
             f"config.json of {pretrained.name} describes {parameters:,} parameters, more than the "
             f"{size:,} bytes of its weights can hold"
         )
-    model = GPT.unfilled(config, vocab_size)
+    model = GPT.allocate(config, vocab_size)
     load_weights(model, config.preset, tensors, pretrained.name)
     return model
 
@@ -106,7 +106,7 @@ def load_initial_model(config: Config, corpus: Corpus, log: Callable[[str], None
         return load_transformers(
             pretrained, config.model, corpus.vocab_size, config.model.allow_pickle
         )
-    model = GPT.unfilled(config.model, corpus.vocab_size)
+    model = GPT.allocate(config.model, corpus.vocab_size)
     weights = load_model(pretrained.folder)[0].state_dict()
     if model.wpe is not None:
         weights["wpe.weight"] = weights["wpe.weight"][: config.model.block_size]

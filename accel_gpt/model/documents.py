@@ -1,7 +1,7 @@
-"""Documents within a row: where each ends, and attention that stops there.
+"""Documents within a sequence: where each ends, and an attention mask that stops there.
 
-A document is a run of tokens up to and including the end-of-text token; a row may begin and end in
-the middle of one. Nothing here waits for the device.
+A document is a run of tokens up to and including the end-of-text token; a sequence may begin and
+end in the middle of one. Nothing here waits for the device.
 
 Shapes: B batch, T tokens, H query heads, K key and value heads, D head size.
 """
@@ -16,13 +16,14 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from accel_gpt.model.loss import IGNORE
 
 MIN_FLEX_HEAD_SIZE = 16
-"""Channels; the least that Triton's `tl.dot`, and so FlexAttention on CUDA, multiplies."""
+"""Channels; the least that Triton's `tl.dot`, and so FlexAttention on CUDA, supports."""
 
 
 def separate(tokens: Tensor, targets: Tensor, eot_id: int) -> tuple[Tensor, Tensor]:
-    """`targets` without those that lie in the next document, and the number of each document.
+    """Ignore the targets that lie in the next document; number the documents.
 
-    `tokens` and both results are (B, T); documents count from 0 in each row, int32.
+    Returns the targets and, for each token, the number of its document, int32, from 0 in each
+    sequence. All are (B, T).
     """
     ends = tokens == eot_id
     documents = ends.cumsum(-1, dtype=torch.int32) - ends.int()
@@ -30,17 +31,17 @@ def separate(tokens: Tensor, targets: Tensor, eot_id: int) -> tuple[Tensor, Tens
 
 
 def positions(documents: Tensor) -> Tensor:
-    """Place of each token within its document, (B, T) int64, from 0."""
+    """Position of each token in its document, (B, T) int64, from 0."""
     index = torch.arange(documents.shape[-1], device=documents.device)
     starts = index.masked_fill(documents == documents.roll(1, -1), 0)
     return index - starts.cummax(-1).values
 
 
 def attention_mask(documents: Tensor, head_size: int, dropout: float) -> Tensor | BlockMask:
-    """What each token of a row sees: itself and those before it in its document.
+    """The mask in which each token sees itself and those before it in its document.
 
-    Blocks for FlexAttention on CUDA; a dense mask elsewhere, and for what FlexAttention lacks:
-    dropout, and heads smaller than `MIN_FLEX_HEAD_SIZE`.
+    A block mask for FlexAttention on CUDA; a dense mask elsewhere, and where FlexAttention does not
+    work: with dropout, and for heads smaller than `MIN_FLEX_HEAD_SIZE`.
     """
     flex = documents.is_cuda and not dropout and head_size >= MIN_FLEX_HEAD_SIZE
     return block_mask(documents) if flex else dense_mask(documents)
@@ -49,20 +50,20 @@ def attention_mask(documents: Tensor, head_size: int, dropout: float) -> Tensor 
 def dense_mask(documents: Tensor) -> Tensor:
     """The mask of `documents` (B, T) for `scaled_dot_product_attention`, (B, 1, T, T) bool."""
     B, T = documents.shape
-    row = torch.arange(B, device=documents.device).view(B, 1, 1, 1)
+    sequence = torch.arange(B, device=documents.device).view(B, 1, 1, 1)
     index = torch.arange(T, device=documents.device)
-    return _visible(documents)(row, row, index.view(T, 1), index)
+    return _visible(documents)(sequence, sequence, index.view(T, 1), index)
 
 
 def block_mask(documents: Tensor) -> BlockMask:
-    """The mask of `documents` (B, T) for `attend`."""
+    """The mask of `documents` (B, T) for `attend`, as blocks."""
     B, T = documents.shape
     return create_block_mask(_visible(documents), B, None, T, T, device=documents.device)
 
 
 def _visible(documents: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (documents[row, query] == documents[row, key])
+    def visible(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (documents[sequence, query] == documents[sequence, key])
 
     return visible
 
@@ -70,7 +71,7 @@ def _visible(documents: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Te
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """FlexAttention of `q` (B, H, T, D) to `k` and `v` (B, K, T, D), as (B, H, T, D).
 
-    Outside of a compiled model the kernel is compiled by itself, once per shape.
+    Outside of a compiled model the kernel is compiled by itself, once for each shape.
     """
     flex = _flex if torch.compiler.is_compiling() else _compiled_flex()
     return flex(q, k, v, mask)

@@ -1,180 +1,123 @@
-"""Text from a model, token by token, with a key-value cache.
+"""Text from a model, token by token, with a KV cache.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
 
-import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from accel_gpt.errors import require
-from accel_gpt.model.decode import Decoder
-from accel_gpt.model.evaluating import uncompiled
-from accel_gpt.model.gpt import GPT, KVCache
+from accel_gpt.config.experiment import SampleConfig
+from accel_gpt.model.gpt import GPT, evaluating
+from accel_gpt.model.layers import KVCache
 
 
-def all_rows(ended: Tensor) -> bool:
-    """Whether all rows have ended, told which have (B,)."""
+def all_ended(ended: Tensor) -> bool:
+    """Whether all texts have ended; `ended` (B,) is true for those that have."""
     return bool(ended.all())
 
 
 def generate(
     model: GPT,
     prompt_ids: Tensor,
-    max_new_tokens: int,
-    *,
-    temperature: float,
-    top_k: int | None,
-    top_p: float,
+    config: SampleConfig,
     generator: torch.Generator,
+    *,
     eot_id: int | None = None,
-    use_cache: bool = True,
     choices: int | None = None,
-    done: Callable[[Tensor], bool] = all_rows,
+    use_cache: bool = True,
+    done: Callable[[Tensor], bool] = all_ended,
 ) -> Tensor:
-    """Continue `prompt_ids` (B, T), T > 0, by `max_new_tokens`: (B, T + max_new_tokens).
+    """Continue `prompt_ids` (B, T), T > 0, by `config.max_new_tokens`: (B, T + max_new_tokens).
 
-    `choices`: only ids below it are chosen; None: all of the model. Random numbers come from
-    `generator` alone, on the device of the prompt; temperature 0 is greedy and draws none. A row
-    that has produced `eot_id` is filled up with it; no more is computed once `done` says so, which
-    is asked after each token with the rows that have ended (processes that share a model agree
-    there). The mode of the model is restored. Raises `ValueError` for settings out of range.
+    `choices`: only ids below it are sampled; None: the whole vocabulary. Random numbers come from
+    `generator` alone, on the device of the prompt; temperature 0 is greedy and draws none. A text
+    that has ended with `eot_id` is padded with it; generation stops once `done`, called after each
+    token with the texts that have ended, is true (ranks that share a model agree there).
     """
-    _check(prompt_ids, max_new_tokens, temperature, top_k, top_p)
-    how = (temperature, top_k, top_p, generator)
-    with _evaluating(list(model.modules())):
-        steps = _steps(model, prompt_ids, max_new_tokens, how, eot_id, use_cache, choices, done)
-        new = list(steps)
+    with evaluating(model, compiled=False):  # the length changes with every token
+        new = list(_steps(model, prompt_ids, config, generator, eot_id, choices, use_cache, done))
     B, T = prompt_ids.shape
-    tokens = prompt_ids.new_full((B, T + max_new_tokens), 0 if eot_id is None else eot_id)
+    tokens = prompt_ids.new_full((B, T + config.max_new_tokens), 0 if eot_id is None else eot_id)
     tokens[:, :T] = prompt_ids
-    if new:
-        tokens[:, T : T + len(new)] = torch.stack(new, dim=1)
+    tokens[:, T : T + len(new)] = torch.stack(new, dim=1)
     return tokens
 
 
 def stream(
     model: GPT,
     prompt_ids: Tensor,
-    max_new_tokens: int,
-    *,
-    temperature: float,
-    top_k: int | None,
-    top_p: float,
+    config: SampleConfig,
     generator: torch.Generator,
+    *,
     eot_id: int | None = None,
-    use_cache: bool = True,
     choices: int | None = None,
-    done: Callable[[Tensor], bool] = all_rows,
 ) -> Generator[Tensor, None, None]:
-    """The tokens of `generate` one step at a time: (B,) each, until `done`.
+    """Yield the tokens of `generate` one step at a time: (B,) each, until all texts have ended.
 
-    Between two tokens the model is in its own mode, gradients are as the caller has them and
-    compiled code runs, so it may be used for something else, or the rest be left unasked for.
-    With a cache its weights must stay as they are: the cache holds what they made of the text.
-    Raises `ValueError` for settings out of range at once, not at the first token.
+    Between two tokens the model is in its own mode and may be used; its weights must not change, as
+    the cache was computed with them.
     """
-    _check(prompt_ids, max_new_tokens, temperature, top_k, top_p)
-    how, modules = (temperature, top_k, top_p, generator), list(model.modules())
-    steps = _steps(model, prompt_ids, max_new_tokens, how, eot_id, use_cache, choices, done)
-
-    def one_at_a_time() -> Generator[Tensor, None, None]:
-        while True:
-            with _evaluating(modules):
-                chosen = next(steps, None)
-            if chosen is None:
-                return
-            yield chosen
-
-    return one_at_a_time()
+    steps = _steps(model, prompt_ids, config, generator, eot_id, choices, True, all_ended)
+    while True:
+        with evaluating(model, compiled=False):
+            token = next(steps, None)
+        if token is None:
+            return
+        yield token
 
 
 def _steps(
     model: GPT,
     prompt_ids: Tensor,
-    max_new_tokens: int,
-    how: tuple[float, int | None, float, torch.Generator],
+    config: SampleConfig,
+    generator: torch.Generator,
     eot_id: int | None,
-    use_cache: bool,
     choices: int | None,
+    use_cache: bool,
     done: Callable[[Tensor], bool],
 ) -> Iterator[Tensor]:
-    """The tokens of `stream`, of a model that is evaluating; `how` as `sample_token` takes it."""
+    """Yield the tokens of `generate` from a model in evaluation mode."""
     B, T = prompt_ids.shape
-    tokens = torch.cat((prompt_ids, prompt_ids.new_zeros(B, max_new_tokens)), dim=1)
+    tokens = torch.cat((prompt_ids, prompt_ids.new_zeros(B, config.max_new_tokens)), dim=1)
     ended = torch.zeros(B, dtype=torch.bool, device=tokens.device)
     cache = KVCache(model.config, tokens.shape[1]) if use_cache else None
-    decoder = Decoder(model, cache) if cache and Decoder.suits(model) else None
-    for length in range(T, T + max_new_tokens):
-        logits = _next_logits(model, tokens[:, :length], cache, decoder)[:, :choices]
-        chosen = sample_token(logits, *how)
+    for length in range(T, T + config.max_new_tokens):
+        logits = _next_logits(model, tokens[:, :length], cache)[:, :choices]
+        token = sample_token(logits, config.temperature, config.top_k, config.top_p, generator)
         if eot_id is not None:
-            chosen = chosen.masked_fill(ended, eot_id)
-            ended |= chosen == eot_id
-        tokens[:, length] = chosen
-        yield chosen
+            token = token.masked_fill(ended, eot_id)
+            ended |= token == eot_id
+        tokens[:, length] = token
+        yield token
         if eot_id is not None and done(ended):
             return
 
 
-def _check(
-    prompt_ids: Tensor, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float
-) -> None:
-    require(
-        prompt_ids.ndim == 2 and prompt_ids.shape[1] > 0,
-        f"the prompt has shape {tuple(prompt_ids.shape)}; it must be (rows, tokens), with one "
-        "token at least",
-    )
-    require(max_new_tokens >= 0, f"max_new_tokens is {max_new_tokens}; it must be 0 or more")
-    require(temperature >= 0, f"temperature is {temperature}; it must be 0 (greedy) or more")
-    require(top_k is None or top_k >= 1, f"top_k is {top_k}; it must be 1 or more, or None for all")
-    require(0 < top_p <= 1, f"top_p is {top_p}; it must be above 0 and at most 1 (all)")
-
-
-@contextlib.contextmanager
-def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """No gradients, no dropout, no compiled code; afterwards the modes that `modules` were in."""
-    training = [module for module in modules if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with torch.no_grad(), uncompiled(modules):  # lengths change with every token
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def context_start(length: int, block_size: int) -> int:
-    """Where the context of the token after `length` others starts; a function of these alone.
+    """Position at which the context of the token after `length` others starts.
 
-    The smallest multiple of half a block that leaves at most `block_size` tokens, so a cache is
-    filled anew once in half a block, and sees what would be seen without it.
+    The smallest multiple of half a block that leaves at most `block_size` tokens. It depends on
+    these two alone, so the text is the same with and without a cache, which is filled anew once in
+    half a block.
     """
     half = max(block_size // 2, 1)
     excess = max(length - block_size, 0)
     return -(-excess // half) * half
 
 
-def _next_logits(
-    model: GPT, tokens: Tensor, cache: KVCache | None, decoder: Decoder | None
-) -> Tensor:
-    """Logits (B, V) after `tokens`, float32; only those that `cache` lacks are computed.
-
-    Without a decoder it calls the model, not its `forward`: FSDP gathers the weights in hooks.
-    """
-    length = tokens.shape[1]
-    start = context_start(length, model.config.block_size)
+def _next_logits(model: GPT, tokens: Tensor, cache: KVCache | None) -> Tensor:
+    """Logits (B, V) after `tokens`, float32; only tokens that are not cached are computed."""
+    length, block_size = tokens.shape[1], model.config.block_size
+    start = context_start(length, block_size)
     if cache is not None:
         # the cache holds all but the newest token, unless it is empty or the context has moved
-        if cache.position and start == context_start(length - 1, model.config.block_size):
+        if cache.position and start == context_start(length - 1, block_size):
             start = length - 1
-            if decoder is not None:
-                return decoder(tokens[:, -1]).float()
         else:
             cache.position = 0
+    # called, not its `forward`: FSDP gathers the weights in hooks
     logits: Tensor = model(tokens[:, start:], cache=cache, last_only=True)
     return logits[:, -1].float()
 
@@ -186,7 +129,7 @@ def sample_token(
     top_p: float,
     generator: torch.Generator,
 ) -> Tensor:
-    """One token id for each row of `logits` (B, V): (B,).
+    """Sample a token id (B,) from each row of `logits` (B, V).
 
     `top_k` keeps the most likely tokens. `top_p` keeps the fewest that together reach this
     probability (nucleus sampling, Holtzman et al. 2020, section 3.1), of those that `top_k` left.
@@ -198,10 +141,10 @@ def sample_token(
     if top_k is None and top_p == 1:
         return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
     V = logits.shape[-1]
-    likeliest, ids = logits.topk(min(top_k or V, V))  # (B, k), in falling order
+    likeliest, ids = logits.topk(min(top_k or V, V))  # (B, k), in descending order
     probabilities = likeliest.softmax(-1)
     if top_p < 1:
         before = probabilities.cumsum(-1) - probabilities  # exactly 0 for the likeliest: it stays
         probabilities = probabilities.masked_fill(before >= top_p, 0.0)
-    choice = torch.multinomial(probabilities, 1, generator=generator)
-    return ids.gather(-1, choice).squeeze(-1)
+    index = torch.multinomial(probabilities, 1, generator=generator)
+    return ids.gather(-1, index).squeeze(-1)

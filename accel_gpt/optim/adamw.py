@@ -1,34 +1,45 @@
-"""AdamW that leaves out an update where the device says so."""
+"""AdamW that skips an update where a tensor on the device says so, without waiting for it."""
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-def plain(method: Any) -> Any:
-    """A method of torch's without its decorator, which imports the compiler: a second, at start.
 
-    The decorator keeps the compiler out of the method; nothing here compiles one.
+def is_sharded(tensor: object) -> "TypeGuard[DTensor]":
+    """Whether `tensor` is a DTensor. Does not import `torch.distributed.tensor`, which takes longer
+    than the first step ("Start-up" in benchmarks/RESULTS.md): before FSDP did, there is none.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def undecorated(method: Any) -> Any:
+    """A method of torch without its decorator, which keeps the compiler out of the method but
+    imports it: a second at start-up. Nothing here compiles these methods.
     """
     return getattr(method, "__wrapped__", method)
 
 
 class GuardedAdamW(torch.optim.AdamW):
-    """AdamW (fused) that does nothing where `skip` is 1: the device decides, nobody waits for it.
+    """Fused AdamW that skips the update where `skip` is 1.
 
-    The fused kernels know this as `found_inf`, with which `torch.amp.GradScaler` tells them of an
-    overflow in fp16; either is enough.
+    The fused kernels take this as `found_inf`, which `torch.amp.GradScaler` sets for an overflow in
+    fp16; either skips the update.
     """
 
     skip: Tensor | None = None  # (), float32
-    state_dict = plain(torch.optim.Optimizer.state_dict)
-    load_state_dict = plain(torch.optim.Optimizer.load_state_dict)
-    zero_grad = plain(torch.optim.Optimizer.zero_grad)
-    add_param_group = plain(torch.optim.Optimizer.add_param_group)
+    state_dict = undecorated(torch.optim.Optimizer.state_dict)
+    load_state_dict = undecorated(torch.optim.Optimizer.load_state_dict)
+    zero_grad = undecorated(torch.optim.Optimizer.zero_grad)
+    add_param_group = undecorated(torch.optim.Optimizer.add_param_group)
 
-    def left_out(self) -> Tensor | None:
-        """1 where the update must not happen, else 0; None where nobody says so."""
+    def skip_or_found_inf(self) -> Tensor | None:
+        """1 where the update is skipped, else 0; None where neither is set."""
         found: Tensor | None = getattr(self, "found_inf", None)
         if self.skip is None or found is None:
             return found if self.skip is None else self.skip
@@ -36,12 +47,12 @@ class GuardedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update, or none."""
-        update = plain(torch.optim.AdamW.step)
+        """Update the parameters, or skip the update."""
+        update = undecorated(torch.optim.AdamW.step)
         if self.skip is None:
             return update(self, closure)
         found: Tensor | None = getattr(self, "found_inf", None)
-        self.found_inf = self.left_out()
+        self.found_inf = self.skip_or_found_inf()
         try:
             return update(self, closure)
         finally:

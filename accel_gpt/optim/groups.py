@@ -1,4 +1,4 @@
-"""The optimizer and its parameter groups; every group carries its own peak learning rate."""
+"""The optimizer and its parameter groups; every group has its own peak learning rate."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.plan import Plan
 from accel_gpt.errors import require
-from accel_gpt.model.head import Head
+from accel_gpt.model.loss import Head
 from accel_gpt.optim.adamw import GuardedAdamW
 from accel_gpt.optim.muon import MOMENTUM, ROWS, MuonAdamW, hidden_matrices
 from accel_gpt.optim.schedule import lr_fraction, momentum_at
@@ -20,14 +20,14 @@ PART = "part"  # of a group with a learning rate of its own: embedding, head
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig, compiled: bool = False) -> GuardedAdamW:
-    """AdamW with weight decay on matrices and embeddings and none on vectors; with `muon` the
-    matrices of the blocks are Muon's, whose steps are `compiled` or not.
+    """AdamW with weight decay on matrices and embeddings and none on vectors (Loshchilov & Hutter
+    2019; the groups of minGPT), or Muon for the matrices of the blocks and AdamW for the rest.
 
-    Loshchilov & Hutter 2019; the groups are those of minGPT and its descendants. AdamW's come
-    first. With `embedding_lr` or `head_lr` embeddings and head are groups of their own.
+    AdamW's groups come first. With `embedding_lr` or `head_lr`, embeddings and head are groups of
+    their own. `compiled`: Muon's update runs through torch.compile.
     """
     matrices = hidden_matrices(model) if config.name == "muon" else {}
-    parts = own_parts(model, config)
+    parts = embedding_and_head(model, config)
     special = [*matrices.values(), *parts.values()]
     taken = {id(weight) for weights in special for weight in weights}
     parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
@@ -52,8 +52,8 @@ def make_optimizer(model: nn.Module, config: OptimConfig, compiled: bool = False
     return optimizer
 
 
-def own_parts(model: nn.Module, config: OptimConfig) -> dict[str, list[Tensor]]:
-    """Embeddings and head, where the config gives one of them its learning rate.
+def embedding_and_head(model: nn.Module, config: OptimConfig) -> dict[str, list[Tensor]]:
+    """Weights of the embeddings and of the head, where one of them has its own learning rate.
 
     Raises `UserError` for `head_lr` where the head's weights are the embedding's.
     """
@@ -72,7 +72,7 @@ def own_parts(model: nn.Module, config: OptimConfig) -> dict[str, list[Tensor]]:
 
 
 def configure(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
-    """Write the config into every group; also after a resume, which restores those of the past."""
+    """Write the config into every group; after a resume, too, which restores the old settings."""
     for group in optimizer.param_groups:
         if ROWS in group:
             decay = config.muon_weight_decay
@@ -81,19 +81,19 @@ def configure(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
             group["momentum"] = config.muon_momentum
             group["scale"], group["cautious"] = config.muon_scale, config.muon_cautious_decay
         else:
-            own = {"embedding": config.embedding_lr, "head": config.head_lr}
-            group[PEAK] = own.get(group.get(PART, "")) or config.lr
+            lrs = {"embedding": config.embedding_lr, "head": config.head_lr}
+            group[PEAK] = lrs.get(group.get(PART, "")) or config.lr
             group["weight_decay"] = config.weight_decay if group[DECAYED] else 0.0
             group["betas"], group["eps"] = (config.beta1, config.beta2), config.eps
 
 
 def state_names(group: dict[str, Any]) -> set[str]:
-    """What the optimizer keeps of each parameter of a group."""
+    """Names of the state tensors of each parameter in a group."""
     return {MOMENTUM} if ROWS in group else {"step", "exp_avg", "exp_avg_sq"}
 
 
 def set_rates(optimizer: torch.optim.Optimizer, config: Config, plan: Plan, step: int) -> None:
-    """Learning rates and momenta of the update that follows `step` completed ones."""
+    """Set learning rates and momenta for the update after `step` completed ones."""
     optim = config.optim
     set_lr(optimizer, fraction_at(step, config, plan))
     for group in optimizer.param_groups:
@@ -102,14 +102,11 @@ def set_rates(optimizer: torch.optim.Optimizer, config: Config, plan: Plan, step
 
 
 def fraction_at(step: int, config: Config, plan: Plan) -> float:
-    """Share of their peaks that all rates have in the update that follows `step` completed ones."""
+    """Learning rates in the update after `step` completed ones, as a fraction of their peaks."""
     return lr_fraction(step, config.schedule.name, plan, config.schedule.min_lr / config.optim.lr)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, fraction: float) -> None:
-    """Give every group `fraction` of its own peak.
-
-    Reads `param_groups` anew each time: `Accelerator.prepare` and `load_state` replace them.
-    """
+    """Set the learning rate of every group to `fraction` of its peak."""
     for group in optimizer.param_groups:
         group["lr"] = group[PEAK] * fraction

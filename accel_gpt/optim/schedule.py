@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: nothing to save, the same at any world size."""
+"""The learning rate as a pure function of the step: no state, the same at any world size."""
 
 import math
 
@@ -8,12 +8,12 @@ FIRST_MOMENTUM = 0.85
 
 
 def lr_fraction(step: int, name: str, plan: Plan, floor: float) -> float:
-    """Share of the peak learning rate for the update that follows `step` completed ones.
+    """Learning rate of the update after `step` completed ones, as a fraction of its peak.
 
-    Linear warm-up reaches the peak in its last step: (step + 1) / warmup_steps, as the GPT-2
-    reproductions do. cosine (Loshchilov & Hutter 2017, eq. 5) and linear fall right after the
-    warm-up, wsd (Hu et al. 2024, section 4) at the end of the run; each takes `plan.decay_steps` to
-    reach `floor`, the share that remains, and stays there.
+    Linear warm-up reaches the peak in its last step: (step + 1) / warmup_steps, as in the GPT-2
+    reproductions. cosine (Loshchilov & Hutter 2017, eq. 5) and linear decay right after the
+    warm-up, wsd (Hu et al. 2024, section 4) at the end of the run; each decays to `floor` in
+    `plan.decay_steps` and stays there.
     """
     if step < plan.warmup_steps:
         return (step + 1) / plan.warmup_steps
@@ -21,15 +21,15 @@ def lr_fraction(step: int, name: str, plan: Plan, floor: float) -> float:
         return 1.0
     start = plan.max_steps - plan.decay_steps if name == "wsd" else plan.warmup_steps
     done = min(max(step - start, 0) / plan.decay_steps, 1.0)
-    left = (1 + math.cos(math.pi * done)) / 2 if name == "cosine" else 1 - done
-    return floor + (1 - floor) * left
+    decay = (1 + math.cos(math.pi * done)) / 2 if name == "cosine" else 1 - done
+    return floor + (1 - floor) * decay
 
 
 def momentum_at(step: int, momentum: float, warmup_steps: int) -> float:
-    """Muon's momentum for the update that follows `step` completed ones.
+    """Muon's momentum in the update after `step` completed ones.
 
-    Rises evenly from 0.85, or stays below that, over `warmup_steps` (modded-nanogpt, 2024: 0.85 to
-    0.95 in 300 steps).
+    Rises linearly to `momentum` over `warmup_steps`, from 0.85 or from `momentum` if that is less
+    (modded-nanogpt, 2024: 0.85 to 0.95 in 300 steps).
     """
     start = min(FIRST_MOMENTUM, momentum)
     done = min(step / warmup_steps, 1.0) if warmup_steps else 1.0

@@ -179,7 +179,7 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     optimizer.zero_grad()
     gpt.eval()
     with torch.no_grad(), accelerator.autocast():
-        gpt(tokens, tokens, documents=documents, by_row=True)
+        gpt(tokens, tokens, documents=documents, per_sequence=True)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     del buckets, exact  # held until here

@@ -209,7 +209,7 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tok
         raise CheckpointError(
             f"{path / 'model.json'} asks for {least:,} parameters, more than {file.name} holds"
         )
-    model = GPT.unfilled(config, vocab_size)
+    model = GPT.allocate(config, vocab_size)
     try:
         load_weights(model, str(file))
     except (OSError, RuntimeError, SafetensorError) as error:

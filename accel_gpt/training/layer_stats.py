@@ -31,9 +31,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_gpt.model.documents import dense_mask
-from accel_gpt.model.evaluating import evaluating
-from accel_gpt.model.gpt import GPT, CausalSelfAttention
-from accel_gpt.optim.sharded import is_sharded
+from accel_gpt.model.gpt import GPT, evaluating
+from accel_gpt.model.layers import CausalSelfAttention
+from accel_gpt.optim.adamw import is_sharded
 
 ENTROPY_ROWS = 2
 CHUNK = 2**24

@@ -31,8 +31,8 @@ from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import CheckpointError, DivergedError, UserError, first_line
 from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
+from accel_gpt.optim.adamw import is_sharded
 from accel_gpt.optim.groups import state_names
-from accel_gpt.optim.sharded import is_sharded
 from accel_gpt.training.anomalies import format_ranges, ranges
 from accel_gpt.training.checkpoint import (
     is_checkpoint,

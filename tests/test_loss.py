@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel_gpt.cost.flops import chunk_tokens, padded_vocab_size
-from accel_gpt.model import chunks
-from accel_gpt.model.chunks import chunked_next_token_loss, chunked_row_losses
+from accel_gpt.model import loss as module
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model.loss import IGNORE
+from accel_gpt.model.loss import IGNORE, chunked_next_token_loss, chunked_sequence_losses
 from tests.conftest import THREADS, tiny
 
 VOCAB, ROWS, C = 100, 128, 32
@@ -27,7 +26,7 @@ def _seeded() -> None:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 16 tokens."""
-    monkeypatch.setattr(chunks, "chunk_tokens", lambda rows, cpu: 16)
+    monkeypatch.setattr(module, "chunk_tokens", lambda rows, cpu: 16)
 
 
 def draw(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,9 +90,9 @@ def test_gradients_are_the_differences_of_the_loss(cap: float | None) -> None:
 def test_the_operation_keeps_the_contract_of_torch(cap: float | None) -> None:
     x, weight, targets = draw()
     rest = (targets.flatten(), VOCAB, cap or 0.0, torch.float32, False)
-    for operation in (chunks._loss_and_gradients, chunks._token_losses):
+    for operation in (module._loss_and_gradients, module._token_losses):
         inputs = [x.flatten(0, 1).detach(), weight.detach()]
-        if operation is chunks._loss_and_gradients:
+        if operation is module._loss_and_gradients:
             inputs = [tensor.requires_grad_() for tensor in inputs]
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(operation, (*inputs, *rest), test_utils=tests)
@@ -104,7 +103,7 @@ def test_the_operation_keeps_the_contract_of_torch(cap: float | None) -> None:
 def test_rows_have_the_sums_of_their_tokens(cap: float | None) -> None:
     x, weight, targets = draw()
     with torch.no_grad():
-        found = chunked_row_losses(x, weight, targets, VOCAB, cap)
+        found = chunked_sequence_losses(x, weight, targets, VOCAB, cap)
         for row, loss in enumerate(found[1:], 1):
             count = (targets[row] != IGNORE).sum()
             expected = plain(x[row : row + 1], weight, targets[row], cap) * count
@@ -163,7 +162,7 @@ def both(model: GPT, monkeypatch: pytest.MonkeyPatch, half: bool) -> Iterator[tu
     """Loss and gradients in one piece, and in chunks."""
     whole = gradients(model, half)
     with monkeypatch.context() as patch:
-        patch.setattr(chunks, "chunk_tokens", lambda rows, cpu: 16)
+        patch.setattr(module, "chunk_tokens", lambda rows, cpu: 16)
         parts = gradients(model, half)
     yield whole[0], parts[0]
     for name, gradient in whole[1].items():
@@ -231,9 +230,6 @@ def test_gpt2s_vocabulary_goes_in_chunks_and_small_ones_at_once() -> None:
     assert chunk_tokens(padded_vocab_size(50257), cpu=False) == 4096
     assert chunk_tokens(128, cpu=True) > 64 * 1024
     assert chunk_tokens(2**30, cpu=True) == 1
-    x, weight = torch.empty(2, 512, 1, device="meta"), torch.empty(50304, 1, device="meta")
-    assert chunks.fits_at_once(x, weight)
-    assert not chunks.fits_at_once(x.expand(-1, -1, 1).repeat(5, 1, 1), weight)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

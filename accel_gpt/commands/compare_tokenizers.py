@@ -15,7 +15,7 @@ import numpy as np
 
 from accel_gpt.config.data import DataConfig
 from accel_gpt.data.bpe import clean
-from accel_gpt.data.remote.folder import is_url
+from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import FILE, Tokenizer, named_tokenizer
 from accel_gpt.errors import UserError, require

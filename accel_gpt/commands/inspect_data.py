@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from accel_gpt.config.data import DataConfig
+from accel_gpt.data.cache import RemoteFolder
 from accel_gpt.data.foreign import ENDINGS, of_split
-from accel_gpt.data.remote.folder import RemoteFolder, is_url
+from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import INDEX, Split, read_index
 from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import Tokenizer

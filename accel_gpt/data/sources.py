@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_gpt.config.data import DataConfig, TextStream, Weighted
+from accel_gpt.data.cache import RemoteFolder
 from accel_gpt.data.foreign import open_foreign
-from accel_gpt.data.remote.folder import RemoteFolder, is_url
+from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import INDEX, Split, open_split, read_index
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import DataError, require
@@ -50,30 +51,27 @@ def open_data(
 ) -> tuple[Split, Tokenizer]:
     """Open a split of a data folder or URL, and its tokenizer.
 
-    `data.tokenizer` names the tokenizer of files that do not name their own; `data.cache_dir` holds
-    what is downloaded. `known`: the tokenizer of a folder of ours, if it is loaded already. Raises
-    `UserError` when there is no such folder or no tokenizer, `DataError` for unusable data.
+    `data.tokenizer` names the tokenizer of files that do not name their own; of a URL the small
+    files are downloaded to `data.cache_dir` now, and each shard before its use. `known`: the
+    tokenizer of a folder of ours, if it is loaded already. Raises `UserError` when there is no such
+    folder or no tokenizer, `DataError` for unusable data.
     """
     if is_url(path):
-        return open_remote(RemoteFolder(path, data.cache_dir, data.cache_gb), split, data)
+        remote = RemoteFolder(path, data.cache_dir, data.cache_gb)
+        if not remote.has(INDEX):
+            listed, folder = remote.sizes(), remote.folder
+            return open_foreign(folder, listed, remote.fetch, split, data.tokenizer, remote)
+        for name in (INDEX, "tokenizer.json", "tokenizer_config.json"):
+            if remote.has(name):
+                remote.fetch(name)
+        opened = open_split(remote.folder, split, remote)
+        return same_folder(opened, load_tokenizer(remote.folder))
     folder = Path(path)
     if folder.is_dir() and not (folder / INDEX).exists():
         sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
         return open_foreign(folder, sizes, folder.joinpath, split, data.tokenizer)
     read_index(folder)
     return same_folder(open_split(folder, split), known or load_tokenizer(folder))
-
-
-def open_remote(remote: RemoteFolder, split: str, data: DataConfig) -> tuple[Split, Tokenizer]:
-    """Open a split behind a URL: downloads the small files now and each shard before its use."""
-    if not remote.has(INDEX):
-        return open_foreign(
-            remote.folder, remote.sizes(), remote.fetch, split, data.tokenizer, remote
-        )
-    for name in (INDEX, "tokenizer.json", "tokenizer_config.json"):
-        if remote.has(name):
-            remote.fetch(name)
-    return same_folder(open_split(remote.folder, split, remote), load_tokenizer(remote.folder))
 
 
 def same_folder(split: Split, tokenizer: Tokenizer) -> tuple[Split, Tokenizer]:

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config
 from accel_gpt.data.corpus import Corpus
-from accel_gpt.data.remote.folder import is_url
+from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import train_paths, val_paths
 from accel_gpt.errors import require
 from accel_gpt.evals.hellaswag import Questions, read_questions, score_questions

@@ -19,7 +19,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import build
 from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
-from accel_gpt.data.remote.folder import is_url
+from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import INDEX, open_split, read_index
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError

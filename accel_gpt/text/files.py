@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import cast
 
 from accel_gpt.config.data import PrepareConfig, Source
-from accel_gpt.data.remote.stores import http_request
+from accel_gpt.data.remote import http_request
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.files import read_json
 

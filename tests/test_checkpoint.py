@@ -151,6 +151,23 @@ def test_all_damaged_never_starts_over_silently(
     assert "all checkpoints of" in capsys.readouterr().err
 
 
+# what the first versions wrote: no spikes, no sources, no position in text
+FORMAT_1 = """{"format": 1, "step": 3, "sequences": 24, "tokens": 768, "seconds": 1.5,
+ "val_loss": null, "best_val_loss": 2.25, "best_step": 2, "world_size": 1, "data_fingerprint": "a1",
+ "skipped": 1, "skipped_in_row": [16], "tokenizer_fingerprint": "b2", "config": {"seed": 7}}"""
+
+
+def test_a_state_of_format_1_is_read(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text(FORMAT_1)
+    state = read_state(tmp_path)
+    assert (state.step, state.sequences, state.best_step, state.val_loss) == (3, 24, 2, None)
+    assert (state.skipped_in_row, state.losses, state.data_sources) == ([16], [], [])
+    for old, new in (('"step": 3', '"step": "3"'), ('"tokens"', '"tokenz"'), ("24", "-24")):
+        (tmp_path / "trainer_state.json").write_text(FORMAT_1.replace(old, new))
+        with pytest.raises(CheckpointError, match=r"trainer_state\.json is damaged"):
+            read_state(tmp_path)
+
+
 def test_newer_format_is_refused(run: Path) -> None:
     path = run / "checkpoints" / "step_00000012" / "manifest.json"
     path.write_text(json.dumps({"format": 99, "files": {}}))

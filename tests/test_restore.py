@@ -12,7 +12,7 @@ import torch
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import leaves, to_flat, to_plain
 from accel_gpt.errors import CheckpointError, UserError
-from accel_gpt.training.resume import check_same_run, differences, explain
+from accel_gpt.training.resume import check_same_run, config_changes, load_error
 from accel_gpt.training.run_folder import checkpoint_steps
 from accel_gpt.training.state import TrainState
 from tests.conftest import QUIET, launch, reseal
@@ -224,13 +224,13 @@ def test_a_rate_of_its_own_may_change_but_not_come_or_go() -> None:
 def test_all_that_differs_is_listed_at_once() -> None:
     now = to_flat(to_plain(Config()))
     before = {**now, "optim.lr": 1.0, "seed": 3, "log.every": 7}
-    assert differences(before, now) == {"optim.lr": (1.0, 6e-4), "seed": (3, 1337)}
+    assert config_changes(before, now) == {"optim.lr": (1.0, 6e-4), "seed": (3, 1337)}
 
 
 def test_no_advice_to_load_what_executes_code_is_passed_on(tmp_path: Path) -> None:
     torch.save(print, tmp_path / "optimizer.bin")
     with pytest.raises(Exception, match="weights_only") as caught:
         torch.load(tmp_path / "optimizer.bin", weights_only=True)
-    assert explain(caught.value) == (
+    assert load_error(caught.value) == (
         "it holds objects other than tensors and plain values, which are not loaded"
     )

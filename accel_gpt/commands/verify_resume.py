@@ -259,7 +259,7 @@ class Trial:
             f"{len(self.world_sizes)} launches on {sizes} "
             f"{'process' if sizes == '1' else 'processes'}, {self.seconds:.0f} s",
             "",
-            table(findings),
+            findings_table(findings),
             *(
                 f"first difference in {finding.what}: {finding.first}"
                 for finding in findings
@@ -369,21 +369,21 @@ def compare_runs(whole: Path, other: Path, steps: int, exact: bool) -> list[Find
 
     runs = [list(RunFolder(folder).records()) for folder in (whole, other)]
     numbered = [{(i, "step"): r["step"] for i, r in enumerate(run, start=1)} for run in runs]
-    findings = [compare("steps", numbered, exact)]
+    findings = [compare_values("steps", numbered, exact)]
     for what, prefix in METRICS:
         values = [
             {(r["step"], key): r[key] for r in run for key in r if key.startswith(prefix)}
             for run in runs
         ]
-        findings.append(compare(what, values, exact))
+        findings.append(compare_values(what, values, exact))
     last = [find_checkpoint(folder, str(steps)) for folder in (whole, other)]
     weights = [load_file(checkpoint / "model.safetensors") for checkpoint in last]
-    findings.append(compare("weights", weights, exact))
-    findings.append(compare("optimizer state", [state(path) for path in last], exact))
+    findings.append(compare_values("weights", weights, exact))
+    findings.append(compare_values("optimizer state", [state(path) for path in last], exact))
     return findings
 
 
-def compare(what: str, sides: Sequence[Mapping[Any, Any]], exact: bool) -> Finding:
+def compare_values(what: str, sides: Sequence[Mapping[Any, Any]], exact: bool) -> Finding:
     """Compare tensors and numbers of two sides by their name, or (step, key).
 
     One that is missing on one side, or of another shape, differs.
@@ -427,7 +427,7 @@ def compare(what: str, sides: Sequence[Mapping[Any, Any]], exact: bool) -> Findi
     return Finding(what, compared, different, largest, first, equal)
 
 
-def table(findings: Sequence[Finding]) -> str:
+def findings_table(findings: Sequence[Finding]) -> str:
     """The findings as aligned lines."""
     lines = [f"{'':<16} {'compared':>12} {'different':>12} {'largest difference':>20}"]
     for finding in findings:

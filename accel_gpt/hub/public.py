@@ -19,7 +19,7 @@ from accel_gpt.files import link, sha256
 from accel_gpt.hub.client import full_repo_name, parse_repo
 from accel_gpt.redact import may_be_secret, public_metric, public_name, public_source
 from accel_gpt.training.accelerator import PACKAGES
-from accel_gpt.training.checkpoint import read_json, write_json
+from accel_gpt.training.checkpoint import read_checkpoint_json, write_json
 from accel_gpt.training.metrics import as_csv, as_jsonl
 from accel_gpt.training.resume import FREE, NOT_TOLD
 from accel_gpt.training.run_folder import RunFolder, number
@@ -208,12 +208,12 @@ def copy_state(checkpoint: Path, to: Path) -> None:
 
     A resume takes these from the config that it is given.
     """
-    manifest = read_json(checkpoint / "manifest.json")
+    manifest = read_checkpoint_json(checkpoint / "manifest.json")
     to.mkdir()
     for name in ("manifest.json", *manifest["files"]):  # no other file that lies there
         link(str(checkpoint / name), str(to / name))
     for name in ("trainer_state.json", "model.json"):
-        content = read_json(to / name)
+        content = read_checkpoint_json(to / name)
         config = content["config"]
         private = {key for key in config if key.startswith((*FREE, "init_from"))}
         content["config"] = {

@@ -88,7 +88,7 @@ def verify(path: Path, only: Collection[str] | None = None) -> None:
     hashed is the one that is read.
     """
     manifest = path / "manifest.json"
-    content = read_json(manifest)
+    content = read_checkpoint_json(manifest)
     check_format(path, content)
     try:
         listed = {str(n): (int(e["size"]), str(e["sha256"])) for n, e in content["files"].items()}
@@ -150,7 +150,7 @@ def write_json(path: Path, value: object) -> None:
     write_file(path, [json.dumps(value, indent=1).encode()])
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_checkpoint_json(path: Path) -> dict[str, Any]:
     """A JSON object; `CheckpointError` for anything else."""
     try:
         value = load_json(read_text(path, LARGEST_FILE))
@@ -163,7 +163,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_state(path: Path) -> TrainState:
     """The `TrainState` of a checkpoint."""
-    content = read_json(path / "trainer_state.json")
+    content = read_checkpoint_json(path / "trainer_state.json")
     check_format(path, content)
     content.pop("format")
     state = TrainState()
@@ -189,7 +189,7 @@ def read_states(out_dir: Path) -> dict[int, TrainState]:
 
 def read_shape(path: Path) -> tuple[ModelConfig, int]:
     """The config of a checkpoint's model, and its vocabulary."""
-    content = read_json(path / "model.json")
+    content = read_checkpoint_json(path / "model.json")
     check_format(path, content)
     try:
         known = {key: v for key, v in content["config"].items() if key in leaves(ModelConfig)}

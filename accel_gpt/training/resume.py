@@ -43,7 +43,7 @@ from accel_gpt.training.checkpoint import (
 )
 from accel_gpt.training.ranks import on_main
 from accel_gpt.training.run_folder import RunFolder
-from accel_gpt.training.saving import remove, remove_debris
+from accel_gpt.training.saving import remove_checkpoint, remove_debris
 from accel_gpt.training.state import TrainState
 
 FREE = (
@@ -97,7 +97,7 @@ NOT_TOLD = "not told"  # stands for a path in the config of a checkpoint from th
 # --------------------------------------------------------------------------- choose a checkpoint
 
 
-def choose_checkpoint(config: Config, now: TrainState, say: Callable[[str], None]) -> Path | None:
+def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None]) -> Path | None:
     """The checkpoint to resume from, chosen by rank 0 for all; None: train from scratch.
 
     Removes what a killed launch left half written. Raises `UserError` or `CheckpointError` if the
@@ -106,7 +106,7 @@ def choose_checkpoint(config: Config, now: TrainState, say: Callable[[str], None
 
     def choose() -> Path | None:
         out_dir = Path(config.out_dir)
-        path = find_resume(out_dir, config.checkpoint.resume, say)
+        path = find_resume(out_dir, config.checkpoint.resume, log)
         if path:
             saved = read_state(path)
             allowed = config.checkpoint.allow_change
@@ -114,7 +114,7 @@ def choose_checkpoint(config: Config, now: TrainState, say: Callable[[str], None
                 allowed += ("data.train",)
             check_same_run(path, saved, now, allowed)
             for key, (was, new) in source_changes(vars(saved), vars(now)).items():
-                say(f"from step {saved.step:,} on {key} is {new}; it was {was}")
+                log(f"from step {saved.step:,} on {key} is {new}; it was {was}")
             reset_best(out_dir, saved)
         else:
             check_same_config(config)
@@ -126,7 +126,7 @@ def choose_checkpoint(config: Config, now: TrainState, say: Callable[[str], None
 
 
 def find_resume(
-    out_dir: Path, resume: str, say: Callable[[str], None], most: float = math.inf
+    out_dir: Path, resume: str, log: Callable[[str], None], most: float = math.inf
 ) -> Path | None:
     """A verified checkpoint of step `most` or before, as `checkpoint.resume` asks for it, or None.
 
@@ -152,7 +152,7 @@ def find_resume(
         try:
             verify(path)
         except CheckpointError as error:
-            say(f"WARNING: {error}; set aside, falling back to the checkpoint before it")
+            log(f"WARNING: {error}; set aside, falling back to the checkpoint before it")
             damaged.append(path)
             continue
         for bad in damaged:
@@ -167,7 +167,7 @@ def find_resume(
 
 
 def choose_rollback(
-    config: Config, plan: Plan, state: TrainState, say: Callable[[str], None]
+    config: Config, plan: Plan, state: TrainState, log: Callable[[str], None]
 ) -> tuple[Path, list[list[int]]]:
     """The checkpoint to roll back to after too many skipped updates in a row, and all sequences to
     exclude, as [first, end); chosen by rank 0 for all, a collective.
@@ -188,7 +188,7 @@ def choose_rollback(
         out_dir = Path(config.out_dir)
         states = read_states(out_dir)
         stable = [step for step, saved in states.items() if not saved.skipped_in_row]
-        path = find_resume(out_dir, "auto", say, stable[-1] if stable else math.inf)
+        path = find_resume(out_dir, "auto", log, stable[-1] if stable else math.inf)
         if path is None:
             raise DivergedError(f"{what}, and there is no checkpoint to return to; {advice}")
         saved = read_state(path)
@@ -200,8 +200,8 @@ def choose_rollback(
             )
         for step in states:
             if saved.step < step <= state.step:
-                remove(out_dir / "checkpoints", step)
-        say(f"WARNING: {what}; returning to {path} and going on without them")
+                remove_checkpoint(out_dir / "checkpoints", step)
+        log(f"WARNING: {what}; returning to {path} and going on without them")
         return path, saved.excluded + spans
 
     path, excluded = on_main(choose)
@@ -229,7 +229,7 @@ def check_same_run(
 
     `CheckpointError` if it is another run, `UserError` if all changes could be allowed.
     """
-    changes = differences(saved.config, now.config) | source_changes(vars(saved), vars(now))
+    changes = config_changes(saved.config, now.config) | source_changes(vars(saved), vars(now))
     had_groups, has_groups = (
         any(config.get(key) is not None for key in GROUPS) for config in (saved.config, now.config)
     )
@@ -245,7 +245,7 @@ def check_same_run(
         return
     kind = CheckpointError if any(key.startswith(identity) for key in refused) else UserError
     raise kind(
-        f"{path} was made with another config: {listed(refused)}; restore "
+        f"{path} was made with another config: {format_changes(refused)}; restore "
         f"{'it' if len(refused) == 1 else 'them'}, set another out_dir"
         + allow_hint([key.partition("[")[0] for key in refused if not key.startswith(identity)])
     )
@@ -254,16 +254,16 @@ def check_same_run(
 def check_same_config(config: Config) -> None:
     """Raise `UserError` if `out_dir` belongs to a run of another config that has no checkpoint."""
     before = RunFolder(config.out_dir).read_config()
-    changes = differences(before, to_flat(to_plain(config))) if before else {}
+    changes = config_changes(before, to_flat(to_plain(config))) if before else {}
     refused = {k: v for k, v in changes.items() if k not in config.checkpoint.allow_change}
     if refused:
         raise UserError(
-            f"out_dir {config.out_dir} holds a run of another config: {listed(refused)}; "
+            f"out_dir {config.out_dir} holds a run of another config: {format_changes(refused)}; "
             "set another out_dir" + allow_hint([k for k in refused if not k.startswith(IDENTITY)])
         )
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Keys that differ but are not free: key -> (before, now). A key that `before` lacks, as an
     earlier version wrote it, had its default.
     """
@@ -277,7 +277,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def listed(changes: Mapping[str, tuple[Any, Any]]) -> str:
+def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """`optim.lr was 0.001, is 0.002, ...`."""
     return ", ".join(f"{key} was {was}, is {now}" for key, (was, now) in changes.items())
 
@@ -299,7 +299,7 @@ def restore(
     now: TrainState,
     gpt: GPT,
     optimizer: AcceleratedOptimizer,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> TrainState:
     """Load weights, optimizer, scaler and random states of a verified checkpoint, on every rank.
 
@@ -313,7 +313,7 @@ def restore(
         raise CheckpointError(f"checkpoint {path} lacks its file {random_states.name}")
     scaler = accelerator.scaler
     if scaler is not None and not (path / SCALER_NAME).is_file():
-        say(f"{path} was not trained in fp16: the scale of the loss starts anew")
+        log(f"{path} was not trained in fp16: the scale of the loss starts anew")
         accelerator.scaler = None
     sharded = accelerator.distributed_type == DistributedType.FSDP
     shard_here = sharded and not (path / f"{FSDP_MODEL_NAME}.bin").is_file()
@@ -323,17 +323,19 @@ def restore(
         else:
             accelerator.load_state(str(path))
     except Exception as error:  # torch, safetensors and Accelerate raise no common class
-        raise CheckpointError(f"{culprit(path)} does not fit this run: {explain(error)}") from None
+        raise CheckpointError(
+            f"{culprit(path)} does not fit this run: {load_error(error)}"
+        ) from None
     finally:
         accelerator.scaler = scaler
     accelerator.step = 0  # a checkpoint is saved between steps: no micro-step is pending
     check_optimizer(path, gpt, optimizer)
     if shard_here:
-        say(f"{path} was trained without FSDP, this is with it")
+        log(f"{path} was trained without FSDP, this is with it")
     elif same_world:
         check_random_states(random_states)
     else:
-        say(f"{path} was trained by {saved.world_size} processes, this is {now.world_size}")
+        log(f"{path} was trained by {saved.world_size} processes, this is {now.world_size}")
     state = replace(saved, config=now.config, world_size=now.world_size, versions=now.versions)
     if path.parent.parent.resolve() != Path(now.config["out_dir"]).resolve():
         state.best_step = state.best_val_loss = None  # the best so far is in another folder
@@ -388,7 +390,7 @@ def check_random_states(path: Path) -> None:
     try:
         restored = torch.equal(torch.get_rng_state(), load(path)["torch_manual_seed"])
     except Exception as error:  # as in `restore`
-        raise CheckpointError(f"{path} could not be restored: {explain(error)}") from None
+        raise CheckpointError(f"{path} could not be restored: {load_error(error)}") from None
     if not restored:
         raise CheckpointError(f"{path} could not be restored")
 
@@ -406,7 +408,7 @@ def culprit(path: Path) -> Path:
     return path
 
 
-def explain(error: Exception) -> str:
+def load_error(error: Exception) -> str:
     """The first line of an error; not torch's advice to unpickle what it refuses."""
     if "weights_only" in str(error):
         return "it holds objects other than tensors and plain values, which are not loaded"

@@ -56,12 +56,12 @@ class CheckpointWriter:
         accelerator: Accelerator,
         config: Config,
         tokenizer: Tokenizer,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         before_publish: Callable[[], None] = lambda: None,
         on_published: Callable[[Path], None] = lambda _: None,
     ) -> None:
         self.accelerator, self.config, self.tokenizer = accelerator, config.checkpoint, tokenizer
-        self.out_dir, self.say = Path(config.out_dir), say
+        self.out_dir, self.log = Path(config.out_dir), log
         self.before_publish, self.on_published = before_publish, on_published
         self.main, self.group = accelerator.is_main_process, host_group(config, accelerator)
         self.fsdp = accelerator.distributed_type == DistributedType.FSDP
@@ -96,7 +96,9 @@ class CheckpointWriter:
         except Exception as error:  # torch, safetensors and Accelerate raise no common class
             failed = error
         if failed and self.fsdp:
-            raise not_written(state.step, reason(failed))  # other ranks still gather for this one
+            raise not_written(
+                state.step, save_error(failed)
+            )  # other ranks still gather for this one
 
         def finish() -> None:
             self.problem = "its thread ended early"  # in case it does
@@ -206,7 +208,7 @@ class CheckpointWriter:
         with self.phase():
             if self.main:
                 check_shared(folder, files, self.accelerator.num_processes)
-                publish(folder, folder.with_name(step_name(content["step"])), files)
+                publish_checkpoint(folder, folder.with_name(step_name(content["step"])), files)
 
     @contextlib.contextmanager
     def phase(self) -> Iterator[None]:
@@ -217,7 +219,7 @@ class CheckpointWriter:
             try:
                 yield
             except Exception as error:
-                raise CheckpointError(reason(error)) from error
+                raise CheckpointError(save_error(error)) from error
 
     def follow_up(self, content: dict[str, Any], needed: int) -> None:
         """Report the new checkpoint and prune, or warn once why there is none; on rank 0."""
@@ -231,7 +233,7 @@ class CheckpointWriter:
         self.warned = problem
         if problem:
             free = shutil.disk_usage(self.out_dir).free
-            self.say(
+            self.log(
                 f"WARNING: the checkpoint of step {content['step']:,} could not be written in "
                 f"{root}: {problem} (it needs {needed:,} bytes, {free:,} are free); "
                 "training goes on and tries again, the checkpoints before it are intact"
@@ -290,7 +292,7 @@ def size_of(gpt: GPT, optimizer: AcceleratedOptimizer) -> int:
     return sum(t.numel() * t.element_size() for t in [*gpt.parameters(), *states])
 
 
-def reason(error: Exception) -> str:
+def save_error(error: Exception) -> str:
     """Why a save failed; a full disk by its name, of which torch says `unexpected pos 64 vs 0`."""
     text = str(error) or type(error).__name__
     return os.strerror(errno.ENOSPC) if any(words in text for words in DISK_FULL) else text
@@ -327,7 +329,7 @@ def check_shared(folder: Path, files: Files, world_size: int) -> None:
             )
 
 
-def publish(temporary: Path, final: Path, files: Files) -> None:
+def publish_checkpoint(temporary: Path, final: Path, files: Files) -> None:
     """Write the manifest and rename the folder: from here on the checkpoint is valid."""
     fault_point("manifest.due")
     manifest = temporary / "manifest.json"
@@ -367,10 +369,10 @@ def prune(out_dir: Path, config: CheckpointConfig, step: int, best_step: int | N
         with contextlib.suppress(ValueError):
             keep.add(int(RunFolder(out_dir).best))
     for old in states.keys() - keep:
-        remove(out_dir / "checkpoints", old)
+        remove_checkpoint(out_dir / "checkpoints", old)
 
 
-def remove(root: Path, step: int) -> None:
+def remove_checkpoint(root: Path, step: int) -> None:
     """Remove a checkpoint; what the disk refuses to delete stays."""
     trash = root / f".trash_{step_name(step)}"
     with contextlib.suppress(OSError):

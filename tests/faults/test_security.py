@@ -20,7 +20,13 @@ from accel_gpt import cli, train
 from accel_gpt.config.parse import load_config
 from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.files import load_yaml
-from accel_gpt.training.checkpoint import find_checkpoint, read_json, read_shape, read_state, verify
+from accel_gpt.training.checkpoint import (
+    find_checkpoint,
+    read_checkpoint_json,
+    read_shape,
+    read_state,
+    verify,
+)
 from tests.conftest import launch, run_here
 from tests.faults.attack import fit, pickled, plant, zipped
 
@@ -342,7 +348,7 @@ def test_hostile_records_of_a_run_are_passed_over(
     (run / ".upload").write_bytes(content)
     assert launch(small_run(*SHORT)) == 0
     assert len(json.loads((run / "run.json").read_text())["launches"]) == 1
-    assert read_json(run / "run.json")
+    assert read_checkpoint_json(run / "run.json")
 
 
 # --------------------------------------------------------------------------- configs

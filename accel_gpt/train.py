@@ -30,7 +30,7 @@ from accel_gpt.errors import DataError
 from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
-from accel_gpt.hub.lazy import download_checkpoint, inherit, load_initial_model, start_uploads
+from accel_gpt.hub.lazy import download_checkpoint, inherit, load_initial_model, start_push
 from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
@@ -66,7 +66,7 @@ class Run:
     state: TrainState
     reporter: Reporter
     writer: CheckpointWriter
-    uploads: Any  # on rank 0 with hub.push: `Uploads`; else None
+    push: Any  # on rank 0 with hub.push: `BackgroundPush`; else None
     evaluation: Evaluation
     loader: Loader = field(init=False)
     guard: StepGuard = field(init=False)
@@ -111,8 +111,8 @@ def train(config: Config, plan: Plan, started: float) -> int:
             run.writer.wait()
         stop.saved = stopping
         run.reporter.write(accelerator.end_training)
-        if run.uploads:  # what a signal keeps from the Hub, the next launch uploads
-            stopping |= run.uploads.finish(lambda: stopping or stop.received is not None)
+        if run.push:  # what a signal keeps from the Hub, the next launch pushes
+            stopping |= run.push.finish(lambda: stopping or stop.received is not None)
     stop.ignore()
     display.log(last_words(config, run.state, stop.received if stopping else None))
     return PREEMPTED if stopping else 0
@@ -134,11 +134,11 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
         state = restore(accelerator, checkpoint, state, gpt, optimizer, log)
         log(f"resuming {config.out_dir} from step {state.step:,} ({checkpoint})")
     reporter = Reporter(config, plan, accelerator, gpt, display)
-    uploads = start_uploads(config, plan.max_steps, log) if is_main() else None
-    note = uploads.note if uploads else lambda _: None
-    writer = CheckpointWriter(accelerator, config, corpus.tokenizer, log, reporter.sync, note)
+    push = start_push(config, plan.max_steps, log) if is_main() else None
+    notify = push.on_checkpoint if push else lambda _: None
+    writer = CheckpointWriter(accelerator, config, corpus.tokenizer, log, reporter.sync, notify)
     parts = (config, plan, accelerator, corpus, gpt, model, optimizer, gradients, state)
-    run = Run(*parts, reporter, writer, uploads, evaluation)
+    run = Run(*parts, reporter, writer, push, evaluation)
     seek(run)
     reporter.launch(run.corpus, state)
     model.train()  # evaluation and sampling leave the mode as they found it

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from accel_gpt import cli
-from accel_gpt.hub import background_push as uploads
+from accel_gpt.hub import background_push
 from accel_gpt.hub import push as pushing
+from accel_gpt.hub.background_push import BackgroundPush
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.training.resume import FREE, NOT_TOLD
 from tests.conftest import launch, run_here
@@ -171,8 +172,8 @@ def no_process(monkeypatch: pytest.MonkeyPatch, hub: HubServer) -> list[int]:
     codes: list[int] = []
 
     class Here:
-        def __init__(self, words: list[str], log: BinaryIO, inherited: int) -> None:
-            assert inherited > 0
+        def __init__(self, words: list[str], log: BinaryIO, lock_fd: int) -> None:
+            assert lock_fd > 0
             codes.append(run_here(cli.dispatch, words))
 
         def wait(self) -> int:
@@ -181,7 +182,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch, hub: HubServer) -> list[int]:
         def terminate(self) -> None:
             """Nothing is under way."""
 
-    monkeypatch.setattr(uploads, "start_beside", Here)
+    monkeypatch.setattr(background_push, "start_process", Here)
     return codes
 
 
@@ -232,7 +233,7 @@ def test_a_failed_upload_never_ends_a_run_and_is_tried_again(
     hub.refuse(403)
     assert launch(small_run(*ALWAYS)) == 0
     shown = capsys.readouterr().err
-    assert "WARNING: the upload of step 4 failed, it waits: " in shown
+    assert "WARNING: the push of step 4 failed, it waits: " in shown
     assert "WARNING: not on the Hub: step 4, 8, 12" in shown
     assert set(no_process) == {2}
     assert records(tmp_path / "run")[-1]["step"] == 12
@@ -266,7 +267,7 @@ def test_no_room_for_what_waits_never_ends_a_run(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(uploads, "link_tree", full)
+    monkeypatch.setattr(background_push, "link_tree", full)
     assert launch(small_run(*ALWAYS)) == 0
     assert "WARNING: step_00000004 cannot be kept for the Hub" in capsys.readouterr().err
     monkeypatch.undo()
@@ -282,7 +283,7 @@ def test_an_upload_that_cannot_start_never_ends_a_run(
     def none(*_: Any) -> None:
         raise OSError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(uploads, "start_beside", none)
+    monkeypatch.setattr(background_push, "start_process", none)
     assert launch(small_run(*ALWAYS)) == 0
     assert "not on the Hub: step 4, 8, 12" in capsys.readouterr().err
 
@@ -358,21 +359,21 @@ def test_what_waits_is_bounded_while_an_upload_is_slow(
         def terminate(self) -> None:
             over.set()
 
-    monkeypatch.setattr(uploads, "start_beside", Slow)
+    monkeypatch.setattr(background_push, "start_process", Slow)
     most = []
-    real = uploads.Uploads.drop_oldest
+    real = BackgroundPush.enqueue
 
-    def counted(self: uploads.Uploads) -> None:
-        real(self)
-        most.append(len(list(self.room.glob("step_*"))))
+    def counted(self: BackgroundPush, checkpoint: Path) -> None:
+        real(self, checkpoint)
+        most.append(len(self.waiting()))
 
-    monkeypatch.setattr(uploads.Uploads, "drop_oldest", counted)
+    monkeypatch.setattr(BackgroundPush, "enqueue", counted)
     monkeypatch.setattr(
-        uploads.Uploads, "finish", lambda self, _: over.set() or self.abandon() or False
+        BackgroundPush, "finish", lambda self, _: over.set() or self.stop() or False
     )
     assert launch(small_run(*ALWAYS, "--checkpoint.every", "1")) == 0
-    assert max(most) == uploads.MOST_WAITING + 1  # and the one under way
-    assert "is given up: more than 3 wait" in capsys.readouterr().err
+    assert max(most) == background_push.MOST_WAITING + 1  # and the one under way
+    assert "will not be pushed: more than 3 wait" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("compared")

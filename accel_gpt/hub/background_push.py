@@ -1,13 +1,12 @@
-"""Checkpoints of a run in training on their way to the Hub, by processes beside it.
+"""Push checkpoints to the Hub while a run trains, by processes beside it.
 
-Each upload is an `accel-gpt push` of its own, on cores that are idle: in the training process
-there is only a thread that waits for it. What is to be uploaded stands in `.upload/` of the run,
-as hard links: pruning does not take it away, and a later launch finds what is left.
+Each push is an `accel-gpt push` of its own on idle cores; in the training process a thread waits
+for it. Checkpoints to push are in `.upload/` of the run as hard links: pruning the run's
+checkpoints does not remove them, and a later launch finds what is left.
 """
 
 import atexit
 import contextlib
-import fcntl
 import os
 import shutil
 import subprocess
@@ -16,153 +15,149 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO
 
-from accel_gpt.config.experiment import Config, HubConfig
-from accel_gpt.files import link_tree
+from accel_gpt.config.experiment import Config
+from accel_gpt.files import link_tree, lock
 from accel_gpt.launcher import environment_without_launcher
 from accel_gpt.training.run_folder import checkpoint_steps, step_name
 
 LOG = "hub.log"
 MOST_WAITING = 3  # checkpoints; assumption: when the Hub is away for long, the disk must not fill
 LOWEST_PRIORITY = 19
-CLOSING_SECONDS, LOOK_SECONDS = 10.0, 0.5
+STOP_SECONDS, POLL_SECONDS = 10.0, 0.5
 
 
-def start_uploads(config: Config, max_steps: int, say: Callable[[str], None]) -> "Uploads | None":
-    """The uploads of a run of `max_steps`, where `hub.push` asks for them."""
-    if config.hub.push == "never":
-        return None
-    return Uploads(config.hub, Path(config.out_dir), max_steps, say)
+class BackgroundPush:
+    """Pushes checkpoints one after the other; a failed push is tried again with the next one."""
 
-
-class Uploads:
-    """Uploads checkpoints one after the other; what failed is tried again with the next one."""
-
-    def __init__(
-        self, config: HubConfig, out_dir: Path, max_steps: int, say: Callable[[str], None]
-    ) -> None:
-        self.config, self.out_dir, self.max_steps, self.say = config, out_dir, max_steps, say
-        self.room = out_dir / ".upload"
+    def __init__(self, config: Config, max_steps: int, log: Callable[[str], None]) -> None:
+        self.config, self.max_steps, self.log = config.hub, max_steps, log
+        self.out_dir = Path(config.out_dir)
+        self.folder = self.out_dir / ".upload"
         self.process: subprocess.Popen[bytes] | None = None
-        self.last: Path | None = None
-        self.current: int | None = None  # the step that is under way
-        self.inherited = -1  # file descriptor of the lock, which an upload keeps while it lives
-        self.wake, self.ending, self.killed = threading.Event(), False, False
-        for debris in self.room.glob(".step_*"):
-            shutil.rmtree(debris, ignore_errors=True)
-        if checkpoint_steps(self.room):  # of an earlier launch
+        self.last: Path | None = None  # the checkpoint of the last step
+        self.current: int | None = None  # the step that is being pushed
+        self.lock_fd = -1  # a push inherits the lock and holds it while it lives
+        self.wake, self.ending, self.stopped = threading.Event(), False, False
+        for partial in self.folder.glob(".step_*"):
+            shutil.rmtree(partial, ignore_errors=True)
+        if self.waiting():  # of an earlier launch
             self.wake.set()
-        self.thread = threading.Thread(target=self.work, name="uploads", daemon=True)
+        self.thread = threading.Thread(target=self.run, name="background push", daemon=True)
         self.thread.start()
-        atexit.register(self.abandon)  # also when the run ends with an error
+        atexit.register(self.stop)  # also when the run ends with an error
 
-    def note(self, checkpoint: Path) -> None:
-        """Tell of a new checkpoint; the last of the run is uploaded when all its figures are."""
+    def waiting(self) -> list[int]:
+        """Return the steps that are not on the Hub yet."""
+        return checkpoint_steps(self.folder)
+
+    def on_checkpoint(self, checkpoint: Path) -> None:
+        """Push a new checkpoint; that of the last step waits for `finish`, when its metrics and
+        samples are written.
+        """
         if checkpoint.name == step_name(self.max_steps):
             self.last = checkpoint
-            self.keep(checkpoint)  # if the end does not come, the next launch uploads it
+            self.keep(checkpoint)  # if the run is killed before, the next launch pushes it
         elif self.config.push == "every_checkpoint":
-            self.add(checkpoint)
+            self.enqueue(checkpoint)
 
-    def add(self, checkpoint: Path) -> None:
-        """Upload a checkpoint, without waiting for it."""
+    def enqueue(self, checkpoint: Path) -> None:
+        """Let the thread push a checkpoint; drop the oldest ones if too many wait."""
         self.keep(checkpoint)
-        self.drop_oldest()
+        for step in [step for step in self.waiting() if step != self.current][:-MOST_WAITING]:
+            self.log(f"WARNING: step {step:,} will not be pushed: more than {MOST_WAITING} wait")
+            shutil.rmtree(self.folder / step_name(step), ignore_errors=True)
         self.wake.set()
 
     def keep(self, checkpoint: Path) -> None:
-        """Put a checkpoint into the room of those that wait."""
-        linking, kept = (self.room / f"{dot}{checkpoint.name}" for dot in (".", ""))
+        """Link a checkpoint into the folder of those that wait."""
+        partial, kept = (self.folder / f"{dot}{checkpoint.name}" for dot in (".", ""))
         try:
-            self.room.mkdir(exist_ok=True)
-            link_tree(checkpoint, linking)
-            shutil.rmtree(kept, ignore_errors=True)  # of a step that was trained once more
-            linking.rename(kept)
+            self.folder.mkdir(exist_ok=True)
+            link_tree(checkpoint, partial)
+            shutil.rmtree(kept, ignore_errors=True)  # the same step, trained once more
+            partial.rename(kept)
         except OSError as error:  # shutil.Error is one
-            shutil.rmtree(linking, ignore_errors=True)
-            self.say(f"WARNING: {checkpoint.name} cannot be kept for the Hub: {error}")
-
-    def drop_oldest(self) -> None:
-        """Give up the oldest checkpoints that wait, where there are more than `MOST_WAITING`."""
-        waiting = [step for step in checkpoint_steps(self.room) if step != self.current]
-        for step in waiting[:-MOST_WAITING]:
-            self.say(f"WARNING: step {step:,} is given up: more than {MOST_WAITING} wait")
-            shutil.rmtree(self.room / step_name(step), ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            self.log(f"WARNING: {checkpoint.name} cannot be kept for the Hub: {error}")
 
     def finish(self, interrupted: Callable[[], bool]) -> bool:
-        """Wait until everything was tried once more, or until `interrupted`; whether that left
-        something, which the next launch uploads.
+        """Wait until every push was tried once more, or until `interrupted`.
+
+        Returns whether an interrupt left something, which the next launch pushes.
         """
         if self.last:
-            self.add(self.last)
-        if checkpoint_steps(self.room):
-            self.say(f"waiting for the uploads to {self.config.repo_id}; Ctrl-C leaves them")
+            self.enqueue(self.last)
+        if self.waiting():
+            self.log(f"waiting for pushes to {self.config.repo_id}; Ctrl-C postpones them")
         self.ending = True
         self.wake.set()
         while self.thread.is_alive() and not interrupted():
             self.thread.join(0.2)
         cut_short = self.thread.is_alive()
-        self.abandon()
-        atexit.unregister(self.abandon)
-        if left := checkpoint_steps(self.room):
+        self.stop()
+        atexit.unregister(self.stop)
+        left = self.waiting()
+        if left:
             steps = ", ".join(f"{step:,}" for step in left)
-            self.say(
-                f"WARNING: not on the Hub: step {steps}; the same command launched again uploads "
+            self.log(
+                f"WARNING: not on the Hub: step {steps}; the same command launched again pushes "
                 f"it, or: accel-gpt push {self.out_dir} --repo {self.config.repo_id}"
             )
         return cut_short and bool(left)
 
-    def abandon(self) -> None:
-        """End the upload that is under way; the next launch begins it anew."""
-        self.killed = self.ending = True
+    def stop(self) -> None:
+        """End the push that is under way; the next launch starts it again."""
+        self.stopped = self.ending = True
         self.wake.set()
         if process := self.process:
             process.terminate()
-        self.thread.join(CLOSING_SECONDS)
+        self.thread.join(STOP_SECONDS)
 
-    def work(self) -> None:
-        """The thread: upload all that waits, whenever something was added."""
-        self.room.mkdir(exist_ok=True)
-        with (self.room / ".lock").open("w") as lock:
-            while not taken(lock):  # an upload of a launch that was killed is still at work
-                if self.killed:
-                    return
-                time.sleep(LOOK_SECONDS)
-            self.inherited = lock.fileno()
-            for debris in self.room.glob(".push_*"):
-                shutil.rmtree(debris, ignore_errors=True)
-            self.work_alone()
+    # ----------------------------------------------------------------------- the thread
 
-    def work_alone(self) -> None:
-        """The same, once no other process uploads from the room."""
-        while not self.ending:
-            self.wake.wait()
-            self.wake.clear()
-            last = self.ending
-            self.upload_all()
-            if last:
-                return
-        self.upload_all()
+    def run(self) -> None:
+        """Push whenever something was enqueued, until `finish` or `stop`."""
+        self.folder.mkdir(exist_ok=True)
+        while not self.stopped:
+            try:
+                held = lock(self.folder / ".lock", wait=False)
+                break
+            except BlockingIOError:  # a push of a killed launch is still at work
+                time.sleep(POLL_SECONDS)
+        else:
+            return
+        with held:
+            self.lock_fd = held.fileno()
+            for partial in self.folder.glob(".push_*"):
+                shutil.rmtree(partial, ignore_errors=True)
+            ending = False
+            while not ending:
+                self.wake.wait()
+                self.wake.clear()
+                ending = self.ending
+                self.push_waiting()
 
-    def upload_all(self) -> None:
+    def push_waiting(self) -> None:
         """Try every waiting checkpoint once, the oldest first."""
-        for step in checkpoint_steps(self.room):
-            if self.killed:
+        for step in self.waiting():
+            folder = self.folder / step_name(step)
+            if self.stopped:
                 return
-            if not (self.room / step_name(step)).is_dir():  # given up meanwhile
+            if not folder.is_dir():  # dropped meanwhile
                 continue
             self.current = step
-            problem = self.upload(step)
+            error = self.push(folder)
             self.current = None
-            if problem is None:
-                shutil.rmtree(self.room / step_name(step), ignore_errors=True)
-                self.say(f"step {step:,} is on the Hub: {self.config.repo_id}@step-{step}")
-            elif not self.killed:
-                self.say(f"WARNING: the upload of step {step:,} failed, it waits: {problem}")
+            if error is None:
+                shutil.rmtree(folder, ignore_errors=True)
+                self.log(f"step {step:,} is on the Hub: {self.config.repo_id}@step-{step}")
+            elif not self.stopped:
+                self.log(f"WARNING: the push of step {step:,} failed, it waits: {error}")
 
-    def upload(self, step: int) -> str | None:
-        """Upload one checkpoint; what went wrong."""
+    def push(self, checkpoint: Path) -> str | None:
+        """Push one checkpoint; return the error, if any."""
         config = self.config
         options = {
             "repo": config.repo_id,
@@ -173,12 +168,11 @@ class Uploads:
             "data_license": config.data_license,
         }
         words = [f"--{key}={value}" for key, value in options.items() if value is not None]
-        place = str(self.room / step_name(step))
         try:
             with (self.out_dir / LOG).open("a+b") as log:
                 start = log.seek(0, os.SEEK_END)
-                self.process = start_beside(["push", place, *words], log, self.inherited)
-                if self.killed:  # meanwhile
+                self.process = start_process(["push", str(checkpoint), *words], log, self.lock_fd)
+                if self.stopped:  # meanwhile
                     self.process.terminate()
                 code = self.process.wait()
                 self.process = None
@@ -189,25 +183,16 @@ class Uploads:
         return None if code == 0 else (lines or [f"exit code {code}"])[-1]
 
 
-def taken(lock: TextIO) -> bool:
-    """Whether the lock is now ours."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def start_beside(words: list[str], log: BinaryIO, inherited: int) -> "subprocess.Popen[bytes]":
-    """Start `accel-gpt WORDS ...` for cores that are idle; what it says goes to `log`."""
+def start_process(words: list[str], log: BinaryIO, lock_fd: int) -> "subprocess.Popen[bytes]":
+    """Start `accel-gpt WORDS ...` on idle cores; its output goes to `log`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "accel_gpt.cli", *words],
         env={**environment_without_launcher(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        process_group=0,  # Ctrl-C is for the training; in a session of its own it would count more
-        pass_fds=(inherited,),
+        process_group=0,  # Ctrl-C is for the training; a session of its own would get more CPU
+        pass_fds=(lock_fd,),
     )
     with contextlib.suppress(OSError):  # it may have ended already
         if hasattr(os, "SCHED_IDLE"):  # the lowest niceness cost a step 12 % on two busy cores

@@ -8,7 +8,7 @@ from accel_gpt.data.corpus import Corpus
 from accel_gpt.model.gpt import GPT
 
 if TYPE_CHECKING:
-    from accel_gpt.hub.background_push import Uploads
+    from accel_gpt.hub.background_push import BackgroundPush
 
 
 def inherit(options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -38,10 +38,12 @@ def load_initial_model(
     return load.load_initial_model(config, corpus, log)
 
 
-def start_uploads(config: Config, max_steps: int, log: Callable[[str], None]) -> "Uploads | None":
-    """Upload the checkpoints of a run to the Hub, where `hub.push` asks for it."""
+def start_push(
+    config: Config, max_steps: int, log: Callable[[str], None]
+) -> "BackgroundPush | None":
+    """Push the checkpoints of a run to the Hub while it trains, if `hub.push` requests it."""
     if config.hub.push == "never":
         return None
     from accel_gpt.hub import background_push
 
-    return background_push.start_uploads(config, max_steps, log)
+    return background_push.BackgroundPush(config, max_steps, log)

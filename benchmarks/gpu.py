@@ -39,7 +39,8 @@ from common import (
 from systems import CHARS, GPT2, WHOLE_LOGITS, Job, gather, nanogpt, ours, trainer
 
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.cost.flops import flops_per_token, mfu, peak_flops
+from accel_gpt.cost.devices import peak_flops
+from accel_gpt.cost.flops import flops_per_token, mfu
 
 JOB = Job(12, 12, 768, 1024, 16, GPT2, steps=60, warmup=20, window=10, device="cuda")
 TINY = Job(2, 2, 32, 32, 4, CHARS, steps=6, warmup=2, window=2)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from accel_gpt import train
 from accel_gpt.config.experiment import Config
-from accel_gpt.cost import processor
+from accel_gpt.cost import devices
 from accel_gpt.training import accelerator as environment
 from accel_gpt.training import precision as auto_precision
 from tests.conftest import launch
@@ -30,7 +30,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
 
     def give(*flags: str) -> None:
-        monkeypatch.setattr(processor, "cpu_flags", lambda: frozenset(flags))
+        monkeypatch.setattr(devices, "cpu_flags", lambda: frozenset(flags))
 
     return give
 
@@ -62,7 +62,7 @@ def test_instructions_are_those_that_onednn_may_use(
     cpu(*flags)
     if limit:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    assert processor.bf16_instructions() == expected
+    assert devices.bf16_instructions() == expected
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel_gpt.config.model import PRESETS, ModelConfig
-from accel_gpt.cost.flops import (
-    PEAK_FLOPS,
-    flops_per_token,
-    mfu,
-    padded_vocab_size,
-    parameter_counts,
-    peak_flops,
-)
+from accel_gpt.cost.devices import PEAK_FLOPS, peak_flops
+from accel_gpt.cost.flops import flops_per_token, mfu, padded_vocab_size, parameter_counts
 from accel_gpt.model.gpt import GPT
 
 

@@ -15,20 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel_gpt.cli import dispatch
-from accel_gpt.commands.plan_pace import evaluation_tokens
+from accel_gpt.commands.plan import evaluation_tokens
 from accel_gpt.commands.plan_vocabulary import inherit_known
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.parse import load_config
 from accel_gpt.console import run_main
-from accel_gpt.cost.flops import (
-    DEVICE_MEMORY_GB,
-    PEAK_FLOPS,
-    device_memory,
-    flops_per_token,
-    padded_vocab_size,
-    parameter_counts,
-)
+from accel_gpt.cost.devices import DEVICE_MEMORY_GB, PEAK_FLOPS, device_memory
+from accel_gpt.cost.flops import flops_per_token, padded_vocab_size, parameter_counts
 from accel_gpt.data.shards import open_split
 from accel_gpt.model.gpt import GPT
 
@@ -186,21 +180,6 @@ def test_what_fits_nowhere_is_told_with_the_devices_it_takes(
     assert plan(capsys, xl, "--gpu", "t4", *words)["memory"]["fits"] is True
 
 
-def test_the_speed_of_an_earlier_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.yaml").write_text(Path(GPT2).read_text())
-    (run / "run.json").write_text('{"launches": [{"processes": 4}]}')
-    rates = [1, 90_000, 100_000, 110_000]
-    lines = [json.dumps({"step": 1, "perf/tokens_per_second": rate}) for rate in rates]
-    (run / "metrics.jsonl").write_text("\n".join([*lines, '{"eval/val_loss": 3}', '{"st']))
-    time = plan(capsys, GPT2, "--gpus", 8, "--measured", run)["time"]
-    assert time["tokens_per_second"] == pytest.approx(200_000)
-    assert time["mfu"] is None  # of a CPU nobody knows the peak
-    (run / "metrics.jsonl").unlink()
-    assert "no metrics.jsonl" in mistake(capsys, GPT2, "--measured", run)
-
-
 def test_the_vocabulary_is_that_of_data_tokenizer_or_option(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -279,7 +258,10 @@ def test_an_accelerate_config_brings_processes_precision_and_fsdp(
         (("--gpus", 7), "not a multiple of 32 sequences x 1024 tokens x 7 processes"),
         (("--mfu", 40, "--gpu", "h100"), "--mfu is 40.0; it is a share, 0 to 1"),
         (("--mfu", 0.4), "none is known for 1 x CPU process, float32; give --tokens_per_second"),
-        (("--mfu", 0.4, "--measured", "x"), "--mfu and --measured each tell the speed"),
+        (
+            ("--mfu", 0.4, "--tokens_per_second", 9),
+            "--mfu and --tokens_per_second each set the speed",
+        ),
         (("--optim.learning_rate", 1), "did you mean optim.lr?"),
         (("--gpuz", 1), "unknown key gpuz"),
         (("--train.mixed_precision", "fp16"), "a CPU has no fp16 training"),

@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     ["errors"],
     ["redact"],
-    ["console", "launcher"],
+    ["console", "launcher", "tables"],
     ["files"],
     ["config"],
     ["cost"],

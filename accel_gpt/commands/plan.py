@@ -1,16 +1,58 @@
-"""`accel-gpt plan CONFIG`: size, FLOPs, memory, hours and cost of a config; does it fit?"""
+"""`accel-gpt plan CONFIG`: size, FLOPs, memory, hours and cost of a config; does it fit?
 
+Reads the config, and the index of its data where it is there; needs no torch. docs/cost.md derives
+the formulas of `cost/`.
+"""
+
+import difflib
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from accel_gpt.config.parse import load_config, parse_command, split_options
+from accel_gpt.commands.plan_vocabulary import data_folders, inherit_known, vocabulary
+from accel_gpt.config.depth import describe
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import (
+    load_config,
+    parse_command,
+    read_yaml,
+    split_options,
+    to_flat,
+    to_plain,
+)
+from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.console import write_out
+from accel_gpt.cost.devices import (
+    MATRIX_UNITS,
+    PEAK_FLOPS,
+    bf16_instructions,
+    device_key,
+    device_memory,
+    peak_flops,
+)
+from accel_gpt.cost.flops import flops_per_token, mfu, parameter_counts
+from accel_gpt.cost.memory import (
+    Machine,
+    checkpoint_bytes,
+    footprint,
+    largest_size,
+    needed_bytes,
+    with_size,
+)
 from accel_gpt.errors import require
+from accel_gpt.tables import table
+
+PRECISIONS = ("no", "bf16", "fp16", "fp8")
+CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
+ASSUMED_MFU = 0.4  # assumption: llm.c and nanoGPT report 0.4 to 0.5 for GPT-2 on A100 and H100
+FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step: the backward pass takes two
+LARGEST_GROUP = 4096  # devices
+Row = tuple[str, str, str]  # what, how much, why
 
 
 @dataclass(frozen=True)
@@ -36,8 +78,6 @@ class PlanCommand:
     """Share of the peak FLOP/s that is reached, 0 to 1, for the hours."""
     tokens_per_second: float | None = None
     """Of all devices together, in place of mfu."""
-    measured: str | None = None
-    """Folder of a run whose speed is taken, in place of mfu."""
     price: float | None = None
     """Of a device for an hour, in any currency."""
     vocab_size: int | None = None
@@ -51,20 +91,334 @@ class PlanCommand:
             ok = value is None or 0 < value < math.inf
             require(ok, f"--{name} is {value}; it must be above 0 and finite")
         require(self.mfu is None or self.mfu <= 1, f"--mfu is {self.mfu}; it is a share, 0 to 1")
-        speeds = ("mfu", "tokens_per_second", "measured")
-        given = [f"--{name}" for name in speeds if getattr(self, name) is not None]
-        require(len(given) < 2, f"{' and '.join(given)} each tell the speed; give one of them")
+        require(
+            self.mfu is None or self.tokens_per_second is None,
+            "--mfu and --tokens_per_second each set the speed; give one of them",
+        )
 
 
 def main(argv: Sequence[str]) -> int:
     """Print what a config will take, and what would make it fit."""
-    from accel_gpt.commands.plan_forecast import forecast
-    from accel_gpt.commands.plan_table import table
-    from accel_gpt.commands.plan_vocabulary import inherit_known
-
     own, rest = split_options(PlanCommand, argv)
     options = parse_command(PlanCommand, own, "accel-gpt plan")
     config = load_config([options.config, *rest], "accel-gpt plan", inherit_known)
     report = forecast(options, config)
-    write_out(json.dumps(report, indent=1) + "\n" if options.json else table(report))
+    write_out(json.dumps(report, indent=1) + "\n" if options.json else as_text(report))
     return 0
+
+
+def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
+    """All that follows from a config and a machine, as JSON; `UserError` where they do not fit."""
+    machine = make_machine(options, config)
+    vocab_size, source = vocabulary(config, options.vocab_size)
+    if config.train.micro_batch_size == "auto":
+        config = with_size(config, largest_size(config, vocab_size, machine) or 1)
+    plan = make_plan(config, machine.devices)
+    counts = parameter_counts(config.model, vocab_size)
+    tokens, flops = plan.max_steps * plan.tokens_per_step, flops_per_token(config.model, vocab_size)
+    checkpoint, saved = checkpoint_bytes(config, vocab_size), config.checkpoint
+    token_bytes = 2 if vocab_size < 65536 else 4  # in a shard
+    return {
+        "config": options.config,
+        "machine": str(machine),
+        "precision": {"is": machine.precision, "source": machine.precision_source},
+        "vocabulary": {"tokens": vocab_size, "source": source},
+        "parameters": counts,
+        "length": {
+            "steps": plan.max_steps,
+            "warmup_steps": plan.warmup_steps,
+            "tokens_per_step": plan.tokens_per_step,
+            "micro_batch_size": plan.micro_batch_size,
+            "block_size": plan.block_size,
+            "accumulation_steps": plan.accumulation_steps,
+            "devices": plan.world_size,
+            "tokens": tokens,
+            "tokens_per_parameter": tokens / counts["total_unpadded"],
+            "flops_per_token": flops,
+            "flops_per_step": flops * plan.tokens_per_step,
+            "flops": flops * tokens,
+        },
+        "depth": list(describe(to_flat(to_plain(config)))),
+        "memory": memory(config, vocab_size, machine, plan),
+        "time": time(options, config, flops, machine, plan),
+        "disk": {
+            "data_read": plan.max_steps
+            * plan.sequences_per_step
+            * (plan.block_size + 1)
+            * token_bytes,
+            "checkpoint": checkpoint,
+            "checkpoints_kept": saved.keep_last + saved.keep_best,
+            "checkpoints": checkpoint * (saved.keep_last + saved.keep_best),
+        },
+    }
+
+
+# --------------------------------------------------------------------------- the machine
+
+
+def make_machine(options: PlanCommand, config: Config) -> Machine:
+    """The machine of the options and the accelerate config; `UserError` where they do not fit."""
+    path, gpu, launch = options.config_file, options.gpu, {}
+    if path:
+        launch = read_yaml(path)
+        require(
+            isinstance(launch, dict) and "distributed_type" in launch,
+            f"--config_file {path} has no distributed_type; expected what accelerate config writes",
+        )
+    if gpu is not None:
+        near = difflib.get_close_matches(gpu.lower(), PEAK_FLOPS, n=1, cutoff=0.3)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(PEAK_FLOPS)}"
+        require(device_key(gpu) is not None, f"--gpu {gpu} is not in the table of devices; {hint}")
+    devices = launch.get("num_processes", 1)
+    require(
+        isinstance(devices, int) and devices > 0,
+        f"num_processes in {path} is {devices!r}; expected a number above 0, or give --gpus",
+    )
+    sharded = options.distribution == "fsdp"
+    if options.distribution is None:
+        sharded = str(launch.get("distributed_type")) == "FSDP"
+    memory = options.memory_gb * 1e9 if options.memory_gb else device_memory(gpu) if gpu else None
+    precision, source = resolve_precision(config, launch, path, gpu)
+    require(
+        precision not in ("fp16", "fp8") or gpu is not None,
+        f"the precision is {precision} but no --gpu is given, and a CPU has no {precision} "
+        "training; give --gpu, or --train.mixed_precision bf16",
+    )
+    require(
+        not (config.train.reproducible and (sharded or precision in ("fp16", "fp8"))),
+        "train.reproducible is true, which goes neither with fsdp, fp16 nor fp8; leave it out, or "
+        "plan for --distribution ddp in bf16 or float32",
+    )
+    return Machine(options.gpus or devices, gpu, memory, sharded, precision, source)
+
+
+def resolve_precision(
+    config: Config, launch: Mapping[str, Any], path: str | None, gpu: str | None
+) -> tuple[str, str]:
+    """The precision and who sets it: the config goes before the accelerate config."""
+    precision = config.train.mixed_precision
+    if precision not in (None, "auto"):
+        return precision, "train.mixed_precision"
+    found = launch.get("mixed_precision") or "no"  # YAML reads a bare no as false
+    if precision == "auto" and found == "no":
+        fits = peak_flops(gpu, "bf16") if gpu else bf16_instructions() == MATRIX_UNITS
+        return "bf16" if fits else "no", "train.mixed_precision auto"
+    require(
+        found in PRECISIONS,
+        f"mixed_precision in {path} is {found!r}; planned is for {', '.join(PRECISIONS)}",
+    )
+    return str(found), str(path) if path else "default"
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def memory(config: Config, vocab_size: int, machine: Machine, plan: Plan) -> dict[str, Any]:
+    """What one device holds, whether it fits, and what would make it fit."""
+    needed = footprint(config, vocab_size, machine, plan.accumulation_steps)
+    fits = None if machine.memory is None else needed.total <= machine.memory
+    return {
+        "moment": needed.moment,
+        "parts": needed.parts,
+        "total": needed.total,
+        "host": needed.host,
+        "device": machine.memory,
+        "fits": fits,
+        "compiled": config.train.compile is True,
+        "largest_micro_batch_size": largest_size(config, vocab_size, machine) if fits else None,
+        "remedies": remedies(config, vocab_size, machine) if fits is False else [],
+    }
+
+
+def variants(config: Config, machine: Machine) -> Iterator[tuple[list[str], Machine]]:
+    """Other ways to run, the smallest change first, with their options."""
+    yield [], machine
+    half = replace(machine, precision="bf16")
+    if machine.precision == "no":
+        yield ["--train.mixed_precision bf16"], half
+    if machine.devices > 1 and not machine.sharded and not config.train.reproducible:
+        yield ["--distribution fsdp"], replace(machine, sharded=True)
+        if machine.precision == "no":
+            words = ["--train.mixed_precision bf16", "--distribution fsdp"]
+            yield words, replace(half, sharded=True)
+
+
+def remedies(config: Config, vocab_size: int, machine: Machine) -> list[str]:
+    """Options that make the run fit, the smallest changes first; else the devices that it takes."""
+    found, best = [], 0
+    for words, other in variants(config, machine):
+        size = min(largest_size(config, vocab_size, other) or 0, config.train.sequences)
+        if size <= best:
+            continue  # a larger change for no larger micro-batch
+        best = size
+        if size < config.train.sequences:
+            words = [*words, f"--train.micro_batch_size {size}"]
+        needed = needed_bytes(with_size(config, size), vocab_size, other) or 0
+        found.append(f"{' '.join(words)}: {needed / 1e9:.1f} GB")
+    devices = machine.devices
+    while not found and devices <= LARGEST_GROUP:
+        devices *= 2
+        other = replace(machine, devices=devices, sharded=True, precision="bf16")
+        taken = needed_bytes(with_size(config, 1), vocab_size, other)
+        if taken is not None and machine.memory and taken <= machine.memory:
+            found.append(
+                f"--gpus {devices} --distribution fsdp --train.mixed_precision bf16 "
+                f"--train.micro_batch_size 1: {taken / 1e9:.1f} GB"
+            )
+    return found or [
+        "no setting makes it fit on devices of this kind; take larger ones, a smaller model or a "
+        "shorter model.block_size"
+    ]
+
+
+# --------------------------------------------------------------------------- time
+
+
+def time(
+    options: PlanCommand, config: Config, flops: int, machine: Machine, plan: Plan
+) -> dict[str, Any]:
+    """Speed, hours and cost; None where the speed is not known."""
+    peak = machine.peak(config.train.matmul_precision)
+    rate, source = options.tokens_per_second, "--tokens_per_second"
+    require(
+        not options.mfu or peak is not None,
+        f"--mfu {options.mfu} is a share of a peak, and none is known for {machine}; "
+        "give --tokens_per_second",
+    )
+    if not rate and peak:
+        rate = (options.mfu or ASSUMED_MFU) * peak * machine.devices / flops
+        source = "--mfu" if options.mfu else "by an assumed MFU"
+    if not rate:
+        unknown = ("tokens_per_second", "mfu", "hours", "evaluation_hours", "device_hours", "cost")
+        return dict.fromkeys(unknown) | {"source": "not known; give --tokens_per_second"}
+    evaluated = evaluation_tokens(config, plan.max_steps)
+    evaluation_hours = FORWARD_SHARE * (evaluated or 0) / rate / 3600
+    hours = plan.max_steps * plan.tokens_per_step / rate / 3600 + evaluation_hours
+    return {
+        "tokens_per_second": rate,
+        "mfu": mfu(rate, flops, peak, machine.devices) if peak else None,
+        "source": source,
+        "hours": hours,
+        "evaluation_hours": None if evaluated is None else evaluation_hours,
+        "device_hours": hours * machine.devices,
+        "cost": hours * machine.devices * options.price if options.price else None,
+    }
+
+
+def evaluation_tokens(config: Config, steps: int) -> int | None:
+    """Tokens that all evaluations read; None where they are whole splits that are not there yet."""
+    limit, train = config.eval.tokens, [str(folder) for folder in data_folders(config)]
+    val = config.data.val
+    folders = list(val.values()) if isinstance(val, Mapping) else [val] if val else train
+    sets = [[folder] for folder in folders] if isinstance(val, Mapping) else [folders]
+    read = [split_tokens(train, "train", limit), *(split_tokens(s, "val", limit) for s in sets)]
+    last = split_tokens(folders, "val", None) if config.eval.whole_at_end else 0
+    if last is None or None in read:
+        return None
+    times = -(-steps // config.eval.every) if config.eval.every else 1
+    return times * sum(tokens or 0 for tokens in read) + last
+
+
+def split_tokens(folders: list[str], split: str, limit: int | None) -> int | None:
+    """Tokens of a split of all `folders` together, at most `limit`; None: not known."""
+    indexes = [Path(folder) for folder in folders if (Path(folder) / "dataset.json").is_file()]
+    if not folders or len(indexes) < len(folders):
+        return limit
+    from accel_gpt.data.shards import read_index
+
+    shards = [shard for folder in indexes for shard in read_index(folder)["splits"][split]]
+    whole = sum(int(shard["tokens"]) for shard in shards)
+    return whole if limit is None else min(limit, whole)
+
+
+# --------------------------------------------------------------------------- the table
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """The report as a table; the sections are separated by empty lines."""
+    precision, held = report["precision"], report["memory"]
+    title = [f"{report['config']} on {report['machine']}"]
+    title += [f"precision {precision['is']}: {precision['source']}", *report["depth"], ""]
+    rows: list[tuple[str, ...]] = []
+    for section in (parameter_rows, length_rows, memory_rows, time_rows, disk_rows):
+        rows += [*section(report), ()]
+    verdict = "It does not fit. With these settings it does:\n" + "\n".join(held["remedies"])
+    if held["fits"] is None:
+        verdict = "Whether it fits is not known; --gpu or --memory_gb tells what it must fit in."
+    elif held["fits"]:
+        largest = held["largest_micro_batch_size"]
+        verdict = f"It fits; train.micro_batch_size may be up to {largest}."
+    return "\n".join(title) + "\n" + table(rows, "<25", ">16", "<", gap=3) + verdict + "\n"
+
+
+def parameter_rows(report: Mapping[str, Any]) -> Iterator[Row]:
+    """Weights by part."""
+    counts, vocabulary = dict(report["parameters"]), report["vocabulary"]
+    total, real = counts.pop("total"), counts.pop("total_unpadded")
+    padding = f"of them {total - real:,} pad the vocabulary" if total > real else ""
+    yield "parameters", f"{total:,}", padding
+    for part, count in counts.items():
+        tied = "shared with the embedding" if part == "head" and not count else ""
+        if count or tied:
+            yield f"  {part}", f"{count:,}", tied
+    yield "vocabulary", f"{vocabulary['tokens']:,}", vocabulary["source"]
+
+
+def length_rows(report: Mapping[str, Any]) -> Iterator[Row]:
+    """Steps, tokens, FLOPs."""
+    run = report["length"]
+    batch = (
+        f"{run['micro_batch_size']:,} x {run['block_size']:,} tokens x "
+        f"{plural(run['accumulation_steps'], 'micro-step')} x {plural(run['devices'], 'device')}"
+    )
+    chinchilla = f"Chinchilla: about {CHINCHILLA}"
+    yield "steps", f"{run['steps']:,}", f"{run['warmup_steps']:,} of them warm-up"
+    yield "tokens per step", f"{run['tokens_per_step']:,}", batch
+    yield "tokens", f"{run['tokens']:,}", ""
+    yield "tokens per parameter", f"{run['tokens_per_parameter']:.1f}", chinchilla
+    yield "FLOPs per token", f"{run['flops_per_token']:.3e}", "forward and backward"
+    yield "  per step", f"{run['flops_per_step']:.3e}", ""
+    yield "  of the run", f"{run['flops']:.3e}", ""
+
+
+def memory_rows(report: Mapping[str, Any]) -> Iterator[Row]:
+    """What one device holds."""
+    held = report["memory"]
+    limit = f"of {gigabytes(held['device'])}" if held["device"] else ""
+    yield "memory of a device", gigabytes(held["total"]), limit
+    for part, size in held["parts"].items():
+        yield f"  {part}", gigabytes(size), ""
+    yield "  at its fullest", "", held["moment"]
+    if held["compiled"]:
+        yield "", "", "train.compile keeps less; how much is not counted"
+    for part, size in held["host"].items():
+        yield "memory of the host", gigabytes(size), f"{part}, a process"
+
+
+def time_rows(report: Mapping[str, Any]) -> Iterator[Row]:
+    """Speed, hours, cost."""
+    found = report["time"]
+    rate, evaluation, hours = found["tokens_per_second"], found["evaluation_hours"], found["hours"]
+    yield "tokens per second", f"{rate:,.0f}" if rate else "?", found["source"]
+    if rate is None:
+        return
+    if found["mfu"] is not None:
+        yield "  MFU", f"{found['mfu']:.1%}", "of the peak of all devices"
+    share = "without" if evaluation is None else f"{evaluation / hours:.0%} of them"
+    yield "hours", f"{hours:,.2f}", f"{share} evaluations"
+    yield "device hours", f"{found['device_hours']:,.2f}", ""
+    if found["cost"] is not None:
+        yield "cost", f"{found['cost']:,.2f}", "at --price a device hour"
+
+
+def disk_rows(report: Mapping[str, Any]) -> Iterator[Row]:
+    """Bytes read and written."""
+    disk = report["disk"]
+    kept = f"{disk['checkpoints_kept']} kept: {gigabytes(disk['checkpoints'])}"
+    yield "data read", gigabytes(disk["data_read"]), ""
+    yield "checkpoint", gigabytes(disk["checkpoint"]), kept
+
+
+def gigabytes(size: float) -> str:
+    """Bytes in 1e9, or in 1e6 where there are few."""
+    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"

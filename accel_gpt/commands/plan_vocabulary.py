@@ -43,12 +43,12 @@ def vocabulary(config: Config, given: int | None) -> tuple[int, str]:
         return given, "--vocab_size"
     if config.model.vocab_size:
         return config.model.vocab_size, "model.vocab_size"
-    for folder in folders(config):
+    for folder in data_folders(config):
         if (folder / "dataset.json").is_file():
             return of_folder(folder), f"{folder}"
     tokenizer = config.data.tokenizer
     if tokenizer is None and config.data.prepare.source is None:
-        for folder in folders(config):
+        for folder in data_folders(config):
             if config.data.train and folder.is_dir():  # of another project
                 from accel_gpt.data.sources import open_data
 
@@ -63,7 +63,7 @@ def vocabulary(config: Config, given: int | None) -> tuple[int, str]:
     return of_tokenizer(str(tokenizer), config.data.prepare.vocab_size)
 
 
-def folders(config: Config) -> list[Path]:
+def data_folders(config: Config) -> list[Path]:
     """The data folders of a config."""
     train = config.data.train
     if isinstance(train, TextStream):

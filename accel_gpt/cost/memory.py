@@ -1,30 +1,75 @@
-"""Memory of one device at the fullest moment of a step, by part; docs/cost.md has the derivation.
+"""The memory of one device at its fullest moment of a training step, by plain arithmetic.
 
-The parts of a moment add up to what is held then; the fullest moment is what must fit.
+docs/cost.md derives the formulas and says how far they are from what was measured. Without torch.
+
+Letters: T block_size, C channels (n_embd), H query heads, D head size. All results are bytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import STACK
-from accel_gpt.cost import activations as model_memory
-from accel_gpt.cost.activations import DOUBLE, FLOAT
-from accel_gpt.cost.flops import hidden_matrices, padded_vocab_size, parameter_counts
-from accel_gpt.cost.machine import Machine
+from accel_gpt.cost.devices import peak_flops
+from accel_gpt.cost.flops import (
+    activates_twice,
+    chunk_tokens,
+    hidden_matrices,
+    padded_vocab_size,
+    parameter_counts,
+)
 
-ADAM, MUON = 2, 1  # values a parameter, in float32
-STACKS = 6  # that Muon holds at once, as tests/test_memory.py counts
-# measured, as docs/cost.md tells; without them what grows is the rest
-IMPORTED_CPU = 290_000_000  # Python, torch and what they import
-KERNELS_CPU = 95_000_000  # what the first step loads
-GAPS_CPU = 0.2  # of what each micro-batch allocates anew: holes that the C library cannot fill
+FLOAT, DOUBLE = 4, 8  # bytes; weights, gradients and the optimizer's moments are float32
+STACKS = 6  # copies of a stack of matrices that Muon holds at once; tests/test_memory.py
+# measured, see docs/cost.md
+LIBRARIES_CPU = 385_000_000  # Python, torch and what they import 290 MB; what the first step loads
+GAPS_CPU = 0.2  # of what each micro-batch allocates: holes that the C library cannot fill
 LIBRARIES_CUDA = 1_500_000_000  # context, workspaces of cuBLAS and NCCL, gaps: assumption
-GATHERED = 2  # blocks that FSDP holds whole at once: the one at work and the next
+GATHERED_BLOCKS = 2  # that FSDP holds whole at once: the current and the next
+LARGEST_MICRO_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices that a run is planned for, one process each."""
+
+    devices: int
+    gpu: str | None  # a name that `cost/devices.py` knows; None: CPUs
+    memory: float | None  # bytes of a device; None: not known
+    sharded: bool  # FSDP
+    precision: str  # no, bf16, fp16 or fp8
+    precision_source: str
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number that matrix products read and write."""
+        return FLOAT if self.precision == "no" else 2
+
+    @property
+    def stream_width(self) -> int:
+        """Bytes of a number of the residual stream: autocast leaves it in float32."""
+        return self.width if self.sharded else FLOAT
+
+    def dtype(self, matmul_precision: str) -> str:
+        """The type that matrix products compute in, a key of `PEAK_FLOPS`."""
+        if self.precision != "no":
+            return self.precision
+        return "tf32" if self.gpu and matmul_precision != "highest" else "fp32"
+
+    def peak(self, matmul_precision: str) -> float | None:
+        """FLOP/s of one device, where they are known."""
+        return peak_flops(self.gpu, self.dtype(matmul_precision)) if self.gpu else None
+
+    def __str__(self) -> str:
+        """For example `8 x h100, ddp, bf16`."""
+        engine = [] if self.devices == 1 else ["fsdp" if self.sharded else "ddp"]
+        precision = "float32" if self.precision == "no" else self.precision
+        return ", ".join([f"{self.devices} x {self.gpu or 'CPU process'}", *engine, precision])
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one device holds at the fullest moment, and what the host holds besides."""
+    """What one device holds at its fullest moment, and what the host holds besides."""
 
     moment: str
     parts: dict[str, int]  # bytes
@@ -37,126 +82,192 @@ class Footprint:
 
 
 def footprint(config: Config, vocab_size: int, machine: Machine, accumulation: int) -> Footprint:
-    """Memory of a step of `accumulation` micro-steps."""
-    standing = state(config, vocab_size, machine)
-    size = gradients(config, vocab_size, machine, accumulation)
-    # those of the first micro-steps stay until the last
-    early = size if accumulation > 1 and not config.train.reproducible else {}
-    snapshot = snapshot_bytes(config, vocab_size)
-    if machine.gpu is None and snapshot:
-        standing["snapshot of async_save"] = snapshot
-    model, sequences = config.model, config.train.sequences
-    numerics, documents = machine.numerics, config.data.document_mask
-    recomputed = config.train.activation_checkpointing == "blocks"
+    """The memory of a step of `accumulation` micro-steps."""
+    model, tokens = config.model, config.train.sequences * config.model.block_size
+    total = parameter_counts(model, vocab_size)["total"]
+    standing = state_bytes(config, vocab_size, machine)
+    gradients = gradient_bytes(config, total, machine, accumulation)
+    accumulated = gradients if accumulation > 1 and not config.train.reproducible else {}
+    snapshot = {"snapshot of async_save": checkpoint_bytes(config, vocab_size)}
+    snapshot = snapshot if config.checkpoint.async_save else {}
+    if machine.gpu is None:
+        standing |= snapshot
+    block = tokens * block_bytes(model, tokens, config.data.document_mask, machine)
+    recompute = config.train.activation_checkpointing == "blocks"
+    block_input = tokens * machine.stream_width * model.n_embd
+    cast = 2 * total if machine.width < machine.stream_width else 0
     kept = {
-        "activations": model_memory.activation_bytes(
-            model, sequences, numerics, documents, recomputed
-        ),
-        "weights in half precision": model_memory.cast_bytes(model, vocab_size, numerics),
+        "activations": model.n_layer * (block_input if recompute else block) + 2 * block_input,
+        "weights in half precision": cast,
     }
-    logits = model_memory.logits_bytes(model, vocab_size, sequences, numerics)
-    work = model_memory.backward_bytes(model, sequences, numerics)
-    table = FLOAT * padded_vocab_size(vocab_size) * model.n_embd
-    work += table  # the head's gradient is there
-    if recomputed:
-        work += model_memory.block_bytes(model, sequences, numerics, documents)
-    held = standing | early
+    table = FLOAT * padded_vocab_size(vocab_size) * model.n_embd  # of the embedding or the head
+    backward = table + block_input + tokens * backward_bytes(model, tokens, machine)
+    backward += block if recompute else 0
+    tables = 0 if machine.sharded else (2 if model.tie_embeddings else 0) + bool(accumulated)
+    loss = logits_bytes(model, vocab_size, tokens, machine)
+    gaps = 0.0 if machine.gpu else GAPS_CPU
     moments = {
-        "the loss's backward pass": held | gaps(kept | {"logits and loss": logits}, machine),
-        "the backward pass of a block": held | gaps(kept | {"work of a block": work}, machine),
-        "the update": standing | size | exact_work(config, vocab_size) | muon_work(config),
+        "the loss's backward pass": standing | accumulated | kept | {"logits and loss": loss},
+        "the backward pass of a block": standing
+        | accumulated
+        | kept
+        | {"work of a block": backward},
+        "the update": standing | gradients | update_bytes(config, vocab_size),
         "the embedding's backward pass": standing
-        | size
-        | {"gradients of the embedding": table * tables_besides(config, machine, bool(early))},
+        | gradients
+        | {"gradients of the embedding": tables * table},
     }
+    for moment, own in (
+        ("the loss's backward pass", loss),
+        ("the backward pass of a block", backward),
+    ):
+        moments[moment]["gaps between tensors"] = round(gaps * (own + sum(kept.values())))
     name, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
-    host = {"snapshot of async_save": snapshot} if machine.gpu and snapshot else {}
+    host = snapshot if machine.gpu else {}
     return Footprint(name, {part: size for part, size in parts.items() if size}, host)
 
 
-def tables_besides(config: Config, machine: Machine, early: bool) -> int:
-    """Gradients of embedding and head that lie beside all others when the backward pass ends.
-
-    The embedding's, until it is added to an earlier micro-step's. Of a tied table also the head's,
-    and in float32 the sum of both: autograd adds in place what a cast has copied, no view.
-    """
-    if machine.sharded:  # counted as gathered
-        return 0
-    tied = (1 if machine.numerics.half else 2) if config.model.tie_embeddings else 0
-    return tied + early
-
-
-def gaps(parts: dict[str, int], machine: Machine) -> dict[str, int]:
-    """`parts` and what lies unused between them, on a CPU."""
-    unused = 0 if machine.gpu else round(GAPS_CPU * sum(parts.values()))
-    return parts | {"gaps between tensors": unused}
-
-
-def state(config: Config, vocab_size: int, machine: Machine) -> dict[str, int]:
+def state_bytes(config: Config, vocab_size: int, machine: Machine) -> dict[str, int]:
     """What is held all the time."""
-    counts = parameter_counts(config.model, vocab_size)
-    total, reproducible = counts["total"], config.train.reproducible
-    share = machine.devices if machine.sharded else 1
-    grouped = machine.devices > 1 and not machine.sharded
+    counts, layers = parameter_counts(config.model, vocab_size), config.model.n_layer
+    total, share = counts["total"], machine.devices if machine.sharded else 1
+    ddp = machine.devices > 1 and not machine.sharded
     parts = {
-        "libraries": LIBRARIES_CUDA if machine.gpu else IMPORTED_CPU + KERNELS_CPU,
+        "libraries": LIBRARIES_CUDA if machine.gpu else LIBRARIES_CPU,
         "weights": FLOAT * total // share,
         "optimizer": optimizer_bytes(config, vocab_size) // share,
-        "gradient buckets of ddp": FLOAT * total if grouped else 0,
-        "exact gradients": DOUBLE * total if reproducible else 0,
+        "gradient buckets of ddp": FLOAT * total if ddp else 0,
+        "exact gradients": DOUBLE * total if config.train.reproducible else 0,
     }
-    if machine.sharded and share > 1:
-        block = sum(counts[part] for part in ("attention", "mlp")) // config.model.n_layer
-        root = total - block * config.model.n_layer
-        whole = root + GATHERED * block + max(root, block)  # and the gradient of the largest
-        parts["gathered by fsdp"] = machine.numerics.narrow * whole
+    if share > 1:
+        block = (counts["attention"] + counts["mlp"]) // layers
+        root = total - block * layers
+        whole = root + GATHERED_BLOCKS * block + max(root, block)  # and the largest gradient
+        parts["gathered by fsdp"] = machine.width * whole
     return parts
 
 
-def gradients(
-    config: Config, vocab_size: int, machine: Machine, accumulation: int
+def gradient_bytes(
+    config: Config, total: int, machine: Machine, accumulation: int
 ) -> dict[str, int]:
     """Gradients besides DDP's buckets: before a reduction they lie beside them, then in them."""
-    total = parameter_counts(config.model, vocab_size)["total"]
     if machine.sharded and machine.devices > 1:
-        whole = machine.numerics.narrow * total if accumulation > 1 else 0
+        whole = machine.width * total if accumulation > 1 else 0
         return {"gradients": FLOAT * total // machine.devices, "gradients not yet reduced": whole}
     in_buckets = machine.devices > 1 and accumulation == 1 and not config.train.reproducible
     return {"gradients": 0 if in_buckets else FLOAT * total}
 
 
-def exact_work(config: Config, vocab_size: int) -> dict[str, int]:
-    """Copies in float64 of the largest gradient while it is added."""
-    if not config.train.reproducible:
-        return {}
-    C, model = config.model.n_embd, config.model
-    largest = max(padded_vocab_size(vocab_size) * C, 2 * model.hidden_size * C)
-    return {"exact gradients at work": 2 * DOUBLE * largest}
-
-
-def snapshot_bytes(config: Config, vocab_size: int) -> int:
-    """Weights and optimizer, copied by `checkpoint.async_save`."""
-    return checkpoint_bytes(config, vocab_size) if config.checkpoint.async_save else 0
+def update_bytes(config: Config, vocab_size: int) -> dict[str, int]:
+    """What the update takes besides gradients: Muon's stacks, float64 copies of exact gradients."""
+    model, parts = config.model, {}
+    if config.optim.name == "muon":
+        stacks = [min(model.n_layer, max(1, STACK // n)) * n for n in hidden_matrices(model)]
+        parts["muon at work"] = STACKS * FLOAT * max(stacks)
+    if config.train.reproducible:
+        rows = max(padded_vocab_size(vocab_size), 2 * model.hidden_size)
+        parts["exact gradients at work"] = 2 * DOUBLE * rows * model.n_embd
+    return parts
 
 
 def checkpoint_bytes(config: Config, vocab_size: int) -> int:
-    """Weights and optimizer: what a checkpoint holds, too."""
+    """Weights and optimizer: a checkpoint, or its copy in memory under `checkpoint.async_save`."""
     weights = FLOAT * parameter_counts(config.model, vocab_size)["total"]
     return weights + optimizer_bytes(config, vocab_size)
 
 
 def optimizer_bytes(config: Config, vocab_size: int) -> int:
-    """Two moments of AdamW, or one of Muon where the parameter is its."""
+    """Two moments of AdamW a parameter, one where Muon updates it."""
     total = parameter_counts(config.model, vocab_size)["total"]
-    blocks = config.model.n_layer if config.optim.name == "muon" else 0
-    of_muon = blocks * sum(hidden_matrices(config.model))
-    return FLOAT * (ADAM * (total - of_muon) + MUON * of_muon)
+    layers = config.model.n_layer if config.optim.name == "muon" else 0
+    return FLOAT * (2 * total - layers * sum(hidden_matrices(config.model)))
 
 
-def muon_work(config: Config) -> dict[str, int]:
-    """Copies of the weights that Muon updates at once."""
-    if config.optim.name != "muon":
-        return {}
-    blocks = config.model.n_layer
-    stacks = [min(blocks, max(1, STACK // n)) * n for n in hidden_matrices(config.model)]
-    return {"muon at work": STACKS * FLOAT * max(stacks)}
+def block_bytes(model: ModelConfig, tokens: int, documents: bool, machine: Machine) -> int:
+    """What autograd keeps of one block for each of `tokens` tokens.
+
+    Two norms: input and output. Attention: queries, keys and values, twice where they are rotated
+    or normalised, the result, and a float32 a head. MLP: the input of the activation function, and
+    its output unless the backward pass computes it again. On a CPU, which has kernels for float32
+    alone and none for dropout: float32 copies in bf16, and with dropout three T x T weights.
+    """
+    C, H, D, width = model.n_embd, model.n_head, model.head_size, machine.width
+    qkv, cpu = (H + 2 * model.kv_heads) * D, machine.gpu is None
+    transformed = model.qk_norm or model.position == "rope"
+    norms = 2 * (machine.stream_width + width) * C
+    if cpu and model.norm_weight and model.norm == "rmsnorm":  # scaled in a step of its own
+        norms += 2 * machine.stream_width * C
+    copies = FLOAT * (1 + model.qk_norm) if cpu and width < FLOAT else width * (1 + transformed)
+    attention = copies * qkv + width * H * D + FLOAT * H
+    if cpu and model.dropout:
+        attention += 3 * FLOAT * H * model.block_size
+    elif cpu and documents:
+        attention += FLOAT * model.block_size
+    values = model.hidden_size * (2 if model.mlp == "swiglu" else 1)
+    mlp = width * values * (1 if activates_twice(tokens * values) else 2)
+    dropout = 2 * (width if cpu else 1) * C if model.dropout else 0
+    return norms + attention + mlp + dropout
+
+
+def backward_bytes(model: ModelConfig, tokens: int, machine: Machine) -> int:
+    """What the backward pass of a block takes besides, for each of `tokens` tokens."""
+    qkv = (model.n_head + 2 * model.kv_heads) * model.head_size
+    values = model.hidden_size * (2 if model.mlp == "swiglu" else 1)
+    recomputed = values if activates_twice(tokens * values) else 0
+    mlp = {"swiglu": 4, "relu2": 3}.get(model.mlp, 2) * model.hidden_size + recomputed
+    weights = (
+        2 * FLOAT * model.n_head * model.block_size if model.dropout and not machine.gpu else 0
+    )
+    return max(mlp * machine.width, 2 * qkv * machine.width + weights)
+
+
+def logits_bytes(model: ModelConfig, vocab_size: int, tokens: int, machine: Machine) -> int:
+    """The most that logits and loss take at once.
+
+    In one piece: log-probabilities, their gradient and that of the logits, in float32; with
+    `logit_softcap` the tanh besides. In chunks: the gradients of head and hidden states, and the
+    chunk at work, or those gradients once more when they are scaled by that of the loss.
+    """
+    rows, capped = padded_vocab_size(vocab_size), model.logit_softcap is not None
+    chunk = chunk_tokens(rows, machine.gpu is None)
+    if tokens <= chunk:
+        return (3 + capped) * FLOAT * tokens * vocab_size
+    kept = FLOAT * rows * model.n_embd
+    kept += tokens * (machine.stream_width - machine.width) * model.n_embd
+    half = machine.width if machine.width < FLOAT else 0  # the product before it is widened
+    return kept + max(chunk * rows * ((2 + capped) * FLOAT + half), kept)
+
+
+# --------------------------------------------------------------------------- what fits
+
+
+def fitting_sizes(config: Config, devices: int) -> list[int]:
+    """Values of train.micro_batch_size that divide the step, largest first."""
+    sequences, rest = divmod(config.train.tokens_per_step, config.model.block_size * devices)
+    if rest:
+        return []
+    largest = min(sequences, LARGEST_MICRO_BATCH)
+    return [size for size in range(largest, 0, -1) if sequences % size == 0]
+
+
+def with_size(config: Config, size: int) -> Config:
+    """`config` with another train.micro_batch_size."""
+    return replace(config, train=replace(config.train, micro_batch_size=size))
+
+
+def needed_bytes(config: Config, vocab_size: int, machine: Machine) -> int | None:
+    """Bytes that a run takes of one device; None where its step does not divide."""
+    if config.train.sequences not in fitting_sizes(config, machine.devices):
+        return None
+    sequences = config.train.tokens_per_step // config.model.block_size
+    accumulation = sequences // (config.train.sequences * machine.devices)
+    return footprint(config, vocab_size, machine, accumulation).total
+
+
+def largest_size(config: Config, vocab_size: int, machine: Machine) -> int | None:
+    """The largest train.micro_batch_size that fits; None where not even 1 does."""
+    for size in fitting_sizes(config, machine.devices):
+        needed = needed_bytes(with_size(config, size), vocab_size, machine)
+        if needed is not None and machine.memory and needed <= machine.memory:
+            return size
+    return None

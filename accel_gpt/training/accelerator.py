@@ -37,7 +37,7 @@ from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_plain
 from accel_gpt.config.plan import Plan
-from accel_gpt.cost.processor import bf16_instructions
+from accel_gpt.cost.devices import bf16_instructions
 from accel_gpt.data.remote import is_url
 from accel_gpt.errors import duration, require
 from accel_gpt.launcher import is_main, local_rank, local_world_size, world_size

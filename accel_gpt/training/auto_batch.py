@@ -45,7 +45,7 @@ def resolve_auto_micro_batch(
     """
     if config.train.micro_batch_size != "auto":
         return config, plan
-    from accel_gpt.cost.advice import fitting_sizes, with_size
+    from accel_gpt.cost.memory import fitting_sizes, with_size
 
     kind, world = accelerator.distributed_type, accelerator.num_processes
     require(
@@ -94,8 +94,7 @@ def largest(sizes: Sequence[int], fits: Fits) -> int:
 
 def make_fits(config: Config, vocab_size: int, accelerator: Accelerator) -> Fits:
     """Whether so many sequences fit this rank: tried on CUDA, computed on a CPU."""
-    from accel_gpt.cost.advice import need, with_size
-    from accel_gpt.cost.machine import Machine
+    from accel_gpt.cost.memory import Machine, needed_bytes, with_size
 
     if accelerator.device.type == "cuda":
         return lambda size: fits_cuda(with_size(config, size), vocab_size, accelerator)
@@ -105,7 +104,7 @@ def make_fits(config: Config, vocab_size: int, accelerator: Accelerator) -> Fits
     )
 
     def fits(size: int) -> bool:
-        needed = need(with_size(config, size), vocab_size, machine)
+        needed = needed_bytes(with_size(config, size), vocab_size, machine)
         return needed is not None and needed <= available
 
     return fits

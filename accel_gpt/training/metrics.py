@@ -20,7 +20,8 @@ import torch
 from accelerate import Accelerator
 
 from accel_gpt.config.plan import Plan
-from accel_gpt.cost.flops import flops_per_token, mfu, peak_flops
+from accel_gpt.cost.devices import peak_flops
+from accel_gpt.cost.flops import flops_per_token, mfu
 from accel_gpt.errors import require
 from accel_gpt.files import sync, write_all, write_file
 from accel_gpt.model.gpt import GPT

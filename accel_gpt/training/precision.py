@@ -18,8 +18,8 @@ from accelerate import Accelerator, PartialState
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan
-from accel_gpt.cost.flops import flops_per_token, peak_flops
-from accel_gpt.cost.processor import MATRIX_UNITS, bf16_instructions
+from accel_gpt.cost.devices import MATRIX_UNITS, bf16_instructions, peak_flops
+from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import launcher_precision, world_size
 from accel_gpt.model.gpt import GPT

@@ -156,17 +156,6 @@ def test_what_was_skipped_is_not_taken_for_all(config: PrepareConfig, out: Path)
         prepare(config, out)
 
 
-def test_other_errors_of_the_system_ask_for_no_room(
-    config: PrepareConfig, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(_: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", refused)
-    with pytest.raises(UserError, match=r"Input/output error"):
-        prepare(config, out)
-
-
 def test_other_settings_are_listed_and_nothing_is_touched(config: PrepareConfig, out: Path) -> None:
     config = replace(config, tokenizer="bpe", vocab_size=280)
     prepare(config, out)
@@ -327,15 +316,6 @@ def test_progress_is_a_bar_on_a_terminal(
         assert "2.0" in capsys.readouterr().err
 
 
-def test_the_index_remembers_how_it_was_made(config: PrepareConfig, out: Path) -> None:
-    prepare(config, out)
-    index = json.loads((out / "dataset.json").read_text())
-    assert index["prepared"]["path"] == config.path
-    assert "workers" not in index["prepared"]
-    assert index["tokenizer"]["fingerprint"] == load_tokenizer(out).fingerprint
-    assert (index["vocab_size"], index["eot_id"]) == (257, 256)
-
-
 def test_an_older_folder_counts_as_made_with_the_defaults(config: PrepareConfig, out: Path) -> None:
     prepare(config, out)
     index = json.loads((out / "dataset.json").read_text())
@@ -421,11 +401,6 @@ def test_a_token_that_the_tokenizer_lacks_stops_the_copy(
     monkeypatch.setattr(copying, "open_source", lambda *_: opened)
     with pytest.raises(DataError, match=r"train_0000.*holds token 27.*less than 257"):
         list(copying.copy_shards(copy_of(out), (0, 0, 0)))
-
-
-def test_documents_in_shards_cannot_be_compared(out: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"dedupe is true but .*source is shards"):
-        prepare(copy_of(tmp_path, dedupe=True), out)
 
 
 def documents_of(folder: Path, split: str) -> list[str]:

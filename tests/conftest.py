@@ -36,7 +36,6 @@ from tests.hermetic import (
     kept_settings,
     read_settings,
     restore_settings,
-    skip_lines,
     sync_nothing,
 )
 
@@ -144,18 +143,6 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
         changed = restore_settings(item.stash[BEFORE])
     if changed:
         pytest.fail("\n".join(["global settings were left changed", *changed]), pytrace=False)
-    return result
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
-    """The last lines: how many tests were skipped, and why."""
-    result = yield
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None and not session.config.option.collectonly:
-        skipped = reporter.stats.get("skipped", [])
-        for line in skip_lines(report.longrepr[2] for report in skipped):
-            reporter.write_line(line)
     return result
 
 

@@ -1,4 +1,4 @@
-"""No test reaches the network, none leaves a global setting changed, and skips are told last.
+"""No test reaches the network, and none leaves a global setting changed.
 
 `conftest.py` calls these. The network is cut for this process and its forks; where `.ci/run` may,
 it cuts it for all processes.
@@ -9,9 +9,8 @@ import os
 import socket
 import sqlite3
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +35,13 @@ FP32_PRECISION: dict[str, Any] = {
 # --------------------------------------------------------------------------- network
 
 
-def address_of(host: Any) -> IPv4Address | IPv6Address | None:
-    """The address that a host is written as; None of a name."""
+def is_here(host: Any) -> bool:
+    """Whether an address, or a name, leads to this machine."""
     try:
-        return ip_address(str(host).partition("%")[0])
+        address = ip_address(str(host).partition("%")[0])
     except ValueError:
-        return None
-
-
-def is_loopback(host: Any) -> bool:
-    """Whether an address, or a name of this machine, leads to this machine."""
-    if host is None or host in LOOPBACK_NAMES:
-        return True
-    address = address_of(host)
-    return address is not None and (address.is_loopback or address.is_unspecified)
+        return host is None or host in LOOPBACK_NAMES
+    return address.is_loopback or address.is_unspecified
 
 
 def cut_network() -> None:
@@ -58,21 +50,19 @@ def cut_network() -> None:
     getaddrinfo = socket.getaddrinfo
 
     def outside(sock: socket.socket, address: Any) -> bool:
-        internet = sock.family in (socket.AF_INET, socket.AF_INET6)
-        return internet and not is_loopback(address[0])
+        return sock.family in (socket.AF_INET, socket.AF_INET6) and not is_here(address[0])
 
     def guarded_connect(sock: socket.socket, address: Any) -> None:
         if outside(sock, address):
-            raise OSError(101, f"Network is unreachable: tests connect to {address} no more")
+            raise OSError(101, f"Network is unreachable: tests must not connect to {address}")
         connect(sock, address)
 
     def guarded_connect_ex(sock: socket.socket, address: Any) -> int:
         return 101 if outside(sock, address) else connect_ex(sock, address)
 
     def guarded_getaddrinfo(host: Any, *args: Any, **options: Any) -> Any:
-        name = host.decode() if isinstance(host, bytes) else host
-        if not is_loopback(name) and address_of(name) is None:
-            message = f"Temporary failure in name resolution: tests look up {host!r} no more"
+        if not is_here(host.decode() if isinstance(host, bytes) else host):
+            message = f"Temporary failure in name resolution: tests must not look up {host!r}"
             raise socket.gaierror(socket.EAI_AGAIN, message)
         return getaddrinfo(host, *args, **options)
 
@@ -194,15 +184,3 @@ def kept_settings() -> Iterator[None]:
         yield
     finally:
         restore_settings(before)
-
-
-# --------------------------------------------------------------------------- what was skipped
-
-
-def skip_lines(reasons: Iterable[str]) -> list[str]:
-    """How many tests were skipped, by reason."""
-    counts = Counter(reason.removeprefix("Skipped: ") for reason in reasons)
-    if not counts:
-        return ["no test was skipped"]
-    lines = [f"{number:>6}  {reason}" for reason, number in counts.most_common()]
-    return [f"{counts.total()} tests were skipped:", *lines]

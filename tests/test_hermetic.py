@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.hermetic import kept_settings, read_settings, restore_settings, skip_lines
+from tests.hermetic import kept_settings, read_settings, restore_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAKS = """
@@ -35,10 +35,6 @@ def test_leaks(change):
 def test_leaks_nothing(monkeypatch):
     monkeypatch.setenv("LEAKED", "1")
     monkeypatch.setattr(torch.backends.cudnn, "fp32_precision", "ieee")
-
-@pytest.mark.parametrize("number", range(3))
-def test_skips(number):
-    pytest.skip("no such thing")
 
 @pytest.mark.gpu
 def test_needs_a_card():
@@ -72,21 +68,14 @@ def test_changed_settings_are_named_and_put_back() -> None:
 
 
 def test_other_machines_are_out_of_reach() -> None:
-    with pytest.raises(OSError, match="unreachable"):
-        socket.create_connection(("192.0.2.1", 80), timeout=1)
     with socket.socket() as plain:
+        with pytest.raises(OSError, match="unreachable"):
+            plain.connect(("192.0.2.1", 80))
         assert plain.connect_ex(("192.0.2.1", 80)) != 0
     with pytest.raises(socket.gaierror):
         socket.getaddrinfo("example.org", 443)
     with socket.create_server(("127.0.0.1", 0)) as server:
         socket.create_connection(("localhost", server.getsockname()[1]), timeout=10).close()
-
-
-def test_skips_are_counted_by_reason() -> None:
-    assert skip_lines([]) == ["no test was skipped"]
-    assert skip_lines(["Skipped: b", "Skipped: a", "Skipped: b"]) == [
-        *("3 tests were skipped:", "     2  b", "     1  a")
-    ]
 
 
 @pytest.mark.slow
@@ -100,10 +89,7 @@ def test_a_test_that_leaves_a_setting_changed_fails(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    assert "9 passed, 4 skipped, 8 errors" in done.stdout
+    assert "9 passed, 1 skipped, 8 errors" in done.stdout
     for name in ("fp32_precision", "threads", "default dtype", "deterministic", "flush denormal"):
         assert f"{name}" in done.stdout
     assert "environment: LEAKED None -> '1'" in done.stdout
-    assert done.stdout.splitlines()[-3:] == [
-        *("4 tests were skipped:", "     3  no such thing", "     1  there is no CUDA device")
-    ]

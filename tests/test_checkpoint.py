@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,36 +54,41 @@ def test_files_of_a_checkpoint(run: Path) -> None:
     verify(path)
 
 
-def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
-    for step in (1, 2, 3, 4, 5):
+def fake(root: Path, states: dict[int, Any]) -> None:
+    """Checkpoints with a manifest and a state alone."""
+    for step, state in states.items():
         (root / step_name(step)).mkdir(parents=True)
         (root / step_name(step) / "manifest.json").write_text("{}")
-        write_json(root / step_name(step) / "trainer_state.json", {"format": 1, "step": step})
+        content = {"format": 1, "step": step} | state
+        write_json(root / step_name(step) / "trainer_state.json", content)
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    fake(root, {step: {} for step in range(1, 6)})
     (root / "mine").mkdir()
     prune(tmp_path, CheckpointConfig(keep_last=2), 5, best_step=2)
     assert checkpoint_steps(root) == [2, 4, 5]
-    assert (root / "mine").is_dir()  # not ours
+    assert (root / "mine").is_dir()
     assert (tmp_path / "best").read_text() == "2\n"
     assert find_checkpoint(tmp_path, "best").name == "step_00000002"
+    fake(root, {6: {}, 7: {}})
+    prune(tmp_path, CheckpointConfig(keep_last=1), 7, best_step=6 + 3)  # its save failed
+    assert checkpoint_steps(root) == [2, 7]
+    assert (tmp_path / "best").read_text() == "2\n"
 
 
-def test_only_what_holds_the_step_of_its_name_is_counted(tmp_path: Path) -> None:
+def test_only_a_checkpoint_of_the_step_in_its_name_is_counted(tmp_path: Path) -> None:
     """`step_00000100` is a copy of step 3: neither it nor one that cannot be read is removed."""
     root = tmp_path / "checkpoints"
-    for name, content in ((1, 1), (2, "broken"), (3, 3), (4, 4), (100, 3), (200, 200)):
-        (root / step_name(name)).mkdir(parents=True)
-        write_json(root / step_name(name) / "trainer_state.json", {"format": 1, "step": content})
+    fake(root, {1: {}, 2: {"step": "broken"}, 3: {}, 4: {}, 100: {"step": 3}, 200: {}})
     prune(tmp_path, CheckpointConfig(keep_last=1), 4, best_step=None)
     assert checkpoint_steps(root) == [2, 4, 100, 200]
 
 
 def test_the_last_one_before_a_row_of_skipped_updates_is_kept(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
-    for step, row in ((1, []), (2, []), (3, [8]), (4, [8, 16])):
-        (root / step_name(step)).mkdir(parents=True)
-        state = {"format": 1, "step": step, "skipped_in_row": row}
-        write_json(root / step_name(step) / "trainer_state.json", state)
+    fake(root, {1: {}, 2: {}, 3: {"skipped_in_row": [8]}, 4: {"skipped_in_row": [8, 16]}})
     prune(tmp_path, CheckpointConfig(keep_last=1), 4, best_step=None)
     assert checkpoint_steps(root) == [2, 4]
 
@@ -98,9 +104,9 @@ def test_a_copy_under_the_name_of_another_step_is_set_aside(run: Path) -> None:
     assert checkpoint_steps(root) == [8, 12]
 
 
-@pytest.mark.parametrize("name", ["step_000000099", "step_٠٠٠٠٠٠٩٩", "step_0000000²", "step_99"])
-def test_a_name_that_we_never_write_is_no_checkpoint(run: Path, name: str) -> None:
-    shutil.copytree(run / "checkpoints" / "step_00000012", run / "checkpoints" / name)
+def test_a_folder_of_another_name_is_not_a_checkpoint(run: Path) -> None:
+    for name in ("step_000000099", "step_٠٠٠٠٠٠٩٩", "step_0000000²", "step_99"):
+        shutil.copytree(run / "checkpoints" / "step_00000012", run / "checkpoints" / name)
     assert checkpoint_steps(run / "checkpoints") == [8, 12]
     assert find_resume(run, "auto", lambda _: None) == run / "checkpoints" / "step_00000012"
 
@@ -190,30 +196,22 @@ def test_loaded_model_is_the_saved_one(run: Path) -> None:
     assert tokenizer.decode([int(model(ids)[0, -1].argmax())]) == " "
 
 
-def test_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist"):
-        find_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="holds no checkpoint"):
-        find_checkpoint(tmp_path)
+def test_what_is_missing_is_named(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for path, which, message in (
+        (tmp_path / "nowhere", "last", "does not exist"),
+        (tmp_path / "empty", "last", "holds no checkpoint"),
+        (run, "7", "no checkpoint '7'; choose last, best or one of 8, 12"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_checkpoint(path, which)
 
 
-def test_unknown_step_lists_those_there_are(run: Path) -> None:
-    with pytest.raises(UserError, match="no checkpoint '7'; choose last, best or one of 8, 12"):
-        find_checkpoint(run, "7")
-
-
-@pytest.mark.parametrize(
-    ("config", "due"),
-    [
-        (CheckpointConfig(every=4), [4, 8]),
-        (CheckpointConfig(every=0), []),
-        (CheckpointConfig(every=0, every_tokens=250), [3, 5, 8]),
-        (CheckpointConfig(every=5, every_tokens=400), [4, 5, 8]),
-    ],
-)
-def test_intervals_in_steps_and_tokens(config: CheckpointConfig, due: list[int]) -> None:
-    found = [s for s in range(1, 9) if TrainState(step=s, tokens=100 * s).save_is_due(config, 100)]
-    assert found == due
+def test_intervals_in_steps_and_tokens() -> None:
+    for every, every_tokens, due in ((4, None, [4, 8]), (0, 250, [3, 5, 8]), (5, 400, [4, 5, 8])):
+        config = CheckpointConfig(every=every, every_tokens=every_tokens)
+        states = (TrainState(step=step, tokens=100 * step) for step in range(1, 9))
+        assert [state.step for state in states if state.save_is_due(config, 100)] == due
 
 
 def test_only_a_lower_number_is_better() -> None:

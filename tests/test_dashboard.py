@@ -112,7 +112,7 @@ def test_the_runs_of_verify_resume_have_none() -> None:
     ("code", "told"),
     [
         ('sys.exit("ModuleNotFoundError: No module")', "(ModuleNotFoundError: No module)"),
-        ("sys.exit(3)", "(it said nothing)"),
+        ("sys.exit(3)", "(it printed nothing)"),
     ],
 )
 def test_a_dashboard_that_does_not_start_is_a_warning(

@@ -44,7 +44,7 @@ def test_norms_are_those_of_plain_arithmetic() -> None:
     old = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     before = stats.copies(model)
     torch.optim.SGD(model.parameters(), lr=0.5).step()
-    found = {k: v.item() for k, v in stats.weight_figures(model, before, true_norm).items()}
+    found = {k: v.item() for k, v in stats.weight_stats(model, before, true_norm).items()}
     names = ["embedding", "position", "00.attn", "00.mlp", "01.attn", "01.mlp", "norm"]
     assert [key for key in found if key.startswith("weight_norm/")] == [
         f"weight_norm/{name}" for name in names
@@ -79,7 +79,7 @@ def test_an_untied_head_is_a_part_and_weightless_norms_are_none() -> None:
 
 def test_activations_are_those_of_each_block(accelerator: Accelerator) -> None:
     model = make("llama", dropout=0.5).train()
-    found = stats.token_figures(model, TOKENS, None, accelerator)
+    found = stats.activation_stats(model, TOKENS, None, accelerator)
     model.eval()
     with torch.no_grad():
         x = model.wte(TOKENS)
@@ -122,7 +122,7 @@ def test_entropy_is_that_of_a_plain_softmax(
         seen = seen & (numbers[:2, :, None] == numbers[:2, None, :])
     inputs: list[Any] = []
     hook = model.blocks[0].attn.register_forward_hook(lambda _, args, __: inputs.append(args))
-    found = stats.token_figures(model, TOKENS, numbers, accelerator)
+    found = stats.activation_stats(model, TOKENS, numbers, accelerator)
     hook.remove()
     x, rotary, *_ = inputs[0]
     rotary = rotary[:, :2] if documents else rotary
@@ -133,7 +133,7 @@ def test_entropy_is_that_of_a_plain_softmax(
 def test_even_attention_has_the_entropy_of_its_width(accelerator: Accelerator) -> None:
     model = make()
     nn.init.zeros_(model.blocks[1].attn.qkv.weight)
-    found = stats.token_figures(model, TOKENS, None, accelerator)
+    found = stats.activation_stats(model, TOKENS, None, accelerator)
     expected = sum(math.log(t) for t in range(1, 17)) / 16
     assert found["attn_entropy/01"].item() == pytest.approx(expected, rel=1e-5)
     assert found["attn_entropy/00"].item() < expected
@@ -146,7 +146,7 @@ def test_units_that_no_token_switches_on_are_dead(preset: str, accelerator: Acce
         model.blocks[1].mlp.up.weight[:5] = 0.0  # of the gate, where there is one
         if preset == "gpt2":
             model.blocks[1].mlp.up.bias[:5] = -1.0
-    found = stats.token_figures(model, TOKENS, None, accelerator)
+    found = stats.activation_stats(model, TOKENS, None, accelerator)
     assert found["dead_units/01"].item() == pytest.approx(5 / 40)
     assert found["dead_units/00"].item() == 0
 

@@ -41,7 +41,6 @@ from accel_gpt.cost.devices import bf16_instructions
 from accel_gpt.data.remote import is_url
 from accel_gpt.errors import duration, require
 from accel_gpt.launcher import is_main, local_rank, local_world_size, world_size
-from accel_gpt.training.dashboard import check_port
 from accel_gpt.training.engine import (
     check_engine,
     check_fp8,
@@ -153,6 +152,8 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
     check_trackers(config.log.trackers)
     check_fp8(config)
     if config.log.dashboard and is_main():
+        from accel_gpt.training.dashboard import check_port
+
         check_port(config.log.dashboard_port)
     # at every save it logs that tied weights are stored once
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)

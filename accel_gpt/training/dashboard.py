@@ -1,9 +1,9 @@
-"""TensorBoard beside a run, in a process that ends when the run does.
+"""TensorBoard beside a run, in a process that ends with it.
 
     python -m accel_gpt.training.dashboard FOLDER PORT
 
-is that process: it serves the curves in FOLDER on this machine until its standard input ends,
-which it does however the run ends, also when it is killed.
+is that process: it serves the curves in FOLDER on this machine until its standard input ends, as it
+does however the run ends, also when it is killed.
 """
 
 import os
@@ -19,30 +19,25 @@ from typing import Self
 
 from accel_gpt.errors import UserError
 
-NICENESS = 10  # the curves can wait, training cannot
-ENDING_SECONDS = 5.0  # which TensorBoard has to end by itself; assumption
+NICENESS = 10  # training goes first
+ENDING_SECONDS = 5.0  # after which TensorBoard is killed; assumption
 
 
 class Dashboard:
-    """TensorBoard on a free port, or on `port`; tells its address when it listens.
+    """TensorBoard on `port` (None: a free one); logs its address when it listens.
 
-    A run goes on without it where it does not start, or ends before the run.
+    A run goes on without it if it does not start or ends early.
     """
 
-    def __init__(self, folder: Path, port: int | None, say: Callable[[str], None]) -> None:
-        self.folder, self.port, self.say = folder, port or 0, say
+    def __init__(self, folder: Path, port: int | None, log: Callable[[str], None]) -> None:
+        self.folder, self.port, self.log = folder, port or 0, log
         self.ending = False
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "accel_gpt.training.dashboard"]
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "accel_gpt.training.dashboard",
-                str(self.folder),
-                str(self.port),
-            ],
+            [*command, str(self.folder), str(self.port)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -64,21 +59,21 @@ class Dashboard:
         self.thread.join(ENDING_SECONDS)
 
     def listen(self) -> None:
-        """Tell the address, and when there is none any more."""
+        """Log the address, and the end of the process."""
         assert self.process.stderr
-        last = "it said nothing"
+        last = "it printed nothing"
         with self.process.stderr as lines:
             for line in lines:
                 text = line.decode("utf-8", "replace").strip()
                 last = text or last
                 if found := re.search(r"TensorBoard \S+ at (http://\S+?)/? ", text):
-                    self.say(f"dashboard  {found[1]}")
+                    self.log(f"dashboard  {found[1]}")
         if not self.ending:
-            self.say(f"WARNING: the dashboard ended ({last}); training goes on without it")
+            self.log(f"WARNING: the dashboard ended ({last}); training goes on without it")
 
 
 def check_port(port: int | None) -> None:
-    """Raise `UserError` where the dashboard could not listen on `port`."""
+    """Raise `UserError` if the dashboard could not listen on `port`."""
     if port is None:
         return
     with socket.socket() as probe:

@@ -1,19 +1,19 @@
-"""Figures of each layer at a step: of weights, gradients and updates, and what tokens do in it.
+"""Statistics of each layer at a step: of weights, gradients, updates and activations.
 
     layers/weight_norm/PART     norm of its weights after the update
-    layers/grad_norm/PART       of its gradient, over all processes, before clipping: the root of
-                                their sum of squares is train/grad_norm
-    layers/update_norm/PART     of what the optimizer added to its weights
+    layers/grad_norm/PART       of its gradient, over all ranks, before clipping: the root of their
+                                sum of squares is train/grad_norm
+    layers/update_norm/PART     of the difference that the optimizer made to its weights
     layers/update_ratio/PART    update_norm over weight_norm
     layers/rms/LAYER            root mean square of the block's output
-    layers/attn_rms/LAYER       of what its attention adds to the residual stream
-    layers/mlp_rms/LAYER        of what its MLP adds
-    layers/attn_entropy/LAYER   entropy in nats of what a query attends to, mean over queries, heads
-    layers/dead_units/LAYER     share of hidden units of the MLP that no token switches on: their
-                                input to the activation (of swiglu, the gate's) is above 0 nowhere
+    layers/attn_rms/LAYER       of the output of its attention
+    layers/mlp_rms/LAYER        of the output of its MLP
+    layers/attn_entropy/LAYER   entropy in nats of the attention weights, mean over queries, heads
+    layers/dead_units/LAYER     share of hidden units of the MLP whose input to the activation (with
+                                swiglu, the gate) is above 0 for no token
 
 PART: `embedding`, `position`, `00.attn`, `00.mlp` (each with its norm), ..., `norm`, `head` where
-it is not tied. The last five are of the step's last micro-batch on each process, with the weights
+it is not tied. The last five are of the step's last micro-batch on each rank, with the weights
 after the update, without dropout; entropy of its first `ENTROPY_ROWS` sequences.
 
 Shapes: B batch, T tokens, C channels, H query heads, K key and value heads, D head size.
@@ -41,7 +41,7 @@ CHUNK = 2**24
 
 
 def parts(gpt: GPT) -> dict[str, list[nn.Parameter]]:
-    """The weights of each part, none of them twice; under FSDP as they are at the moment."""
+    """The weights of each part, none of them twice; under FSDP sharded or not, as they are now."""
     modules: dict[str, Sequence[nn.Module | None]] = {
         "embedding": [gpt.wte],
         "position": [gpt.wpe],
@@ -69,7 +69,7 @@ def numbered(gpt: GPT) -> Iterator[tuple[str, Any]]:
 
 
 def copies(gpt: GPT) -> dict[str, list[Tensor]]:
-    """The weights of `parts` as they are now; under FSDP the share of this process."""
+    """Copies of the weights of `parts`; under FSDP of the local shards."""
     return {name: [w.detach().clone() for w in weights] for name, weights in parts(gpt).items()}
 
 
@@ -81,21 +81,19 @@ def layer_stats(
     documents: Tensor | None,
     accelerator: Accelerator,
 ) -> dict[str, float]:
-    """All figures of an update that led away from the weights `before`; a collective.
+    """All statistics of an update of the weights `before`; a collective.
 
-    `grad_norm`: of the whole gradient before clipping, (). `tokens` and `documents`: (B, T) as the
-    model takes them. No random number is drawn, and nothing is compiled anew but FlexAttention by
+    `grad_norm`: of the whole gradient before clipping, (). `tokens` and `documents`: (B, T), the
+    model's input. No random number is drawn, and nothing is compiled anew but FlexAttention by
     itself, where a compiled model uses it.
     """
-    figures = weight_figures(gpt, before, grad_norm)  # first: what follows has FSDP gather weights
-    figures |= token_figures(gpt, tokens, documents, accelerator)
-    values: list[float] = torch.stack([value.float() for value in figures.values()]).tolist()
-    return {f"layers/{name}": value for name, value in zip(figures, values, strict=True)}
+    stats = weight_stats(gpt, before, grad_norm)  # first: a forward pass has FSDP gather weights
+    stats |= activation_stats(gpt, tokens, documents, accelerator)
+    values: list[float] = torch.stack([value.float() for value in stats.values()]).tolist()
+    return {f"layers/{name}": value for name, value in zip(stats, values, strict=True)}
 
 
-def weight_figures(
-    gpt: GPT, before: dict[str, list[Tensor]], grad_norm: Tensor
-) -> dict[str, Tensor]:
+def weight_stats(gpt: GPT, before: dict[str, list[Tensor]], grad_norm: Tensor) -> dict[str, Tensor]:
     """Norms of weights, gradients and updates of each part, each ()."""
     weights, grads, updates = {}, {}, {}
     for name, now in parts(gpt).items():
@@ -104,7 +102,7 @@ def weight_figures(
         grads[name] = norm([weight.grad for weight in now if weight.grad is not None])
         updates[name] = norm([weight.detach() - old for weight, old in pairs])
     clipped = torch.stack(list(grads.values())).norm()
-    unclip = torch.where(clipped > 0, whole(grad_norm) / clipped, 1.0)
+    unclip = torch.where(clipped > 0, full_tensor(grad_norm) / clipped, 1.0)
     return {
         **{f"weight_norm/{name}": value for name, value in weights.items()},
         **{f"grad_norm/{name}": value * unclip for name, value in grads.items()},
@@ -114,61 +112,61 @@ def weight_figures(
 
 
 def norm(tensors: list[Tensor]) -> Tensor:
-    """Norm of all together, (); of FSDP's parts over all processes."""
-    return whole(nn.utils.get_total_norm(tensors))
+    """The norm of all tensors together, over all ranks, ()."""
+    return full_tensor(nn.utils.get_total_norm(tensors))
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """What FSDP's processes hold a part of each, put together."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor of one that FSDP shards."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 @dataclass
-class Seen:
-    """What a forward pass showed, by the names of the figures."""
+class Activations:
+    """Statistics of a forward pass on this rank, by their keys."""
 
     squares: dict[str, Tensor] = field(default_factory=dict)  # means, each ()
     entropies: dict[str, Tensor] = field(default_factory=dict)  # each ()
-    alive: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # 1 where a token switched it on, (hidden,)
+    alive: dict[str, Tensor] = field(default_factory=dict)  # 1 where above 0 for a token, (hidden,)
 
 
-def token_figures(
+def activation_stats(
     gpt: GPT, tokens: Tensor, documents: Tensor | None, accelerator: Accelerator
 ) -> dict[str, Tensor]:
-    """What the tokens of all processes do in each layer, each figure ()."""
+    """Statistics of a forward pass, all-reduced over the ranks, each ()."""
 
-    def over_processes(values: dict[str, Tensor]) -> dict[str, Tensor]:
-        own = torch.stack(list(values.values()))  # of as many tokens on each: a mean of means
-        mean = accelerator.reduce(own, "mean") if accelerator.num_processes > 1 else own
+    def mean_over_ranks(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        mean = torch.stack(list(values.values()))  # of as many tokens on each rank
+        if accelerator.num_processes > 1:
+            mean = accelerator.reduce(mean, "mean")
         return dict(zip(values, mean, strict=True))
 
-    seen = Seen()
-    with evaluating(gpt, compiled=False), watched(gpt, seen, visible(tokens, documents)):
+    found = Activations()
+    mask = attention_mask(tokens, documents)
+    with evaluating(gpt, compiled=False), record_activations(gpt, found, mask):
         gpt(tokens, documents=documents, last_only=True)
-    alive = over_processes(seen.alive)
+    alive = mean_over_ranks(found.alive)
     return {
-        **{name: value.sqrt() for name, value in over_processes(seen.squares).items()},
-        **over_processes(seen.entropies),
+        **{name: value.sqrt() for name, value in mean_over_ranks(found.squares).items()},
+        **mean_over_ranks(found.entropies),
         **{name: (value == 0).float().mean() for name, value in alive.items()},
     }
 
 
 @contextmanager
-def watched(gpt: GPT, seen: Seen, mask: Tensor) -> Iterator[None]:
-    """Let a forward pass note what it shows in `seen`; `mask` as `visible` makes it."""
+def record_activations(gpt: GPT, found: Activations, mask: Tensor) -> Iterator[None]:
+    """Record the statistics of a forward pass in `found`; `mask`: see `attention_mask`."""
 
     def square(name: str, module: nn.Module, args: Any, out: Tensor) -> None:
-        seen.squares[name] = out.float().square().mean()
+        found.squares[name] = out.float().square().mean()
 
     def attend(name: str, module: CausalSelfAttention, args: Any, out: Tensor) -> None:
         x, rotary, *_ = args
-        seen.entropies[name] = entropy(module, x, rotary, mask)
+        found.entropies[name] = entropy(module, x, rotary, mask)
 
-    def switch(name: str, gated: bool, module: nn.Module, args: Any, out: Tensor) -> None:
-        gate = out.chunk(2, dim=-1)[0] if gated else out  # (B, T, hidden)
-        seen.alive[name] = (gate > 0).flatten(0, -2).any(0).float()
+    def gate(name: str, gated: bool, module: nn.Module, args: Any, out: Tensor) -> None:
+        units = out.chunk(2, dim=-1)[0] if gated else out  # (B, T, hidden)
+        found.alive[name] = (units > 0).flatten(0, -2).any(0).float()
 
     with contextlib.ExitStack() as hooks:
         for layer, block in numbered(gpt):
@@ -177,14 +175,14 @@ def watched(gpt: GPT, seen: Seen, mask: Tensor) -> Iterator[None]:
                 (block.attn, partial(square, f"attn_rms/{layer}")),
                 (block.attn, partial(attend, f"attn_entropy/{layer}")),
                 (block.mlp, partial(square, f"mlp_rms/{layer}")),
-                (block.mlp.up, partial(switch, f"dead_units/{layer}", block.mlp.gated)),
+                (block.mlp.up, partial(gate, f"dead_units/{layer}", block.mlp.gated)),
             ):
                 hooks.enter_context(module.register_forward_hook(hook))
         yield
 
 
-def visible(tokens: Tensor, documents: Tensor | None) -> Tensor:
-    """What the queries of the first rows may see: (T, T) or (rows, 1, T, T), bool."""
+def attention_mask(tokens: Tensor, documents: Tensor | None) -> Tensor:
+    """True where a query of the first rows attends to a key: (T, T) or (rows, 1, T, T), bool."""
     if documents is not None:
         return dense_mask(documents[:ENTROPY_ROWS])
     T = tokens.shape[1]
@@ -194,9 +192,9 @@ def visible(tokens: Tensor, documents: Tensor | None) -> Tensor:
 def entropy(
     attention: CausalSelfAttention, x: Tensor, rotary: Tensor | None, mask: Tensor
 ) -> Tensor:
-    """Mean entropy in nats of the attention of the first rows of `x` (B, T, C), ().
+    """Mean entropy in nats of the attention weights of the first rows of `x` (B, T, C), ().
 
-    Their scores are computed anew, in float32, a few queries at a time.
+    The scores are computed again, in float32, for a chunk of queries at a time.
     """
     if rotary is not None and rotary.ndim == 5:  # with documents each row has its own positions
         rotary = rotary[:, :ENTROPY_ROWS]

@@ -25,8 +25,6 @@ from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.redact import command_line, redact
 from accel_gpt.training.accelerator import describe_machine
-from accel_gpt.training.dashboard import Dashboard
-from accel_gpt.training.layer_stats import copies, layer_stats
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
 from accel_gpt.training.precision import precision_name
 from accel_gpt.training.profiling import Profile
@@ -49,6 +47,8 @@ def open_display(config: Config, plan: Plan, accelerator: Accelerator) -> Iterat
     with Display(main, config, plan) as display, contextlib.ExitStack() as stack:
         stack.enter_context(quiet_tensorboard())
         if main and config.log.dashboard:
+            from accel_gpt.training.dashboard import Dashboard
+
             folder = Path(config.out_dir) / "tensorboard"
             stack.enter_context(Dashboard(folder, config.log.dashboard_port, display.log))
         yield display
@@ -181,6 +181,8 @@ class Reporter:
         if not every or step % every:
             yield
             return
+        from accel_gpt.training.layer_stats import copies, layer_stats
+
         with self.watch.pause():
             before = copies(self.gpt)
         yield

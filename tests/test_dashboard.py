@@ -15,18 +15,15 @@ from typing import Any
 
 import pytest
 
-from accel_gpt.commands.verify_resume import shortened
-from accel_gpt.config.experiment import Config, EvalConfig, LogConfig, TrainConfig
+from accel_gpt.config.experiment import Config, EvalConfig, LogConfig
 from accel_gpt.errors import UserError
 from accel_gpt.evals.hellaswag import share
 from accel_gpt.evals.validation import Score, named_figures, split_figures
 from accel_gpt.training import dashboard
 from accel_gpt.training.dashboard import Dashboard
 from accel_gpt.training.trackers import chart_groups
-from tests.browser import CHROMIUM, Browser
 from tests.conftest import QUIET, launch
 from tests.terminals import Terminal, in_python
-from tests.test_train import assert_same_weights, weights
 
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,13 +39,6 @@ with Dashboard(Path("curves"), None, lambda text: print(text, flush=True)) as bo
         pass
     """
 # charts of a page, also in shadow trees: how many marks each has drawn
-CHARTS = """(() => {
-  const all = (root, name) => [...root.querySelectorAll(name),
-    ...[...root.querySelectorAll("*")].flatMap(e => e.shadowRoot ? all(e.shadowRoot, name) : [])];
-  const drawn = path => (path.getAttribute("d") || "").split(/[ML]/).length > 3;
-  return all(document, "vz-line-chart2").map(
-    chart => all(chart.shadowRoot || chart, "path").filter(drawn).length);
-})()"""
 
 
 def fetch(url: str) -> Any:
@@ -103,11 +93,6 @@ def test_what_cannot_be_served_is_refused() -> None:
         LogConfig(dashboard_port=70000)
 
 
-def test_the_runs_of_verify_resume_have_none() -> None:
-    config = Config(train=TrainConfig(max_steps=9), log=LogConfig(dashboard=True))
-    assert not shortened(config, 4).log.dashboard
-
-
 @pytest.mark.parametrize(
     ("code", "told"),
     [
@@ -144,13 +129,6 @@ def test_it_is_told_where_it_listens_and_ends_without_a_word(
         assert board.process.poll() is None
     assert said == ["dashboard  http://localhost:77"]
     assert board.process.poll() == ending
-
-
-def test_no_chart_stays_empty() -> None:
-    groups = chart_groups(Config(), has_mfu=False)
-    assert "MFU" not in groups["speed"]
-    assert "HellaSwag" not in groups
-    assert "MFU" in chart_groups(Config(), has_mfu=True)["speed"]
 
 
 def test_no_chart_draws_a_standard_error_beside_its_value() -> None:
@@ -204,45 +182,3 @@ def test_it_ends_however_the_run_ends_and_outlives_a_ctrl_c(tmp_path: Path) -> N
             shell.finish()
             soon(lambda url=url: fetch(url) is None, 10)  # type: ignore[misc]
             assert b"WARNING" not in shell.written
-
-
-@pytest.mark.slow
-def test_training_beside_a_dashboard_gives_the_same_weights(
-    small_run: Arguments, tmp_path: Path
-) -> None:
-    with_it = small_run("--log.dashboard", "--out_dir", str(tmp_path / "with"))
-    without = small_run("--log.trackers", "[]", "--out_dir", str(tmp_path / "without"))
-    assert (launch(with_it), launch(without)) == (0, 0)
-    assert_same_weights(weights(tmp_path / "with"), weights(tmp_path / "without"))
-
-
-@pytest.mark.extras
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
-def test_every_chart_is_drawn_in_a_browser(small_run: Arguments, tmp_path: Path) -> None:
-    long = ["--train.max_steps", "100000", "--sample.every", "0", "--log.dashboard"]
-    command = [sys.executable, str(ROOT / "accel_gpt" / "train.py"), *small_run(*long)]
-    assert launch(small_run(*QUIET[2:4])) == 0  # steps that the layout of a first launch precedes
-    allow = ["--checkpoint.allow_change", "train.max_steps"]
-    with (
-        Terminal([*command, *allow], cwd=tmp_path) as shell,
-        Browser(tmp_path / "profile", 1300, 3000) as browser,
-    ):
-        shell.wait_for("dashboard  http")
-        found = ADDRESS.search(shell.written.decode())
-        assert found
-        url = found[1]
-        layout = soon(lambda: fetch(f"{url}/data/plugin/custom_scalars/layout"))
-        names = [chart["title"] for group in layout["category"] for chart in group["chart"]]
-        assert len(names) == len(set(names)) >= 7
-        pages = {"scalars&tagFilter=%2F": 12, "custom_scalars": len(names)}  # it shows 12 a page
-        for page, least in pages.items():
-            browser.open(f"{url}/?{least}#{page}")
-            drawn = browser.wait_for(
-                f"(marks => marks.length >= {least} && marks.every(n => n > 0) && marks)({CHARTS})"
-            )
-            assert page != "custom_scalars" or len(drawn) == len(names)
-        assert browser.errors == []
-        assert all(asked.startswith((url, "data:")) for asked in browser.requests)
-        shell.process.send_signal(signal.SIGTERM)
-        assert shell.finish() == 75
-        assert fetch(f"{url}/data/environment") is None

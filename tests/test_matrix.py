@@ -277,14 +277,3 @@ def test_what_does_not_combine_is_refused_by_name(
     message = refused(case)
     assert message
     assert message in capsys.readouterr().err
-
-
-def test_each_two_values_meet() -> None:
-    possible = [case for case in all_cases() if refused(case) is None]
-    chosen = pairwise(possible)
-    assert len(chosen) < len(possible) / 4
-    for (a, these), (b, those) in itertools.combinations(DIMENSIONS.items(), 2):
-        found = {(case[a], case[b]) for case in chosen}
-        allowed = {(case[a], case[b]) for case in possible}
-        assert found == allowed
-        assert len(allowed) >= len(these) * len(those) - 1

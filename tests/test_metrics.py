@@ -45,12 +45,6 @@ def test_resume_cuts_both_files_back_and_repeats_nothing(tmp_path: Path) -> None
     assert rows[-1]["eval/val_loss"] == ""
 
 
-def test_every_line_has_step_tokens_and_time(tmp_path: Path) -> None:
-    MetricsLog(tmp_path, 0, 0, 10).write(record(1))
-    line = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert {"step", "tokens", "time"} <= set(line)
-
-
 def test_pauses_do_not_count_as_training(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])

@@ -19,8 +19,6 @@ from accel_gpt.training.anomalies import (
     StepGuard,
     TooManySkippedError,
     check_weights,
-    format_ranges,
-    ranges,
 )
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.run_folder import checkpoint_steps
@@ -286,9 +284,3 @@ def test_what_is_not_finite_is_skipped_and_counted(loss: float, norm: float) -> 
     with pytest.raises(TooManySkippedError):
         tested.flush(lambda _: None)
     assert tested.skipped_in_row == [32, 40, 0]
-
-
-def test_batches_are_named_by_their_sequences() -> None:
-    spans = ranges([0, 8, 32, 1040], 8)
-    assert spans == [[0, 16], [32, 40], [1040, 1048]]
-    assert format_ranges(spans) == "0 to 15, 32 to 39, 1,040 to 1,047"

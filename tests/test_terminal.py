@@ -1,7 +1,6 @@
 """What a person sees: the live panel as a terminal shows it, and plain lines elsewhere."""
 
 import io
-import logging
 import re
 import signal
 import sys
@@ -22,7 +21,7 @@ from accel_gpt.training import terminal
 from accel_gpt.training.panel import ASCII_BLOCKS, BLOCKS, FINEST, Curve, Panel, draw
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import SAME_PRESS_SECONDS
-from accel_gpt.training.terminal import Display, describe
+from accel_gpt.training.terminal import Display
 from tests.terminals import Terminal, in_python
 
 Arguments = Callable[..., list[str]]
@@ -104,13 +103,6 @@ def test_a_terminal_without_unicode_gets_ascii() -> None:
     assert "".join(drawn(full_panel(), 80, encoding="latin-1")).isascii()
 
 
-def test_nothing_comes_after_the_last_step() -> None:
-    _, panel = make()
-    panel.update({"step": 20, "tokens": 1, "train/loss": 1.0}, 0.0)
-    assert drawn(panel, 80)[-2:] == ["loss 1.0000", "1 tokens"]
-    assert "100%" in drawn(panel, 80)[0]
-
-
 @given(
     every=st.integers(0, 9), tokens=st.none() | st.integers(1, 40), step=st.integers(0, 19),
     evaluating=st.integers(0, 9),
@@ -183,11 +175,6 @@ def test_a_sample_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == "def f():\n\treturn '\\x1b[2J\\r\\x07é'\n"
 
 
-def test_line_names_every_figure() -> None:
-    line = describe({"perf/mfu": 0.4, "eval/val_bits_per_byte": 1.5, "train/lr": 1e-3})
-    assert line == "lr 1.00e-03 | MFU 40.0% | 1.5000 bits/byte"
-
-
 def test_a_terminal_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone(io.StringIO):
         """Closed by whoever looked at it."""
@@ -216,16 +203,6 @@ def test_a_terminal_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) ->
         assert display.thread.is_alive()
     assert not display.thread.is_alive()
     assert sys.stderr is file
-
-
-def test_handlers_get_their_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    handler = logging.StreamHandler(sys.__stderr__)
-    monkeypatch.setattr(logging.root, "handlers", [handler])
-    other = io.StringIO()
-    with terminal.logging_through(other):
-        logging.getLogger("some.library").warning("told")
-    assert other.getvalue() == "told\n"
-    assert handler.stream is sys.__stderr__
 
 
 @pytest.fixture

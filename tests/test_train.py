@@ -21,7 +21,6 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.evals.evaluation import Evaluation
-from accel_gpt.evals.samples import is_sample_step
 from accel_gpt.optim.schedule import lr_fraction
 from accel_gpt.prepare.prepare import prepare
 from tests.conftest import QUIET, launch, text_of
@@ -105,19 +104,6 @@ def test_an_update_has_the_clipped_length_and_the_rate_of_its_step(
     assert found == pytest.approx(expected, rel=2e-3)
 
 
-def test_a_rate_that_changes_at_a_resume_is_that_of_the_updates(
-    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = [*DESCENT, "--schedule.name", "constant", "--schedule.warmup_steps", "0"]
-    words += ["--optim.grad_clip", "0.05"]
-    assert launch(small_run(*words, "--train.max_steps", "2")) == 0
-    found = lengths(monkeypatch)
-    words += ["--optim.lr", "500", "--checkpoint.allow_change", "optim.lr,train.max_steps"]
-    assert launch(small_run(*words, "--train.max_steps", "4")) == 0
-    assert [line["train/lr"] for line in records(tmp_path / "run")] == [1e3, 1e3, 500, 500]
-    assert found == pytest.approx([0.025, 0.025], rel=2e-3)
-
-
 def test_run_learns_and_leaves_what_the_contract_names(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,20 +130,6 @@ def test_run_learns_and_leaves_what_the_contract_names(
     assert "256 tokens a step = 4 sequences x 32 tokens x 2 micro-steps x 1 process" in shown
     assert "no MFU" in shown
     assert "accel-gpt sample" in shown
-
-
-def test_tensorboard_has_curves_samples_and_config(trained: Trained, tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    trained()
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "accel_gpt")).Reload()
-    tags = events.Tags()
-    assert {"train/loss", "train/lr", "eval/val_loss", "perf/tokens_per_second"} <= set(
-        tags["scalars"]
-    )
-    assert [e.step for e in events.Scalars("train/loss")] == list(range(1, 13))
-    assert any("samples" in tag for tag in tags["tensors"])
-    assert any("config" in tag for tag in tags["tensors"])
 
 
 @pytest.mark.slow
@@ -234,18 +206,6 @@ def test_evaluation_and_samples_leave_no_trace(small_run: Arguments, tmp_path: P
     quiet = ["--eval.every", "0", "--sample.every", "0", "--log.every", "5"]
     assert launch(small_run("--out_dir", str(tmp_path / "without"), *quiet)) == 0
     assert_same_weights(weights(tmp_path / "with"), weights(tmp_path / "without"))
-
-
-@pytest.mark.slow
-def test_micro_batch_does_not_change_the_losses(small_run: Arguments, tmp_path: Path) -> None:
-    losses = []
-    for micro in (8, 4, 2, 1):
-        out = tmp_path / f"micro{micro}"
-        options = ["--model.dropout", "0", "--train.micro_batch_size", str(micro)]
-        assert launch(small_run("--out_dir", str(out), *options)) == 0
-        losses.append([line["train/loss"] for line in records(out)])
-    for other in losses[1:]:
-        assert other == pytest.approx(losses[0], abs=2e-5)
 
 
 def test_loss_curve_is_the_stored_one(small_run: Arguments, tmp_path: Path) -> None:
@@ -343,20 +303,6 @@ def test_best_checkpoint_outlives_newer_ones(small_run: Arguments, tmp_path: Pat
     assert kept == {f"step_{int(best):08d}", "step_00000012"}
 
 
-def test_the_best_checkpoint_is_that_of_the_val_loss(
-    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While the train loss falls on."""
-    val = iter((3.0, 1.0, 2.0))
-    train_loss = iter((3.0, 2.0, 1.0))
-    monkeypatch.setattr(
-        "accel_gpt.evals.evaluation.evaluate_splits",
-        lambda *_: {"eval/train_loss": next(train_loss), "eval/val_loss": next(val)},
-    )
-    assert launch(small_run("--checkpoint.keep_best", "true", "--sample.every", "0")) == 0
-    assert (tmp_path / "run" / "best").read_text() == "8\n"
-
-
 def test_speed_counts_training_alone(
     small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,17 +330,6 @@ def test_speed_counts_training_alone(
     assert [line["perf/step_ms"] for line in lines] == pytest.approx([1000.0] * 12)
     assert [line["perf/tokens_per_second"] for line in lines] == pytest.approx([256.0] * 12)
     assert now[0] == 12 + 1000 * (3 + 3 + 2)
-
-
-def test_resume_path_of_another_model_is_refused(
-    small_run: Arguments, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained()
-    path = tmp_path / "run" / "checkpoints" / "step_00000012"
-    other = ["--out_dir", str(tmp_path / "b"), "--checkpoint.resume", str(path)]
-    assert launch(small_run(*other, "--model.n_embd", "64")) == 4
-    assert "was made with another config: model.n_embd was 32, is 64" in capsys.readouterr().err
-    assert launch(small_run(*other, "--checkpoint.every", "1")) == 0  # nothing left to do
 
 
 def test_bf16_trains_and_fp16_on_a_cpu_is_refused(
@@ -456,15 +391,6 @@ def test_shards_of_another_tokenizer_are_refused(
     assert "has another tokenizer (chars of " in capsys.readouterr().err
 
 
-def test_truncated_shard_is_refused(
-    small_run: Arguments, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shard = corpus / "train_000000.npy"
-    shard.write_bytes(shard.read_bytes()[:-2])
-    assert launch(small_run()) == 3
-    assert "train_000000.npy has 14126 bytes, expected 14128" in capsys.readouterr().err
-
-
 def test_missing_data_is_prepared_once(small_run: Arguments, tmp_path: Path) -> None:
     text = tmp_path / "own.txt"
     text.write_text(text_of(3000))
@@ -480,13 +406,6 @@ def test_failing_preparation_ends_with_its_code(small_run: Arguments, tmp_path: 
         launch(small_run(*made, "--data.prepare.path", "nowhere.txt"))
     assert stopped.value.code == 2
     assert not (tmp_path / "own").exists()
-
-
-def test_sampling_interval_grows() -> None:
-    due = [s for s in range(1, 500) if is_sample_step(s, 10, 2.0)]
-    assert due == [10, 30, 70, 150, 310]
-    assert [s for s in range(1, 50) if is_sample_step(s, 10, 1.0)] == [10, 20, 30, 40]
-    assert not any(is_sample_step(s, 0, 1.0) for s in range(50))
 
 
 def test_a_step_searches_for_no_module(

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +28,7 @@ from tests.faults.launches import (
     steps_told,
     until,
 )
-from tests.test_launch import ACCELERATE, PLAIN
+from tests.test_launch import ACCELERATE
 from tests.test_train import assert_same_weights, records, weights
 
 pytestmark = pytest.mark.slow
@@ -352,44 +351,6 @@ def test_nothing_is_renamed_before_every_process_has_its_files_on_disk(
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     assert manifest["files"].keys() >= {"random_states_0.pkl", "random_states_1.pkl"}
     assert saving.count("file.synced") == len(manifest["files"])
-
-
-@pytest.mark.parametrize("presses", [1, 2])
-def test_control_c_on_a_terminal(presses: int, argv: list[str], tmp_path: Path) -> None:
-    """Under the progress bar: once saves and stops, again ends at once; the cursor comes back."""
-    pty = pytest.importorskip("pty")
-    pid, terminal = pty.fork()
-    if not pid:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        last = ["--train.max_steps", "100000", "--checkpoint.every", "0"]
-        stuck = {"ACCEL_GPT_FAULT": "manifest.due=hang"} if presses == 2 else {}
-        os.chdir(tmp_path)
-        command = [sys.executable, "-m", "accel_gpt.cli", "train", *argv, *last]
-        os.execve(sys.executable, command, {**PLAIN, "TERM": "xterm", **stuck})
-    seen = bytearray()
-    reader = threading.Thread(target=read_all, args=(terminal, seen))
-    reader.start()
-    until(lambda: steps_told(tmp_path / "run") > 3, 120)
-    for press in range(presses):
-        time.sleep(2.5 * press)
-        os.write(terminal, b"\x03")
-    _, status = os.waitpid(pid, 0)
-    reader.join(10)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(status) == (75 if presses == 1 else 130)
-    assert (b"SIGINT: saved at step" in seen) == (presses == 1)
-    assert b"\x1b[?25l" in seen
-    assert seen.rfind(b"\x1b[?25h") > seen.rfind(b"\x1b[?25l")
-    assert b"Traceback" not in seen
-
-
-def read_all(terminal: int, seen: bytearray) -> None:
-    """Read until the other side is closed."""
-    try:
-        while some := os.read(terminal, 10_000):
-            seen.extend(some)
-    except OSError:  # Linux says so at the end
-        return
 
 
 def test_time_limit(server: Server, whole: Path, argv: list[str], tmp_path: Path) -> None:

@@ -1,24 +1,118 @@
-"""What a Hugging Face Hub holds and answers, without the network: `Hub().answer(Request(...))`.
+"""What a Hugging Face Hub holds and answers, in memory: `Hub().answer(Request(...))`.
 
-Models are named `user/name`, datasets `datasets/user/name`; files live in memory. `hub_server.py`
-puts it on an address.
+Of models, named `user/name`, what pushing and loading them needs. `hub_server.py` serves it.
 """
 
 import base64
+import codecs
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
 import yaml
 
-from tests.hub_repo import Blob, Refusal, Repo, is_lfs
+LFS_NAMES = re.compile(r"\.(safetensors|bin|png|pkl|distcp)$|tfevents")
+LFS_BYTES = 1_000_000  # larger files are LFS whatever they hold
+
+
+class Refusal(Exception):
+    """An error of the Hub; `code` is its X-Error-Code, where it has one."""
+
+    def __init__(self, status: int, message: str, code: str = "", **more: Any) -> None:
+        super().__init__(message)
+        self.headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
+        self.reply = (status, {"error": message, **more}, self.headers)
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A file's content, kept in git or in LFS."""
+
+    data: bytes
+    lfs: bool
+
+    @cached_property
+    def sha1(self) -> str:
+        """The id of what git keeps."""
+        kept = f"lfs pointer to {self.oid}".encode() if self.lfs else self.data
+        return hashlib.sha1(b"blob %d\0" % len(kept) + kept).hexdigest()
+
+    @cached_property
+    def oid(self) -> str:
+        """What the client compares its own file with; also the ETag."""
+        return hashlib.sha256(self.data).hexdigest() if self.lfs else self.sha1
+
+    def entry(self, path: str) -> dict[str, Any]:
+        """As a tree and as a model's `siblings` list it."""
+        size = len(self.data)
+        reply = {"type": "file", "path": path, "rfilename": path, "size": size}
+        reply |= {"oid": self.sha1, "blobId": self.sha1}
+        if self.lfs:
+            reply["lfs"] = {"oid": self.oid, "sha256": self.oid, "size": size, "pointerSize": 130}
+        return reply
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Every file of one moment; `history` are commit ids, from this one back."""
+
+    title: str
+    message: str
+    files: Mapping[str, Blob]
+    history: tuple[str, ...]
+
+
+@dataclass
+class Repo:
+    """Commits by id, branches and tags that point at them, LFS objects by SHA-256."""
+
+    private: bool = False
+    all: dict[str, Commit] = field(default_factory=dict)
+    branch: dict[str, str] = field(default_factory=dict)
+    tag: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
+
+    def find(self, revision: str) -> str:
+        """The commit id of a branch, a tag or a commit id."""
+        found = self.branch.get(revision) or self.tag.get(revision) or revision
+        if found not in self.all:
+            raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return found
+
+    def at(self, revision: str) -> Commit:
+        """The commit of a branch, a tag or a commit id."""
+        return self.all[self.find(revision)]
+
+    def commit(self, branch: str, title: str, files: Mapping[str, Blob], message: str = "") -> str:
+        """The id of a new commit with exactly these files."""
+        before = self.at(branch).history if branch in self.branch else ()
+        reply = [before, len(self.all), title, [(p, blob.oid) for p, blob in files.items()]]
+        made = hashlib.sha1(json.dumps(reply).encode()).hexdigest()
+        self.all[made] = Commit(title, message, dict(files), (made, *before))
+        self.branch[branch] = made
+        self.objects |= {blob.oid: blob.data for blob in files.values() if blob.lfs}
+        return made
+
+
+def is_lfs(path: str, sample: bytes, size: int) -> bool:
+    """Whether the Hub keeps a file in LFS; `sample` are its first bytes."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(sample)
+    except UnicodeDecodeError:
+        return True
+    return bool(LFS_NAMES.search(path)) or size > LFS_BYTES or b"\0" in sample
+
+
+# --------------------------------------------------------------------------- answers
 
 DATE = "2026-01-01T00:00:00.000Z"
-API = r"/api/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)"
-WEB = r"/(?P<kind>datasets/)?(?P<name>[^/]+/[^/]+?)"
+API = r"/api/models/(?P<name>[^/]+/[^/]+)"
+WEB = r"/(?P<name>[^/]+/[^/]+?)"
 REVISION = "/(?P<revision>[^/]+)"
 ROUTES = (  # method, path, who may ask, method of Answers
     ("GET", "/api/whoami-v2", "writer", "whoami"),
@@ -26,14 +120,12 @@ ROUTES = (  # method, path, who may ask, method of Answers
     ("POST", "/api/repos/create", "writer", "create"),
     ("GET", f"{API}(/revision{REVISION})?", "reader", "info"),
     ("GET", f"{API}/tree{REVISION}(/(?P<path>.+))?", "reader", "tree"),
-    ("POST", f"{API}/paths-info{REVISION}", "reader", "paths_info"),
     ("GET", f"{API}/refs", "reader", "refs"),
-    ("GET", f"{API}/commits{REVISION}", "reader", "commits"),
     ("POST", f"{API}/preupload{REVISION}", "writer", "preupload"),
     ("POST", f"{API}/commit{REVISION}", "writer", "commit"),
     ("POST", f"{API}/branch/(?P<ref>[^/]+)", "writer", "create_branch"),
     ("POST", f"{API}/tag{REVISION}", "writer", "create_tag"),
-    ("DELETE", f"{API}/(?P<sort>branch|tag)/(?P<ref>[^/]+)", "writer", "delete"),
+    ("DELETE", f"{API}/tag/(?P<ref>[^/]+)", "writer", "delete_tag"),
     ("POST", rf"{WEB}\.git/info/lfs/objects/batch", "writer", "lfs_batch"),
     ("POST", rf"{WEB}\.git/info/lfs/verify", "writer", "lfs_verify"),
     ("PUT", f"/storage{WEB}/(?P<oid>[0-9a-f]{{64}})", "anyone", "lfs_upload"),
@@ -51,7 +143,6 @@ class Request:
     query: str = ""
     body: bytes = b""
     token: str = ""
-    range: str = ""  # the header
 
 
 class Hub:
@@ -93,9 +184,7 @@ class Answers:
             match = re.fullmatch(pattern, self.request.path)
             if match and verb == method:
                 named = {k: unquote(v) for k, v in match.groupdict().items() if v}
-                kind, self.name = named.pop("kind", ""), named.pop("name", "")
-                if kind.startswith("datasets"):
-                    self.name = "datasets/" + self.name
+                self.name = named.pop("name", "")
                 self.admit(who)
                 reply: Reply = getattr(self, answer)(**named)
                 return reply
@@ -133,19 +222,18 @@ class Answers:
         token = {"role": "read" if self.hub.refused else "write", "displayName": "test"}
         auth = {"type": "access_token", "accessToken": token}
         name = self.hub.user
-        told = {"type": "user", "id": name, "name": name, "fullname": name, "orgs": []}
-        return 200, {**told, "auth": auth}, {}
+        reply = {"type": "user", "id": name, "name": name, "fullname": name, "orgs": []}
+        return 200, {**reply, "auth": auth}, {}
 
     def info(self, revision: str = "main") -> Reply:
         files = self.repo.at(revision).files
         shown = ("rfilename", "size", "blobId", "lfs") if "blobs" in self.query else ("rfilename",)
         entries = [blob.entry(path) for path, blob in files.items()]
         siblings = [{key: entry[key] for key in shown if key in entry} for entry in entries]
-        name = self.name.removeprefix("datasets/")
-        told = {"id": name, "modelId": name, "author": name.partition("/")[0], "tags": []}
-        told |= {"sha": self.repo.find(revision), "private": self.repo.private, "gated": False}
-        told |= {"lastModified": DATE, "createdAt": DATE, "downloads": 0, "likes": 0}
-        return 200, {**told, "siblings": siblings}, {}
+        reply = {"id": self.name, "modelId": self.name, "author": self.hub.user, "tags": []}
+        reply |= {"sha": self.repo.find(revision), "private": self.repo.private, "gated": False}
+        reply |= {"lastModified": DATE, "createdAt": DATE, "downloads": 0, "likes": 0}
+        return 200, {**reply, "siblings": siblings}, {}
 
     def listed(self, revision: str) -> dict[str, dict[str, Any]]:
         """Entries of all files and folders."""
@@ -166,28 +254,15 @@ class Answers:
         kept = [e for name, e in inside.items() if deep or "/" not in name[len(above) :]]
         return 200, kept, {}
 
-    def paths_info(self, revision: str) -> Reply:
-        found = self.listed(revision)
-        asked = parse_qs(self.request.body.decode()).get("paths", [])
-        return 200, [found[path.strip("/")] for path in asked if path.strip("/") in found], {}
-
     def refs(self) -> Reply:
-        def told(names: dict[str, str], folder: str) -> list[dict[str, str]]:
+        def reply(names: dict[str, str], folder: str) -> list[dict[str, str]]:
             return [
                 {"name": name, "ref": f"refs/{folder}/{name}", "targetCommit": commit}
                 for name, commit in names.items()
             ]
 
-        branches, tags = told(self.repo.branch, "heads"), told(self.repo.tag, "tags")
+        branches, tags = reply(self.repo.branch, "heads"), reply(self.repo.tag, "tags")
         return 200, {"branches": branches, "tags": tags, "converts": [], "pullRequests": []}, {}
-
-    def commits(self, revision: str) -> Reply:
-        told = []
-        for made in self.repo.at(revision).history:
-            commit = self.repo.all[made]
-            author = {"authors": [{"user": self.hub.user}], "date": DATE}
-            told.append({"id": made, "title": commit.title, "message": commit.message, **author})
-        return 200, told, {}
 
     def resolve(self, revision: str, path: str) -> Reply:
         made = self.repo.find(revision)
@@ -196,18 +271,11 @@ class Answers:
             error = Refusal(404, "Entry not found", "EntryNotFound")
             error.headers["X-Repo-Commit"] = made
             raise error
-        size = len(blob.data)
-        headers = {"ETag": f'"{blob.oid}"', "X-Repo-Commit": made, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{blob.oid}"', "X-Repo-Commit": made}
         if blob.lfs:
-            headers |= {"X-Linked-Etag": f'"{blob.oid}"', "X-Linked-Size": str(size)}
-        part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.request.range)
-        if not part:
-            return 200, blob.data, headers
-        first, last = int(part[1]), min(int(part[2] or size), size - 1)
-        if first >= size:
-            return 416, b"", {"Content-Range": f"bytes */{size}"}
-        headers["Content-Range"] = f"bytes {first}-{last}/{size}"
-        return 206, blob.data[first : last + 1], headers
+            size = str(len(blob.data))
+            headers |= {"X-Linked-Etag": f'"{blob.oid}"', "X-Linked-Size": size}
+        return 200, blob.data, headers
 
     # ----------------------------------------------------------------------- writing
 
@@ -222,39 +290,38 @@ class Answers:
             message = "" if good else "metadata must be a mapping"
         except yaml.YAMLError as error:
             message = str(error)
-        told = {"errors": [{"message": message}] if message else [], "warnings": []}
-        return 400 if message else 200, told, {}
+        reply = {"errors": [{"message": message}] if message else [], "warnings": []}
+        return 400 if message else 200, reply, {}
 
     def create(self) -> Reply:
         asked = self.asked
         owner = asked.get("organization") or self.hub.user
-        prefix = "datasets/" if asked.get("type") == "dataset" else ""
-        name = f"{prefix}{owner}/{asked['name']}"
+        name = f"{owner}/{asked['name']}"
         url = f"{self.hub.url}/{name}"
         if name in self.hub.repos:
             raise Refusal(409, f"You already created this model repo: {name}", url=url)
         self.hub.create(name, asked.get("visibility") == "private" or asked.get("private", False))
-        return 200, {"url": url, "name": name.removeprefix("datasets/")}, {}
+        return 200, {"url": url, "name": name}, {}
 
     def preupload(self, revision: str) -> Reply:
-        there, told = self.repo.at(revision).files, []
+        there, reply = self.repo.at(revision).files, []
         for file in self.asked["files"]:
             path, sample = file["path"], base64.b64decode(file["sample"])
             mode = "lfs" if is_lfs(path, sample, file["size"]) else "regular"
-            told.append({"path": path, "uploadMode": mode, "shouldIgnore": False})
+            reply.append({"path": path, "uploadMode": mode, "shouldIgnore": False})
             if path in there:
-                told[-1]["oid"] = there[path].oid
-        return 200, {"files": told}, {}
+                reply[-1]["oid"] = there[path].oid
+        return 200, {"files": reply}, {}
 
     def lfs_batch(self) -> Reply:
         objects, headers = [], {"Content-Type": "application/vnd.git-lfs+json"}
         verify = {"href": f"{self.hub.url}/{self.name}.git/info/lfs/verify"}
         for asked in self.asked["objects"]:
-            told = {"oid": asked["oid"], "size": asked["size"]}
+            reply = {"oid": asked["oid"], "size": asked["size"]}
             if asked["oid"] not in self.repo.objects:
                 upload = {"href": f"{self.hub.url}/storage/{self.name}/{asked['oid']}"}
-                told["actions"] = {"upload": upload, "verify": verify}
-            objects.append(told)
+                reply["actions"] = {"upload": upload, "verify": verify}
+            objects.append(reply)
         return 200, {"transfer": "basic", "objects": objects}, headers
 
     def lfs_upload(self, oid: str) -> Reply:
@@ -298,14 +365,10 @@ class Answers:
             if value["oid"] not in self.repo.objects:
                 raise Refusal(400, f"The LFS object of {path} was not uploaded")
             files[path] = Blob(self.repo.objects[value["oid"]], True)
-        elif key in ("deletedFile", "deletedFolder"):
-            folder = path.rstrip("/") + "/"
-            gone = [p for p in files if p == path or (key[7:] == "Folder" and p.startswith(folder))]
-            if not gone:
+        elif key == "deletedFile":
+            if files.pop(path, None) is None:
                 message = f"A file with this name doesn't exist: {path}"
                 raise Refusal(404, message, "EntryNotFound")
-            for name in gone:
-                del files[name]
         else:
             raise Refusal(400, f"The test Hub does not know the operation {key}")
 
@@ -322,11 +385,6 @@ class Answers:
         names[ref] = made
         return 200, {}, {}
 
-    def delete(self, sort: str, ref: str) -> Reply:
-        names = getattr(self.repo, sort)
-        if ref not in names:
-            raise Refusal(404, f"Invalid rev id: {ref}", "RevisionNotFound")
-        if (sort, ref) == ("branch", "main"):
-            raise Refusal(403, "Cannot delete the default branch")
-        del names[ref]
+    def delete_tag(self, ref: str) -> Reply:
+        del self.repo.tag[ref]
         return 200, b"", {}

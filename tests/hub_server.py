@@ -21,8 +21,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from tests.hub_repo import Blob, is_lfs
-from tests.hub_routes import Hub, Request
+from tests.hub_routes import Blob, Hub, Request, is_lfs
 
 
 class HubServer(Hub):
@@ -157,9 +156,8 @@ class Handler(BaseHTTPRequestHandler):
             self.respond(fault, {"error": f"The test asked for {fault}"}, headers)
         else:
             token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-            wanted = self.headers.get("Range", "")
             with hub.lock:
-                reply = hub.answer(Request(self.command, path, query, body, token, wanted))
+                reply = hub.answer(Request(self.command, path, query, body, token))
             if fault is None:
                 self.respond(*reply)
             else:

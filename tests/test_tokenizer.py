@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from accel_gpt.data import bpe
 from accel_gpt.data.tokenizer import (
+    BytesTokenizer,
     CharsTokenizer,
     Tokenizer,
     load_tokenizer,
@@ -316,6 +317,19 @@ def test_gpt2_without_its_files_names_the_cache(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("tiktoken.get_encoding", offline)
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
         make_tokenizer("gpt2", 0, corpus)
+
+
+def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    for kind, chars, made in (
+        ("bytes", None, BytesTokenizer()),
+        ("chars", "abc", CharsTokenizer("abc")),
+    ):
+        old = {"format": "accel_gpt-tokenizer", "version": 1, "kind": kind, "chars": chars}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(old))
+        loaded = load_tokenizer(tmp_path)
+        assert (loaded.kind, loaded.fingerprint) == (kind, made.fingerprint)
+        loaded.save(tmp_path)
+        assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
 
 
 def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:

@@ -170,10 +170,9 @@ def all_merges(vocabulary: list[str]) -> list[list[str]]:
     return merges
 
 
-def ranks(text: str) -> dict[bytes, int] | None:
+def ranks(content: Any) -> dict[bytes, int] | None:
     """Token bytes -> id of a tokenizer.json that `describe` wrote, None for any other file."""
     try:
-        content = json.loads(text)
         if content["pre_tokenizer"] != pre_tokenizer():  # large files of others: seconds saved
             return None
         vocabulary = sorted(content["model"]["vocab"], key=content["model"]["vocab"].__getitem__)

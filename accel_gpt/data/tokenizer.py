@@ -1,7 +1,7 @@
 """Text -> token ids and back, one interface for every kind of tokenizer.
 
-Reads and writes tokenizer.json: Hugging Face's format, or a tiny one of our own (bytes, chars,
-gpt2), and what tokenizer_config.json beside it says.
+Writes tokenizer.json in Hugging Face's format, which `tokenizers` and transformers open as well;
+reads any such file, what tokenizer_config.json beside it says, and a format of earlier versions.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 Ids = NDArray[Any]
 
 FILE = tokenizer_json.FILE
-FORMAT = "accel_gpt-tokenizer"
-VERSION = 1
+OWN_FORMAT = "accel_gpt-tokenizer"  # which earlier versions wrote
 LARGEST_VOCABULARY = 1 << 24  # tokens; the largest of published models have 2^18
 # of what tokenizers change or lack: a text's first letter, white space, letters of many scripts
 PROBES = (
@@ -51,8 +51,6 @@ class Tokenizer(ABC):
     eot_id: int | None
     fingerprint: str
     """SHA-256 (hex) of kind, vocabulary, pattern and special tokens."""
-    file_text: str
-    """Content of the tokenizer.json from which `load_tokenizer` makes an equal tokenizer."""
     config: Mapping[str, Any] = MappingProxyType({})
     """What tokenizer_config.json and chat_template.jinja said: kept for others, none of our ids."""
     sizes: NDArray[np.int64]
@@ -61,6 +59,15 @@ class Tokenizer(ABC):
     """Whether the `token_bytes` of the ids of a text sum to its UTF-8 bytes, in form NFC."""
     cuts_at_lines = True
     """Whether encoding the `bpe.pieces` of a text one by one gives the ids of the whole."""
+
+    @cached_property
+    def file_text(self) -> str:
+        """Content of the tokenizer.json from which `load_tokenizer` makes an equal tokenizer."""
+        return json.dumps(self.file_content(), ensure_ascii=False)
+
+    def file_content(self) -> dict[str, Any]:
+        """The same as an object, where the tokenizer does not come from a file."""
+        raise NotImplementedError
 
     @abstractmethod
     def encode_array(self, text: str) -> Ids:
@@ -131,8 +138,11 @@ class BytesTokenizer(Tokenizer):
 
     def __init__(self) -> None:
         self.fingerprint = digest("bytes", "", [EOT], [])
-        self.file_text = own_file("bytes")
         self.sizes = np.array([1] * 256 + [0])
+
+    def file_content(self) -> dict[str, Any]:
+        """A BPE with nothing to merge."""
+        return tokenizer_json.bytes_content()
 
     def encode_array(self, text: str) -> Ids:
         """The bytes themselves."""
@@ -157,8 +167,11 @@ class CharsTokenizer(Tokenizer):
         codes = np.array([ord(c) for c in chars])
         self.ids = np.full(codes.max() + 2, len(chars))  # the last entry stands for all above
         self.ids[codes] = np.arange(len(chars))
-        self.file_text = own_file("chars", chars=chars)
         self.sizes = np.array([len(c.encode()) for c in chars])
+
+    def file_content(self) -> dict[str, Any]:
+        """A model of words, each a character."""
+        return tokenizer_json.chars_content(self.chars)
 
     def encode_array(self, text: str) -> Ids:
         """Place of each character; `UserError` for one that is not there."""
@@ -182,15 +195,22 @@ class RankTokenizer(Tokenizer):
 
     LONGEST_RUN = re.compile(r"\s{100000}")
 
-    def __init__(self, kind: str, encoding: "tiktoken.Encoding", file_text: str) -> None:
+    def __init__(self, kind: str, encoding: "tiktoken.Encoding", text: str | None = None) -> None:
         self.kind = kind
+        if text is not None:
+            self.file_text = text
         self.vocab_size = encoding.n_vocab
         self.eot_id = encoding.eot_token
         self.encoding = encoding
-        self.file_text = file_text
         vocabulary = [encoding.decode_single_token_bytes(i) for i in range(self.eot_id)]
         self.sizes = np.array([*map(len, vocabulary), 0])
         self.fingerprint = digest(kind, encoding._pat_str, [EOT], vocabulary)
+
+    def file_content(self) -> dict[str, Any]:
+        """That of GPT-2, from tiktoken's ranks; takes about a second."""
+        token = self.encoding.decode_single_token_bytes
+        vocabulary = tokenizer_json.spelled([token(i) for i in range(self.encoding.eot_token)])
+        return tokenizer_json.gpt2_content(vocabulary, tokenizer_json.merges_of(vocabulary))
 
     def encode_array(self, text: str) -> Ids:
         """Ids by tiktoken; its regex gives up on about a million white spaces in a row."""
@@ -308,11 +328,6 @@ def digest(kind: str, pattern: str, specials: list[str], vocabulary: Iterable[by
     return hashlib.sha256(json.dumps([kind, pattern, specials, spelled]).encode()).hexdigest()
 
 
-def own_file(kind: str, **more: str) -> str:
-    """tokenizer.json of a kind that Hugging Face's format does not describe."""
-    return json.dumps({"format": FORMAT, "version": VERSION, "kind": kind, **more})
-
-
 # --------------------------------------------------------------------------- making and loading
 
 
@@ -350,7 +365,7 @@ def named_tokenizer(
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE of exactly `vocab_size` tokens (see `bpe.train`)."""
     text = bpe.train(texts, vocab_size)
-    ranks = bpe.ranks(text)
+    ranks = bpe.ranks(json.loads(text))
     assert ranks is not None
     return from_ranks(ranks, text)
 
@@ -378,7 +393,7 @@ def load_gpt2() -> Tokenizer:
             " once, set TIKTOKEN_CACHE_DIR to a folder that holds its files, or choose "
             "data.prepare.tokenizer bpe"
         ) from None
-    return RankTokenizer("gpt2", encoding, own_file("gpt2"))
+    return RankTokenizer("gpt2", encoding)
 
 
 def gpt2_of(ranks: dict[bytes, int], text: str) -> Tokenizer:
@@ -401,7 +416,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     where = Path(path) / FILE if Path(path).is_dir() else Path(path)
     text, content = tokenizer_json.read_file(where)
     config = tokenizer_json.read_config(where)
-    if isinstance(content, dict) and content.get("format") == FORMAT:
+    if isinstance(content, dict) and content.get("format") == OWN_FORMAT:
         tokenizer = own_tokenizer(content, where)
     else:
         tokenizer = recognize(content, text) or HFTokenizer(text, where, config)
@@ -410,23 +425,21 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def own_tokenizer(content: dict[str, Any], where: Path) -> Tokenizer:
-    """The tokenizer that a file of our own format names."""
+    """The tokenizer that a file of earlier versions names."""
     version, kind, chars = (content.get(key) for key in ("version", "kind", "chars"))
-    if version == VERSION and kind == "bytes":
-        return BytesTokenizer()
-    if version == VERSION and kind == "gpt2":
-        return load_gpt2()
-    if version == VERSION and kind == "chars" and isinstance(chars, str) and chars:
+    if version == 1 and kind in ("bytes", "gpt2"):
+        return named_tokenizer(str(kind))
+    if version == 1 and kind == "chars" and isinstance(chars, str) and chars:
         return CharsTokenizer(chars)
     raise DataError(
         f"{where} has kind {kind!r} of version {version!r}; expected bytes, chars or gpt2 of "
-        f"version {VERSION}: update accel_gpt, or prepare the data again"
+        "version 1: update accel_gpt, or prepare the data again"
     )
 
 
 def recognize(content: Any, text: str) -> Tokenizer | None:
     """The tokenizer that a file of Hugging Face's format is, where it is one of ours or GPT-2."""
-    if ranks := bpe.ranks(text):
+    if ranks := bpe.ranks(content):
         return from_ranks(ranks, text)
     if ranks := tokenizer_json.gpt2_ranks(content):
         return gpt2_of(ranks, text)

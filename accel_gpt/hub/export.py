@@ -31,12 +31,8 @@ from accel_gpt.data.bpe import EOT
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import (
-    BytesTokenizer,
-    CharsTokenizer,
     HFTokenizer,
-    RankTokenizer,
     Tokenizer,
-    own_file,
 )
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import write_file
@@ -307,19 +303,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
     character that a chars tokenizer does not know raises "WordLevel error: Missing [UNK] token from
     the vocabulary", where ours raises `UserError`. `block_size`: tokens, for model_max_length.
     """
-    if isinstance(tokenizer, BytesTokenizer):
-        text = json.dumps(tokenizer_json.bytes_content(), ensure_ascii=False)
-    elif isinstance(tokenizer, CharsTokenizer):
-        text = json.dumps(tokenizer_json.chars_content(tokenizer.chars), ensure_ascii=False)
-    elif isinstance(tokenizer, RankTokenizer) and tokenizer.file_text == own_file("gpt2"):
-        token = tokenizer.encoding.decode_single_token_bytes  # the whole takes about a second
-        vocabulary = tokenizer_json.spelled([token(i) for i in range(tokenizer_json.GPT2_TOKENS)])
-        content = tokenizer_json.gpt2_content(vocabulary, tokenizer_json.merges_of(vocabulary))
-        text = json.dumps(content, ensure_ascii=False)
-    else:
-        text = tokenizer.file_text  # of a file that it came from: as it was
     config = json.dumps(tokenizer_config(tokenizer, block_size), ensure_ascii=False, indent=2)
-    (folder / tokenizer_json.FILE).write_text(text, encoding="utf-8")
+    (folder / tokenizer_json.FILE).write_text(tokenizer.file_text, encoding="utf-8")
     (folder / tokenizer_json.CONFIG).write_text(config + "\n", encoding="utf-8")
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import CheckpointError, require
-from accel_gpt.files import load_yaml, read_json, read_text
+from accel_gpt.files import read_json
 from accel_gpt.hub.client import SCHEME, download, full_repo_name
 from accel_gpt.hub.hf_config import read_shape
+from accel_gpt.training.run_folder import RunFolder
 
 SMALL_FILES = ("config.json", "tokenizer*.json", "chat_template.jinja", "vocab.json", "merges.txt")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
@@ -118,19 +119,12 @@ def saved_shape(given: Mapping[str, Any]) -> dict[str, Any]:
 
     A run resumes from these even if the model that it started from is gone or out of reach.
     """
-    saved = Path(given.get("out_dir", Config.out_dir)) / "config.yaml"
-    if not any(saved.parent.glob("checkpoints/step_*")):
+    run = RunFolder(given.get("out_dir", Config.out_dir))
+    if not run.checkpoints or run.config.get("model.init_from") != given["model.init_from"]:
         return {}
-    try:
-        content = load_yaml(read_text(saved))
-        model, data = dict(content["model"]), dict(content["data"])
-        keys = {
-            "data.tokenizer": data["tokenizer"],
-            "data.prepare.tokenizer": data["prepare"]["tokenizer"],
-        }
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    if model.pop("init_from") != given["model.init_from"]:
-        return {}
-    keys |= {f"model.{field}": value for field, value in model.items()}
-    return {key: value for key, value in keys.items() if given.get(key) is None}
+    tokenizers = ("data.tokenizer", "data.prepare.tokenizer")
+    return {
+        key: value
+        for key, value in run.config.items()
+        if (key.startswith("model.") or key in tokenizers) and given.get(key) is None
+    }

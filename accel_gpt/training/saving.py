@@ -95,10 +95,8 @@ class CheckpointWriter:
             self.save_tensors(temporary, gpt, optimizer)
         except Exception as error:  # torch, safetensors and Accelerate raise no common class
             failed = error
-        if failed and self.fsdp:
-            raise not_written(
-                state.step, save_error(failed)
-            )  # other ranks still gather for this one
+        if failed and self.fsdp:  # other ranks still gather for this one
+            raise not_written(state.step, save_error(failed))
 
         def finish() -> None:
             self.problem = "its thread ended early"  # in case it does

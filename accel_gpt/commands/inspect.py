@@ -14,6 +14,7 @@ from accel_gpt.config.parse import parse_command
 from accel_gpt.console import write_out
 from accel_gpt.errors import CheckpointError, DataError, not_negative, positive, require
 from accel_gpt.redact import redact
+from accel_gpt.tables import table
 
 MARKS = ("checkpoints", "manifest.json", "trainer_state.json")  # of a run or a checkpoint
 
@@ -83,15 +84,20 @@ def on_one_line(text: str) -> str:
 
 def tokenizer_lines(report: dict[str, Any]) -> list[str]:
     """The report of `compare` for people."""
-    return [
-        f"{report['text']}: {report['bytes']:,} bytes",
-        f"{'tokenizer':<24} {'vocabulary':>10} {'tokens':>13} {'tokens/byte':>11} "
-        f"{'bytes/token':>11} {'1-byte share':>12} {'MB/s':>8}  round trip",
-        *(
-            f"{row['tokenizer']:<24} {row['vocab_size']:>10,} {row['tokens']:>13,} "
-            f"{row['tokens_per_byte']:>11.4f} {row['bytes_per_token']:>11.3f} "
-            f"{row['single_byte_share']:>12.2%} {row['mb_per_s']:>8.1f}  "
-            f"{'yes' if row['round_trip'] else 'no'}"
-            for row in report["tokenizers"]
-        ),
-    ]
+    columns = ["tokens/byte", "bytes/token", "1-byte share", "MB/s", "round trip"]
+    rows = [["tokenizer", "vocabulary", "tokens", *columns]]
+    for row in report["tokenizers"]:
+        rows.append(
+            [
+                row["tokenizer"],
+                f"{row['vocab_size']:,}",
+                f"{row['tokens']:,}",
+                f"{row['tokens_per_byte']:.4f}",
+                f"{row['bytes_per_token']:.3f}",
+                f"{row['single_byte_share']:.2%}",
+                f"{row['mb_per_s']:.1f}",
+                "yes" if row["round_trip"] else "no",
+            ]
+        )
+    lines = table(rows, "<0", *[">0"] * 6, "<0").splitlines()
+    return [f"{report['text']}: {report['bytes']:,} bytes", *lines]

@@ -29,6 +29,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.files import sha256
 from accel_gpt.prepare.progress import Progress
+from accel_gpt.tables import table
 
 CHUNK = 1 << 20  # tokens counted at once
 PREFETCH = 3  # shards of a URL that are downloaded before they are read
@@ -207,23 +208,21 @@ def data_lines(report: dict[str, Any]) -> list[str]:
     tokenizer, splits = report["tokenizer"], report["splits"]
     made = report["prepared"] or {}
     how = ", ".join(f"{key} {value}" for key, value in made.items() if value not in (None, ""))
+    rows = [["split", "shards", "tokens", "documents", "bytes", "bytes/token", "fingerprint"]]
+    for name, split in splits.items():
+        counts = ("shards", "tokens", "documents", "bytes", "bytes_per_token")
+        numbers = [number_text(split[key]) for key in counts]
+        rows.append([name, *numbers, split["fingerprint"][:12]])
     lines = [
-        f"{report['place']}",
-        f"tokenizer    {tokenizer['kind']}, {report['vocab_size']:,} tokens, end-of-text "
+        report["place"],
+        f"tokenizer   {tokenizer['kind']}, {report['vocab_size']:,} tokens, end-of-text "
         f"{number_text(report['eot_id'])}, fingerprint {tokenizer['fingerprint'][:12]}",
-        f"stored as    {report['dtype']}",
-        f"prepared     {how or 'unknown'}",
-        f"{'split':<12} {'shards':>7} {'tokens':>15} {'documents':>12} {'bytes':>15} bytes/token"
-        "  fingerprint",
+        f"stored as   {report['dtype']}",
+        f"prepared    {how or 'unknown'}",
+        *table(rows, "<10", *[">0"] * 5, "<0").splitlines(),
     ]
     for name, split in splits.items():
-        lines.append(
-            f"{name:<12} {split['shards']:>7,} {split['tokens']:>15,} "
-            f"{number_text(split['documents']):>12} {number_text(split['bytes']):>15} "
-            f"{number_text(split['bytes_per_token']):>11}  {split['fingerprint'][:12]}"
-        )
-    for name, split in splits.items():
-        lines += [f"{name} {i:<{12 - len(name)}}{t!r}" for i, t in enumerate(split["windows"], 1)]
+        lines += [f"{name} {i:<{11 - len(name)}}{t!r}" for i, t in enumerate(split["windows"], 1)]
         if read := split["read"]:
             hashes = ", ".join(f"{count} {what}" for what, count in read["sha256"].items() if count)
             speed = read["file_bytes"] / 1e6 / max(read["seconds"], 1e-9)

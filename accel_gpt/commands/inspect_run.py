@@ -16,12 +16,14 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from accel_gpt.config.changes import changed
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.errors import UserError
+from accel_gpt.tables import table
 from accel_gpt.training.checkpoint import (
     find_checkpoint,
     is_checkpoint,
@@ -30,6 +32,8 @@ from accel_gpt.training.checkpoint import (
     verify,
 )
 from accel_gpt.training.run_folder import RunFolder
+
+STATES = MappingProxyType({True: "intact", False: "DAMAGED", None: "not verified"})
 
 
 def inspect_run(path: Path, quick: bool) -> dict[str, Any]:
@@ -103,17 +107,16 @@ def facts(path: Path) -> dict[str, Any]:
 
 def run_lines(report: dict[str, Any]) -> list[str]:
     """The report of `inspect_run` for people; model, data and config are those of the newest."""
-    lines = [report["place"]]
+    losses = ["train loss", "val loss", "best val loss"]
+    rows = [["checkpoint", "state", "step", "tokens", "seconds", *losses, "at step", ""]]
     for entry in report["checkpoints"]:
-        state = {True: "intact", False: "DAMAGED", None: "not verified"}[entry["intact"]]
-        lines.append(f"{entry['name']}  {state:<12}")
+        row = [entry["name"], STATES[entry["intact"]], *[""] * 8]
         if "step" in entry:
-            lines[-1] += (
-                f"  step {entry['step']:,}, {entry['tokens']:,} tokens, {entry['seconds']:,.0f} s, "
-                f"train loss {loss(entry['train_loss'])}, val loss {loss(entry['val_loss'])}, best "
-                f"{loss(entry['best_val_loss'])} at step "
-                f"{entry['best_step']}{'  <- best' if entry['name'] == report['best'] else ''}"
-            )
+            row[2:5] = [f"{entry[key]:,.0f}" for key in ("step", "tokens", "seconds")]
+            row[5:8] = [loss(entry[key]) for key in ("train_loss", "val_loss", "best_val_loss")]
+            row[8:] = [str(entry["best_step"]), "<- best" * (entry["name"] == report["best"])]
+        rows.append(row)
+    lines = [report["place"], *table(rows, "<0", "<0", *[">0"] * 7, "<0").splitlines()]
     newest = next((entry for entry in reversed(report["checkpoints"]) if "step" in entry), None)
     return lines + (newest_lines(newest) if newest else [])
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_gpt.config.data import DataConfig
-from accel_gpt.data.foreign import natural, of_split, open_foreign
+from accel_gpt.data.foreign import DataFolder, natural, of_split, open_foreign
 from accel_gpt.data.shards import Shard, Split
 from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import (
@@ -21,7 +21,6 @@ from accel_gpt.data.tokenizer import (
     CharsTokenizer,
     Tokenizer,
     load_gpt2,
-    named_tokenizer,
 )
 from accel_gpt.errors import DataError, UserError
 
@@ -34,7 +33,7 @@ def open_folder(
     folder: Path, split: str = "train", tokenizer: str | None = None
 ) -> tuple[Split, Tokenizer]:
     sizes = {file.name: file.stat().st_size for file in os.scandir(folder) if file.is_file()}
-    return open_foreign(folder, sizes, folder.joinpath, split, tokenizer)
+    return open_foreign(DataFolder(folder, sizes, folder.joinpath), split, tokenizer)
 
 
 def tokens(split: Split) -> list[int]:
@@ -47,11 +46,11 @@ def raw(path: Path, ids: Ids, dtype: str = "<u2") -> None:
     np.array(ids, dtype).tofile(path)
 
 
-def meta(path: Path, chars: str, protocol: int = 4) -> None:
+def meta(path: Path, chars: str) -> None:
     """nanoGPT, data/shakespeare_char/prepare.py."""
     stoi = {char: i for i, char in enumerate(chars)}
     content = {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": stoi}
-    path.write_bytes(pickle.dumps(content, protocol))
+    path.write_bytes(pickle.dumps(content))
 
 
 def llmc(
@@ -119,10 +118,9 @@ def test_what_is_written_is_read(
     assert (split.tokenizer_kind, split.tokenizer_fingerprint) == ("bytes", tokenizer.fingerprint)
 
 
-@pytest.mark.parametrize("protocol", range(6))
-def test_characters_of_nanogpt_in_any_order(tmp_path: Path, protocol: int) -> None:
+def test_characters_of_nanogpt_in_any_order(tmp_path: Path) -> None:
     chars = "zé a\n☃b𝄞"
-    meta(tmp_path / "meta.pkl", chars, protocol)
+    meta(tmp_path / "meta.pkl", chars)
     text = "a bébé ☃\n𝄞" * 3
     raw(tmp_path / "train.bin", [chars.index(char) for char in text])
     raw(tmp_path / "val.bin", [chars.index(char) for char in "baé"])
@@ -206,7 +204,7 @@ def test_names_of_a_listing_that_leave_the_folder_are_left_out(tmp_path: Path) -
     raw(tmp_path / "train.bin", [1, 2])
     bad = ["../train.bin", "a/train.bin", "..", "\0train.bin", "train.bin\n", "é_train.bin", ""]
     sizes = {"train.bin": 4, **dict.fromkeys(bad, 4), "9" * 5000 + "_train.bin": 4}
-    split, _ = open_foreign(tmp_path, sizes, tmp_path.joinpath, "train", "bytes")
+    split, _ = open_foreign(DataFolder(tmp_path, sizes, tmp_path.joinpath), "train", "bytes")
     assert [shard.name for shard in split.shards] == ["train.bin"]
 
 
@@ -261,7 +259,8 @@ class Remote:
         """Nothing is fetched before it is read."""
 
     def open(self, split: str, tokenizer: str | None = None) -> Split:
-        opened, _ = open_foreign(self.here, self.sizes, self.fetch, split, tokenizer, self)
+        folder = DataFolder(self.here, self.sizes, self.fetch, self)
+        opened, _ = open_foreign(folder, split, tokenizer)
         return opened
 
 
@@ -315,14 +314,6 @@ def test_of_remote_datatrove_files_only_the_first_metadata_is_fetched(
     split = place.open("train")
     assert place.fetched == ["00000_00000_doc_shuffled.ds.metadata"]
     assert tokens(split) == [0, 4, 5, 1, 4, 5, 2, 4, 5]
-
-
-def test_a_remote_nanogpt_folder_with_its_vocabulary(
-    remote: Callable[[], Remote], tmp_path: Path
-) -> None:
-    raw(tmp_path / "source/train.bin", [1, 0, 1])
-    meta(tmp_path / "source/meta.pkl", "ba")
-    assert tokens(remote().open("train")) == [1, 0, 1]
 
 
 def test_a_remote_shard_of_another_type_than_the_first_is_refused(
@@ -496,35 +487,14 @@ def test_the_folders_tokenizer_and_data_tokenizer_must_agree(tmp_path: Path) -> 
         open_folder(tmp_path, tokenizer="gpt2")
 
 
-def test_a_meta_pkl_that_would_run_code_runs_nothing(tmp_path: Path) -> None:
-    raw(tmp_path / "train.bin", [1])
-    canary = tmp_path / "canary"
-    (tmp_path / "meta.pkl").write_bytes(f"cos\nsystem\n(Vtouch {canary}\ntR.".encode())
-    with pytest.raises(DataError, match=r"meta\.pkl uses the pickle opcode GLOBAL"):
-        open_folder(tmp_path)
-    assert not canary.exists()
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 50304}))
-    with pytest.raises(DataError, match=r"meta\.pkl is no vocabulary of characters"):
-        open_folder(tmp_path)
-
-
-def test_known_tokenizers(tmp_path: Path) -> None:
-    assert (named_tokenizer("gpt2").kind, named_tokenizer("bytes").kind) == ("gpt2", "bytes")
-    BytesTokenizer().save(tmp_path)
-    assert named_tokenizer(str(tmp_path / "tokenizer.json")).kind == "bytes"
-    for spec in ("chars", "bpe", str(tmp_path / "none.json")):
-        with pytest.raises(UserError, match="which is no file; expected gpt2, bytes or the path"):
-            named_tokenizer(spec)
-
-
 def test_a_file_cut_after_the_listing_is_told(tmp_path: Path) -> None:
     raw(tmp_path / "train.bin", [1, 2, 3])
     with pytest.raises(
         DataError, match=r"train\.bin ends before byte 8; it was cut short or chang"
     ):
-        open_foreign(tmp_path, {"train.bin": 8}, tmp_path.joinpath, "train", "bytes")
+        open_foreign(DataFolder(tmp_path, {"train.bin": 8}, tmp_path.joinpath), "train", "bytes")
     with pytest.raises(DataError, match=r"val\.bin cannot be read: No such file"):
-        open_foreign(tmp_path, {"val.bin": 8}, tmp_path.joinpath, "val", "bytes")
+        open_foreign(DataFolder(tmp_path, {"val.bin": 8}, tmp_path.joinpath), "val", "bytes")
 
 
 def test_a_link_to_itself_is_no_file_of_the_folder(tmp_path: Path) -> None:

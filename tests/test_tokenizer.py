@@ -100,27 +100,11 @@ def test_hostile_text_survives_a_round_trip(tokenizer: Tokenizer) -> None:
     assert tokenizer.bytes_add_up
 
 
-def test_trained_bpe_encodes_as_hugging_face_does(trained: Tokenizer) -> None:
-    for name, text in HOSTILE.items():
-        assert trained.encode(text) == hugging_face(trained, text), name
-
-
 @settings(max_examples=100)
 @given(text=st.text(st.sampled_from("the rn\n\r\t_.12é дa👍\u0301\x00<|endoftext>"), max_size=200))
 def test_trained_bpe_encodes_any_text_as_hugging_face_does(trained: Tokenizer, text: str) -> None:
     assert trained.encode(text) == hugging_face(trained, text)
     assert trained.decode(trained.encode(text)) == text
-
-
-def test_transformers_opens_a_trained_bpe(trained: Tokenizer, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    trained.save(tmp_path)
-    path = str(tmp_path / "tokenizer.json")
-    loaded = transformers.PreTrainedTokenizerFast(tokenizer_file=path)
-    text = "".join(HOSTILE[name] for name in ("emoji", "scripts", "code", "crlf"))
-    assert loaded.encode(text) == trained.encode(text)
-    assert loaded.convert_tokens_to_ids("<|endoftext|>") == trained.eot_id
-    assert len(loaded) == trained.vocab_size
 
 
 def test_trained_ids_are_bytes_then_merges_then_end_of_text(trained: Tokenizer) -> None:
@@ -278,36 +262,6 @@ def test_too_little_text_for_a_vocabulary_says_how_many_tokens_it_reached() -> N
     assert train_bpe(["abc abc"], 259).vocab_size == 259
     with pytest.raises(UserError, match="text is empty"):
         make_tokenizer("chars", 0, lambda: iter([""]))
-
-
-def test_padding_and_truncation_of_a_file_are_ignored(trained: Tokenizer, tmp_path: Path) -> None:
-    content = json.loads(trained.file_text)
-    content["truncation"] = {
-        "direction": "Right",
-        "max_length": 5,
-        "strategy": "LongestFirst",
-        "stride": 0,
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    loaded = load_tokenizer(tmp_path)
-    assert loaded.kind == "hf"
-    assert loaded.encode("the return of the self") == trained.encode("the return of the self")
-
-
-def test_end_of_text_may_be_named_beside_the_file(trained: Tokenizer, tmp_path: Path) -> None:
-    source, copy = tmp_path / "source", tmp_path / "copy"
-    source.mkdir()
-    copy.mkdir()
-    (source / "tokenizer.json").write_text(trained.file_text.replace("<|endoftext|>", "<stop>"))
-    with pytest.raises(UserError, match="no end-of-text token"):
-        load_tokenizer(source)
-    config = json.dumps({"eos_token": {"content": "<stop>"}})
-    (source / "tokenizer_config.json").write_text(config)
-    loaded = load_tokenizer(source)
-    assert loaded.eot_id == VOCAB_SIZE - 1
-    assert loaded.eot_id not in loaded.encode("a <stop> b")
-    loaded.save(copy)
-    assert load_tokenizer(copy).fingerprint == loaded.fingerprint
 
 
 def test_gpt2_without_its_files_names_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

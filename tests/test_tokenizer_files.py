@@ -174,17 +174,6 @@ def test_transformers_gives_the_same_ids_for_any_text(
         assert opened[kind].decode(ids) == tokenizers[kind].decode(ids)
 
 
-@settings(max_examples=200)
-@given(draw=st.data())
-def test_transformers_decodes_any_ids(
-    tokenizers: dict[str, Tokenizer], opened: dict[str, Any], draw: st.DataObject
-) -> None:
-    for kind, tokenizer in tokenizers.items():
-        every = st.integers(0, tokenizer.vocab_size - 1)
-        ids = draw.draw(st.lists(every, max_size=20))
-        assert opened[kind].decode(ids) == tokenizer.decode(ids)
-
-
 def test_transformers_knows_size_and_special_tokens(
     kind: str, tokenizers: dict[str, Tokenizer], opened: dict[str, Any]
 ) -> None:
@@ -217,21 +206,6 @@ def test_an_unknown_character_is_an_error_there_too(
         tokenizers["chars"].encode("thę")
     with pytest.raises(Exception, match=r"Missing \[UNK\] token"):
         opened["chars"].encode("thę")
-
-
-def test_a_model_config_beside_them_changes_nothing(
-    tokenizers: dict[str, Tokenizer], tmp_path: Path
-) -> None:
-    """transformers chooses the class also by `model_type`, and some classes know better."""
-    text = "".join(NASTY.values())
-    for model_type in ("gpt2", "llama", "mistral", "qwen3", "nanochat"):
-        for kind in ("chars", "bpe"):
-            folder = tmp_path / f"{model_type} {kind}"
-            folder.mkdir()
-            save_tokenizer(tokenizers[kind], folder, BLOCK_SIZE)
-            (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-            theirs = transformers.AutoTokenizer.from_pretrained(folder)
-            assert theirs.encode(text) == tokenizers[kind].encode(text), (model_type, kind)
 
 
 # --------------------------------------------------------------------------- read back
@@ -286,17 +260,6 @@ def test_gpt2_is_known_in_the_form_of_its_first_publication(
     content["added_tokens"][0]["normalized"] = True
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
-    assert equal(load_tokenizer(tmp_path), gpt2_vocabulary)
-
-
-@pytest.mark.usefixtures("no_tiktoken_files")
-def test_gpt2_is_known_as_transformers_own_class_saves_it(
-    gpt2_vocabulary: Tokenizer, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    theirs = transformers.GPT2Tokenizer.from_pretrained(folders["gpt2"])
-    text = "".join(NASTY.values())
-    assert theirs.encode(text) == gpt2_vocabulary.encode(text)
-    theirs.save_pretrained(tmp_path)
     assert equal(load_tokenizer(tmp_path), gpt2_vocabulary)
 
 

@@ -34,14 +34,14 @@ PATTERN = "|".join(
 PIECE_CHARACTERS = 65_536
 # Assumption: longer repeats are rulers and binary blobs, on which a vocabulary would be wasted.
 TOKEN_BYTES = 64
-LONGEST = 1 << 28  # characters without a place to cut; assumption: longer is no text
+LONGEST = 1 << 28  # characters that cannot be cut; assumption: longer is no text
 
 # No token of `PATTERN` or of GPT-2's reaches from a non-space over a space, or from one line end
 # to a non-space: a text may be cut after such a line end and before such a space. Nor does one
 # reach from a letter to what is none: text without spaces, as Chinese, is cut before its
 # punctuation and its white space. These letters and signs are such in any version of Unicode.
 LINE = re.compile(r"\S(?=\n\S)")
-PLACE = re.compile(
+CUT = re.compile(
     r"\S(?=[\n ]\S)|[A-Za-zぁ-ゖァ-ヺ一-龥](?=[\u3000-\u3002\uff01\uff0c\uff1a\uff1b\uff1f]|\s\s)"
 )
 
@@ -190,8 +190,8 @@ def byte_chars() -> list[str]:
     """The character by which the byte-level scheme spells each byte (GPT-2's encoder.py)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
-    spelled = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-    return [spelled[b] for b in range(256)]
+    chars = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    return [chars[b] for b in range(256)]
 
 
 def clean(text: str) -> str:
@@ -204,7 +204,7 @@ def clean(text: str) -> str:
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
-    """`text` in pieces of `size` to twice `size` characters, as far as there are places to cut;
+    """`text` in pieces of `size` to twice `size` characters, where it can be cut;
     their tokens are those of the whole (see `find_cut`).
     """
     return stream_pieces((text,), size)
@@ -242,8 +242,8 @@ def find_cut(text: str, start: int, size: int) -> int:
     """Where the piece that begins at `start` ends; 0 when `text` does not reach that far.
 
     It is after the first line end between two non-spaces in the second `size` characters; if there
-    is none, then at the next such line end or other `PLACE`.
+    is none, then at the next such line end or other `CUT`.
     """
     begin, end = start + size - 1, start + 2 * size
-    found = LINE.search(text, begin, end) or PLACE.search(text, end - 1)
+    found = LINE.search(text, begin, end) or CUT.search(text, end - 1)
     return found.end() + bool(LINE.match(text, found.end() - 1)) if found else 0

@@ -54,43 +54,38 @@ class TokenFile:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A folder, here or remote, of which `fetch` brings files here."""
+class DataFolder:
+    """A folder, here or remote, of which `fetch` brings files here by name."""
 
-    folder: Path
+    path: Path
     sizes: Mapping[str, int]
+    """Bytes of each file."""
     fetch: Callable[[str], Path]
-    remote: bool
+    store: Store | None = None
+    """Where shards are downloaded from; None: they are here."""
 
 
-def open_foreign(
-    folder: Path,
-    sizes: Mapping[str, int],
-    fetch: Callable[[str], Path],
-    split: str,
-    tokenizer: str | None,
-    store: Store | None = None,
-) -> tuple[Split, Tokenizer]:
-    """A split of a folder that another project wrote, and the tokenizer that made it.
+def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple[Split, Tokenizer]:
+    """Open a split of a folder that another project wrote, and the tokenizer that made it.
 
-    `sizes`: bytes of each file. `fetch` gives the file of a name. `tokenizer`: gpt2, bytes or a
-    path, for files that do not tell it. With a `store` only the first shard of each series is
-    fetched. Raises `DataError` for files that are no tokens of one format, `UserError` when the
-    tokenizer is not known.
+    `tokenizer`: gpt2, bytes or a path, for files that do not name theirs. Of a remote folder only
+    the first shard of each series is downloaded. Raises `DataError` for files that are not tokens
+    of one format, `UserError` when the tokenizer is not known.
     """
-    place = Place(folder, sizes, fetch, store is not None)
-    files = find(place, split)
-    made_by = find_tokenizer(place, files, tokenizer)
+    files = find(folder, split)
+    made_by = find_tokenizer(folder, files, tokenizer)
     dtypes = {file.dtype or token_dtype(made_by.vocab_size): file.name for file in files}
     if len(dtypes) > 1:
         several = ", ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
-        raise DataError(f"{folder} holds {split} shards of several types: {several}; part them")
+        raise DataError(
+            f"{folder.path} holds {split} shards of several types: {several}; part them"
+        )
     (dtype,) = dtypes
     unsigned = np.dtype(f"<u{dtype.itemsize}")
-    tags: Mapping[str, str] = getattr(store, "tags", {})
+    tags: Mapping[str, str] = getattr(folder.store, "tags", {})
     shards, content = [], []
     for file in files:
-        tokens = count(folder, file, dtype)
+        tokens = count(folder.path, file, dtype)
         if not tokens:
             continue
         shards.append(Shard(file.name, tokens, offset=file.offset))
@@ -98,15 +93,15 @@ def open_foreign(
         if blocks:
             check_ids(file, blocks, unsigned, made_by.vocab_size)
         digest = hashlib.sha256(b"".join(blocks)).hexdigest()
-        tag = tags.get(file.name, "")
-        content.append([file.name, file.size, tag, digest] if store else [tokens, digest])
+        remote = [file.name, file.size, tags.get(file.name, ""), digest]
+        content.append(remote if folder.store else [tokens, digest])
     if not shards:
-        raise DataError(f"the {split} shards of {folder} are all empty; make them again")
-    told = json.dumps([made_by.fingerprint, content])
+        raise DataError(f"the {split} shards of {folder.path} are all empty; make them again")
+    identity = json.dumps([made_by.fingerprint, content])
     opened = Split(
-        *(folder, split, tuple(shards), unsigned, made_by.vocab_size, made_by.eot_id),
-        *(made_by.kind, made_by.fingerprint, hashlib.sha256(told.encode()).hexdigest()),
-        *(np.array([shard.tokens for shard in shards], np.int64), store),
+        *(folder.path, split, tuple(shards), unsigned, made_by.vocab_size, made_by.eot_id),
+        *(made_by.kind, made_by.fingerprint, hashlib.sha256(identity.encode()).hexdigest()),
+        *(np.array([shard.tokens for shard in shards], np.int64), folder.store),
     )
     return opened, made_by
 
@@ -114,25 +109,25 @@ def open_foreign(
 # --------------------------------------------------------------------------- which files
 
 
-def find(place: Place, split: str) -> list[TokenFile]:
+def find(folder: DataFolder, split: str) -> list[TokenFile]:
     """The token files of a split in order, all of one project's format."""
     pattern = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
-    named = (name for name in place.sizes if name.endswith(ENDINGS) and pattern.fullmatch(name))
+    named = (name for name in folder.sizes if name.endswith(ENDINGS) and pattern.fullmatch(name))
     candidates = sorted(named, key=natural)
-    files = list(describe(place, of_split(candidates, split)))
+    files = list(describe(folder, of_split(candidates, split)))
     if not files:
         remedy = "; set data.val to a folder that has them" if split == "val" else ""
         raise DataError(
-            f"{place.folder} has no {INDEX}, and no {split} shards of another project that are "
+            f"{folder.path} has no {INDEX}, and no {split} shards of another project that are "
             "read: train.bin and val.bin of nanoGPT, .bin of llm.c and modded-nanogpt, .npy of "
             f"build-nanogpt, .ds of datatrove, with {split} as a word of the name (of letters, "
             f"digits, '.', '_', '-'); it has: {', '.join(candidates[:5]) or 'none'}{remedy}"
         )
     projects = {file.project: file.name for file in files}
     if len(projects) > 1:
-        told = ", ".join(f"{project} ({name})" for project, name in projects.items())
+        several = ", ".join(f"{project} ({name})" for project, name in projects.items())
         raise DataError(
-            f"{place.folder} holds {split} shards of several formats: {told}; part them"
+            f"{folder.path} holds {split} shards of several formats: {several}; part them"
         )
     return files
 
@@ -144,7 +139,7 @@ def natural(name: str) -> tuple[list[str | int], str]:
 
 
 def split_of(name: str) -> str | None:
-    """val, train or test as the words of a file name tell; None when they do not."""
+    """val, train or test, by the words of a file name; None when there are none."""
     words = set(re.split(r"[^a-z]+", name.lower()))
     if words & {"val", "valid", "validation"} or ("test" in words and name.endswith(".ds")):
         return "val"
@@ -153,23 +148,23 @@ def split_of(name: str) -> str | None:
 
 def of_split(names: Sequence[str], split: str) -> list[str]:
     """Files of a split; datatrove, which has none, and a folder without any hold train."""
-    said = {split_of(name) for name in names}
+    splits = {split_of(name) for name in names}
     chosen = [name for name in names if split_of(name) == split]
     if chosen or split != "train":
         return chosen
-    silent = [name for name in names if split_of(name) is None]
-    return [name for name in silent if name.endswith(".ds") or not any(said)]
+    others = [name for name in names if split_of(name) is None]
+    return [name for name in others if name.endswith(".ds") or not any(splits)]
 
 
-def describe(place: Place, names: Sequence[str]) -> Iterator[TokenFile]:
-    """What each file says; of a remote place, the first of a series speaks for the others."""
+def describe(folder: DataFolder, names: Sequence[str]) -> Iterator[TokenFile]:
+    """The header of each file; of a remote folder, the first of a series stands for the others."""
     series: dict[str, TokenFile | None] = {}
     for name in names:
         key = re.sub("[0-9]+", "0", name)
-        if not place.remote or key not in series:
-            series[key] = file = read_header(place, name)
+        if not folder.store or key not in series:
+            series[key] = file = read_header(folder, name)
         elif file := series[key]:
-            file = replace(file, name=name, size=place.sizes[name], tokens=None, path=None)
+            file = replace(file, name=name, size=folder.sizes[name], tokens=None, path=None)
         if file:
             yield file
 
@@ -177,11 +172,11 @@ def describe(place: Place, names: Sequence[str]) -> Iterator[TokenFile]:
 # --------------------------------------------------------------------------- the formats
 
 
-def read_header(place: Place, name: str) -> TokenFile | None:
+def read_header(folder: DataFolder, name: str) -> TokenFile | None:
     """What a file says of its tokens; None when it holds something else."""
     if name.endswith(".ds"):
-        return datatrove(place, name)
-    path, size = place.fetch(name), place.sizes[name]
+        return datatrove(folder, name)
+    path, size = folder.fetch(name), folder.sizes[name]
     if name.endswith(".bin"):
         return bin_file(path, name, size)
     dtype, tokens, offset = npy_header(path)
@@ -212,25 +207,25 @@ def bin_file(path: Path, name: str, size: int) -> TokenFile | None:
     return raw
 
 
-def datatrove(place: Place, name: str) -> TokenFile:
+def datatrove(folder: DataFolder, name: str) -> TokenFile:
     """A .ds file, by its .metadata (tokenizer|token size, then tokens) and .index (uint64 ends)."""
-    path = None if place.remote else place.fetch(name)
-    file = TokenFile(name, place.sizes[name], "datatrove .ds", path=path)
-    if f"{name}.metadata" in place.sizes:
-        path = place.fetch(f"{name}.metadata")
-        length = min(place.sizes[f"{name}.metadata"], BLOCK)
+    path = None if folder.store else folder.fetch(name)
+    file = TokenFile(name, folder.sizes[name], "datatrove .ds", path=path)
+    if f"{name}.metadata" in folder.sizes:
+        path = folder.fetch(f"{name}.metadata")
+        length = min(folder.sizes[f"{name}.metadata"], BLOCK)
         lines = read_at(path, 0, length).decode("utf-8", "replace").splitlines()
-        told = re.fullmatch(r"(.*?)(?:\|([0-9]+))?", lines[0] if lines else "")
-        if not told or told[2] not in (None, "2", "4"):
+        described = re.fullmatch(r"(.*?)(?:\|([0-9]+))?", lines[0] if lines else "")
+        if not described or described[2] not in (None, "2", "4"):
             begin = lines[0][:80]
             raise DataError(f"{path} begins with {begin!r}; expected tokenizer|2 or tokenizer|4")
         tokens = int(lines[1]) if lines[1:] and re.fullmatch("[0-9]{1,18}", lines[1]) else None
-        dtype = np.dtype(f"<u{told[2]}") if told[2] else None
-        named = None if told[1].startswith("Unknown Tokenizer") else told[1] or None
+        dtype = np.dtype(f"<u{described[2]}") if described[2] else None
+        named = None if described[1].startswith("Unknown Tokenizer") else described[1] or None
         file = replace(file, dtype=dtype, tokens=tokens, tokenizer=named)
-    size = place.sizes.get(f"{name}.index", 0)
-    if size >= 8 and not (place.remote and file.dtype):
-        path = place.fetch(f"{name}.index")
+    size = folder.sizes.get(f"{name}.index", 0)
+    if size >= 8 and not (folder.store and file.dtype):
+        path = folder.fetch(f"{name}.index")
         tokens = int.from_bytes(read_at(path, size - 8, 8), "little")
         if file.tokens not in (None, tokens):
             raise DataError(f"{path} ends at token {tokens}, its .metadata says {file.tokens}")
@@ -297,20 +292,20 @@ def check_ids(file: TokenFile, blocks: list[bytes], dtype: np.dtype[Any], vocab_
 # --------------------------------------------------------------------------- tokenizers
 
 
-def find_tokenizer(place: Place, files: Sequence[TokenFile], spec: str | None) -> Tokenizer:
+def find_tokenizer(folder: DataFolder, files: Sequence[TokenFile], spec: str | None) -> Tokenizer:
     """The folder's tokenizer, else the one of data.tokenizer, else what the files name."""
     given = named_tokenizer(spec) if spec else None
     beside: Tokenizer | None = None
-    if META in place.sizes:
-        beside = CharsTokenizer(read_vocabulary(place.fetch(META)))
-    elif TOKENIZER in place.sizes:
-        if CONFIG in place.sizes:
-            place.fetch(CONFIG)
-        beside = load_tokenizer(place.fetch(TOKENIZER))
+    if META in folder.sizes:
+        beside = CharsTokenizer(read_vocabulary(folder.fetch(META)))
+    elif TOKENIZER in folder.sizes:
+        if CONFIG in folder.sizes:
+            folder.fetch(CONFIG)
+        beside = load_tokenizer(folder.fetch(TOKENIZER))
     if beside and given and beside.fingerprint != given.fingerprint:
         raise DataError(
-            f"data.tokenizer is {spec}, another than {META if META in place.sizes else TOKENIZER} "
-            f"in {place.folder} ({beside.kind} of {beside.vocab_size} tokens); leave data.tokenizer"
+            f"data.tokenizer is {spec}, another than {META if META in folder.sizes else TOKENIZER} "
+            f"in {folder.path} ({beside.kind} of {beside.vocab_size} tokens); leave data.tokenizer"
             " out, or remove the file"
         )
     if known := beside or given:
@@ -319,8 +314,8 @@ def find_tokenizer(place: Place, files: Sequence[TokenFile], spec: str | None) -
     if named <= GPT2:
         return load_gpt2()
     (name, *_) = sorted(str(name) for name in named - GPT2)
-    said = "do not say their tokenizer" if None in named else f"name the tokenizer {name!r}"
+    which = "do not say their tokenizer" if None in named else f"name the tokenizer {name!r}"
     raise UserError(
-        f"{place.folder} holds token shards of another project, which {said}; set data.tokenizer "
+        f"{folder.path} holds token shards of another project, which {which}; set data.tokenizer "
         "to gpt2, bytes or the path of a tokenizer.json"
     )

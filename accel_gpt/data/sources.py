@@ -6,7 +6,7 @@ from pathlib import Path
 
 from accel_gpt.config.data import DataConfig, TextStream, Weighted
 from accel_gpt.data.cache import RemoteFolder
-from accel_gpt.data.foreign import open_foreign
+from accel_gpt.data.foreign import DataFolder, open_foreign
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import INDEX, Split, open_split, read_index
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
@@ -59,8 +59,8 @@ def open_data(
     if is_url(path):
         remote = RemoteFolder(path, data.cache_dir, data.cache_gb)
         if not remote.has(INDEX):
-            listed, folder = remote.sizes(), remote.folder
-            return open_foreign(folder, listed, remote.fetch, split, data.tokenizer, remote)
+            theirs = DataFolder(remote.folder, remote.sizes(), remote.fetch, remote)
+            return open_foreign(theirs, split, data.tokenizer)
         for name in (INDEX, "tokenizer.json", "tokenizer_config.json"):
             if remote.has(name):
                 remote.fetch(name)
@@ -69,7 +69,7 @@ def open_data(
     folder = Path(path)
     if folder.is_dir() and not (folder / INDEX).exists():
         sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
-        return open_foreign(folder, sizes, folder.joinpath, split, data.tokenizer)
+        return open_foreign(DataFolder(folder, sizes, folder.joinpath), split, data.tokenizer)
     read_index(folder)
     return same_folder(open_split(folder, split), known or load_tokenizer(folder))
 

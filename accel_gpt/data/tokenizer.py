@@ -52,7 +52,7 @@ class Tokenizer(ABC):
     fingerprint: str
     """SHA-256 (hex) of kind, vocabulary, pattern and special tokens."""
     config: Mapping[str, Any] = MappingProxyType({})
-    """What tokenizer_config.json and chat_template.jinja said: kept for others, none of our ids."""
+    """tokenizer_config.json and chat_template.jinja: kept for others, they decide no id."""
     sizes: NDArray[np.int64]
     """What `token_bytes` gives."""
     bytes_add_up = True
@@ -150,8 +150,8 @@ class BytesTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The bytes as UTF-8."""
-        spelled = (EOT.encode() if i == 256 else bytes([i]) for i in ids)
-        return b"".join(spelled).decode("utf-8", "replace")
+        parts = (EOT.encode() if i == 256 else bytes([i]) for i in ids)
+        return b"".join(parts).decode("utf-8", "replace")
 
 
 class CharsTokenizer(Tokenizer):
@@ -174,7 +174,7 @@ class CharsTokenizer(Tokenizer):
         return tokenizer_json.chars_content(self.chars)
 
     def encode_array(self, text: str) -> Ids:
-        """Place of each character; `UserError` for one that is not there."""
+        """Id of each character; `UserError` for one that has none."""
         codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
         ids: Ids = self.ids[np.minimum(codes, len(self.ids) - 1)]
         unknown = np.flatnonzero(ids == self.vocab_size)
@@ -186,7 +186,7 @@ class CharsTokenizer(Tokenizer):
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The characters at these places."""
+        """The characters of these ids."""
         return "".join(self.chars[i] for i in ids)
 
 
@@ -209,7 +209,9 @@ class RankTokenizer(Tokenizer):
     def file_content(self) -> dict[str, Any]:
         """That of GPT-2, from tiktoken's ranks; takes about a second."""
         token = self.encoding.decode_single_token_bytes
-        vocabulary = tokenizer_json.spelled([token(i) for i in range(self.encoding.eot_token)])
+        vocabulary = tokenizer_json.byte_level_tokens(
+            [token(i) for i in range(self.encoding.eot_token)]
+        )
         return tokenizer_json.gpt2_content(vocabulary, tokenizer_json.merges_of(vocabulary))
 
     def encode_array(self, text: str) -> Ids:
@@ -303,7 +305,7 @@ class HFTokenizer(Tokenizer):
         sizes = np.zeros(self.vocab_size, np.int64)
         byte_level = '"ByteLevel"' in json.dumps(decoder)
         for token, i in self.tokenizer.get_vocab(with_added_tokens=False).items():
-            sizes[i] = len(token) if byte_level else len(spoken(token).encode())
+            sizes[i] = len(token) if byte_level else len(plain_text(token).encode())
         for i, added in self.tokenizer.get_added_tokens_decoder().items():
             sizes[i] = 0 if added.special else len(added.content.encode())
         sizes[self.eot_id] = 0
@@ -317,15 +319,15 @@ class HFTokenizer(Tokenizer):
             return False
 
 
-def spoken(token: str) -> str:
+def plain_text(token: str) -> str:
     """Text of a SentencePiece or WordPiece token; one character for one that stands for a byte."""
     return re.sub(r"^<0x..>$|\u2581", " ", token).removeprefix("##")
 
 
 def digest(kind: str, pattern: str, specials: list[str], vocabulary: Iterable[bytes]) -> str:
     """SHA-256 (hex) of everything that decides which ids a text gets."""
-    spelled = [token.hex() for token in vocabulary]
-    return hashlib.sha256(json.dumps([kind, pattern, specials, spelled]).encode()).hexdigest()
+    tokens = [token.hex() for token in vocabulary]
+    return hashlib.sha256(json.dumps([kind, pattern, specials, tokens]).encode()).hexdigest()
 
 
 # --------------------------------------------------------------------------- making and loading

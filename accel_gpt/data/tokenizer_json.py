@@ -1,4 +1,4 @@
-"""Bytes, chars and GPT-2 in the format of Hugging Face `tokenizers`: written, and told from others.
+"""Bytes, chars and GPT-2 in the format of Hugging Face `tokenizers`: written and recognized.
 
 Also what lies beside a tokenizer.json: tokenizer_config.json and chat_template.jinja, or, in place
 of it, GPT-2's vocab.json and merges.txt.
@@ -69,8 +69,8 @@ def read_config(where: Path) -> dict[str, Any]:
     config: dict[str, Any] = {}
     if path.is_file():
         try:
-            said = read_json(path, any_number=True)  # model_max_length may be 1e30, digit by digit
-            config = {key: value for key, value in said.items() if key not in LEFT_OUT}
+            found = read_json(path, any_number=True)  # model_max_length may be 1e30, digit by digit
+            config = {key: value for key, value in found.items() if key not in LEFT_OUT}
         except (ValueError, AttributeError):
             raise DataError(f"{path} is not valid JSON; repair or remove it") from None
     if template.is_file():
@@ -164,7 +164,7 @@ def with_eot_in_vocabulary(content: dict[str, Any]) -> dict[str, Any]:
     return content | {"model": {**model, "ignore_merges": False, "vocab": vocabulary}}
 
 
-def spelled(vocabulary: Sequence[bytes]) -> list[str]:
+def byte_level_tokens(vocabulary: Sequence[bytes]) -> list[str]:
     """Tokens in byte-level spelling."""
     chars = bpe.byte_chars()
     return ["".join(chars[byte] for byte in token) for token in vocabulary]
@@ -193,7 +193,7 @@ def last_merge(token: str, rank: Mapping[str, int]) -> list[str]:
     return parts
 
 
-# --------------------------------------------------------------------------- told from others
+# --------------------------------------------------------------------------- recognized
 
 
 def is_bytes(content: Any) -> bool:

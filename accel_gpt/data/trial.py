@@ -43,9 +43,9 @@ def find_problem(text: str) -> str | None:
         )
     except subprocess.TimeoutExpired:
         return f"encoding a short text with it took more than {6 * SECONDS} s"
-    told = done.stdout.decode("utf-8", "replace").strip()
+    answer = done.stdout.decode("utf-8", "replace").strip()
     if done.returncode == 0:
-        return told or None
+        return answer or None
     return (
         "encoding a short text with it took too long or too much memory, or ended the process "
         f"(code {done.returncode})"
@@ -116,23 +116,23 @@ def dropped(tokenizer: Any, parts: dict[str, Any]) -> str | None:
     for name, _ in steps:
         for part in objects(parts[name]):
             removes = part.get("content") == "" or part.get("behavior") == "Removed"
-            if removes and not part.get("invert") and (found := spelled_out(part.get("pattern"))):
+            if removes and not part.get("invert") and (found := words_of(part.get("pattern"))):
                 return f"its {name} drops {found[:20]!r}, {LOST}"
     return None
 
 
 def try_runs(tokenizer: Any, parts: dict[str, Any]) -> None:
     """Encode long runs of the characters of its expressions, which a costly one shows at."""
-    spelled = "".join((*patterns(parts, "Regex"), *patterns(parts, "String")))[:200]
-    runs = [c * RUN for c in dict.fromkeys(spelled + "a0 \n_.\u00e9")]
-    for probe in [(spelled * RUN)[:RUN], *runs]:
+    characters = "".join((*patterns(parts, "Regex"), *patterns(parts, "String")))[:200]
+    runs = [c * RUN for c in dict.fromkeys(characters + "a0 \n_.\u00e9")]
+    for probe in [(characters * RUN)[:RUN], *runs]:
         for end in ("", "\x00", "!b\n"):
             with contextlib.suppress(Exception):  # of a character that it does not know
                 ids = tokenizer.encode(probe + end, add_special_tokens=False).ids
                 tokenizer.decode(ids[:RUN])
 
 
-def spelled_out(pattern: Any) -> str:
+def words_of(pattern: Any) -> str:
     """A pattern with letters or digits beside its classes and escapes, as `cat`; else nothing."""
     if not isinstance(pattern, dict):
         return ""

@@ -1,4 +1,4 @@
-"""Headless Chromium for tests, spoken to over pipes in its DevTools protocol.
+"""Headless Chromium for tests, controlled over pipes by its DevTools protocol.
 
 https://chromedevtools.github.io/devtools-protocol: `--remote-debugging-pipe` reads commands from
 descriptor 3 and writes answers and events to 4, each a JSON text that ends with a zero byte.
@@ -25,7 +25,7 @@ OPTIONS = (
 
 
 class Browser:
-    """One page. `errors` holds what its console called one; `requests` the URLs it asked for."""
+    """One page. `errors` holds the errors of its console, `requests` the URLs that it requested."""
 
     def __init__(self, profile: Path, width: int = 1280, height: int = 1000) -> None:
         self.errors: list[str] = []
@@ -36,14 +36,14 @@ class Browser:
     def __enter__(self) -> Self:
         assert CHROMIUM
         (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
-        lent = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (theirs_in, theirs_out)]
-        plumbing = f'exec "$@" 3<&{lent[0]} 4>&{lent[1]}'
+        copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (theirs_in, theirs_out)]
+        plumbing = f'exec "$@" 3<&{copies[0]} 4>&{copies[1]}'
         window = f"--window-size={self.size[0]},{self.size[1]}"
         command = [CHROMIUM, *OPTIONS, window, f"--user-data-dir={self.profile}", "about:blank"]
         self.process = subprocess.Popen(
-            ["bash", "-c", plumbing, "bash", *command], pass_fds=lent, stderr=subprocess.DEVNULL
+            ["bash", "-c", plumbing, "bash", *command], pass_fds=copies, stderr=subprocess.DEVNULL
         )
-        for fd in (theirs_in, theirs_out, *lent):
+        for fd in (theirs_in, theirs_out, *copies):
             os.close(fd)
         self.out = os.fdopen(ours_out, "wb", buffering=0)
         self.thread = threading.Thread(target=self.read, args=(ours_in,), daemon=True)
@@ -56,7 +56,7 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.out.close()  # which ends it
+        self.out.close()  # which ends the browser
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -65,34 +65,34 @@ class Browser:
         self.thread.join(10)
 
     def read(self, fd: int) -> None:
-        """Sort what the browser says."""
+        """Read answers and events until the browser ends."""
         rest = b""
         with os.fdopen(fd, "rb", buffering=0) as file:
             while part := file.read(1 << 16):
                 *messages, rest = (rest + part).split(b"\0")
                 for message in messages:
-                    self.take(json.loads(message))
+                    self.handle(json.loads(message))
 
-    def take(self, message: dict[str, Any]) -> None:
-        """An answer, or an event that matters."""
-        given = message.get("params", {})
+    def handle(self, message: dict[str, Any]) -> None:
+        """Queue an answer; keep errors and requests."""
+        event = message.get("params", {})
         match message.get("method"):
             case None:
                 self.answers.put(message)
-            case "Runtime.consoleAPICalled" if given["type"] in ("error", "assert"):
-                parts = (part.get("value", part.get("description")) for part in given["args"])
+            case "Runtime.consoleAPICalled" if event["type"] in ("error", "assert"):
+                parts = (part.get("value", part.get("description")) for part in event["args"])
                 self.errors.append(" ".join(map(str, parts)))
             case "Runtime.exceptionThrown":
-                details = given["exceptionDetails"]
-                told = details.get("exception", {}).get("description", details["text"])
-                self.errors.append(told)
-            case "Log.entryAdded" if given["entry"]["level"] == "error":
-                self.errors.append(f"{given['entry']['text']} {given['entry'].get('url', '')}")
+                details = event["exceptionDetails"]
+                text = details.get("exception", {}).get("description", details["text"])
+                self.errors.append(text)
+            case "Log.entryAdded" if event["entry"]["level"] == "error":
+                self.errors.append(f"{event['entry']['text']} {event['entry'].get('url', '')}")
             case "Network.requestWillBeSent":
-                self.requests.append(given["request"]["url"])
+                self.requests.append(event["request"]["url"])
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
-        """The answer to a command."""
+        """Send a command; returns its answer."""
         self.sent += 1
         message = {"id": self.sent, "method": method, "params": params}
         if self.session:
@@ -105,19 +105,19 @@ class Browser:
         return result
 
     def open(self, url: str) -> None:
-        """Go to a page, and wait until the document is there."""
+        """Open a page and wait until it is loaded."""
         self.send("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page; of a promise, what it gives."""
-        asked = {"expression": expression, "returnByValue": True, "awaitPromise": True}
-        answer = self.send("Runtime.evaluate", **asked)
+        """The value of a JavaScript expression in the page, or of the promise that it returns."""
+        options = {"expression": expression, "returnByValue": True, "awaitPromise": True}
+        answer = self.send("Runtime.evaluate", **options)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def wait_for(self, expression: str, seconds: float = 120) -> Any:
-        """The value of an expression as soon as it is truthy."""
+        """Wait until an expression is truthy; returns its value."""
         deadline = time.monotonic() + seconds
         while not (value := self.evaluate(expression)):
             assert time.monotonic() < deadline, f"{expression} is {value!r}; {self.errors}"
@@ -125,10 +125,10 @@ class Browser:
         return value
 
     def emulate(self, **features: str) -> None:
-        """Media features, as `prefers_color_scheme="dark"`."""
+        """Set media features, such as `prefers_color_scheme="dark"`."""
         listed = [{"name": k.replace("_", "-"), "value": v} for k, v in features.items()]
         self.send("Emulation.setEmulatedMedia", features=listed)
 
     def screenshot(self, path: Path) -> None:
-        """What can be seen, as PNG."""
+        """Write what is visible as PNG."""
         path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))

@@ -35,7 +35,7 @@ DRAWN = """[...document.querySelectorAll('.plot')].map((plot) => {
 
 
 def rich(step: int) -> dict[str, float]:
-    """A record with a figure for every plot."""
+    """A record with a value for every plot."""
     found = record(
         step, **{"perf/mfu": 0.4, "train/skipped": step // 15, "train/spikes": step // 25}
     )
@@ -47,7 +47,7 @@ def rich(step: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Addresses of a report of one run and of one of two."""
+    """URLs of a report of one run and of a report of two."""
     folder = tmp_path_factory.mktemp("reports")
     records = [rich(step) for step in range(1, 41)]
     launches = [{**LAUNCH, "step": step} for step in (0, 17)]
@@ -55,10 +55,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     two = make_run(folder / "two </script><b>", records[:20], seed=2)
     reference = folder / "curve.json"
     reference.write_text(json.dumps(curve_of(*open_runs([str(one)]))))
-    given = ["--reference", str(reference), "--out"]
+    options = ["--reference", str(reference), "--out"]
     for runs, name in (([one], "one.html"), ([one, two], "two.html")):
-        asked = ["report", *map(str, runs), *given, str(folder / name)]
-        assert run_here(cli.dispatch, asked) == 0
+        words = ["report", *map(str, runs), *options, str(folder / name)]
+        assert run_here(cli.dispatch, words) == 0
     return {name: (folder / f"{name}.html").as_uri() for name in ("one", "two")}
 
 
@@ -80,7 +80,7 @@ def show(browser: Browser, url: str, theme: str = "light", width: int = 1280) ->
 
 
 def check_plots(browser: Browser) -> None:
-    """Every plot has its curves and ticks, all of them to be seen."""
+    """Every plot has its curves and ticks, none cut off."""
     plots = browser.evaluate(DRAWN)
     assert [plot["name"] for plot in plots] == [*PANELS, "memory"]
     for plot in plots:
@@ -162,9 +162,9 @@ def test_crosshair_zoom_and_legend(browser: Browser, pages: dict[str, str]) -> N
 
 def test_a_real_run(small_run: Callable[..., list[str]], browser: Browser, tmp_path: Path) -> None:
     """`accel-gpt train`, then `accel-gpt report`, as a user types them."""
-    words = [sys.executable, "-m", "accel_gpt.cli"]
-    for asked in (["train", *small_run()], ["report", str(tmp_path / "run")]):
-        subprocess.run([*words, *asked], check=True, capture_output=True)
+    program = [sys.executable, "-m", "accel_gpt.cli"]
+    for words in (["train", *small_run()], ["report", str(tmp_path / "run")]):
+        subprocess.run([*program, *words], check=True, capture_output=True)
     launch = json.loads((tmp_path / "run" / "run.json").read_text())["launches"][0]
     assert " train " in launch["command"]
     assert launch["model"]["vocab_size"] == 257

@@ -56,9 +56,13 @@ def build_page(runs: Sequence[Run], reference: Mapping[str, Any] | None) -> str:
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     style, script = ((HERE / f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
     return environment.get_template("page.html").render(
-        **{"runs": runs, "reference": reference, "version": __version__},
-        **{"style": style, "style_hash": content_hash(style)},
-        **{"script": script, "script_hash": content_hash(script)},
+        runs=runs,
+        reference=reference,
+        version=__version__,
+        style=style,
+        style_hash=content_hash(style),
+        script=script,
+        script_hash=content_hash(script),
         data=payload(runs, reference),
         results=results(runs[0]),
         comparison=comparison(runs),
@@ -220,7 +224,9 @@ def hardware(run: Run) -> str:
     parts = [f"{processes} x {' '.join(device.split())}"]
     if isinstance(threads, int) and "cpu" in str(torch):
         parts.append(plural(threads, "thread"))
-    return ", ".join([*parts, f"precision {run.last_launch('mixed_precision')}", f"torch {torch}"])
+    precision = run.last_launch("mixed_precision")
+    parts.append(f"precision {'fp32' if precision == 'no' else precision}")
+    return ", ".join([*parts, f"torch {torch}"])
 
 
 def evaluations(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:

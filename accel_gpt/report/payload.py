@@ -45,18 +45,12 @@ class Panel:
         return found
 
 
-LOSS = Panel(
-    *("loss", "Loss", "nats per token", ("train/loss", "eval/train_loss", "eval/val_loss")),
-    smooth=True,
-    low=True,
-)
+LOSSES = ("train/loss", "eval/train_loss", "eval/val_loss")
+LOSS = Panel("loss", "Loss", "nats per token", LOSSES, smooth=True, low=True)
 PANELS = (
     LOSS,
     Panel("val_sets", "Val loss by set", "nats per token", ("eval/val_loss/",), low=True),
-    Panel(
-        *("bits_per_byte", "Val bits per byte", "bits per byte", ("eval/val_bits_per_byte",)),
-        low=True,
-    ),
+    Panel("bits_per_byte", "Val bits per byte", "", ("eval/val_bits_per_byte",), low=True),
     Panel("hellaswag", "HellaSwag", "% acc_norm", ("eval/hellaswag_acc_norm",), factor=100),
     Panel("lr", "Learning rate", "", ("train/lr",)),
     Panel("grad_norm", "Gradient norm", "", ("train/grad_norm",), log=True, smooth=True),
@@ -105,28 +99,32 @@ def panel_entry(
     """One plot of runs by their names."""
     keys = list(dict.fromkeys(key for metrics in runs.values() for key in panel.present(metrics)))
     keys.sort(key=lambda key: panel.keys.index(key) if key in panel.keys else 0)
-    curves = []
+    curves, single = [], len(runs) == 1
     for key in keys:
         name = key_name(key) if len(panel.keys) > 1 or key not in panel.keys else ""
         dots = key.startswith("eval/") and key != "eval/train_loss"
         for number, (run, metrics) in enumerate(runs.items()):
             if key not in metrics.columns:
                 continue
-            one = len(runs) == 1
-            curves.append(
-                {
-                    **{"run": number, "key": key, "name": name},
-                    "label": name if one else ", ".join(filter(None, (run, name))),
-                    "color": color(panel, key, keys) if one else number,
-                    "style": "dots" if dots else "dashed" if key.startswith("eval/") else "line",
-                    "best": one and dots and panel.low and panel.name != "val_sets",
-                    **points(metrics, key, panel),
-                }
-            )
+            curve: dict[str, Any] = {
+                "run": number,
+                "key": key,
+                "name": name,
+                "label": name if single else ", ".join(filter(None, (run, name))),
+                "color": color(panel, key, keys) if single else number,
+                "style": "dots" if dots else "dashed" if key.startswith("eval/") else "line",
+                "best": single and dots and panel.low and panel.name != "val_sets",
+            }
+            curves.append(curve | points(metrics, key, panel))
     return {
-        **{"name": panel.name, "title": panel.title, "unit": panel.unit, "log": panel.log},
-        **{"smooth": panel.smooth, "low": panel.low},
-        **{"guides": guides(panel, reference), "curves": curves},
+        "name": panel.name,
+        "title": panel.title,
+        "unit": panel.unit,
+        "log": panel.log,
+        "smooth": panel.smooth,
+        "low": panel.low,
+        "guides": guides(panel, reference),
+        "curves": curves,
     }
 
 

@@ -74,7 +74,11 @@ def read_reference(path: Path) -> dict[str, Any]:
     flops = found.get("flops_per_token")
     texts |= {key: str(found.get(key) or "") for key in ("hardware", "commit")}
     return {
-        **{**texts, "name": path.stem, "match": found["match"], "curve": curve, "points": points},
+        **texts,
+        "name": path.stem,
+        "match": found["match"],
+        "curve": curve,
+        "points": points,
         "flops_per_token": flops if is_number(flops) else None,
     }
 

@@ -178,7 +178,7 @@ def update(run: Run) -> None:
     skip_excluded(run.loader, plan, state)
     set_rates(run.optimizer, run.config, plan, state.step)
     batches = micro_batches(run.loader, accelerator, plan, run.corpus.document_end)
-    firsts = plan.firsts(accelerator.process_index, state.sequences)
+    firsts = plan.micro_step_starts(accelerator.process_index, state.sequences)
     # gradient accumulation; the last micro-step all-reduces the gradient over the ranks
     for first, (tokens, targets, documents, weight) in zip(firsts, batches, strict=True):
         with run.gradients.micro_step(first):

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from accel_gpt.config.changes import changed
+from accel_gpt.config.parse import changed_keys
 from accel_gpt.report.page import hardware
 from accel_gpt.report.references import config_name, shape
 from accel_gpt.report.runs import Run, open_runs
@@ -34,7 +34,7 @@ def reference(run: Run) -> dict[str, Any]:
     return {
         "title": f"{name or run.name}, measured by us",
         "source": command,
-        "config": changed(run.config),
+        "config": changed_keys(run.config),
         "commit": run.last_launch("commit"),
         "hardware": hardware(run),
         "flops_per_token": run.flops_per_token,

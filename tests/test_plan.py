@@ -47,7 +47,7 @@ def test_micro_steps_of_all_processes_number_the_sequences_of_a_step(
         config(block_size=32, tokens_per_step=asked, micro_batch_size=micro), world_size=world
     )
     position = 7 * plan.sequences_per_step
-    numbered = [list(plan.firsts(rank, position)) for rank in range(world)]
+    numbered = [list(plan.micro_step_starts(rank, position)) for rank in range(world)]
     assert {len(firsts) for firsts in numbered} == {accumulation}
     in_order = [first for step in zip(*numbered, strict=True) for first in step]
     assert in_order == list(range(position, position + plan.sequences_per_step, micro))

@@ -7,7 +7,7 @@
     checkpoints [{name, intact (null: not verified, with --quick), step, tokens, seconds,
         train_loss, val_loss, best_val_loss, best_step, world_size, parameters {part: count, total,
         total_unpadded}, model {the fields of ModelConfig}, vocab_size, data {train, fingerprint},
-        tokenizer {kind, fingerprint}, changed {key of the config: value, where it is not the
+        tokenizer {kind, fingerprint}, changed_keys {key of the config: value, where it is not the
         default}, versions {python, package: version, commit}}], by step; of one whose files cannot
         be read: name, intact
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from accel_gpt.config.changes import changed
+from accel_gpt.config.parse import changed_keys
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.errors import UserError
@@ -100,7 +100,7 @@ def facts(path: Path) -> dict[str, Any]:
             "fingerprint": state.data_fingerprint,
         },
         "tokenizer": {"kind": kind, "fingerprint": state.tokenizer_fingerprint},
-        "changed": changed(state.config),
+        "changed": changed_keys(state.config),
         "versions": state.versions,
     }
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from accel_gpt.commands.plan_vocabulary import data_folders, inherit_known, vocabulary
-from accel_gpt.config.depth import describe
+from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import (
     load_config,
@@ -138,7 +138,7 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
             "flops_per_step": flops * plan.tokens_per_step,
             "flops": flops * tokens,
         },
-        "depth": list(describe(to_flat(to_plain(config)))),
+        "depth": list(describe_depth(to_flat(to_plain(config)))),
         "memory": memory(config, vocab_size, machine, plan),
         "time": time(options, config, flops, machine, plan),
         "disk": {

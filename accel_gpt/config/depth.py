@@ -1,8 +1,8 @@
-"""The depth dial: what `model.depth` sets where the config does not. No torch.
+"""Options that follow from `model.depth`, where the config does not set them. No torch.
 
-Rules and start values are those of nanochat (Karpathy 2025-26, scripts/base_train.py) and of
+Rules and reference values are those of nanochat (Karpathy 2025-26, scripts/base_train.py) and of
 modded-nanogpt's track 3 (Jordan and others 2026, start 36); docs/fast.md has them as a table. The
-reference is depth 12 with batches of 2^19 tokens, for which the start values were found.
+reference is depth 12 with batches of 2^19 tokens, for which these values were found.
 
 Legend: N parameters of blocks and head, D tokens of the run, B tokens of a step.
 """
@@ -45,29 +45,28 @@ RECIPE: Mapping[str, Any] = MappingProxyType(
 VOCABULARIES: Mapping[str, int] = MappingProxyType({"gpt2": 50257, "bytes": 257})
 
 
-def turn(checked: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys that the dial sets, by dotted keys: those that `checked` lacks or has as null; none
-    without a depth.
+def depth_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that `model.depth` sets: those that `config` lacks or has as null, by dotted key.
 
-    Raises `UserError` where a model that is started from has its shape already.
+    Empty without a depth. Raises `UserError` where the shape comes from other weights.
     """
-    if checked.get("model.depth") is None:
+    if config.get("model.depth") is None:
         return {}
-    start = checked.get("model.init_from", "scratch")
+    start = config.get("model.init_from", "scratch")
     require(
         start == "scratch",
-        f"model.depth is {checked['model.depth']} but model.init_from is {start}, which brings its "
+        f"model.depth is {config['model.depth']} but model.init_from is {start}, which brings its "
         "shape; leave model.depth out",
     )
-    full = {**KINDS, **checked}
+    full = {**KINDS, **config}
     for key, value in PRESETS[full["model.preset"]].items():
         full.setdefault(f"model.{key}", value)
     given = {key: value for key, value in full.items() if value is not None}
-    return {key: value for key, value in rules(given).items() if checked.get(key) is None}
+    return {key: value for key, value in rules(given).items() if config.get(key) is None}
 
 
 def rules(given: Mapping[str, Any]) -> dict[str, Any]:
-    """All that the dial says, from what is given and, where that lacks a value, its own."""
+    """All options that follow from the depth, and from `given` where it sets one of them."""
     depth = int(given["model.depth"])
     found: dict[str, Any] = dict(KINDS)
 
@@ -94,40 +93,41 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
     if not value("schedule.warmup_tokens"):
         found["schedule.warmup_steps"] = min(WARMUP, steps // 10)
     if value("model.preset") == "fast" and value("optim.name") == "muon":
-        found |= rates(value, B, reference / tokens, steps)
+        found |= learning_rates(value, B, reference / tokens, steps)
     return found
 
 
-def rates(value: Any, B: int, shortness: float, steps: int) -> dict[str, Any]:
-    """Learning rates and decay of the `fast` recipe.
+def learning_rates(value: Any, B: int, token_ratio: float, steps: int) -> dict[str, Any]:
+    """Learning rates and weight decay of the `fast` recipe; `token_ratio` is the reference's D / D.
 
-    All rates grow as the root of B (Malladi et al. 2022 for Adam; for Muon an assumption of
-    nanochat's), AdamW's fall as the root of the width; the decay keeps B / (lr decay D), the epochs
-    that weights remember (Wang & Aitchison 2024, arXiv 2405.13698). The embedding is normalised at
-    once, so that only lr over its initial spread counts.
+    All learning rates grow as the square root of B (Malladi et al. 2022 for Adam; for Muon an
+    assumption of nanochat's), AdamW's shrink as that of the width. The weight decay keeps
+    B / (lr decay D), the epochs that weights remember (Wang & Aitchison 2024, arXiv 2405.13698).
+    The embedding is normalised at once, so only lr over its initial spread counts.
     """
     by_batch = math.sqrt(B / REFERENCE_BATCH)
     by_width = math.sqrt(REFERENCE_WIDTH / value("model.n_embd"))
     found = dict(RECIPE)
-    found["optim.lr"] = short(HEAD_LR * by_batch * by_width)
+    found["optim.lr"] = rounded(HEAD_LR * by_batch * by_width)
     spread = value("model.init_std") or ModelConfig.init_std
-    found["optim.embedding_lr"] = short(EMBEDDING_LR * spread * by_batch * by_width)
+    found["optim.embedding_lr"] = rounded(EMBEDDING_LR * spread * by_batch * by_width)
     if (value("optim.muon_scale") or RECIPE["optim.muon_scale"]) == "original":
-        found["optim.muon_lr"] = short(MUON_LR * by_batch)
-    found["optim.muon_weight_decay"] = short(MUON_DECAY * by_batch * shortness)
+        found["optim.muon_lr"] = rounded(MUON_LR * by_batch)
+    found["optim.muon_weight_decay"] = rounded(MUON_DECAY * by_batch * token_ratio)
     found["optim.muon_momentum_warmup"] = min(MOMENTUM_WARMUP, steps // 10)
-    found["schedule.min_lr"] = short(FLOOR * (value("optim.lr") or found["optim.lr"]))
+    found["schedule.min_lr"] = rounded(FLOOR * (value("optim.lr") or found["optim.lr"]))
     return found
 
 
-def short(number: float) -> float:
-    """Four significant digits."""
+def rounded(number: float) -> float:
+    """`number` with four significant digits."""
     return float(f"{number:.4g}")
 
 
 def scaling_parameters(model: ModelConfig, given: Mapping[str, Any]) -> int:
-    """N: matrices of the blocks and the head, tied or not, which give the cleanest scaling laws
-    (nanochat dev/LOG.md, January 2026).
+    """N: the matrices of the blocks, and the head, tied or not.
+
+    They give the cleanest scaling laws (nanochat dev/LOG.md, January 2026).
     """
     heads = (2 * model.n_head + 2 * model.kv_heads) * model.head_size
     mlp = (3 if model.mlp == "swiglu" else 2) * model.hidden_size
@@ -137,12 +137,14 @@ def scaling_parameters(model: ModelConfig, given: Mapping[str, Any]) -> int:
 def reference_parameters(model: ModelConfig, given: Mapping[str, Any]) -> int:
     """N of the reference, 12 layers with all heads of 128 channels, and the same vocabulary."""
     heads = REFERENCE_WIDTH // HEAD_DIM
-    mlp = ModelConfig(mlp=model.mlp, n_embd=REFERENCE_WIDTH, n_head=heads, n_layer=REFERENCE_DEPTH)
-    return scaling_parameters(mlp, given)
+    reference = ModelConfig(
+        mlp=model.mlp, n_embd=REFERENCE_WIDTH, n_head=heads, n_layer=REFERENCE_DEPTH
+    )
+    return scaling_parameters(reference, given)
 
 
 def vocabulary(given: Mapping[str, Any]) -> int:
-    """Tokens in the vocabulary, as the config tells; `UserError` where it does not."""
+    """The vocabulary size that the config sets or implies, else `UserError`."""
     if size := given.get("model.vocab_size"):
         return int(size)
     tokenizer = given.get("data.tokenizer")
@@ -159,30 +161,27 @@ def vocabulary(given: Mapping[str, Any]) -> int:
     return VOCABULARIES[str(tokenizer)]
 
 
-def describe(flat: Mapping[str, Any]) -> Sequence[str]:
-    """What of a resolved config, by dotted keys, follows from its depth and what was set over it,
-    a line for each section; none without a depth.
+def describe_depth(flat: Mapping[str, Any]) -> Sequence[str]:
+    """One line a section: what of a resolved config follows from its depth, and what does not.
+
+    `flat` has dotted keys. Empty without a depth.
     """
     if flat.get("model.depth") is None:
         return []
     lines = []
-    said = rules(flat)
-    for section, keys in groupby(sorted(said), section_of):
+    derived = rules(flat)
+    for section, keys in groupby(sorted(derived), lambda key: key.partition(".")[0]):
         words: dict[bool, list[str]] = {True: [], False: []}
         for key in keys:
-            words[flat[key] == said[key]].append(f"{key.partition('.')[2]} {shown(flat[key])}")
+            name, value = key.partition(".")[2], flat[key]
+            words[value == derived[key]].append(f"{name} {format_value(value)}")
         line = f"depth {flat['model.depth']} sets {section}: {', '.join(words[True]) or 'nothing'}"
         lines.append(line + (f"; set over it: {', '.join(words[False])}" if words[False] else ""))
     return lines
 
 
-def section_of(key: str) -> str:
-    """`model` of `model.n_layer`."""
-    return key.partition(".")[0]
-
-
-def shown(value: Any) -> str:
-    """A value as the lines of a run show it."""
+def format_value(value: Any) -> str:
+    """A value as it is written in YAML, floats with six digits."""
     if isinstance(value, float):
         return f"{value:g}"
     return str(value).lower() if isinstance(value, bool) else str(value)

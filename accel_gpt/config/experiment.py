@@ -1,4 +1,4 @@
-"""Every knob with its unit and its checks, as frozen dataclasses. No torch.
+"""Every option of an experiment with its unit and its checks, as frozen dataclasses. No torch.
 
 `parse.py` fills them from a YAML file and the command line.
 """
@@ -14,8 +14,8 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.errors import at_most, duration, not_negative, positive, require
 
-# nanoGPT's names (and llm.c's common ones) and ours, for the hint after an unknown key
-ANCESTORS: Mapping[str, str] = MappingProxyType(
+# names of nanoGPT and llm.c -> keys here, for the hint after an unknown key
+NANOGPT_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "always_save_checkpoint": "checkpoint.every",
         "batch_size": "train.micro_batch_size",

@@ -1,4 +1,4 @@
-"""The shape of the decoder: every knob with its unit and its checks, and the presets. No torch."""
+"""The options of the model, with units and checks, and the presets. No torch."""
 
 import types
 from collections.abc import Mapping

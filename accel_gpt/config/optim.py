@@ -1,4 +1,4 @@
-"""The optimizer: every knob with its unit and its checks. No torch."""
+"""The options of the optimizer, with units and checks. No torch."""
 
 from dataclasses import dataclass, fields
 from typing import Literal

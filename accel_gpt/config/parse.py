@@ -1,6 +1,6 @@
-"""YAML and command line -> dataclasses, with the same conversion and the same errors for both.
+"""The one parser of YAML and of the command line: same conversions, same errors, into dataclasses.
 
-Reads an experiment file; `tyro` draws the help and the shell completion from the same classes.
+Reads an experiment file. `tyro` only draws the help and the shell completion of the same classes.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
-from accel_gpt.config.depth import turn
-from accel_gpt.config.experiment import ANCESTORS, Config
+from accel_gpt.config.depth import depth_defaults
+from accel_gpt.config.experiment import NANOGPT_NAMES, Config
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.errors import UserError, require
@@ -32,12 +32,11 @@ def load_config(
     prog: str,
     inherit: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
 ) -> Config:
-    """`CONFIG --section.key value ...` -> the resolved `Config`.
+    """Parse `CONFIG --section.key value ...`, CONFIG a YAML file or the name of a shipped one.
 
-    CONFIG is the path of a YAML file, or the name of a shipped one.
-
-    `inherit` gives, for the keys that are set, those that `model.init_from` brings. Raises
-    `UserError` for a missing file, an unknown key, a wrong type or an impossible value.
+    Precedence: defaults < preset < depth < `model.init_from` < file < command line. `inherit` maps
+    the keys that are set to those that `model.init_from` brings. Raises `UserError` for a missing
+    file, an unknown key, a wrong type or an impossible value.
     """
     argv = list(argv)
     path = argv.pop(0) if argv and not argv[0].startswith("-") else ""
@@ -53,7 +52,7 @@ def load_config(
     checked.update(read_options(Config, argv))
     if checked.get("model.init_from", "scratch") != "scratch":
         checked.update(inherit(checked))
-    checked |= turn(checked)
+    checked |= depth_defaults(checked)
     preset = checked.get("model.preset", "gpt2")
     for key, value in PRESETS[preset].items():
         checked.setdefault(f"model.{key}", value)
@@ -61,14 +60,14 @@ def load_config(
 
 
 def parse_command(cls: type[T], argv: Sequence[str], prog: str) -> T:
-    """Fill the dataclass `cls` of one command; its positional fields come first in `argv`."""
+    """Parse the options of one command into its dataclass `cls`; positional fields come first."""
     if {"-h", "--help"} & set(argv) or any("tyro-" in word for word in argv):
         show_help(cls, argv, prog)
     return build(cls, dict(read_options(cls, argv)))
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """The mapping in a YAML file; an empty file is an empty mapping."""
+    """Read a YAML file; an empty file is an empty mapping."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -86,7 +85,7 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 @functools.cache
 def leaves(cls: type, prefix: str = "") -> Mapping[str, Any]:
-    """Dotted key -> type of every field of a dataclass and of the dataclasses in it."""
+    """Map the dotted key of every field, nested dataclasses included, to its type."""
     found: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         if dataclasses.is_dataclass(hint):
@@ -97,14 +96,14 @@ def leaves(cls: type, prefix: str = "") -> Mapping[str, Any]:
 
 
 def check_key(cls: type, key: str, where: str) -> Any:
-    """The type of a key, or a `UserError` with the nearest valid name."""
+    """Return the type of a key, or raise `UserError` with the nearest valid name."""
     known = leaves(cls)
     if key in known:
         return known[key]
     last = key.rpartition(".")[2]
     near = [k for k in known if k.rpartition(".")[2] == last]  # right name, other section
-    if not near and ANCESTORS.get(last) in known:
-        near = [ANCESTORS[last]]
+    if not near and NANOGPT_NAMES.get(last) in known:
+        near = [NANOGPT_NAMES[last]]
     near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(known)}"
     raise UserError(f"unknown key {key} {where}; {hint}")
@@ -113,7 +112,7 @@ def check_key(cls: type, key: str, where: str) -> Any:
 def flatten(
     cls: type, values: Mapping[str, Any], where: str, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Nested mapping -> checked and converted (dotted key, value) pairs."""
+    """Yield checked and converted (dotted key, value) pairs of a nested mapping."""
     sections = {key.rpartition(".")[0] for key in leaves(cls)}
     sections |= {s.rpartition(".")[0] for s in sections}
     for name, value in values.items():
@@ -135,7 +134,7 @@ def flatten(
 
 
 def read_options(cls: type, argv: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """`VALUE ... --key value --key=value --flag` -> checked and converted (key, value) pairs."""
+    """Yield checked and converted (key, value) pairs of `VALUE --key value --key=value --flag`."""
     words = list(argv)
     positional = [key for key, hint in leaves(cls).items() if is_positional(hint)]
     while words:
@@ -154,7 +153,7 @@ def read_options(cls: type, argv: Sequence[str]) -> Iterator[tuple[str, Any]]:
             if bool in (hint, *get_args(hint)) and (not words or words[0].startswith("--")):
                 text = "true"
             else:
-                require(bool(words), f"--{key} needs a value: {describe(hint)}")
+                require(bool(words), f"--{key} needs a value: {describe_type(hint)}")
                 text = words.pop(0)
         yield key, convert(key, split_words(text) if get_origin(hint) is tuple else text, hint)
     required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
@@ -192,7 +191,7 @@ def is_positional(hint: Any) -> bool:
 
 
 def convert(key: str, value: Any, hint: Any) -> Any:
-    """`value` (from YAML, or a word of the command line) as type `hint`, or a `UserError`."""
+    """Convert `value`, of YAML or of the command line, to the type `hint`; raises `UserError`."""
     if get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
     if get_origin(hint) in (types.UnionType, Union):
@@ -211,11 +210,11 @@ def convert(key: str, value: Any, hint: Any) -> Any:
             f"{key} is {value!r:.60}; expected a finite number, up to {LARGEST_NUMBER:,}"
         ) from None
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"{key} is {value!r:.200}; expected {describe(hint)}") from None
+        raise UserError(f"{key} is {value!r:.200}; expected {describe_type(hint)}") from None
 
 
 def convert_shaped(key: str, value: Any, options: Sequence[Any]) -> Any:
-    """`value` as that of `options` which has its shape: a text, a list or mapping of dataclasses.
+    """Convert `value` to the one of `options` that has its shape: text, list, mapping or dataclass.
 
     On the command line lists and mappings are written as in YAML: `[{path: a}, {path: b}]`.
     """
@@ -233,22 +232,24 @@ def convert_shaped(key: str, value: Any, options: Sequence[Any]) -> Any:
             wrong = [v for v in value if not isinstance(v, Mapping)]
             require(
                 bool(value) and not wrong,
-                f"{key} is {value!r}; expected a list of {describe(item)}",
+                f"{key} is {value!r}; expected a list of {describe_type(item)}",
             )
             return tuple(build(item, dict(flatten(item, v, key))) for v in value)
         if get_origin(hint) is Mapping and isinstance(value, Mapping):
             wrong = [v for v in (*value, *value.values()) if not (isinstance(v, str) and v)]
-            require(bool(value) and not wrong, f"{key} is {value!r}; expected {describe(hint)}")
+            require(
+                bool(value) and not wrong, f"{key} is {value!r}; expected {describe_type(hint)}"
+            )
             return dict(value)
     require(
         isinstance(value, str),
-        f"{key} is {value!r}; expected {' or '.join(map(describe, options))}",
+        f"{key} is {value!r}; expected {' or '.join(map(describe_type, options))}",
     )
     return value
 
 
 def convert_plain(value: Any, hint: Any) -> Any:
-    """`value` as a plain type; raises `ValueError`, `TypeError` or `KeyError` where it is none."""
+    """Convert `value` to a plain type; raises `ValueError`, `TypeError` or `KeyError`."""
     if get_origin(hint) is tuple:
         return tuple(convert_plain(item, get_args(hint)[0]) for item in as_list(value))
     if get_origin(hint) in (types.UnionType, Union):  # a number, or true or false, or a word
@@ -262,7 +263,7 @@ def convert_plain(value: Any, hint: Any) -> Any:
     if isinstance(value, bool | dict | list | None):
         raise TypeError
     if hint is int:
-        return whole(value)
+        return integer(value)
     if hint is float and not math.isfinite(float(value)):
         raise OverflowError
     return hint(value)
@@ -278,7 +279,7 @@ def as_list(value: Any) -> Sequence[Any]:
 
 
 def split_words(text: str) -> Sequence[Any]:
-    """A list as written on the command line: `a,b` or `["a, b", "c"]`."""
+    """Split a list as written on the command line: `a,b` or `["a, b", "c"]`."""
     if text.startswith("["):
         try:
             return as_list(load_yaml(text))
@@ -287,8 +288,8 @@ def split_words(text: str) -> Sequence[Any]:
     return [word.strip() for word in text.split(",")]
 
 
-def whole(value: Any) -> int:
-    """A whole number: 1000, 1_000 or 1e3; `OverflowError` beyond `LARGEST_NUMBER`."""
+def integer(value: Any) -> int:
+    """An integer: 1000, 1_000 or 1e3; `OverflowError` beyond `LARGEST_NUMBER`."""
     text = str(value)
     number = int(text) if re.fullmatch("[+-]?[0-9_]+", text) else float(text)
     if not abs(number) <= LARGEST_NUMBER:
@@ -298,18 +299,18 @@ def whole(value: Any) -> int:
     return int(number)
 
 
-def describe(hint: Any) -> str:
-    """A type as a person would say it."""
+def describe_type(hint: Any) -> str:
+    """A type in words, for errors."""
     if get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
     if get_origin(hint) in (types.UnionType, Union):
-        return " or ".join("null" if o is type(None) else describe(o) for o in get_args(hint))
+        return " or ".join("null" if o is type(None) else describe_type(o) for o in get_args(hint))
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     if get_origin(hint) is tuple:
         item = get_args(hint)[0]
         if dataclasses.is_dataclass(item):
-            return f"a list of {describe(item)}"
+            return f"a list of {describe_type(item)}"
         return "a list, or words separated by commas"
     if dataclasses.is_dataclass(hint):
         return f"{{{', '.join(leaves(typing.cast(type, hint)))}}}"
@@ -323,7 +324,7 @@ def describe(hint: Any) -> str:
 
 
 def build(cls: type[T], flat: Mapping[str, Any]) -> T:
-    """A dataclass from dotted keys; every other field keeps its default."""
+    """Make a dataclass from dotted keys; every other field keeps its default."""
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for f in dataclasses.fields(typing.cast(Any, cls)):
@@ -337,14 +338,14 @@ def build(cls: type[T], flat: Mapping[str, Any]) -> T:
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """A dataclass as nested mappings, tuples as lists."""
+    """Convert a dataclass to nested mappings, tuples to lists."""
     return dataclasses.asdict(
         config, dict_factory=lambda kv: {k: list(v) if isinstance(v, tuple) else v for k, v in kv}
     )
 
 
 def to_flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings -> dotted keys."""
+    """Convert nested mappings to dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping):
@@ -354,13 +355,21 @@ def to_flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def changed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of `config`, by dotted key, that are not the defaults of its preset."""
+    default = to_flat(to_plain(Config()))
+    preset = PRESETS.get(str(config.get("model.preset")), {})
+    default |= {f"model.{key}": value for key, value in preset.items()}
+    return {key: value for key, value in config.items() if default.get(key) != value}
+
+
 def to_yaml(config: Any) -> str:
-    """The whole of a config as YAML that `load_config` reads back to an equal one."""
+    """Write a config as YAML that `load_config` reads back to an equal one."""
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def show_help(cls: type, argv: Sequence[str], prog: str) -> None:
-    """Print the help (or shell completion) that tyro draws from `cls`, and exit."""
+    """Print the help, or shell completion, that tyro draws from `cls`, and exit."""
     import tyro
 
     words = [word for word in argv if word in ("-h", "--help") or "tyro-" in word]

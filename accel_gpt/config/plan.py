@@ -1,4 +1,4 @@
-"""The numbers that follow from the config and the number of processes. No torch."""
+"""Batch and length of a run, derived from the config and the number of processes. No torch."""
 
 import math
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class Plan:
         """Tokens of one optimizer update, over all processes."""
         return self.sequences_per_step * self.block_size
 
-    def firsts(self, rank: int, position: int) -> range:
-        """Number of the first sequence of each micro-step of process `rank`, from `position` on."""
+    def micro_step_starts(self, rank: int, position: int) -> range:
+        """The first sequence of each micro-step of `rank`, in a step that begins at `position`."""
         start = position + rank * self.micro_batch_size
         end = position + self.sequences_per_step
         return range(start, end, self.micro_batch_size * self.world_size)
@@ -56,7 +56,7 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 
 
 def make_plan(config: Config, world_size: int) -> Plan:
-    """Derive the plan; `UserError` where the numbers do not fit together."""
+    """Derive the plan; raises `UserError` where the numbers do not fit together."""
     train, schedule = config.train, config.schedule
     require(
         train.max_steps is not None or train.max_tokens is not None,
@@ -71,9 +71,8 @@ def make_plan(config: Config, world_size: int) -> Plan:
             "shorten schedule.warmup_steps or lengthen the run",
         )
     share = schedule.decay_share or (WSD_DECAY_SHARE if schedule.name == "wsd" else 1)
-    everything = math.ceil(share * max_steps)
     decay = in_steps(schedule.decay_tokens, train.tokens_per_step) or schedule.decay_steps
-    decay = decay or min(everything, max(1, max_steps - warmup))
+    decay = decay or min(math.ceil(share * max_steps), max(1, max_steps - warmup))
     require(
         schedule.name != "wsd" or warmup + decay <= max_steps,
         f"the warm-up takes {warmup:,} steps and the decay {decay:,}, more than the {max_steps:,} "
@@ -91,17 +90,14 @@ def make_plan(config: Config, world_size: int) -> Plan:
 
 
 def in_steps(tokens: int | None, tokens_per_step: int) -> int:
-    """Steps that cover `tokens`, rounded up; 0 for none."""
+    """The number of steps that cover `tokens`, rounded up; 0 for none."""
     return math.ceil((tokens or 0) / tokens_per_step)
 
 
 def accumulation(config: Config, world_size: int) -> int:
-    """Micro-steps per step; `UserError` naming what would divide exactly."""
-    total, micro, block = (
-        config.train.tokens_per_step,
-        config.train.sequences,
-        config.model.block_size,
-    )
+    """The micro-steps of a step; raises `UserError` with sizes that divide it."""
+    total, micro = config.train.tokens_per_step, config.train.sequences
+    block = config.model.block_size
     unit = micro * block * world_size
     if total % unit == 0:
         return total // unit

@@ -14,9 +14,8 @@ import yaml
 from jinja2 import Environment
 from markupsafe import Markup
 
-from accel_gpt.config.changes import changed
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import build
+from accel_gpt.config.parse import build, changed_keys
 from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.data.remote import is_url
@@ -112,7 +111,7 @@ def card_values(
         plan: Plan | None = make_plan(build(Config, state.config), state.world_size)
     except (UserError, TypeError, ValueError):  # the config of another version
         plan = None
-    text = yaml.safe_dump(nested(changed(config)), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(nested(changed_keys(config)), sort_keys=False, allow_unicode=True)
     return {
         "init_name": None if from_scratch else initial_model_name(init_from) or "another model",
         "base_model": hub_model(init_from),

@@ -18,7 +18,7 @@ import jinja2
 import numpy as np
 
 from accel_gpt import __version__
-from accel_gpt.config.changes import changed
+from accel_gpt.config.parse import changed_keys
 from accel_gpt.config.plan import plural
 from accel_gpt.redact import redact
 from accel_gpt.report.payload import (
@@ -274,7 +274,7 @@ def config(runs: Sequence[Run]) -> dict[str, Any]:
     configs = [run.config for run in runs]
     names = list(dict.fromkeys(name for one in configs for name in one))
     if len(runs) == 1:
-        shown = list(changed(configs[0]))
+        shown = list(changed_keys(configs[0]))
     else:
         values = {n: {json.dumps(one.get(n), default=str) for one in configs} for n in names}
         shown = [name for name in names if len(values[name]) > 1 and name != "out_dir"]

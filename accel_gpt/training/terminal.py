@@ -178,6 +178,6 @@ def last_words(config: Config, state: "TrainState", signal_name: str | None) -> 
         f"  run         {out} (metrics.csv, metrics.jsonl, samples/, checkpoints/)\n"
         f'  try         accel-gpt sample {out} --prompt "..."\n'
         f"  curves      tensorboard --logdir {out}\n"
-        f"  train on    the same command with a larger {length} and "
+        f"  go on       the same command with a larger {length} and "
         f"--checkpoint.allow_change {length}"
     )

@@ -112,7 +112,7 @@ class Reporter:
         """Model, data, plan and device of the run, for a person."""
         config, speed = self.config, self.speed
         parameters = parameter_counts(config.model, corpus.vocab_size)["total"]
-        unknown = "" if speed.peak else f"; no MFU: the {speed.dtype} peak of this device is not known"
+        unknown = "" if speed.peak else f"; no MFU: its {speed.dtype} peak is not known"
         precision = precision_name(machine["mixed_precision"])
         default = " (default)" if config.train.mixed_precision is None else ""
         return "\n".join(

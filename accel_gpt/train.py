@@ -216,7 +216,7 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
             record |= reporter.pace(state.step) | reporter.batch_hash(run.loader)
     with reporter.watch.pause() if evaluating or saving or sampling else contextlib.nullcontext():
         if evaluating:
-            record |= run.evaluation.figures(run.gpt, run.accelerator, reporter.beat)
+            record |= run.evaluation.metrics(run.gpt, run.accelerator, reporter.beat)
             state.val_loss = record["eval/val_loss"]
             saving |= state.note_best() and config.checkpoint.keep_best
             if last and config.eval.whole_at_end:

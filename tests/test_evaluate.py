@@ -6,7 +6,6 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +14,9 @@ from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer
 
 from accel_gpt.cli import dispatch
+from accel_gpt.commands.evaluate_model import as_json, as_table
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import open_split
-from accel_gpt.evals.table import as_json, as_table
 from accel_gpt.evals.validation import windows
 from accel_gpt.hub.export import export
 from accel_gpt.hub.load import load_pretrained
@@ -169,27 +168,6 @@ def test_mistakes_of_the_command(
     ):
         assert call(*words) == code
         assert message in capsys.readouterr().err
-
-
-def test_tasks_go_to_the_harness(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run_tasks(
-        model: Any, tokenizer: Any, accelerator: Any, tasks: Any, limit: Any, batch_size: int,
-        include_path: str | None = None, manager: Any = None,
-    ) -> dict[str, float]:  # fmt: skip
-        assert (tasks, limit, batch_size, include_path) == (("arc_easy", "piqa"), None, 4, "here")
-        assert manager == (tasks, include_path)
-        assert not model.training
-        return {"eval/arc_easy_acc": 0.25}
-
-    monkeypatch.setattr(
-        "accel_gpt.commands.evaluate_model.open_tasks", lambda tasks, place: (tasks, place)
-    )
-    monkeypatch.setattr("accel_gpt.commands.evaluate_model.run_tasks", run_tasks)
-    assert call(str(trained), "--tasks", "arc_easy,piqa", "--include_path", "here") == 0
-    assert records(trained)[-1]["eval/arc_easy_acc"] == 0.25
-    assert "arc_easy_acc" in capsys.readouterr().out
 
 
 def test_bits_per_byte_are_those_of_the_text(

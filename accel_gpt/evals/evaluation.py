@@ -1,4 +1,4 @@
-"""All figures of an evaluation: the loss of both splits, and questions."""
+"""All metrics of an evaluation: the loss of both splits, and HellaSwag."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,44 +18,43 @@ from accel_gpt.model.gpt import GPT
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is asked of a model."""
+    """The data on which a model is evaluated."""
 
     corpus: Corpus
-    batch_size: int  # windows of block_size tokens per process and forward
+    batch_size: int  # sequences of block_size tokens per rank and forward pass
     questions: Questions = ()  # of HellaSwag
 
-    def figures(
+    def metrics(
         self, model: GPT, accelerator: Accelerator, beat: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """The eval/ figures of a record; a collective. `beat` is called with each batch."""
+        """The eval/ metrics of a record; a collective. `beat` is called with each batch."""
         found = evaluate_splits(model, self.corpus, accelerator, self.batch_size, beat)
         if self.questions:
-            parts = (model, self.questions, accelerator, self.batch_size)
-            found |= score_questions(*parts, beat)
+            found |= score_questions(model, self.questions, accelerator, self.batch_size, beat)
         return found
 
     def whole_val(
         self, model: GPT, accelerator: Accelerator, beat: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """The eval/whole_val figures: over all tokens of the val split; a collective."""
+        """The eval/whole_val metrics, over all tokens of the val split; a collective."""
         val = tuple(replace(part, tokens=None) for part in self.corpus.evaluated["val"])
         whole = replace(self.corpus, evaluated={"whole_val": val})
         return evaluate_splits(model, whole, accelerator, self.batch_size, beat)
 
 
 def open_evaluation(config: Config, corpus: Corpus) -> Evaluation:
-    """What the config asks; a fault in the questions is told now, not when they are due."""
+    """Open what the config evaluates on; raises for bad questions now, not when they are due."""
     if config.eval.whole_at_end:
         data = config.data
         streamed = isinstance(data.train, TextStream)
-        held = val_paths(data) or ([] if streamed else train_paths(data))
+        val = val_paths(data) or ([] if streamed else train_paths(data))
         require(
-            bool(held) and not any(is_url(source.path) for source in held),
+            bool(val) and not any(is_url(source.path) for source in val),
             "eval.whole_at_end is true but the val split is remote or streamed, and eval.tokens "
             "tokens of it are held; leave eval.whole_at_end out",
         )
     questions: Questions = ()
     if config.eval.hellaswag is not None:
-        parts = (config.eval.hellaswag, corpus.tokenizer, config.model.block_size)
-        questions = read_questions(*parts, config.eval.hellaswag_limit)
+        path, limit = config.eval.hellaswag, config.eval.hellaswag_limit
+        questions = read_questions(path, corpus.tokenizer, config.model.block_size, limit)
     return Evaluation(corpus, config.train.sequences, questions)

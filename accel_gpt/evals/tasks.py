@@ -1,14 +1,17 @@
-"""Tasks of lm-evaluation-harness, asked of our model: `accel-gpt evaluate RUN --tasks ...`.
+"""Tasks of lm-evaluation-harness on an exported model: `accel-gpt evaluate RUN --tasks ...`.
 
-Reads the data of the tasks from the Hub or its cache, or local files that a task's YAML names.
+lm-evaluation-harness evaluates the folder through its own interface to transformers, `HFLM`. Reads
+the data of the tasks from the Hub or its cache, or local files that a task's YAML names.
 """
 
 import contextlib
 import difflib
 import importlib.util
+import logging
 import os
 import random
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -17,88 +20,91 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError, require
-from accel_gpt.model.gpt import GPT, evaluating
+from accel_gpt.evals.samples import prompt_ids
+from accel_gpt.training.ranks import all_gather
 
 Results = dict[str, Any]  # what lm_eval.evaluate returns
-SEEDS = (0, 1234)  # of Python, and of all else: lm_eval's own
-RESAMPLES = 1000  # of a bootstrapped standard error: known to about 2%
+SEEDS = (0, 1234)  # of Python, and of numpy and torch: the defaults of lm_eval
+RESAMPLES = 1000  # of a bootstrapped standard error: accurate to about 2%
 
 
 def run_tasks(
-    model: GPT,
+    folder: Path,
     tokenizer: Tokenizer,
     accelerator: Accelerator,
     tasks: Sequence[str],
+    manager: Any,
     limit: int | None,
     batch_size: int,
-    include_path: str | None = None,
-    manager: Any = None,
 ) -> dict[str, float]:
-    """The figures of `tasks`, `eval/TASK_METRIC`, on all processes; a collective.
+    """Evaluate the exported model in `folder` on `tasks`; a collective.
 
-    `limit`: only so many questions of each task. `include_path`: a folder with YAML files of more
-    tasks; the Python functions that they name are run. `manager`: what `open_tasks` gave, where it
-    was called before. Raises `UserError` where lm_eval is not installed, for an unknown task, and
-    for one whose data cannot be had.
+    Returns `eval/TASK_METRIC` on all ranks. `manager`: the result of `open_tasks`. `limit`: only
+    so many questions of each task. Raises `UserError` for a task whose data cannot be loaded.
     """
-    results = evaluate_tasks(
-        model, tokenizer, accelerator, tasks, limit, batch_size, include_path, manager
-    )
-    found = [figures(results) if results else {}]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(found)
-    return found[0]
-
-
-def evaluate_tasks(
-    model: GPT,
-    tokenizer: Tokenizer,
-    accelerator: Accelerator,
-    tasks: Sequence[str],
-    limit: int | None = None,
-    batch_size: int = 16,
-    include_path: str | None = None,
-    manager: Any = None,
-    log_samples: bool = False,
-) -> Results | None:
-    """What lm_eval tells about `tasks`, None on all processes but the first; a collective.
-
-    `log_samples`: with each question and its answers.
-    """
-    manager = manager or open_tasks(tasks, include_path)
     from lm_eval.evaluator import evaluate
 
-    from accel_gpt.evals.harness_model import HarnessModel
-
-    asked = HarnessModel(model, tokenizer, accelerator, batch_size)
-    with evaluating(model), seeded(), quiet_bootstrap():
+    with seeded(), quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers and lm_eval
         loaded = load_tasks(tasks, manager, accelerator)
         check_shares(loaded["tasks"], limit, accelerator.num_processes)
-        found: Results | None = evaluate(
-            lm=asked,
-            task_dict=loaded,
-            limit=limit,
-            bootstrap_iters=RESAMPLES,
-            log_samples=log_samples,
-        )
-    return found
+        model = open_model(folder, tokenizer, accelerator, batch_size)
+        settings = {"limit": limit, "bootstrap_iters": RESAMPLES, "log_samples": False}
+        try:  # None on all ranks but the first
+            results: Results | None = evaluate(lm=model, task_dict=loaded, **settings)
+        except Exception as error:
+            if "[UNK]" not in str(error):
+                raise
+            raise UserError(
+                "a task has a character that the tokenizer of the model lacks"
+            ) from None
+    metrics: dict[str, float] = all_gather(metrics_of(results) if results else {})[0]
+    return metrics
 
 
-def figures(results: Results) -> dict[str, float]:
+def open_model(
+    folder: Path, tokenizer: Tokenizer, accelerator: Accelerator, batch_size: int
+) -> Any:
+    """Load a folder with transformers as lm_eval's `HFLM`; each rank takes a share of questions.
+
+    `HFLM` sets ranks up by itself for CUDA alone, so they are set here, for any device. It needs
+    an end-of-text token, and one that starts a text: a tokenizer without gets an unused one.
+    """
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    exported, prefix = AutoTokenizer.from_pretrained(folder), None
+    if exported.eos_token is None:
+        exported.add_special_tokens({"eos_token": "<|endoftext|>"})
+        if exported.bos_token is None:
+            (prefix,) = prompt_ids("", tokenizer, tokenizer.vocab_size)
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    model = HFLM(
+        pretrained=AutoModelForCausalLM.from_pretrained(folder).to(accelerator.device),
+        tokenizer=exported,
+        prefix_token_id=prefix,
+        batch_size=batch_size,
+        mixed_precision_dtype=dtypes.get(accelerator.mixed_precision),
+    )
+    model.accelerator = accelerator
+    model._rank, model._world_size = accelerator.process_index, accelerator.num_processes
+    return model
+
+
+def metrics_of(results: Results) -> dict[str, float]:
     """`eval/TASK_METRIC` of every number in lm_eval's results.
 
-    Where a task reads its answers in more than one way (filters), the way is part of the name.
+    Where a task has several filters of its answers, the filter is part of the name.
     """
     found = {}
     for task, values in results["results"].items():
         for key, value in values.items():
-            metric, comma, way = key.partition(",")
+            metric, comma, filters = key.partition(",")
             if comma and isinstance(value, Real):
-                name = metric if way == "none" else f"{metric}_{way}"
+                name = metric if filters == "none" else f"{metric}_{filters}"
                 found[f"eval/{task}_{name}"] = float(value)
     return found
 
@@ -107,23 +113,33 @@ def figures(results: Results) -> dict[str, float]:
 
 
 def open_tasks(names: Sequence[str], include_path: str | None) -> Any:
-    """lm_eval's index of its tasks and those of a folder, which takes seconds to read.
+    """Return lm_eval's index of its tasks and those of a folder, which takes seconds to read.
 
-    Raises `UserError` unless it is installed and knows all `names`.
+    Raises `UserError` unless lm_eval is installed and knows all `names`.
     """
     require(
         importlib.util.find_spec("lm_eval") is not None,
-        "tasks are asked by lm-evaluation-harness, which is not installed; "
+        "tasks need lm-evaluation-harness, which is not installed; "
         "pip install 'accel-gpt[lm-eval]'",
     )
-    manager = task_manager(names, include_path)
+    from lm_eval.tasks import TaskManager
+
+    manager = None
+    if include_path is not None:
+        require(
+            Path(include_path).is_dir(),
+            f"{include_path} is no folder; give one that holds the YAML files of tasks",
+        )
+        manager = TaskManager(include_path=include_path, include_defaults=False)
+    if manager is None or not set(names) <= set(manager.all_subtasks):  # its own are thousands
+        manager = TaskManager(include_path=include_path)
     for name in names:
         matches(name, manager)
     return manager
 
 
 def load_tasks(names: Sequence[str], manager: Any, accelerator: Accelerator) -> dict[str, Any]:
-    """The tasks, groups and tags of these names with their data; the first process loads first."""
+    """Load the tasks, groups and tags of these names with their data; the first rank goes first."""
     known = [match for name in names for match in matches(name, manager)]
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     with accelerator.main_process_first():
@@ -146,23 +162,8 @@ def load_tasks(names: Sequence[str], manager: Any, accelerator: Accelerator) -> 
     return loaded
 
 
-def task_manager(names: Sequence[str], include_path: str | None) -> Any:
-    """lm_eval's index of tasks; its own thousands are read only where they are needed."""
-    from lm_eval.tasks import TaskManager
-
-    if include_path is not None:
-        require(
-            Path(include_path).is_dir(),
-            f"{include_path} is no folder; give one that holds the YAML files of tasks",
-        )
-        local = TaskManager(include_path=include_path, include_defaults=False)
-        if set(names) <= set(local.all_subtasks):
-            return local
-    return TaskManager(include_path=include_path)
-
-
 def matches(name: str, manager: Any) -> list[str]:
-    """The tasks that a name, a pattern as mmlu_* or the path of a YAML file stands for."""
+    """Names of the tasks that match a name, a pattern as mmlu_*, or the path of a YAML file."""
     found: list[str] = manager.match_tasks([name])
     if not found and Path(name).is_file():
         return [name]
@@ -174,7 +175,7 @@ def matches(name: str, manager: Any) -> list[str]:
 
 
 def check_harmless(name: str, task: Any) -> None:
-    """Raise `UserError` for a task that runs what the model writes, or shows it pictures."""
+    """Raise `UserError` for a task that runs code the model writes, or that is not text."""
     require(
         not getattr(task, "UNSAFE_CODE", False),
         f"task {name} runs the code that the model writes, which is not done here; export the "
@@ -187,9 +188,7 @@ def check_harmless(name: str, task: Any) -> None:
 
 
 def check_shares(tasks: Mapping[str, Any], limit: int | None, processes: int) -> None:
-    """Raise `UserError` where a process would get no question: lm_eval has no answer to that."""
-    if processes == 1:
-        return
+    """Raise `UserError` if a process would get no question, which lm_eval does not handle."""
     for name, task in tasks.items():
         count = min(len(task.eval_docs), limit or sys.maxsize)
         require(
@@ -204,8 +203,8 @@ def check_shares(tasks: Mapping[str, Any], limit: int | None, processes: int) ->
 
 @contextlib.contextmanager
 def seeded() -> Iterator[None]:
-    """Seeds as lm_eval's, from which tasks shuffle answers; then all is as it was."""
-    kept = random.getstate(), np.random.get_state()
+    """Seed the generators as lm_eval does, as tasks shuffle answers; restore their states."""
+    states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         random.seed(SEEDS[0])
         np.random.seed(SEEDS[1])
@@ -213,20 +212,22 @@ def seeded() -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(kept[0])
-            np.random.set_state(kept[1])
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 @contextlib.contextmanager
-def quiet_bootstrap() -> Iterator[None]:
-    """Keep lm_eval from forking a process per core, and its prints from our standard output."""
-    name = "DISABLE_MULTIPROC"
-    before = os.environ.get(name)
+def quiet() -> Iterator[None]:
+    """Keep lm_eval from forking a process per core, and its prints out of standard output."""
+    name, logger = "DISABLE_MULTIPROC", logging.getLogger("lm_eval")
+    before, level = os.environ.get(name), logger.level
     os.environ[name] = "1"
+    logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
+        logger.setLevel(level)
         if before is None:
             del os.environ[name]
         else:

@@ -60,7 +60,7 @@ def evaluate_splits(
     batch_size: int,
     beat: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """The eval/ figures of a record: both splits by the same method; a collective.
+    """The eval/ metrics of a record: both splits by the same method; a collective.
 
     Of several sources each has its share of the means; `eval/val_loss/NAME` is the loss of each.
     `batch_size`: windows per process and forward. `beat` is called with each batch.
@@ -70,14 +70,14 @@ def evaluate_splits(
         name: [evaluate_part(model, part, *settings) for part in parts]
         for name, parts in corpus.evaluated.items()
     }
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, parts in corpus.evaluated.items():
         shares = [part.share for part in parts]
-        figures |= split_figures(name, weighted(scores[name], shares))
+        metrics |= split_metrics(name, weighted(scores[name], shares))
     for part, score in zip(corpus.evaluated.get("val", ()), scores.get("val", ()), strict=True):
         if part.name:
-            figures |= named_figures(score, part.name)
-    return figures
+            metrics |= named_metrics(score, part.name)
+    return metrics
 
 
 def evaluate_part(
@@ -106,8 +106,8 @@ def evaluate_part(
     )
 
 
-def split_figures(name: str, score: Score) -> dict[str, float]:
-    """The figures of a whole split."""
+def split_metrics(name: str, score: Score) -> dict[str, float]:
+    """Metrics of a split."""
     return known(
         {
             f"eval/{name}_loss": score.loss,
@@ -119,8 +119,8 @@ def split_figures(name: str, score: Score) -> dict[str, float]:
     )
 
 
-def named_figures(score: Score, name: str) -> dict[str, float]:
-    """The figures of one of several val sets."""
+def named_metrics(score: Score, name: str) -> dict[str, float]:
+    """Metrics of one of several val sets."""
     return known(
         {
             f"eval/val_loss/{name}": score.loss,
@@ -130,11 +130,11 @@ def named_figures(score: Score, name: str) -> dict[str, float]:
     )
 
 
-def known(figures: dict[str, float]) -> dict[str, float]:
+def known(metrics: dict[str, float]) -> dict[str, float]:
     """Without the standard errors of a single window, which has none, and bits of unknown bytes."""
     return {
         k: v
-        for k, v in figures.items()
+        for k, v in metrics.items()
         if not math.isnan(v) or ("_se" not in k and "_bits_per_byte" not in k)
     }
 

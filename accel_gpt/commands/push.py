@@ -13,7 +13,7 @@ from accel_gpt.errors import require
 
 @dataclass(frozen=True)
 class PushCommand:
-    """Export a run and upload it to the Hub with a model card, its figures and its curves."""
+    """Export a run and upload it to the Hub with a model card, its metrics and its curves."""
 
     run: Annotated[str, tyro.conf.Positional]
     """Folder of a run, or of one checkpoint."""
@@ -28,7 +28,7 @@ class PushCommand:
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Of the weights."""
     include_state: bool = False
-    """Upload the whole checkpoint too, so that training goes on from hf://user/name@step-N."""
+    """Upload the whole checkpoint too, so that training can resume from hf://user/name@step-N."""
     license: str | None = None
     """Of the weights, as the Hub spells it: apache-2.0, mit, cc-by-4.0, ..."""
     data_license: str | None = None

@@ -1,4 +1,4 @@
-"""What training takes from `hub/`, imported only where the config asks for it."""
+"""What training takes from `hub/`, imported only if the config requests it."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any

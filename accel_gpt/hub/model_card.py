@@ -75,11 +75,9 @@ def write_card(
     values = card_values(run, state, checkpoint, records)
     if values["has_curve"]:
         loss_curves(records, folder / "loss.png")
+    prompt = json.dumps(usable_prompt(tokenizer), ensure_ascii=False)
     values |= {"options": options, "name": options.repo.rpartition("/")[2]}
-    values |= {
-        "tokenizer": tokenizer.kind,
-        "prompt": json.dumps(usable_prompt(tokenizer), ensure_ascii=False),
-    }
+    values |= {"tokenizer": tokenizer.kind, "prompt": prompt}
     text = f"---\n{metadata(values)}\n---\n\n{render(values)}"
     (folder / "README.md").write_text(redact_tokens(text), encoding="utf-8")
 
@@ -89,11 +87,8 @@ def card_values(
 ) -> dict[str, Any]:
     """Return the values of the template that a run and its checkpoint give."""
     model, vocab_size = read_shape(checkpoint)
-    config, results, sources = (
-        public_config(state.config),
-        read_results(records, state),
-        sources_of(state),
-    )
+    config, sources = public_config(state.config), sources_of(state)
+    results = read_results(records, state)
     init_from = str(state.config.get("model.init_from") or "scratch")
     from_scratch = init_from == "scratch"
     parameters = parameter_counts(model, vocab_size)
@@ -103,8 +98,8 @@ def card_values(
     # those that led to the checkpoint
     launches = [
         public_launch(launch)
-        for number_of, launch in enumerate(run.launches)
-        if not number_of or number(launch.get("step")) < state.step
+        for index, launch in enumerate(run.launches)
+        if index == 0 or number(launch.get("step")) < state.step
     ]
     launch = launches[-1] if launches else {}
     try:
@@ -114,7 +109,7 @@ def card_values(
     text = yaml.safe_dump(nested(changed_keys(config)), sort_keys=False, allow_unicode=True)
     return {
         "init_name": None if from_scratch else initial_model_name(init_from) or "another model",
-        "base_model": hub_model(init_from),
+        "base_model": None if from_scratch else hub_model(init_from),
         "state": state,
         "model": model,
         "vocab_size": vocab_size,
@@ -208,13 +203,12 @@ def sources_of(state: TrainState) -> list[DataSource]:
         if len(recorded) == 1:
             name = public_name(str(train)) or "data"
             if not folder:
-                prepare = {key: config.get(f"data.prepare.{key}") for key in PREPARED}
-                folder = {"hub_id": hub_id_of(prepare) or hub_id_of({"path": train, "source": "-"})}
+                keys = ("source", "path", "dataset")
+                prepare = {key: config.get(f"data.prepare.{key}") for key in keys}
+                remote = str(train).startswith("hf://")
+                folder = {"hub_id": hub_dataset(str(train)) if remote else hub_id_of(prepare)}
         found.append(DataSource(name, float(source["weight"]) / total, **folder))
     return found
-
-
-PREPARED = ("source", "path", "dataset")
 
 
 def hub_id_of(prepared: Mapping[str, Any]) -> str | None:
@@ -266,9 +260,9 @@ def read_samples(run: RunFolder, step: int) -> list[tuple[int, list[str]]]:
     """Return the newest samples up to `step`, the newest step first, `MOST_SAMPLES` in all."""
     found: list[tuple[int, list[str]]] = []
     left = MOST_SAMPLES
-    for number_of, _ in sorted(run.samples.items(), reverse=True):
-        if number_of <= step and (texts := run.sample_texts(number_of)[:left]):
-            found.append((number_of, texts))
+    for sampled in sorted((s for s in run.samples if s <= step), reverse=True):
+        if texts := run.sample_texts(sampled)[:left]:
+            found.append((sampled, texts))
             left -= len(texts)
     return found
 

@@ -33,6 +33,7 @@ from accel_gpt.console import exit_on_sigterm, write_err
 from accel_gpt.errors import UserError, not_negative, require
 from accel_gpt.files import write_file
 from accel_gpt.launcher import environment_without_launcher
+from accel_gpt.tables import table
 from accel_gpt.training.run_folder import RunFolder
 
 DIFFERENT = 1  # exit code
@@ -429,9 +430,12 @@ def compare_values(what: str, sides: Sequence[Mapping[Any, Any]], exact: bool) -
 
 def findings_table(findings: Sequence[Finding]) -> str:
     """The findings as aligned lines."""
-    lines = [f"{'':<16} {'compared':>12} {'different':>12} {'largest difference':>20}"]
+    rows = [("", "compared", "different", "largest difference", "")]
     for finding in findings:
-        apart = "no number" if math.isnan(finding.largest) else f"{finding.largest:.3g}"
+        different, apart = "none", ""
+        if finding.different:
+            different = f"{finding.different:,}"
+            apart = "no number" if math.isnan(finding.largest) else f"{finding.largest:.3g}"
         if not finding.compared:
             verdict = "none there"
         elif not finding.equal:
@@ -440,8 +444,5 @@ def findings_table(findings: Sequence[Finding]) -> str:
             verdict = "equal"
         else:
             verdict = f"within {TOLERANCE:g}" if finding.what in JUDGED else "measured"
-        different, apart = (f"{finding.different:,}", apart) if finding.different else ("none", "")
-        lines.append(
-            f"{finding.what:<16} {finding.compared:>12,} {different:>12} {apart:>20}   {verdict}"
-        )
-    return "\n".join(lines) + "\n"
+        rows.append((finding.what, f"{finding.compared:,}", different, apart, verdict))
+    return table(rows, "<", ">", ">", ">", "<")

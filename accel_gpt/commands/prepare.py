@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PrepareCommand(PrepareConfig):
-    """Turn text, or shards of another project, into token shards; stopped, it continues.
+    """Turn text, or shards of another project, into token shards; stopped, it resumes.
 
     RECIPE, a YAML file or the name of a shipped one, holds any of these options as `key: value`;
     those of the command line go first.

@@ -145,7 +145,7 @@ def color(panel: Panel, key: str, keys: Sequence[str]) -> int:
 def points(metrics: Metrics, key: str, panel: Panel) -> dict[str, Any]:
     """Steps and values of a curve, thinned."""
     steps, values = metrics.curve(key)
-    values = np.clip(values, -1e300, 1e300) * panel.factor  # so that no mean overflows
+    values = np.clip(values, -1e200, 1e200) * panel.factor  # so that no mean or axis overflows
     if len(values) <= MOST_POINTS:
         return {"s": rounded(steps), "v": rounded(values)}
     kept = thin(values, MOST_POINTS)

@@ -148,16 +148,6 @@ def test_other_documents_have_no_influence_at_all(config: ModelConfig) -> None:
     assert gradient[1, 5:9].abs().sum(-1).all()
 
 
-@configs
-def test_rows_without_an_end_equal_the_unmasked_model(config: ModelConfig) -> None:
-    model, (tokens, targets) = make(config), draw()
-    tokens = tokens.masked_fill(tokens == EOT, 7)
-    kept, numbers = separate(tokens, targets, EOT)
-    masked, plain = model(tokens, kept, documents=numbers), model(tokens, targets)
-    torch.testing.assert_close(masked, plain, atol=1e-6, rtol=1e-6)
-    assert_same(gradients(model, masked), gradients(model, plain))
-
-
 def test_dropout_falls_on_attention_within_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, targets = draw()
     kept, numbers = separate(tokens, targets, EOT)

@@ -17,7 +17,7 @@ from accel_gpt.cli import dispatch
 from accel_gpt.commands.evaluate_model import as_json, as_table
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import open_split
-from accel_gpt.evals.validation import windows
+from accel_gpt.evals.validation import eval_sequences
 from accel_gpt.hub.export import export
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.prepare.prepare import prepare
@@ -339,7 +339,7 @@ def test_equal_to_transformers_on_the_exported_model(
 
     split, nats, count = open_split(folder, "val"), 0.0, 0
     with torch.no_grad():
-        for shard, start in windows(split, asked.BLOCK, None).tolist():
+        for shard, start in eval_sequences(split, asked.BLOCK, None).tolist():
             size = min(asked.BLOCK + 1, int(split.lengths[shard]) - start)
             row = torch.from_numpy(split.read(shard, start, size).astype("int64"))
             logits = theirs(row[None, :-1]).logits[0].double()

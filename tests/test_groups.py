@@ -16,18 +16,6 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4))
 
 
-def test_matrices_decay_and_vectors_do_not() -> None:
-    net = model()
-    optimizer = make_optimizer(net, OptimConfig(weight_decay=0.3))
-    decayed, undecayed = optimizer.param_groups
-    assert decayed["weight_decay"] == 0.3
-    assert undecayed["weight_decay"] == 0
-    assert all(p.dim() >= 2 for p in decayed["params"])
-    assert all(p.dim() == 1 for p in undecayed["params"])
-    counted = sum(p.numel() for g in optimizer.param_groups for p in g["params"])
-    assert counted == sum(p.numel() for p in net.parameters())
-
-
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_without_a_gradient_matrices_shrink_and_vectors_stay(name: str) -> None:
     gpt = GPT(tiny(), 64)
@@ -43,13 +31,6 @@ def test_without_a_gradient_matrices_shrink_and_vectors_stay(name: str) -> None:
     for key, p in gpt.named_parameters():
         left = 1 - 0.5 * 0.1 * 0.3 if p.dim() == 2 else 1
         torch.testing.assert_close(p.detach(), left * before[key], msg=key)
-
-
-def test_set_lr_scales_the_peak_of_each_group() -> None:
-    optimizer = make_optimizer(model(), OptimConfig(lr=0.1))
-    optimizer.param_groups[1]["peak_lr"] = 0.5
-    set_lr(optimizer, 0.25)
-    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.025, 0.125])
 
 
 def test_configure_overrides_what_a_checkpoint_restored() -> None:

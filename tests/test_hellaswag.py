@@ -219,10 +219,6 @@ def test_every_row_is_in_one_batch_and_shapes_are_few() -> None:
     assert len({shape for _, *shape in map(tuple, planned) for shape in [tuple(shape)]}) <= 6
 
 
-def test_a_window_of_odd_size_is_not_halved() -> None:
-    assert {T for _, _, T in plan_batches([3, 70, 99], 2, 99)} == {99}
-
-
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_equal_to_one_ending_after_the_other(
     world: int, file: Path, bpe: Tokenizer, model: GPT

@@ -26,10 +26,6 @@ def test_gpt2_reproduction_table() -> None:
     assert at[95_365] == pytest.approx(MIN)
 
 
-def test_cosine_is_half_way_at_half_time() -> None:
-    assert lr_fraction(60, "cosine", plan(110, 10, 100), 0.2) == pytest.approx(0.6)
-
-
 def test_decay_ends_before_the_run_and_stays_at_the_floor() -> None:
     p = plan(1000, 10, 100)
     assert lr_fraction(110, "cosine", p, 0.1) == pytest.approx(0.1)
@@ -41,10 +37,6 @@ def test_wsd_is_stable_until_its_tail() -> None:
     assert [lr_fraction(s, "wsd", p, 0.0) for s in (9, 50, 80)] == [1.0, 1.0, 1.0]
     assert lr_fraction(90, "wsd", p, 0.0) == pytest.approx(0.5)
     assert lr_fraction(100, "wsd", p, 0.0) == 0.0
-
-
-def test_constant_never_falls() -> None:
-    assert lr_fraction(10**9, "constant", plan(10, 2, 8), 0.1) == 1.0
 
 
 @given(

@@ -1,9 +1,9 @@
 """HellaSwag (Zellers et al. 2019): which of four endings does the model find likeliest?
 
-Texts, boundaries of tokens and both figures are those of lm-evaluation-harness 0.4.13, task
+Texts, token boundaries and both metrics are those of lm-evaluation-harness 0.4.13, task
 hellaswag version 1.0. Reads a JSONL file in the original format, or a data set of the Hub.
 
-Legend: B rows of a batch, T tokens, R rows: an ending of a question each.
+Shapes: B batch, T tokens, R rows: an ending of a question each.
 """
 
 import math
@@ -24,13 +24,13 @@ from torch import Tensor
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.evals.validation import of_all
+from accel_gpt.evals.validation import all_reduce_rows
 from accel_gpt.files import load_json
 from accel_gpt.model.gpt import GPT, evaluating
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.text.hub import hub_sentence
 
-SHORTEST = 32  # tokens a row is padded to at least; assumption: shorter ones are no faster
+SHORTEST = 32  # tokens, to which a row is padded at least; assumption: shorter is no faster
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def ending_losses(
     if losses:
         numbers = [i for chosen, _, _ in mine for i in chosen]
         table[numbers] = torch.cat(losses).float().cpu().double().numpy()
-    return of_all(table, accelerator)
+    return all_reduce_rows(table, accelerator)
 
 
 Batch = tuple[list[int], int, int]  # numbers of rows, B, T

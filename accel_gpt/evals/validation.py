@@ -1,6 +1,6 @@
 """Loss over fixed tokens of a split: the same ones every time, at any number of processes.
 
-Legend: B micro-batch, T block_size, W windows evaluated.
+Shapes: B batch, T block_size, S sequences evaluated.
 """
 
 import math
@@ -31,7 +31,7 @@ class Score:
     loss_sum: float  # nats
     tokens: int
     bytes: float
-    loss_se: float = math.nan  # standard error of `loss`; not known of a single window
+    loss_se: float = math.nan  # standard error of `loss`; NaN for a single sequence
     bits_per_byte_se: float = math.nan
 
     @property
@@ -60,10 +60,10 @@ def evaluate_splits(
     batch_size: int,
     beat: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """The eval/ metrics of a record: both splits by the same method; a collective.
+    """The eval/ metrics of a record, for both splits; a collective.
 
-    Of several sources each has its share of the means; `eval/val_loss/NAME` is the loss of each.
-    `batch_size`: windows per process and forward. `beat` is called with each batch.
+    With several sources the means are weighted by their shares; `eval/val_loss/NAME` is the loss of
+    one. `batch_size`: sequences per rank and forward pass. `beat` is called with each batch.
     """
     settings = (accelerator, batch_size, corpus.tokenizer, corpus.document_end, beat)
     scores = {
@@ -89,7 +89,7 @@ def evaluate_part(
     document_end: int | None,
     beat: Callable[[], None] = lambda: None,
 ) -> Score:
-    """The score of one source, on windows of as many tokens as the model reads; a collective."""
+    """Score a model on one source, in sequences of its block_size; a collective."""
     token_bytes = np.zeros(model.vocab_size)
     sizes = tokenizer.bytes_within(part.split)[: model.vocab_size]
     token_bytes[: len(sizes)] = sizes
@@ -131,7 +131,7 @@ def named_metrics(score: Score, name: str) -> dict[str, float]:
 
 
 def known(metrics: dict[str, float]) -> dict[str, float]:
-    """Without the standard errors of a single window, which has none, and bits of unknown bytes."""
+    """Drop the standard errors of a single sequence, and bits per byte of unknown bytes."""
     return {
         k: v
         for k, v in metrics.items()
@@ -140,22 +140,23 @@ def known(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def weighted(scores: list[Score], shares: list[float]) -> Score:
-    """The score of one token in the mean, each source having its share of it."""
+    """The score of an average token, the sources weighted by `shares`."""
     if len(scores) == 1:
         return scores[0]
     each = list(zip(scores, shares, strict=True))
-    size = sum(share * score.bytes / score.tokens for score, share in each)
+    bytes_per_token = sum(share * score.bytes / score.tokens for score, share in each)
     loss = sum(share * score.loss for score, share in each)
-    # bytes of a token differ little within a source: only the losses' errors are carried on
+    # bytes per token vary little within a source: only the errors of the losses count
     error = math.sqrt(sum((share * score.loss_se) ** 2 for score, share in each))
-    return Score(loss, 1, size, error, error / math.log(2) / (size or math.nan))
+    bits_error = error / math.log(2) / (bytes_per_token or math.nan)
+    return Score(loss, 1, bytes_per_token, error, bits_error)
 
 
-def windows(split: Split, block_size: int, tokens: int | None) -> npt.NDArray[np.int64]:
-    """(W, 2) shard and first token of the evaluated windows: in order, without overlap.
+def eval_sequences(split: Split, block_size: int, tokens: int | None) -> npt.NDArray[np.int64]:
+    """Shard and offset (S, 2) of the evaluated sequences, in order, without overlap.
 
-    All windows of the split, the shorter last one of each shard included, or as many as `tokens`
-    hold, spread evenly over the split.
+    All sequences of the split, the shorter last one of each shard included, or as many as fit in
+    `tokens`, spread evenly over the split.
     """
     counts = -(-np.maximum(split.lengths - 1, 0) // block_size)
     total = int(counts.sum())
@@ -170,25 +171,27 @@ def windows(split: Split, block_size: int, tokens: int | None) -> npt.NDArray[np
 
 def batches(
     split: Split,
-    places: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
     batch_size: int,
     block_size: int,
     vocab_size: int,
     rounds: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """`(tokens, targets)`, each (B, T) int64, as many as `places` fill or `rounds` of them; what is
-    missing is filled with ignored targets.
+    """Yield `(tokens, targets)`, each (B, T) int64, of the sequences at `positions`.
+
+    `rounds`: number of batches, of which the last are empty; None: as many as are needed. Padding
+    has ignored targets.
     """
     if rounds is None:
-        rounds = -(-len(places) // batch_size)
+        rounds = -(-len(positions) // batch_size)
     for first in range(0, rounds * batch_size, batch_size):
         tokens = np.zeros((batch_size, block_size), dtype=np.int64)
         targets = np.full((batch_size, block_size), IGNORE, dtype=np.int64)
-        for row, (shard, start) in enumerate(places[first : first + batch_size].tolist()):
+        for row, (shard, start) in enumerate(positions[first : first + batch_size].tolist()):
             size = min(block_size, int(split.lengths[shard]) - 1 - start)
-            window = split.read(shard, start, size + 1)
-            check_tokens(window, vocab_size, split.folder)
-            tokens[row, :size], targets[row, :size] = window[:-1], window[1:]
+            sequence = split.read(shard, start, size + 1)
+            check_tokens(sequence, vocab_size, split.folder)
+            tokens[row, :size], targets[row, :size] = sequence[:-1], sequence[1:]
         yield torch.from_numpy(tokens), torch.from_numpy(targets)
 
 
@@ -204,18 +207,19 @@ def evaluate(
     document_end: int | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> Score:
-    """Score `model` on `split`, spread over all processes; a collective, with no random draw.
+    """Score `model` on `split`, spread over all ranks; a collective without random numbers.
 
-    `token_bytes`: (V,) UTF-8 bytes that each token stands for. `document_end`: the token at which
-    attention and loss end, None: nowhere. `beat` is called with each batch.
+    `token_bytes`: (V,) UTF-8 bytes of each token. `document_end`: the token at which attention and
+    loss end, None: nowhere. `beat` is called with each batch.
     """
     rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    places = windows(split, block_size, tokens)
-    mine = np.arange(len(places)) // batch_size % world == rank  # whole batches: the same rows
-    sharded = accelerator.distributed_type == DistributedType.FSDP  # all take part in each forward
-    rounds = -(-len(places) // (batch_size * world)) if sharded else None
-    losses, sizes = [], []
-    read = batches(split, places[mine], batch_size, block_size, len(token_bytes), rounds)
+    positions = eval_sequences(split, block_size, tokens)
+    # whole batches for each rank: a sequence is computed beside the same ones at any world size
+    mine = np.arange(len(positions)) // batch_size % world == rank
+    sharded = accelerator.distributed_type == DistributedType.FSDP  # all ranks in each forward
+    rounds = -(-len(positions) // (batch_size * world)) if sharded else None
+    losses, counts = [], []
+    read = batches(split, positions[mine], batch_size, block_size, len(token_bytes), rounds)
     with evaluating(model):
         for inputs, targets in read:
             beat()
@@ -223,18 +227,18 @@ def evaluate(
             if document_end is not None:
                 targets, documents = separate(inputs, targets, document_end)
                 documents = documents.to(device)
-            real = (targets != IGNORE).numpy()
-            size = np.where(real, token_bytes[np.where(real, targets.numpy(), 0)], 0).sum(-1)
+            valid = (targets != IGNORE).numpy()
+            size = np.where(valid, token_bytes[np.where(valid, targets.numpy(), 0)], 0).sum(-1)
             losses.append(
                 model(inputs.to(device), targets.to(device), documents=documents, per_sequence=True)
             )
-            sizes.append(np.stack([real.sum(-1), size], axis=-1))
-    table = np.zeros((len(places), 3))
+            counts.append(np.stack([valid.sum(-1), size], axis=-1))
+    table = np.zeros((len(positions), 3))
     if losses:
         count = int(mine.sum())
         table[mine, 0] = torch.cat(losses).float().cpu().double().numpy()[:count]
-        table[mine, 1:] = np.concatenate(sizes)[:count]
-    score = score_of(of_all(table, accelerator))
+        table[mine, 1:] = np.concatenate(counts)[:count]
+    score = score_of(all_reduce_rows(table, accelerator))
     if score is None:
         raise DataError(
             f"the {split.name} split of {split.folder} has no token to predict: it holds nothing "
@@ -243,10 +247,12 @@ def evaluate(
     return score
 
 
-def of_all(table: npt.NDArray[np.float64], accelerator: Accelerator) -> npt.NDArray[np.float64]:
-    """The sum of the tables of all processes, each of which fills rows of its own; a collective.
+def all_reduce_rows(
+    table: npt.NDArray[np.float64], accelerator: Accelerator
+) -> npt.NDArray[np.float64]:
+    """All-reduce tables in which each rank fills rows of its own.
 
-    A number and zeros give that number: every process has the same bits, however many they are.
+    A number plus zeros is that number: all ranks have the same bits, at any world size.
     """
     if accelerator.num_processes == 1:  # on the CPU: MPS has no float64
         return table
@@ -255,7 +261,7 @@ def of_all(table: npt.NDArray[np.float64], accelerator: Accelerator) -> npt.NDAr
 
 
 def score_of(table: npt.NDArray[np.float64]) -> Score | None:
-    """The score of windows (W, 3): nats, targets and bytes of each; None where nothing counts."""
+    """The score of sequences (S, 3): nats, targets and bytes of each; None without any target."""
     nats, count, size = table.sum(axis=0).tolist()
     if not count:
         return None
@@ -269,13 +275,13 @@ def score_of(table: npt.NDArray[np.float64]) -> Score | None:
 
 
 def ratio_error(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64]) -> float:
-    """Standard error of sum(above) / sum(below), both (W,), of W windows drawn from many.
+    """Standard error of sum(above) / sum(below), both (S,), of S sequences drawn from many.
 
     Cochran, Sampling Techniques, 3rd ed. 1977, section 2.11, without the correction for a finite
-    population; for windows of equal size the standard deviation over the root of W.
+    population; for sequences of equal size the standard deviation over the root of S.
     """
-    whole, windows = below.sum(), len(below)
-    if windows < 2 or not whole:
+    total, S = below.sum(), len(below)
+    if S < 2 or not total:
         return math.nan
-    rest = above - above.sum() / whole * below
-    return float(np.sqrt(windows / (windows - 1) * (rest**2).sum()) / whole)
+    residuals = above - above.sum() / total * below
+    return float(np.sqrt(S / (S - 1) * (residuals**2).sum()) / total)

@@ -273,7 +273,7 @@ def test_a_hang_ends_all_and_names_the_place(
     shown = launch.shown(rank)
     assert f"process {rank} completed nothing for 4s (train.step_timeout)" in shown
     assert 'accel_gpt/files.py", line' in shown
-    assert "in act" in shown
+    assert "in fail" in shown
     assert 'data/loader.py", line' in shown  # another thread
 
 

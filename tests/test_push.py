@@ -396,7 +396,11 @@ def test_secrets_planted_everywhere_in_a_run_are_not_pushed(
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     (checkpoint / "notes.txt").write_text(url)
     launch_record = dict.fromkeys(("commit", "device", "mixed_precision", "processes"), url)
-    launch_record |= {"step": 0, "versions": {"torch": url, url: url}, "host": host}
+    launch_record |= {
+        "step": 0,
+        "versions": {"torch": "2.13.0", "numpy": url, url: url},
+        "host": host,
+    }
     (run / "run.json").write_text(json.dumps({"launches": [launch_record]}))
     (run / "config.yaml").write_text(f"out_dir: {url}\n")
     with (run / "metrics.jsonl").open("a") as file:

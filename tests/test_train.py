@@ -324,7 +324,7 @@ def test_speed_counts_training_alone(
     lasting(train, "update", 1.0)
     for name in ("save", "sample"):
         lasting(train, name, 1000.0)
-    lasting(Evaluation, "figures", 1000.0)
+    lasting(Evaluation, "metrics", 1000.0)
     assert launch(small_run("--checkpoint.every", "5")) == 0  # evaluates and samples at others
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["perf/step_ms"] for line in lines] == pytest.approx([1000.0] * 12)

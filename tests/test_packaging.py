@@ -27,7 +27,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 # private names of other packages that the package uses; each may go with any of their versions
 PRIVATE = {
     **dict.fromkeys(["_foreach_copy_", "_foreach_norm"], "torch"),
-    **dict.fromkeys(["_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks"], "torch"),
+    "_compiled_call_impl": "torch",
     "_pat_str": "tiktoken",
 }
 PUBLIC = {"_exit", "_replace"}  # of os and of named tuples, in Python's documentation

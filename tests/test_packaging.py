@@ -61,7 +61,7 @@ def test_every_imported_package_is_declared() -> None:
         elif isinstance(node, ast.ImportFrom):
             modules.add((node.module or "").partition(".")[0])
     others = modules - set(sys.stdlib_module_names) - {"accel_gpt"}
-    assert {"torch", "yaml", "tqdm", "pyarrow"} <= others
+    assert {"torch", "yaml", "pyarrow"} <= others
     known = packages_distributions()
     declared = set(requirements("lm-eval"))
     missing = {m for m in others if not {normal(d) for d in known.get(m, [m])} & declared}

@@ -33,11 +33,11 @@ PACKAGE = ROOT / "accel_gpt"
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 EVENING = (
     *("train", "config/experiment", "config/plan"),
-    *("model/gpt", "model/documents", "model/loss"),
+    *("model/gpt", "model/layers", "model/documents", "model/loss"),
     *("optim/groups", "optim/adamw", "optim/muon", "optim/schedule"),
     *("data/shards", "data/order", "data/mixture", "data/loader"),
     *("training/accelerator", "training/gradients", "training/anomalies", "training/stopping"),
-    *("training/checkpoint", "training/saving", "training/resume"),
+    *("training/state", "training/checkpoint", "training/saving", "training/resume"),
     "evals/validation",
 )
 SECTIONS = ("train", "data", "model", "optim", "schedule", "eval", "checkpoint", "sample", "log")

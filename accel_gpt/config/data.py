@@ -147,10 +147,10 @@ class DataConfig:
     """gpt2, bytes or the path of a tokenizer.json: for data that does not say it, that is shards of
     other projects, and streamed text."""
     shuffle: Literal["global", "shards", "none", "replacement"] = "global"
-    """global: a permutation of all windows each epoch; shards: shards in random order, read in
+    """global: a permutation of all sequences each epoch; shards: shards in random order, read in
     sequence; none: in order; replacement: random crops, as nanoGPT."""
     document_mask: bool = False
-    """Attention, loss and positions end with each document; false: windows are seen as one text."""
+    """Attention, loss and positions end with each document; false: a sequence is one text."""
     cache_dir: str | None = None
     """Where shards of a URL are kept; null: ~/.cache/accel_gpt/shards."""
     cache_gb: float = 50.0

@@ -155,7 +155,7 @@ def vocabulary(given: Mapping[str, Any]) -> int:
     require(
         tokenizer in VOCABULARIES,
         f"model.depth is {given['model.depth']}, from which the batch follows with the size of the "
-        f"vocabulary, but the config does not tell that of tokenizer {tokenizer}; set "
+        f"vocabulary, but the config does not have that of tokenizer {tokenizer}; set "
         "model.vocab_size",
     )
     return VOCABULARIES[str(tokenizer)]

@@ -66,10 +66,10 @@ class TrainConfig:
     sums in float64. Costs 8 bytes of memory per parameter and twice the all-reduce; without
     fp16, FSDP and train.compile."""
     max_skipped: int = 20
-    """Updates in a row that may be skipped, loss or gradient not finite, before the run goes back
+    """Updates in a row that may be skipped, loss or gradient not finite, before the run rolls back
     to the checkpoint before them and leaves those batches out; the second time there it ends."""
     spike_sigma: float = 6.0
-    """A loss so many standard deviations above the mean of the last 128 is a spike; 0: not told."""
+    """Standard deviations above the mean of the last 128 losses that make a spike; 0: none."""
     skip_spikes: bool = False
     """Skip the update of a spike, as one that is not finite."""
     time_limit: str | None = None
@@ -123,13 +123,13 @@ class ScheduleConfig:
     warmup_tokens: int | None = None
     """The same in tokens, in place of warmup_steps."""
     decay_steps: int | None = None
-    """Steps that the fall to min_lr takes; null: all that follow the warm-up (wsd: a fifth)."""
+    """Steps of the decay to min_lr; null: all that follow the warm-up (wsd: a fifth)."""
     decay_tokens: int | None = None
     """The same in tokens, in place of decay_steps."""
     decay_share: float | None = None
     """The same as a share of all steps, 0 to 1, in place of decay_steps."""
     min_lr: float = 0.0
-    """Learning rate at the end of the fall."""
+    """Learning rate at the end of the decay."""
 
     def __post_init__(self) -> None:
         not_negative("schedule", self, "warmup_steps", "min_lr")
@@ -226,7 +226,7 @@ class CheckpointConfig:
     keep_best: bool = True
     """Also save and keep the checkpoint with the lowest val loss."""
     resume: str = "auto"
-    """auto: go on from the newest checkpoint of out_dir; never; or a checkpoint to start from while
+    """auto: resume from the newest checkpoint of out_dir; never; or a checkpoint to resume from if
     out_dir has none: its folder, or hf://user/name@step-1000, pushed with hub.include_state."""
     allow_change: tuple[str, ...] = ()
     """Keys that may differ from the checkpoint's config, separated by commas."""
@@ -238,16 +238,16 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Where figures go."""
+    """Where metrics go."""
 
     every: int = 10
     """Steps between lines of metrics."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Accelerate's names, separated by commas: tensorboard, wandb, trackio, ..."""
     level: Literal["info", "warning"] = "info"
-    """warning: tell warnings and errors only; figures go to files and trackers as ever."""
+    """warning: print warnings and errors only; files and trackers get all metrics."""
     dashboard: bool = False
-    """Serve the curves with TensorBoard on this machine while training, and tell the address."""
+    """Serve the curves with TensorBoard on this machine while training, and print the address."""
     dashboard_port: int | None = None
     """Port of the dashboard; null: a free one."""
     batch_hash: bool = False
@@ -264,7 +264,7 @@ class LogConfig:
         require(
             not self.layer_stats_every or bool(self.trackers),
             f"log.layer_stats_every is {self.layer_stats_every} but log.trackers is empty, where "
-            "its figures would go; add tensorboard, or set it to 0",
+            "its metrics would go; add tensorboard, or set it to 0",
         )
         require(
             not self.dashboard or "tensorboard" in self.trackers,
@@ -284,7 +284,7 @@ class HubConfig:
     repo_id: str | None = None
     """Repository, user/name; made if it is missing. Log in with hf auth login."""
     push: Literal["never", "end", "every_checkpoint"] = "never"
-    """When to upload: the exported model, its card, figures and curves, as one commit."""
+    """When to upload: the exported model, its card, metrics and curves, as one commit."""
     private: bool = False
     """Make the repository a private one."""
     include_state: bool = False

@@ -38,7 +38,7 @@ INNER = {
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
 NOT_YET_INNER = {"hub/lazy.py", "text/hub.py"}
-INNER_LINES = 12_500  # goal: 8,000
+INNER_LINES = 12_400  # goal: 8,000
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
     "": 1_000,
@@ -47,13 +47,13 @@ LINES = {
     "model": 950,
     "optim": 500,  # 400
     "data": 3_500,  # 2,315
-    "text": 1_350,  # 820
-    "prepare": 1_300,  # 780
-    "training": 4_650,  # 3,020
-    "evals": 1_450,  # 760
-    "report": 950,  # 740
-    "hub": 2_450,  # 1,800
-    "commands": 2_900,  # 1,680
+    "text": 1_280,  # 820
+    "prepare": 1_230,  # 780
+    "training": 4_600,  # 3,020
+    "evals": 1_050,  # 760
+    "report": 900,  # 740
+    "hub": 2_400,  # 1,800
+    "commands": 2_800,  # 1,680
 }
 # what could execute a file's content, or shows a wish to hide behaviour
 UNSAFE = {"exec", "eval", "compile", "globals", "locals", "__import__"}

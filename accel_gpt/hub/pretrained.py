@@ -14,7 +14,6 @@ from accel_gpt.errors import CheckpointError, require
 from accel_gpt.files import read_json
 from accel_gpt.hub.client import SCHEME, download, full_repo_name
 from accel_gpt.hub.hf_config import read_shape
-from accel_gpt.training.run_folder import RunFolder
 
 SMALL_FILES = ("config.json", "tokenizer*.json", "chat_template.jinja", "vocab.json", "merges.txt")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
@@ -119,6 +118,8 @@ def saved_shape(given: Mapping[str, Any]) -> dict[str, Any]:
 
     A run resumes from these even if the model that it started from is gone or out of reach.
     """
+    from accel_gpt.training.run_folder import RunFolder
+
     run = RunFolder(given.get("out_dir", Config.out_dir))
     if not run.checkpoints or run.config.get("model.init_from") != given["model.init_from"]:
         return {}

@@ -63,8 +63,9 @@ def tree() -> Iterator[str]:
         if source.suffix == ".py" and source.exists() and path.name != "__init__.py":
             text = (ast.get_docstring(ast.parse(source.read_text())) or "").partition("\n")[0]
             files = sorted(f.stem for f in path.glob("*.py") if f.stem != "__init__")
-            name, size = path.name + "/" * path.is_dir(), sum(map(lines_of, path.glob("*.py")))
-            yield f"{name:12} {size or lines_of(path):6,}  {text}".rstrip()
+            name = path.name + "/" * path.is_dir()
+            size = sum(map(lines_of, path.glob("*.py"))) or lines_of(path)
+            yield f"{name:12} {max(100, round(size, -2)):6,}  {text}".rstrip()
             yield from textwrap.wrap(", ".join(files), 100, **INDENT) if path.is_dir() else ()
 
 
@@ -74,7 +75,10 @@ INDENT = {"initial_indent": " " * 21, "subsequent_indent": " " * 21}
 def evening() -> Iterator[str]:
     sizes = {name: lines_of(PACKAGE / f"{name}.py") for name in EVENING}
     names = ", ".join(f"`{name}`" for name in sizes)
-    yield from (*textwrap.wrap(f"{names}: {sum(sizes.values()):,} lines.", 120), "")
+    yield from (
+        *textwrap.wrap(f"{names}: about {round(sum(sizes.values()), -2):,} lines.", 120),
+        "",
+    )
 
 
 def keys(kind: type, prefix: str = "") -> Iterator[str]:

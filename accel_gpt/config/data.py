@@ -1,4 +1,4 @@
-"""The knobs of the data: what is trained on, in which order, and how it is made. No torch."""
+"""The options of the data: what is trained on, in which order, and how it is prepared. No torch."""
 
 import re
 from collections.abc import Mapping
@@ -18,34 +18,36 @@ class PrepareConfig:
     """How to make the data folder when it is missing."""
 
     source: Source | None = None
-    """What path or dataset holds; null: the folder must exist already. shards: tokens in any format
-    that is read, copied into a folder of ours."""
+    """Kind of the source in path or dataset. null: do not prepare, the folder must exist. shards:
+    tokens in any readable format, copied into a folder of our format."""
     path: str | None = None
-    """File, folder, glob, http(s) URL, or - for standard input; for text, jsonl, parquet, arrow."""
+    """File, folder, glob, http(s) URL, or - for standard input; for text, jsonl, parquet and
+    arrow."""
     dataset: str | None = None
-    """Hub id, for source dataset (streamed, never downloaded whole)."""
+    """Id of a Hub dataset, for source dataset. It is streamed, never downloaded whole."""
     dataset_config: str | None = None
-    """Configuration name of the Hub data set."""
+    """Configuration name of the Hub dataset."""
     dataset_split: str = "train"
-    """Split of the Hub data set."""
+    """Split of the Hub dataset."""
     text_field: str = "text"
     """Name of the column that holds the text; for jsonl, parquet, arrow and dataset."""
     tokenizer: str = "gpt2"
     """bytes, chars, bpe (trained on the text), gpt2, or the path of a tokenizer.json."""
     vocab_size: int = 4096
-    """Tokens in the vocabulary of a trained bpe, end-of-text included."""
+    """Vocabulary size of a trained bpe, including the end-of-text token."""
     sample_bytes: int = 1_000_000_000
-    """UTF-8 bytes of text, spread over the source, that a bpe is trained on."""
+    """UTF-8 bytes of text, spread over the source, on which a bpe is trained."""
     val_fraction: float = 0.1
-    """Share of the text held out, 0 to 1: whole documents, or the end of each of a few texts."""
+    """Share of the text held out for validation, 0 to 1: whole documents, or the end of each text
+    where there are few."""
     dedupe: bool = False
-    """Drop documents equal to an earlier one."""
+    """Drop documents that are equal to an earlier one."""
     skip_invalid: bool = False
-    """Skip, and count, what cannot be decoded, rather than stop at it."""
+    """Skip and count documents that cannot be decoded, instead of stopping at the first."""
     shard_tokens: int = 100_000_000
-    """Tokens in one shard file."""
+    """Number of tokens in one shard file."""
     workers: int = 0
-    """Processes that tokenize; 0: one for each core."""
+    """Number of processes that tokenize. 0: one per core."""
 
     def __post_init__(self) -> None:
         require(
@@ -92,19 +94,19 @@ class TextStream:
     """Text that is tokenized while training, without shards."""
 
     streaming: bool = False
-    """Must be true: it says that there will be no shards."""
+    """Must be true: text is tokenized while training."""
     dataset: str | None = None
-    """Hub id."""
+    """Id of the Hub dataset."""
     dataset_config: str | None = None
-    """Configuration name of the Hub data set."""
+    """Configuration name of the Hub dataset."""
     dataset_split: str = "train"
-    """Split of the Hub data set."""
+    """Split of the Hub dataset."""
     path: str | None = None
-    """In place of dataset: files of text, jsonl, parquet or arrow."""
+    """Files of text, jsonl, parquet or arrow, in place of dataset."""
     text_field: str = "text"
     """Name of the column that holds the text."""
     val_fraction: float = 0.01
-    """Share of the documents held out, 0 to 1."""
+    """Share of the documents held out for validation, 0 to 1."""
 
     def __post_init__(self) -> None:
         require(
@@ -129,34 +131,35 @@ class TextStream:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is trained on, and in which order."""
+    """Data to train on, and its order."""
 
     train: Annotated[
         str | tuple[Weighted, ...] | TextStream,
         tyro.conf.arg(constructor=str, metavar="FOLDER|URL|[{path,weight},...]|{dataset,...}"),
     ] = ""
-    """Folder of token shards, or its URL; a mixture: a list of {path, weight}; or text to be
-    tokenized while training: {dataset: Hub id, streaming: true}."""
+    """Folder of token shards, or its URL. A mixture: a list of {path, weight}. Or text to tokenize
+    while training: {dataset: Hub id, streaming: true}."""
     val: Annotated[
         str | Mapping[str, str] | None,
         tyro.conf.arg(constructor=str, metavar="FOLDER|URL|{NAME: FOLDER,...}"),
     ] = None
-    """Folder whose val split is evaluated, or several by name, {web: data/web, code: data/code};
+    """Folder whose val split is evaluated, or several by name: {web: data/web, code: data/code}.
     null: the val splits of data.train."""
     tokenizer: str | None = None
-    """gpt2, bytes or the path of a tokenizer.json: for data that does not say it, that is shards of
-    other projects, and streamed text."""
+    """Tokenizer of data that does not name one (shards of other projects, streamed text): gpt2,
+    bytes or the path of a tokenizer.json."""
     shuffle: Literal["global", "shards", "none", "replacement"] = "global"
-    """global: a permutation of all sequences each epoch; shards: shards in random order, read in
-    sequence; none: in order; replacement: random crops, as nanoGPT."""
+    """global: a new permutation of all sequences each epoch. shards: shards in random order, each
+    read in order. none: in order. replacement: random crops, as in nanoGPT."""
     document_mask: bool = False
-    """Attention, loss and positions end with each document; false: a sequence is one text."""
+    """End attention, loss and positions at document boundaries. false: a sequence is one text."""
     cache_dir: str | None = None
-    """Where shards of a URL are kept; null: ~/.cache/accel_gpt/shards."""
+    """Folder in which shards of a URL are cached. null: ~/.cache/accel_gpt/shards."""
     cache_gb: float = 50.0
-    """Limit of that cache, in 1e9 bytes; what has been read is evicted first."""
+    """Size limit of that cache, in units of 1e9 bytes. Shards that have been read are evicted
+    first."""
     allow_change: bool = False
-    """Accept other sources or weights when a run continues."""
+    """Accept other sources or weights than those of the checkpoint when resuming."""
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
 
     def __post_init__(self) -> None:

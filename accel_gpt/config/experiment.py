@@ -35,51 +35,55 @@ NANOGPT_NAMES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Batch, length and numerics of the run."""
+    """Batch size, length and numerics of the run."""
 
     tokens_per_step: int = 524_288
-    """Tokens per optimizer update over all processes; accumulation is derived from it."""
+    """Tokens per optimizer step, summed over all processes. The number of accumulated micro-batches
+    follows from it."""
     micro_batch_size: int | Literal["auto"] = 16
-    """Sequences per process per micro-step; auto: the most that fit the memory, found at start."""
+    """Sequences per process in one micro-batch. auto: the largest that fits in memory, found at the
+    start."""
     max_steps: int | None = None
-    """Optimizer updates in the run; set this or max_tokens."""
+    """Number of optimizer steps in the run. Set this or max_tokens."""
     max_tokens: int | None = None
-    """Tokens in the run; set this or max_steps."""
+    """Number of tokens in the run. Set this or max_steps."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16", "fp8"] | None = None
-    """null: what the accelerate config of `accelerate launch` says, and no without one. auto: bf16
-    where the device computes it faster, else no. fp8: products in torchao's float8, the rest in
-    bf16; needs compute capability 8.9 and torchao."""
+    """null: the value in the config file of `accelerate launch`, or no without one. no: float32.
+    auto: bf16 where the device is faster in it, else no. fp8: matrix products in torchao's float8,
+    the rest in bf16; needs compute capability 8.9 and torchao."""
     matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"
-    """float32 products: highest = IEEE, high = TF32, medium = bfloat16, where the device has it;
-    auto: high on CUDA, highest elsewhere."""
+    """How float32 matrix products are computed: highest is IEEE float32, high is TF32, medium is
+    bfloat16, where the device has it. auto: high on CUDA, highest elsewhere."""
     compile: bool | Literal["auto"] = False
-    """torch.compile the model in place; what it makes is kept in ~/.cache/accel_gpt/compiled.
-    auto: where a compiler works and the run is long enough to gain from it."""
+    """Compile the model with torch.compile. Compiled code is cached in ~/.cache/accel_gpt/compiled.
+    auto: compile where a compiler works and the run is long enough to gain from it."""
     activation_checkpointing: Literal["none", "blocks"] = "none"
-    """blocks: keep only what goes into each block and compute the rest again in the backward pass;
-    by arithmetic a quarter to a third more work, for a fraction of the memory."""
+    """blocks: store only the input of each block and recompute the rest in the backward pass. Takes
+    a quarter to a third more computation and a fraction of the memory."""
     cpu_threads: int | None = None
-    """Threads per process on a CPU; null: all cores, shared by the processes of the machine, or 1
-    with reproducible, as kernels split their sums by threads."""
+    """Threads per process on a CPU. null: all cores, divided among the processes of the machine, or
+    1 with reproducible, since kernels split their sums by threads."""
     reproducible: bool = False
-    """Weights and losses the same to the last bit at any number of processes, on CPUs of one kind:
-    sums in float64. Costs 8 bytes of memory per parameter and twice the all-reduce; without
-    fp16, FSDP and train.compile."""
+    """Make weights and losses bit-identical at any number of processes, on CPUs of one kind, by
+    summing gradients in float64. Costs 8 bytes of memory per parameter and twice the all-reduce
+    traffic. Not with fp16, FSDP or train.compile."""
     max_skipped: int = 20
-    """Updates in a row that may be skipped, loss or gradient not finite, before the run rolls back
-    to the checkpoint before them and leaves those batches out; the second time there it ends."""
+    """Number of steps in a row that may be skipped because the loss or gradient is not finite.
+    After that the run rolls back to the checkpoint before them and leaves those batches out. The
+    second time at the same place, the run ends."""
     spike_sigma: float = 6.0
-    """Standard deviations above the mean of the last 128 losses that make a spike; 0: none."""
+    """A loss this many standard deviations above the mean of the last 128 losses is reported as a
+    spike. 0: never."""
     skip_spikes: bool = False
-    """Skip the update of a spike, as one that is not finite."""
+    """Skip the update of a step whose loss is a spike."""
     time_limit: str | None = None
-    """Save and stop before a launch has taken so long, as 3h50m: the wall clock of a job."""
+    """Wall-clock limit of one launch, as 3h50m. The run saves and stops before it is reached."""
     profile: int = 0
-    """Steps of each launch that PyTorch's profiler records, after three: traces and a table of
-    operations in profile/ of the run; 0: none."""
+    """Number of steps of each launch that PyTorch's profiler records, after the first three. Traces
+    and a table of operations go to profile/ in the run's folder. 0: none."""
     step_timeout: str | None = "30m"
-    """End a process that completes nothing for so long, with the stacks of its threads; limit of
-    each collective, too."""
+    """End a process that completes nothing for this long, and print the stacks of its threads. Also
+    the timeout of each collective operation."""
 
     @property
     def known_size(self) -> tuple[str, ...]:
@@ -117,17 +121,18 @@ class ScheduleConfig:
     """The learning rate as a function of the step."""
 
     name: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """wsd: warm-up, stable, then a linear decay at the end."""
+    """Shape of the decay. wsd: warm-up, stable, then a linear decay at the end."""
     warmup_steps: int = 0
-    """Steps from 0 to the peak."""
+    """Number of steps in which the learning rate rises linearly from 0 to its peak."""
     warmup_tokens: int | None = None
-    """The same in tokens, in place of warmup_steps."""
+    """Length of the warm-up in tokens, in place of warmup_steps."""
     decay_steps: int | None = None
-    """Steps of the decay to min_lr; null: all that follow the warm-up (wsd: a fifth)."""
+    """Number of steps of the decay to min_lr. null: all steps after the warm-up (wsd: the last
+    fifth of the run)."""
     decay_tokens: int | None = None
-    """The same in tokens, in place of decay_steps."""
+    """Length of the decay in tokens, in place of decay_steps."""
     decay_share: float | None = None
-    """The same as a share of all steps, 0 to 1, in place of decay_steps."""
+    """Length of the decay as a share of all steps, 0 to 1, in place of decay_steps."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
 
@@ -155,21 +160,23 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Loss on fixed tokens of both splits, and questions."""
+    """Validation loss on fixed tokens, and HellaSwag."""
 
     every: int = 500
-    """Steps between evaluations; 0: only at the end."""
+    """Number of steps between evaluations. 0: only at the end."""
     tokens: int | None = 1_048_576
-    """Tokens of each split, and of each named val set, the same ones every time; null: all."""
+    """Number of tokens to evaluate in each split and each named val set, the same ones every time.
+    null: all."""
     whole_at_end: bool = False
-    """At the last step also log eval/whole_val_loss, over the whole val split."""
+    """Also compute eval/whole_val_loss over the whole val split at the last step."""
     only: bool = False
-    """Train nothing: evaluate the newest checkpoint of out_dir, else model.init_from, and end."""
+    """Do not train: evaluate the newest checkpoint of out_dir, or model.init_from if there is none,
+    and exit."""
     hellaswag: str | None = None
-    """HellaSwag in the loop: a JSONL file in the original format, or a Hub data set, as
-    Rowan/hellaswag; null: not."""
+    """Evaluate HellaSwag during training, from a JSONL file in the original format or a Hub dataset
+    such as Rowan/hellaswag. null: do not."""
     hellaswag_limit: int | None = None
-    """Its first questions alone; null: all."""
+    """Number of HellaSwag questions to use, from the first. null: all."""
 
     def __post_init__(self) -> None:
         not_negative("eval", self, "every")
@@ -183,24 +190,24 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Text written during training."""
+    """Samples generated during training."""
 
     every: int = 1000
-    """Steps until the first samples; 0: never."""
+    """Number of steps before the first samples are generated. 0: never."""
     growth: float = 1.0
-    """Factor on the interval after each sampling, at least 1."""
+    """Factor by which the interval grows after each sampling, at least 1."""
     prompts: tuple[str, ...] = ("",)
-    """Texts to continue; an empty one starts a new document."""
+    """Prompts to complete. An empty prompt starts a new document."""
     num: int = 1
-    """Samples per prompt and process."""
+    """Number of samples per prompt and process."""
     max_new_tokens: int = 128
-    """Tokens per sample."""
+    """Number of tokens to generate per sample."""
     temperature: float = 0.8
-    """0: greedy."""
+    """Softmax temperature. 0: greedy decoding."""
     top_k: int | None = 50
-    """Tokens to choose from; null: all."""
+    """Sample from the k most likely tokens. null: from all."""
     top_p: float = 1.0
-    """Probability mass to choose from."""
+    """Sample from the most likely tokens whose probabilities sum to top_p."""
 
     def __post_init__(self) -> None:
         not_negative("sample", self, "every", "temperature")
@@ -213,23 +220,26 @@ class SampleConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept, and how a run continues."""
+    """When checkpoints are saved, which are kept, and how a run resumes."""
 
     every: int = 1000
-    """Steps between checkpoints; 0: by tokens or at the end only."""
+    """Number of steps between checkpoints. 0: only by every_tokens and at the end."""
     every_tokens: int | None = None
-    """Tokens between checkpoints, besides every."""
+    """Number of tokens between checkpoints, in addition to every."""
     keep_last: int = 2
-    """Newest checkpoints to keep; of one alone nothing is left when it is damaged."""
+    """Number of newest checkpoints to keep. With only one, nothing is left to resume from if it is
+    damaged."""
     async_save: bool = False
-    """Training goes on while files are written, too, from a copy in memory (pinned on CUDA)."""
+    """Write checkpoints in the background, from a copy in memory (pinned on CUDA), while training
+    continues."""
     keep_best: bool = True
     """Also save and keep the checkpoint with the lowest val loss."""
     resume: str = "auto"
-    """auto: resume from the newest checkpoint of out_dir; never; or a checkpoint to resume from if
-    out_dir has none: its folder, or hf://user/name@step-1000, pushed with hub.include_state."""
+    """auto: resume from the newest checkpoint in out_dir. never: start anew. Or a checkpoint to
+    resume from if out_dir has none: its folder, or hf://user/name@step-1000, pushed with
+    hub.include_state."""
     allow_change: tuple[str, ...] = ()
-    """Keys that may differ from the checkpoint's config, separated by commas."""
+    """Config keys that may differ from those of the checkpoint, separated by commas."""
 
     def __post_init__(self) -> None:
         not_negative("checkpoint", self, "every")
@@ -241,22 +251,22 @@ class LogConfig:
     """Where metrics go."""
 
     every: int = 10
-    """Steps between lines of metrics."""
+    """Number of steps between logged metrics."""
     trackers: tuple[str, ...] = ("tensorboard",)
-    """Accelerate's names, separated by commas: tensorboard, wandb, trackio, ..."""
+    """Trackers of Accelerate, separated by commas: tensorboard, wandb, trackio, ..."""
     level: Literal["info", "warning"] = "info"
-    """warning: print warnings and errors only; files and trackers get all metrics."""
+    """warning: print only warnings and errors. Files and trackers still get all metrics."""
     dashboard: bool = False
-    """Serve the curves with TensorBoard on this machine while training, and print the address."""
+    """Run TensorBoard on this machine while training, and print its address."""
     dashboard_port: int | None = None
-    """Port of the dashboard; null: a free one."""
+    """Port of the dashboard. null: a free port."""
     batch_hash: bool = False
-    """Also log data/batch_hash: a fingerprint of the tokens of each step, the same at any number of
+    """Also log data/batch_hash, a hash of the tokens of each step, the same at any number of
     processes."""
     layer_stats_every: int = 0
-    """Steps between statistics of each layer (norms, activations, entropy of attention, dead
-    units), which go to the trackers alone; 0: never. That step holds a second copy of the weights
-    for a moment, and one more forward pass."""
+    """Number of steps between statistics of each layer (norms, activations, attention entropy, dead
+    units), which are sent to the trackers only. 0: never. Such a step holds a second copy of the
+    weights and makes one more forward pass."""
 
     def __post_init__(self) -> None:
         positive("log", self, "every")
@@ -279,22 +289,24 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class HubConfig:
-    """What goes to the Hugging Face Hub during training; `accel-gpt push` does it afterwards."""
+    """Uploads to the Hugging Face Hub during training; `accel-gpt push` uploads afterwards."""
 
     repo_id: str | None = None
-    """Repository, user/name; made if it is missing. Log in with hf auth login."""
+    """Repository on the Hub, user/name, created if it does not exist. Log in with `hf auth
+    login`."""
     push: Literal["never", "end", "every_checkpoint"] = "never"
-    """When to upload: the exported model, its card, metrics and curves, as one commit."""
+    """When to upload the exported model, its card, metrics and curves, as one commit."""
     private: bool = False
-    """Make the repository a private one."""
+    """Create the repository as private."""
     include_state: bool = False
-    """Upload whole checkpoints, so that a run goes on from hf://user/name@step-1000 elsewhere."""
+    """Also upload the whole checkpoint, so that the run can be resumed elsewhere from
+    hf://user/name@step-1000."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of the exported weights."""
+    """Data type of the exported weights."""
     license: str | None = None
-    """Of the weights, as the Hub spells it: apache-2.0, mit, cc-by-4.0, ..."""
+    """Licence of the weights, by its identifier on the Hub: apache-2.0, mit, cc-by-4.0, ..."""
     data_license: str | None = None
-    """Of the data, for the model card."""
+    """Licence of the data, for the model card."""
 
     def __post_init__(self) -> None:
         require(
@@ -312,9 +324,9 @@ class Config:
     """One experiment: a YAML file of sections, each key settable as --section.key value."""
 
     out_dir: str = "runs/gpt"
-    """Folder of the run: config, metrics, samples, checkpoints."""
+    """Folder of the run: its config, metrics, samples and checkpoints."""
     seed: int = 1337
-    """Of the initial weights, the data order and dropout."""
+    """Seed of the initial weights, the data order and dropout."""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -10,75 +10,77 @@ from accel_gpt.errors import at_most, below_one, divides, positive, require
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of the decoder; the defaults are GPT-2 small."""
+    """Shape of the model; the defaults are GPT-2 small."""
 
     preset: Literal["gpt2", "llama", "qwen3", "fast"] = "gpt2"
-    """Defaults for the fields below; each can be set over it."""
+    """Model family, which sets the defaults of the keys below. Each of them can be overridden."""
     depth: int | None = None
-    """The depth dial: blocks, from which width, heads, batch, length, learning rates and schedule
-    of the fast recipe follow where they are not set (docs/fast.md); null: none of them does."""
+    """Number of blocks of the fast recipe. Width, heads, batch size, length, learning rates and
+    schedule follow from it where they are not set (docs/fast.md). null: nothing follows."""
     init_from: str = "scratch"
-    """scratch, or whose weights to start from: a run or checkpoint of ours, a folder that
-    transformers wrote, a Hub id (gpt2, Qwen/Qwen3-0.6B, user/name@revision). It brings its shape
-    and its tokenizer; dropout, rope_theta and a block_size can be set over it."""
+    """Initial weights: scratch, or a run or checkpoint of accel_gpt, a folder written by
+    transformers, or a Hub id (gpt2, Qwen/Qwen3-0.6B, user/name@revision). Shape and tokenizer come
+    with the weights; dropout, rope_theta and block_size can be overridden."""
     allow_pickle: bool = False
-    """Also start from weights in pickle files (.bin), read without running what they hold."""
+    """Also accept weights in pickle files (.bin), which are read without executing code."""
     n_layer: int = 12
-    """Blocks."""
+    """Number of blocks."""
     n_head: int = 12
-    """Query heads."""
+    """Number of query heads."""
     n_kv_head: int | None = None
-    """Key and value heads (grouped queries); null: as many as n_head."""
+    """Number of key and value heads (grouped-query attention). null: n_head."""
     n_embd: int = 768
-    """Channels of the residual stream."""
+    """Width of the residual stream."""
     head_dim: int | None = None
-    """Channels of one head; null: n_embd / n_head."""
+    """Size of one head. null: n_embd / n_head."""
     block_size: int = 1024
     """Context length in tokens."""
     vocab_size: int | None = None
-    """Tokens in the vocabulary; null: the tokenizer's. Padded to a multiple of 64 internally."""
+    """Vocabulary size. null: the tokenizer's. Padded to a multiple of 64 in the weights."""
     dropout: float = 0.0
-    """Probability, 0 to 1."""
+    """Dropout probability, 0 to 1."""
     bias: bool = True
-    """Biases in linear layers and LayerNorm."""
+    """Use biases in linear layers and LayerNorm."""
     position: Literal["learned", "rope"] = "learned"
-    """Learned position embeddings, or rotary ones."""
+    """Learned position embeddings, or rotary ones (RoPE)."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation before each sub-layer."""
+    """Normalization before each sub-layer."""
     norm_weight: bool = True
-    """Learned scale (and, with bias, shift) in the norms."""
+    """Use learned scales (and, with bias, shifts) in the norms."""
     qk_norm: bool = False
-    """RMSNorm over the channels of each query and key head."""
+    """Apply RMSNorm to the queries and keys of each head."""
     embedding_norm: bool = False
-    """Normalise the embeddings before the first block."""
+    """Normalize the embeddings before the first block."""
     mlp: Literal["gelu", "gelu_erf", "relu2", "swiglu"] = "gelu"
-    """Feed-forward layer: GELU in GPT-2's tanh form, exact GELU (nanoGPT's), squared ReLU, or
-    gated SiLU."""
+    """Activation of the MLP: GELU in GPT-2's tanh form, exact GELU (nanoGPT's), squared ReLU, or
+    SwiGLU."""
     mlp_hidden: int | None = None
-    """Hidden channels of the MLP; null: 4 n_embd, for swiglu 8/3 n_embd up to a multiple of 128."""
+    """Hidden size of the MLP. null: 4 n_embd; for swiglu 8/3 n_embd rounded up to a multiple of
+    128."""
     tie_embeddings: bool = True
-    """Input embedding and output head share their weights."""
+    """Share the weights of the input embedding and the output head."""
     logit_softcap: float | None = None
-    """Logits are kept between minus and plus this by a tanh; null: they are not."""
+    """Limit logits to plus and minus this value by a tanh. null: no limit."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: Literal["none", "linear", "llama3"] = "none"
-    """For contexts longer than those of the first training: positions divided by rope_factor
-    (linear), or low frequencies only (llama3)."""
+    """Scaling of rotary positions for contexts longer than in the first training: linear divides
+    positions by rope_factor, llama3 divides low frequencies only."""
     rope_factor: float = 1.0
-    """Of rope_scaling: how much longer."""
+    """Factor of rope_scaling."""
     rope_low_freq_factor: float = 1.0
-    """Of llama3: frequencies below this many turns in the original context are divided."""
+    """llama3: frequencies with fewer turns than this in the original context are divided."""
     rope_high_freq_factor: float = 4.0
-    """Of llama3: frequencies above this many turns in the original context are kept."""
+    """llama3: frequencies with more turns than this in the original context are kept."""
     rope_original_block_size: int = 8192
-    """Of llama3: the original context in tokens."""
+    """llama3: original context length in tokens."""
     init_std: float = 0.02
-    """Spread of the initial weights; GPT-2's, small for few channels."""
+    """Standard deviation of the initial weights. 0.02 is GPT-2's."""
     zero_init: bool = False
-    """Projections onto the residual stream start at zero: every block passes on what it gets."""
+    """Initialize the projections onto the residual stream to zero, so that each block starts as the
+    identity."""
     norm_eps: float = 1e-5
-    """Added to the variance in the norms."""
+    """Added to the variance in the norms for numerical stability."""
 
     def __post_init__(self) -> None:
         positive("model", self, "depth", "n_layer", "n_head", "n_kv_head", "n_embd", "block_size")

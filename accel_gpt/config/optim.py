@@ -16,38 +16,39 @@ class OptimConfig:
     """The optimizer."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """adamw; or muon for the weights of attention and MLP (Jordan et al. 2024), with adamw for
+    """adamw, or muon: Muon (Jordan et al. 2024) for the matrices of attention and MLP, AdamW for
     embeddings, head and vectors."""
     lr: float = 6e-4
-    """Peak learning rate of adamw."""
+    """Peak learning rate of AdamW."""
     embedding_lr: float | None = None
-    """That of the embeddings, and of a head that shares their weights; null: lr."""
+    """Peak learning rate of the embeddings, and of a head that shares their weights. null: lr."""
     head_lr: float | None = None
-    """That of an output head with weights of its own; null: lr."""
+    """Peak learning rate of an output head with its own weights. null: lr."""
     beta1: float = 0.9
-    """Decay of the first moment per step."""
+    """Decay rate of AdamW's first moment."""
     beta2: float = 0.95
-    """Decay of the second moment per step."""
+    """Decay rate of AdamW's second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment for numerical stability."""
     weight_decay: float = 0.1
-    """Decoupled, per step and unit of lr; on matrices only."""
+    """Decoupled weight decay of matrices, multiplied by the learning rate. Vectors do not decay."""
     grad_clip: float = 1.0
-    """Largest norm of the whole gradient; 0: no clipping, the norm is still logged."""
+    """Clip the global gradient norm to this value. 0: no clipping."""
     muon_lr: float | None = None
-    """Peak learning rate of muon, on the schedule of lr; null: lr, with muon_scale original 0.02
-    (Jordan's)."""
+    """Peak learning rate of Muon, on the same schedule. null: lr, or with muon_scale original
+    0.02."""
     muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Factor on muon_lr by a matrix's shape: match_rms_adamw, 0.2 sqrt(max(rows, columns)), which
-    makes updates as large as adamw's (Liu et al. 2025); original, sqrt(max(1, rows / columns))."""
+    """Factor on muon_lr by the shape of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)),
+    which makes updates as large as AdamW's (Liu et al. 2025). original: sqrt(max(1, rows /
+    columns))."""
     muon_weight_decay: float | None = None
-    """Decoupled, per step and unit of muon_lr; null: weight_decay."""
+    """Decoupled weight decay of Muon's matrices. null: weight_decay."""
     muon_momentum: float = 0.95
-    """Share of the mean gradient that a step keeps (Jordan's), with Nesterov's look ahead."""
+    """Nesterov momentum of Muon."""
     muon_momentum_warmup: int = 0
-    """Steps from 0.85 to muon_momentum (modded-nanogpt: 300); 0: none."""
+    """Number of steps in which the momentum rises from 0.85 to muon_momentum. 0: none."""
     muon_cautious_decay: bool = False
-    """Decay a weight only where muon's update makes it smaller, too (Chen et al. 2025)."""
+    """Decay a weight only where Muon's update also makes it smaller (Chen et al. 2025)."""
 
     @property
     def muon_peak(self) -> float:

@@ -34,18 +34,16 @@ from accel_gpt.hub.lazy import download_checkpoint, inherit, load_initial_model,
 from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
-from accel_gpt.training.accelerator import ensure_data
+from accel_gpt.training.accelerator import resolve_auto, start_accelerator, wrap
 from accel_gpt.training.anomalies import StepGuard, TooManySkippedError, check_weights
-from accel_gpt.training.auto_batch import resolve_auto_micro_batch
 from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches, skip_excluded
 from accel_gpt.training.metrics import Record
-from accel_gpt.training.precision import resolve_compile, start_accelerator
 from accel_gpt.training.ranks import peers, require_same
 from accel_gpt.training.reporter import Reporter, open_display
 from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restore
 from accel_gpt.training.run_folder import locked
 from accel_gpt.training.saving import CheckpointWriter
-from accel_gpt.training.setup import new_state, open_corpus, wrap
+from accel_gpt.training.setup import ensure_data, new_state, open_corpus
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import PREEMPTED, StopSignal, Watchdog, die_with_launcher
 from accel_gpt.training.terminal import Display, last_words
@@ -97,8 +95,7 @@ def train(config: Config, plan: Plan, started: float) -> int:
     """Train from the newest checkpoint to the last step, or to a signal; returns the exit code."""
     config, accelerator = start_accelerator(config, plan)  # ranks, device, mixed precision
     stop = StopSignal.listen_for(config, accelerator, started)
-    config, plan = resolve_auto_micro_batch(config, plan, accelerator)
-    config = resolve_compile(config, plan)
+    config, plan = resolve_auto(config, plan, accelerator)
     with open_display(config, plan, accelerator) as display:
         run = start(config, plan, accelerator, display)
         writing, profiling = contextlib.closing(run.writer), run.reporter.profile

@@ -166,7 +166,7 @@ def facts(threads: int | None = None) -> dict[str, Any]:
     """Hardware, versions and commit."""
     import torch
 
-    from accel_gpt.training.accelerator import commit, device_name, package_versions
+    from accel_gpt.training.machine import commit, device_name, package_versions
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -170,7 +170,7 @@ def show(job: Job, found: dict[str, list[Metrics]]) -> str:
     """Medians, and their ratios to the first's."""
     import torch
 
-    from accel_gpt.training.accelerator import device_name
+    from accel_gpt.training.machine import device_name
 
     shape = ModelConfig(
         n_layer=job.n_layer, n_head=job.n_head, n_embd=job.n_embd, block_size=job.block_size

@@ -23,8 +23,8 @@ from accel_gpt.config.plan import make_plan
 from accel_gpt.console import run_main
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training.accelerator import ensure_data
-from accel_gpt.training.precision import start_accelerator
+from accel_gpt.training.accelerator import start_accelerator
+from accel_gpt.training.setup import ensure_data
 from accel_gpt.training.stopping import StopSignal, Watchdog
 from accel_gpt.training.terminal import Display
 

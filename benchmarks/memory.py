@@ -73,7 +73,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import keep_freed_memory
-from accel_gpt.training.setup import set_up_model
+from accel_gpt.training.accelerator import set_up_model
 import torch._dynamo
 
 keep_freed_memory()

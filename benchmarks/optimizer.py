@@ -24,7 +24,8 @@ from accel_gpt.config.parse import load_config
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.optim.muon import hidden_matrices
-from accel_gpt.training.accelerator import device_name, keep_freed_memory
+from accel_gpt.training.accelerator import keep_freed_memory
+from accel_gpt.training.machine import device_name
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 VOCABULARIES = {"quickstart": 4096, "gpt2_124m": 50_257}

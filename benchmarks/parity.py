@@ -27,8 +27,8 @@ from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.console import run_main
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.accelerator import ensure_data
-from accel_gpt.training.precision import start_accelerator
+from accel_gpt.training.accelerator import start_accelerator
+from accel_gpt.training.setup import ensure_data
 from accel_gpt.training.terminal import Display
 
 LIMIT = 1e-4

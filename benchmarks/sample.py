@@ -25,7 +25,7 @@ from accel_gpt.config.parse import load_config
 from accel_gpt.console import run_main
 from accel_gpt.model.generate import generate
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.accelerator import device_name
+from accel_gpt.training.machine import device_name
 
 NEW_TOKENS = 512
 PROMPT = 8

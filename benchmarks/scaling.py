@@ -32,7 +32,7 @@ from common import (
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
-from accel_gpt.training.accelerator import ensure_data
+from accel_gpt.training.setup import ensure_data
 
 WINDOW = 5  # steps a line
 

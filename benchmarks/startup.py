@@ -32,7 +32,7 @@ from common import (
 )
 
 from accel_gpt.config.parse import load_config
-from accel_gpt.training.accelerator import ensure_data
+from accel_gpt.training.setup import ensure_data
 
 GOALS = {"accel-gpt --help": 0.3, "first step": 1.5}  # seconds
 IMPORTS = (

@@ -41,7 +41,7 @@ from common import (
 from systems import CHARS, gather
 
 from accel_gpt.config.parse import load_config
-from accel_gpt.training.accelerator import ensure_data
+from accel_gpt.training.setup import ensure_data
 
 PEER = "nanoGPT"
 README = (  # nanoGPT's, line 85

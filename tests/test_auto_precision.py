@@ -17,7 +17,7 @@ from accel_gpt import train
 from accel_gpt.config.experiment import Config
 from accel_gpt.cost import devices
 from accel_gpt.training import accelerator as environment
-from accel_gpt.training import precision as auto_precision
+from accel_gpt.training import auto
 from tests.conftest import launch
 
 Arguments = Callable[..., list[str]]
@@ -101,14 +101,14 @@ def test_where_the_flags_do_not_tell_a_step_is_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cpu("avx512_bf16")
-    monkeypatch.setattr(auto_precision, "SHORT", 0.0)
-    timed = auto_precision.step_seconds
+    monkeypatch.setattr(auto, "SHORT", 0.0)
+    timed = auto.step_seconds
 
     def seconds(*given: object) -> float:
         assert timed(*given) > 0  # type: ignore[arg-type]
         return 1.0 if given[-1] == faster else 2.0
 
-    monkeypatch.setattr(auto_precision, "step_seconds", seconds)
+    monkeypatch.setattr(auto, "step_seconds", seconds)
     assert launch(small_run(*AUTO[:2], *AUTO[4:], "--train.max_steps", "4")) == 0
     assert saved(tmp_path) == (faster, False)
 
@@ -158,9 +158,9 @@ def test_a_long_run_is_compiled_where_a_compiler_works(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(auto_precision, "run_seconds", lambda *_: 1000.0)
+    monkeypatch.setattr(auto, "run_seconds", lambda *_: 1000.0)
     error = None if compiler == "works" else "no C++ compiler"
-    monkeypatch.setattr(auto_precision, "compiler_error", lambda device: error)
+    monkeypatch.setattr(auto, "compiler_error", lambda device: error)
     compiled: list[bool] = []
     monkeypatch.setattr("accel_gpt.model.gpt.GPT.compile", lambda _: compiled.append(True))
     assert launch(small_run(*AUTO, "--optim.name", "adamw", "--train.max_steps", "4")) == 0
@@ -176,7 +176,7 @@ def test_a_long_run_is_compiled_where_a_compiler_works(
 def test_a_broken_compiler_is_one_sentence(
     asked: str, small_run: Arguments, tmp_path: Path
 ) -> None:
-    script = "from accel_gpt.training import precision as a; a.run_seconds = lambda *_: 1e6; "
+    script = "from accel_gpt.training import auto as a; a.run_seconds = lambda *_: 1e6; "
     script += (
         "import sys; from accel_gpt.train import main; from accel_gpt.console import run_main; "
     )
@@ -235,8 +235,8 @@ def test_a_reproducible_run_never_chooses_by_the_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cpu("avx512_bf16")
-    monkeypatch.setattr(auto_precision, "SHORT", 0.0)
-    monkeypatch.setattr(auto_precision, "step_seconds", None)
+    monkeypatch.setattr(auto, "SHORT", 0.0)
+    monkeypatch.setattr(auto, "step_seconds", None)
     words = (*AUTO, "--train.reproducible", "true", "--train.max_steps", "4")
     assert launch(small_run(*words)) == 0
     assert saved(tmp_path) == ("no", False)

@@ -10,7 +10,7 @@ import torch
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training import compiler, engine
+from accel_gpt.training import accelerator, auto
 from tests.conftest import launch
 
 Arguments = Callable[..., list[str]]
@@ -22,7 +22,7 @@ def card(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], torchao: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
-    monkeypatch.setattr(engine, "find_spec", lambda name: object() if torchao else None)
+    monkeypatch.setattr(accelerator, "find_spec", lambda name: object() if torchao else None)
 
 
 def test_fp8_on_a_cpu_is_refused(
@@ -54,45 +54,45 @@ def test_what_fp8_lacks_is_named(
 ) -> None:
     card(monkeypatch, capability, torchao)
     with pytest.raises(UserError) as error:
-        engine.check_fp8(FP8)
+        accelerator.check_fp8(FP8)
     assert named in str(error.value)
     assert unnamed not in str(error.value)
 
 
 def test_fp8_is_taken_where_all_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     card(monkeypatch, (8, 9), True)
-    engine.check_fp8(FP8)
+    accelerator.check_fp8(FP8)
 
 
 def test_compiled_code_is_kept_where_nobody_else_writes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv(compiler.CACHE, "given")
-    compiler.use_compile_cache()
-    assert os.environ[compiler.CACHE] == "given"
+    monkeypatch.setenv(auto.CACHE, "given")
+    auto.use_compile_cache()
+    assert os.environ[auto.CACHE] == "given"
     assert not list(tmp_path.iterdir())
-    monkeypatch.delenv(compiler.CACHE)
-    compiler.use_compile_cache()
+    monkeypatch.delenv(auto.CACHE)
+    auto.use_compile_cache()
     folder = tmp_path / "accel_gpt" / "compiled"
-    assert os.environ[compiler.CACHE] == str(folder)
+    assert os.environ[auto.CACHE] == str(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
-    monkeypatch.delenv(compiler.CACHE)
+    monkeypatch.delenv(auto.CACHE)
     folder.chmod(0o770)
     with pytest.raises(UserError, match="can be written by others; chmod 700 it"):
-        compiler.use_compile_cache()
-    assert compiler.CACHE not in os.environ
+        auto.use_compile_cache()
+    assert auto.CACHE not in os.environ
 
 
 def test_a_compiled_run_has_its_cache_before_it_compiles(
     small_run: Arguments, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv(compiler.CACHE, "")  # put back what was there afterwards
-    monkeypatch.delenv(compiler.CACHE)
+    monkeypatch.setenv(auto.CACHE, "")  # put back what was there afterwards
+    monkeypatch.delenv(auto.CACHE)
     places: list[str] = []
-    monkeypatch.setattr(GPT, "compile", lambda model: places.append(os.environ[compiler.CACHE]))
-    monkeypatch.setattr("accel_gpt.training.precision.compiler_error", lambda device: None)
+    monkeypatch.setattr(GPT, "compile", lambda model: places.append(os.environ[auto.CACHE]))
+    monkeypatch.setattr("accel_gpt.training.auto.compiler_error", lambda device: None)
     quiet = ("--eval.every", "0", "--sample.every", "0", "--train.max_steps", "3")
     assert launch(small_run(*quiet)) == 0
     assert not (tmp_path / "cache").exists()

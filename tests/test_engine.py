@@ -13,7 +13,7 @@ from accel_gpt.config.optim import OptimConfig
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training import engine
+from accel_gpt.training import accelerator as engine
 from tests.conftest import launch, tiny
 
 Arguments = Callable[..., list[str]]
@@ -23,32 +23,34 @@ FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "asks for DeepSpeed, which is not supported"),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "asks for Megatron-LM"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "has DeepSpeed, which is not supported"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "has Megatron-LM"),
         ({"ACCELERATE_USE_FSDP": "true"}, "FSDP version 1, .*set fsdp_version: 2"),
         ({**FSDP2, "FSDP_VERSION": "1"}, "FSDP version 1"),
         ({**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params"),
         (
             {**FSDP2, "FSDP_ACTIVATION_CHECKPOINTING": "true"},
-            "set train.activation_checkpointing to blocks",
+            "has activation checkpointing, .* use train.activation_checkpointing blocks",
         ),
         ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tensor parallelism over 2 processes"),
         ({**FSDP2, "PARALLELISM_CONFIG_CP_SIZE": "2"}, "context parallelism over 2"),
         ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, "a parallelism_config without FSDP"),
-        ({**FSDP2, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}, "is for 3 processes .* but 1 were"),
-        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "x"}, "sizes 1 and x; give whole numbers"),
-        ({"ACCELERATE_MIXED_PRECISION": "int3"}, "mixed_precision int3; expected one of no, bf16"),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "INDUCTOR; remove it and set train.compile"),
+        ({**FSDP2, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}, "for 3 processes where 1 were"),
+        ({"ACCELERATE_MIXED_PRECISION": "int3"}, "mixed_precision int3, .*; set one of no, bf16"),
+        (
+            {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
+            "INDUCTOR, .* set train.compile",
+        ),
     ],
 )
 def test_what_the_accelerate_config_asks_for_is_refused_by_name(
     environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.check_requested_engine()
+    engine.check_accelerate_config()
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match=message):
-        engine.check_requested_engine()
+        engine.check_accelerate_config()
 
 
 def test_what_accelerate_launch_sets_by_default_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +62,7 @@ def test_what_accelerate_launch_sets_by_default_is_allowed(monkeypatch: pytest.M
         "PARALLELISM_CONFIG_TP_SIZE": "1",
     }.items():
         monkeypatch.setenv(key, value)
-    engine.check_requested_engine()
+    engine.check_accelerate_config()
 
 
 def test_a_refusal_is_one_sentence_and_exit_code_2(
@@ -107,14 +109,14 @@ def test_what_accelerate_started_is_refused_by_name(
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     model = GPT(tiny(), 64)
     optimizer = make_optimizer(model, OptimConfig())
-    engine.check_optimizer(model, optimizer)
+    engine.check_parameters(model, optimizer)
     replaced = model.blocks[0].attn.qkv  # as torchao's all-gather in fp8 does
     replaced.weight = torch.nn.Parameter(replaced.weight.detach().clone())
     with pytest.raises(UserError, match=r"holds 27 of the model's 28 .*blocks\.0\.attn\.qkv\.w"):
-        engine.check_optimizer(model, optimizer)
+        engine.check_parameters(model, optimizer)
     smaller = GPT(tiny(n_layer=1), 64)
     with pytest.raises(UserError, match="the optimizer holds 0 of"):
-        engine.check_optimizer(smaller, optimizer)
+        engine.check_parameters(smaller, optimizer)
 
 
 def test_fp8_without_all_gathers_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from accel_gpt.errors import UserError
 from accel_gpt.model.documents import separate
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
-from accel_gpt.training.engine import check_engine
+from accel_gpt.training.accelerator import check_engine
 from accel_gpt.training.gradients import ExactGradients, Gradients, micro_batches
 from tests.conftest import QUIET, launch, reseal, tiny
 from tests.test_launch import TORCHRUN, TRAIN, finish

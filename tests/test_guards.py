@@ -16,8 +16,7 @@ import torch.distributed as dist
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import BusyError, DataError, PeerError, UserError
-from accel_gpt.training import accelerator as environment
-from accel_gpt.training import ranks
+from accel_gpt.training import machine, ranks
 from accel_gpt.training.ranks import RankError, all_ranks, peers, require_same
 from accel_gpt.training.run_folder import locked
 from tests.conftest import QUIET
@@ -104,24 +103,24 @@ def test_ranks_compare_config_code_and_versions(
 ) -> None:
     """But not where each machine has its data."""
     config = Config()
-    own = environment.rank_identity(config)
+    own = machine.rank_identity(config)
     elsewhere = DataConfig(train="/scratch/a", cache_dir="/scratch/b")
-    assert environment.rank_identity(replace(config, data=elsewhere)) == own
-    assert environment.rank_identity(replace(config, seed=2))["seed"] == 2
+    assert machine.rank_identity(replace(config, data=elsewhere)) == own
+    assert machine.rank_identity(replace(config, seed=2))["seed"] == 2
     with monkeypatch.context() as patch:
         patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # of one machine's accelerate config
-        assert environment.rank_identity(config)["mixed_precision"] == "bf16"
-    package = Path(environment.__file__).parents[1]
+        assert machine.rank_identity(config)["mixed_precision"] == "bf16"
+    package = Path(machine.__file__).parents[1]
     copy = tmp_path / "accel_gpt"
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(environment, "__file__", str(copy / "run" / "environment.py"))
-    assert environment.rank_identity(config) == own
+    monkeypatch.setattr(machine, "__file__", str(copy / "run" / "machine.py"))
+    assert machine.rank_identity(config) == own
     with (copy / "model" / "loss.py").open("a") as file:
         file.write("\n")
-    versions = dict(environment.package_versions()) | {"torch": "2.0", "accelerate": "1.0"}
-    monkeypatch.setattr(environment, "package_versions", lambda: versions)
-    monkeypatch.setattr(environment.platform, "python_version_tuple", lambda: ("3", "9", "1"))
-    changed = environment.rank_identity(config)
+    versions = dict(machine.package_versions()) | {"torch": "2.0", "accelerate": "1.0"}
+    monkeypatch.setattr(machine, "package_versions", lambda: versions)
+    monkeypatch.setattr(machine.platform, "python_version_tuple", lambda: ("3", "9", "1"))
+    changed = machine.rank_identity(config)
     names = {"the code of accel_gpt (SHA-256)", "Python", "torch", "accelerate"}
     assert {key for key in own if own[key] != changed[key]} == names
 
@@ -130,7 +129,7 @@ SECOND = """
 import os, sys
 from accel_gpt import train
 from accel_gpt.console import run_main
-from accel_gpt.training import accelerator as environment
+from accel_gpt.training import machine
 plain_update = train.update
 def update(run):
     plain_update(run)
@@ -147,7 +146,7 @@ sys.exit(run_main(train.main, sys.argv[1:]))
     ("change", "code", "message"),
     [
         ("sys.argv += ['--optim.lr', '0.02']", 2, "optim.lr is 0.01 on rank 0 and 0.02 on rank 1"),
-        ("environment.package_versions = lambda: {'torch': '2.0'}", 2, "and 2.0 on rank 1"),
+        ("machine.package_versions = lambda: {'torch': '2.0'}", 2, "and 2.0 on rank 1"),
         ("sys.argv += ['--data.train', 'other']", 3, "the fingerprint of the training data is"),
         ("train.update = update", 5, "after step 8 the weights of rank 1 are not those of rank 0"),
     ],

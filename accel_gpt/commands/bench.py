@@ -78,10 +78,9 @@ def main(argv: Sequence[str]) -> int:
 def bench(options: BenchCommand, config: Config) -> Report | None:
     """Measure the training step; returns None on all ranks but 0."""
     from accel_gpt import train
-    from accel_gpt.training.accelerator import ensure_data
-    from accel_gpt.training.auto_batch import resolve_auto_micro_batch
-    from accel_gpt.training.precision import resolve_compile, start_accelerator
+    from accel_gpt.training.accelerator import resolve_auto, start_accelerator
     from accel_gpt.training.ranks import peers
+    from accel_gpt.training.setup import ensure_data
     from accel_gpt.training.stopping import die_with_launcher
     from accel_gpt.training.terminal import Display
 
@@ -91,8 +90,7 @@ def bench(options: BenchCommand, config: Config) -> Report | None:
         plan = make_plan(config, world_size())
         ensure_data(config.data)
         config, accelerator = start_accelerator(config, plan)
-        config, plan = resolve_auto_micro_batch(config, plan, accelerator)
-        config = resolve_compile(config, plan)
+        config, plan = resolve_auto(config, plan, accelerator)
         with Display(False, config, plan) as display:
             run = train.start(config, plan, accelerator, display)
         try:
@@ -134,7 +132,7 @@ def bare(config: Config, out: str, steps: int) -> Config:
 def measure(options: BenchCommand, run: "Run") -> Report:
     """Warm up, time whole steps, then the parts of further ones."""
     from accel_gpt import train
-    from accel_gpt.training.accelerator import code_versions, describe_machine, memory_gb
+    from accel_gpt.training.machine import code_versions, describe_machine, memory_gb
 
     def step() -> None:
         train.update(run)

@@ -35,14 +35,12 @@ from accel_gpt.hub.load import load_initial_model, load_pretrained
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.launcher import world_size
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.accelerator import start_processes
+from accel_gpt.training.accelerator import requested_precision, set_up_model, start_processes
 from accel_gpt.training.checkpoint import find_checkpoint, read_state
-from accel_gpt.training.engine import requested_precision
 from accel_gpt.training.metrics import Record, merge_record, without_inf
-from accel_gpt.training.precision import resolve_precision
 from accel_gpt.training.ranks import all_gather, all_ranks, peers
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps, locked
-from accel_gpt.training.setup import open_corpus, set_up_model
+from accel_gpt.training.setup import open_corpus
 from accel_gpt.training.state import TrainState
 
 # by the precision of training; fp8 is for training alone
@@ -168,7 +166,10 @@ def start_accelerator(config: Config) -> Accelerator:
     """Ranks, device and precision as in training; all cores of a CPU, which has no fp16."""
     train = replace(config.train, reproducible=False)  # whose one thread training alone needs
     state = start_processes(replace(config, train=train))
-    config = resolve_precision(config)
+    if config.train.mixed_precision == "auto":
+        from accel_gpt.training.auto import resolve_precision
+
+        config = resolve_precision(config)
     cpu, precision = state.device.type == "cpu", EVALUATED_IN.get(requested_precision(config))
     return Accelerator(cpu=cpu, mixed_precision="no" if cpu and precision == "fp16" else precision)
 

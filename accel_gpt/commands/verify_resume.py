@@ -101,7 +101,7 @@ def verify_resume(options: VerifyResumeCommand, config: Config) -> int:
     Raises `UserError` if the config does not fit the numbers of processes, `LaunchFailed` if a
     launch ends by itself.
     """
-    from accel_gpt.training.accelerator import ensure_data
+    from accel_gpt.training.setup import ensure_data
 
     config = shortened(config, options.steps)
     for world_size in options.processes:

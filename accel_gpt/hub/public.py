@@ -18,8 +18,8 @@ from accel_gpt.errors import UserError
 from accel_gpt.files import link, sha256
 from accel_gpt.hub.client import full_repo_name, parse_repo
 from accel_gpt.redact import may_be_secret, public_metric, public_name, public_source
-from accel_gpt.training.accelerator import PACKAGES
 from accel_gpt.training.checkpoint import read_checkpoint_json, write_json
+from accel_gpt.training.machine import PACKAGES
 from accel_gpt.training.metrics import as_csv, as_jsonl
 from accel_gpt.training.resume import FREE, NOT_TOLD
 from accel_gpt.training.run_folder import RunFolder, number

@@ -1,30 +1,28 @@
-"""The ranks of a run, their device, threads and precision; the machine as run.json records it."""
+"""Ranks, device, threads and precision of a run; model and optimizer as Accelerate wraps them.
+
+The engine comes from the accelerate config: one process, DDP or FSDP version 2 (HSDP too), all of
+which tests/test_matrix.py trains; any other is refused.
+"""
 
 import ctypes
-import hashlib
-import json
+import gc
 import logging
 import os
 import platform
-import signal
-import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import timedelta
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
+    AORecipeKwargs,
     DistributedDataParallelKwargs,
     DistributedType,
     GradientAccumulationPlugin,
@@ -32,83 +30,52 @@ from accelerate.utils import (
     ProjectConfiguration,
     parse_flag_from_env,
 )
+from torch import nn
 
-from accel_gpt.config.data import DataConfig
-from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat, to_plain
+from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.plan import Plan
 from accel_gpt.cost.devices import bf16_instructions
-from accel_gpt.data.remote import is_url
 from accel_gpt.errors import duration, require
-from accel_gpt.launcher import is_main, local_rank, local_world_size, world_size
-from accel_gpt.training.engine import (
-    check_engine,
-    check_fp8,
-    check_requested_engine,
-    fp8_recipe,
-    requested_precision,
-    set_up_fsdp,
-)
+from accel_gpt.launcher import is_main, launcher_precision, local_world_size, world_size
+from accel_gpt.model.gpt import GPT
+from accel_gpt.optim.groups import make_optimizer
+from accel_gpt.training.machine import rank_identity
 from accel_gpt.training.ranks import require_same
 
+REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+PRECISIONS = ("no", "bf16", "fp16", "fp8")
+FP8_CAPABILITY = (8, 9)  # Ada and Hopper: torchao's and NVIDIA's lists of devices with fp8 products
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # where train.step_timeout is null
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # glibc, malloc.h
-# keys of the config that may differ between machines: paths, and what does not change training
-LOCAL = (
-    *("data.train", "data.val", "data.tokenizer", "data.cache_", "data.prepare."),
-    "checkpoint.resume",  # on each machine the folder to which it was downloaded
-    *("model.init_from", "eval.hellaswag", "train.cpu_threads", "log."),
-    "out_dir",  # each save checks that it is shared
-)
-PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "tiktoken", "numpy")
 
 
-def ensure_data(data: DataConfig) -> None:
-    """Prepare the data folder if it is missing: one rank of each machine, while the others wait.
+def start_accelerator(config: Config, plan: Plan) -> tuple[Config, Accelerator]:
+    """Start the ranks; `config` with a mixed precision in place of auto, and the `Accelerator`."""
+    start_processes(config)
+    if config.train.mixed_precision == "auto":
+        from accel_gpt.training.auto import resolve_precision
 
-    `accel-gpt prepare` does it in a process of its own, which needs no torch and gives its memory
-    back. Exits with its code if it fails; raises `UserError` if the folder that is there was
-    prepared in another way.
+        config = resolve_precision(config)
+    return config, make_accelerator(config, plan)
+
+
+def resolve_auto(config: Config, plan: Plan, accelerator: Accelerator) -> tuple[Config, Plan]:
+    """`config` and `plan` without auto: micro-batch size and compilation are chosen; a collective.
+
+    Raises `UserError` where `train.compile` is true and torch.compile does not work.
     """
-    text = data.prepare.path or data.prepare.dataset
-    if data.prepare.source is None:
-        require(
-            not (text and data.folder) or Path(str(data.folder)).exists(),
-            f"data.train {data.folder} does not exist, and data.prepare.source does not say what "
-            f"{text} is; set it to text, jsonl, parquet, arrow or dataset",
-        )
-        return
-    require(
-        bool(data.folder) and not is_url(str(data.folder)),
-        f"data.prepare makes one folder, but data.train is {data.train or 'empty'}; name the "
-        "folder, or prepare those of a mixture one by one with accel-gpt prepare",
-    )
-    folder = Path(str(data.folder))
-    if local_rank() != 0:
-        while not (folder / "dataset.json").exists():
-            time.sleep(0.2)
-        return
-    if (folder / "dataset.json").exists():
-        from accel_gpt.prepare.prepare import prepare
+    if config.train.micro_batch_size == "auto":
+        from accel_gpt.training.auto_batch import resolve_auto_micro_batch
 
-        prepare(data.prepare, folder)  # only compares
-        return
-    settings = {"out": str(folder), **asdict(data.prepare)}
-    # through a pipe: everybody on the machine can see a command line, and a URL may hold a password
-    reading, writing = os.pipe()
-    os.write(writing, json.dumps(settings, ensure_ascii=False).encode("utf-8", "surrogateescape"))
-    os.close(writing)
-    command = [sys.executable, "-m", "accel_gpt.cli", "prepare", f"/dev/fd/{reading}"]
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-    before = [signal.signal(n, lambda number, _: sys.exit(128 + number)) for n in numbers]
-    try:  # a signal kills the process
-        code = subprocess.run(command, check=False, pass_fds=(reading,)).returncode
-    finally:
-        os.close(reading)
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-    if code:
-        sys.exit(code)
+        config, plan = resolve_auto_micro_batch(config, plan, accelerator)
+    if config.train.compile is not False:
+        from accel_gpt.training.auto import resolve_compile
+
+        config = resolve_compile(config, plan)
+    return config, plan
+
+
+# --------------------------------------------------------------------------- ranks and precision
 
 
 def start_processes(config: Config) -> PartialState:
@@ -117,7 +84,7 @@ def start_processes(config: Config) -> PartialState:
     Raises `UserError` for an engine that is not supported, and for processes that do not form one
     group or differ in config, code or versions: they would train apart.
     """
-    check_requested_engine()
+    check_accelerate_config()
     if config.train.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
@@ -147,7 +114,7 @@ def start_processes(config: Config) -> PartialState:
 def make_accelerator(config: Config, plan: Plan) -> Accelerator:
     """The `Accelerator` of a run, after `start_processes`, with a precision that is not auto.
 
-    Raises `UserError` for an engine or precision that is not supported: see `training/engine.py`.
+    Raises `UserError` for an engine, precision or tracker that is not supported.
     """
     check_trackers(config.log.trackers)
     check_fp8(config)
@@ -188,6 +155,11 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
     return accelerator
 
 
+def requested_precision(config: Config) -> str:
+    """The mixed precision of the config, else that of `accelerate launch`, else no."""
+    return config.train.mixed_precision or launcher_precision()
+
+
 def collective_timeout(config: Config) -> timedelta:
     """How long a collective waits for the other ranks."""
     seconds = duration("train.step_timeout", config.train.step_timeout)
@@ -216,15 +188,6 @@ def keep_freed_memory() -> None:
     mallopt(M_TOP_PAD, 64 * 2**20)
 
 
-def check_trackers(names: tuple[str, ...]) -> None:
-    """Raise `UserError` for a tracker that Accelerate does not know or would silently drop."""
-    known = [str(kind) for kind in LoggerType if str(kind) != "all"]
-    usable = [str(kind) for kind in get_available_trackers()]
-    for name in names:
-        require(name in known, f"log.trackers has {name!r}; Accelerate knows {', '.join(known)}")
-        require(name in usable, f"log.trackers has {name} but it is not installed; pip install it")
-
-
 def shared_cores() -> int:
     """Cores that this process may use, divided by the number of ranks on the machine.
 
@@ -234,89 +197,200 @@ def shared_cores() -> int:
     return max(1, (cores or 1) // local_world_size())
 
 
-def device_name(device: torch.device) -> str:
-    """The product name of the device."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    if device.type != "cpu":
-        return device.type
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or "CPU"
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else "CPU"
+def set_up_fsdp(accelerator: Accelerator) -> None:
+    """Set the state dict and the precision of FSDP version 2, before `prepare`.
 
-
-def memory_gb(device: torch.device) -> float:
-    """Peak memory of the device's allocator since the start, or of this process on a CPU; 1e9 B."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
-def describe_machine(accelerator: Accelerator) -> dict[str, Any]:
-    """Versions, commit and hardware, as JSON."""
-    return {
-        "versions": {"python": platform.python_version(), **package_versions()},
-        "commit": commit(),
-        "device": device_name(accelerator.device),
-        "processes": accelerator.num_processes,
-        "threads_per_process": torch.get_num_threads(),
-        "mixed_precision": accelerator.mixed_precision,
-        "platform": platform.platform(),
-    }
-
-
-def code_versions() -> dict[str, str]:
-    """Versions of Python and `PACKAGES`, and the commit where it is known."""
-    found = {"python": platform.python_version(), **package_versions()}
-    return found | ({"commit": known} if (known := commit()) else {})
-
-
-def rank_identity(config: Config) -> dict[str, Any]:
-    """What must be the same on all ranks: the config without `LOCAL`, the code of this package, and
-    versions. The content of the data is compared when it is open.
+    Gradients are reduced, and accumulated over micro-batches, in float32; the loss stays float32
+    and the rotary table is not cast. Accelerate's own policy does all of that in bf16.
     """
-    package, code = Path(__file__).resolve().parents[1], hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        if file.is_file():  # no dangling link of an editor
-            code.update(str(file.relative_to(package)).encode() + file.read_bytes())
-    flat = to_flat(to_plain(config))
-    versions = package_versions()
-    return {key: value for key, value in flat.items() if not key.startswith(LOCAL)} | {
-        "mixed_precision": requested_precision(config),
-        "the code of accel_gpt (SHA-256)": code.hexdigest()[:12],
-        "Python": ".".join(platform.python_version_tuple()[:2]),
-        "torch": versions.get("torch"),
-        "accelerate": versions.get("accelerate"),
-    }
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    plugin: Any = accelerator.state.fsdp_plugin
+    # a sharded state dict comes with a list that torch unpickles, and executes what it holds
+    plugin.state_dict_config = plugin.optim_state_dict_config = None  # else those of shards stay
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        param_dtype=None if accelerator.mixed_precision == "no" else torch.bfloat16,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
 
 
-@cache
-def package_versions() -> Mapping[str, str]:
-    """Installed versions of `PACKAGES`."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return MappingProxyType(found)
+def fp8_recipe(config: Config) -> list[AORecipeKwargs]:
+    """Accelerate's recipe where fp8 is requested, without all-gathers in fp8: those replace the
+    weights by new parameters, which the optimizer does not have.
+    """
+    if requested_precision(config) != "fp8":
+        return []
+    return [AORecipeKwargs(enable_fsdp_float8_all_gather=False)]
 
 
-@cache
-def commit() -> str | None:
-    """The commit of this package's source, `-dirty` added if changed; None outside a checkout."""
-    here = Path(__file__).resolve().parents[2]
-    if not (here / ".git").exists():
-        return None
-    try:
-        command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
+# --------------------------------------------------------------------------- what is supported
+
+
+def check_accelerate_config() -> None:
+    """Raise `UserError` for an engine of the accelerate config that no test covers.
+
+    Reads the environment that `accelerate launch` sets: PartialState starts some engines itself.
+    """
+    get, flag = os.environ.get, parse_flag_from_env
+    sharded, engine = flag("ACCELERATE_USE_FSDP"), "use plain processes (DDP) or FSDP version 2"
+    precision, backend = launcher_precision(), get("ACCELERATE_DYNAMO_BACKEND", "no")
+    axes = ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD")
+    tensor, context, sequence, replicate, shard = (
+        int(get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")) for axis in axes
+    )
+    ranks, version = int(get("WORLD_SIZE", "1")), get("FSDP_VERSION", "1")
+    blocks = "use train.activation_checkpointing blocks"
+    for requested, what, instead in (
+        (flag("ACCELERATE_USE_DEEPSPEED"), "DeepSpeed", engine),
+        (flag("ACCELERATE_USE_MEGATRON_LM"), "Megatron-LM", engine),
+        (tensor != 1, f"tensor parallelism over {tensor} processes", engine),
+        (context != 1, f"context parallelism over {context} processes", engine),
+        (sequence != 1, f"sequence parallelism over {sequence} processes", engine),
+        (replicate * shard != 1 and not sharded, "a parallelism_config without FSDP", engine),
+        (
+            replicate * shard not in (1, ranks),
+            f"a parallelism_config for {replicate * shard} processes where {ranks} were started",
+            "make dp_replicate_size x dp_shard_size their number",
+        ),
+        (sharded and version != "2", f"FSDP version {version}", "set fsdp_version: 2"),
+        (sharded and flag("FSDP_OFFLOAD_PARAMS"), "fsdp_offload_params", blocks),
+        (
+            sharded and flag("FSDP_ACTIVATION_CHECKPOINTING"),
+            "activation checkpointing",
+            blocks,
+        ),
+        (backend.lower() != "no", f"dynamo_backend {backend}", "remove it and set train.compile"),
+        (
+            precision not in PRECISIONS,
+            f"mixed_precision {precision}",
+            f"set one of {', '.join(PRECISIONS)}",
+        ),
+    ):
+        require(
+            not requested, f"the accelerate config has {what}, which is not supported; {instead}"
+        )
+
+
+def check_engine(accelerator: Accelerator, config: Config) -> None:
+    """Raise `UserError` unless tests cover what Accelerate made of the accelerate config."""
+    kind, device = accelerator.distributed_type, accelerator.device.type
+    precision, exact = accelerator.mixed_precision, config.train.reproducible
+    sharded, other = kind == DistributedType.FSDP, "set train.mixed_precision to bf16 or no"
+    for refused, sentence in (
+        (
+            not sharded and kind not in REPLICATED,
+            f"Accelerate started {kind.value}, which is not supported; use plain processes (DDP) "
+            "or FSDP version 2",
+        ),
+        (
+            not sharded and parse_flag_from_env("ACCELERATE_USE_FSDP"),
+            f"the accelerate config asks for FSDP but Accelerate started {kind.value} on {device}: "
+            "FSDP needs GPUs and a launcher such as accelerate launch",
+        ),
+        (
+            precision == "fp16" and device == "cpu",
+            f"mixed_precision is fp16 but the device is a CPU, which has no fp16 training; {other}",
+        ),
+        (
+            precision == "fp16" and sharded,
+            "mixed_precision is fp16 but the model is sharded by FSDP, where the scale of the loss "
+            f"is not restored; {other}",
+        ),
+        (
+            exact and sharded,
+            "train.reproducible is true but the accelerate config asks for FSDP, which sums "
+            "gradients in float32; use plain processes or leave train.reproducible out",
+        ),
+        (
+            exact and precision in ("fp16", "fp8"),
+            f"train.reproducible is true but the precision is {precision}, whose scaled numbers it "
+            f"cannot sum; {other}",
+        ),
+        (
+            exact and device == "mps",
+            "train.reproducible is true but the device is mps, which has no float64; use a CPU",
+        ),
+    ):
+        require(not refused, sentence)
+
+
+def check_fp8(config: Config) -> None:
+    """Raise `UserError` where fp8 is requested and something that it needs is missing.
+
+    Accelerate would compute in fp16 on older devices, with a warning. Of its backends torchao alone
+    keeps the weights and their names as they are.
+    """
+    if requested_precision(config) != "fp8":
+        return
+    missing = []
+    if not torch.cuda.is_available():
+        missing.append("a GPU of compute capability 8.9 or more, of which there is none")
+    elif (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
+        name, (major, minor) = torch.cuda.get_device_name(), capability
+        missing.append(f"compute capability 8.9 or more, where {name} has {major}.{minor}")
+    if find_spec("torchao") is None:
+        missing.append("the package torchao, which is not installed")
+    if (backend := os.environ.get("ACCELERATE_FP8_BACKEND", "NO")) not in ("NO", "AO"):
+        missing.append(f"the fp8 backend AO in the accelerate config, which has {backend}")
+    require(
+        not missing,
+        f"mixed_precision is fp8, which needs {' and '.join(missing)}; set train.mixed_precision "
+        "to bf16",
+    )
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Raise `UserError` for a tracker that Accelerate does not know or would silently drop."""
+    known = [str(kind) for kind in LoggerType if str(kind) != "all"]
+    usable = [str(kind) for kind in get_available_trackers()]
+    for name in names:
+        require(name in known, f"log.trackers has {name!r}; Accelerate knows {', '.join(known)}")
+        require(name in usable, f"log.trackers has {name} but it is not installed; pip install it")
+
+
+# --------------------------------------------------------------------------- model and optimizer
+
+
+def wrap(
+    config: Config, accelerator: Accelerator, gpt: GPT
+) -> tuple[nn.Module, AcceleratedOptimizer]:
+    """The model, set up as in `config`, and its optimizer, as Accelerate wraps them."""
+    set_up_model(gpt, config.train)
+    optimizer = make_optimizer(gpt, config.optim, config.train.compile is True)
+    # with a device_placement Accelerate does not look for FSDP's tensors: 0.6 s of start-up
+    alone = accelerator.distributed_type == DistributedType.NO
+    placement = [True, True] if alone else None
+    model, wrapped = accelerator.prepare(gpt, optimizer, device_placement=placement)
+    check_parameters(gpt, wrapped)
+    gc.collect()  # what there is now lives to the end: the garbage collector need not search it
+    gc.freeze()
+    return model, wrapped
+
+
+def set_up_model(gpt: GPT, train: TrainConfig) -> None:
+    """Set activation checkpointing and torch.compile of `gpt`, before Accelerate wraps it."""
+    gpt.recompute = train.activation_checkpointing == "blocks"
+    if train.compile is True:
+        from accel_gpt.training.auto import use_compile_cache
+
+        use_compile_cache()
+        gpt.compile()  # in place: no wrapper, the names of the weights stay
+
+
+def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UserError` unless the optimizer holds the parameters of `model`, all and no other.
+
+    An engine that replaces parameters without telling the optimizer trains nothing, in silence.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    lost = [name for key, name in names.items() if key not in held]
+    require(
+        held == names.keys(),
+        f"after accelerator.prepare the optimizer holds {len(names) - len(lost)} of the "
+        f"model's {len(names)} parameters ({', '.join(lost[:2])} would never train): this "
+        "combination of engine, precision and versions is not supported; use plain processes "
+        "and train.mixed_precision bf16",
+    )

@@ -14,20 +14,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate import Accelerator
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan, plural
+from accel_gpt.cost.memory import Machine, fitting_sizes, needed_bytes, with_size
 from accel_gpt.errors import require
 from accel_gpt.files import load_json, write_file
 from accel_gpt.launcher import local_world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training.accelerator import device_name
-from accel_gpt.training.engine import REPLICATED
+from accel_gpt.training.accelerator import REPLICATED, set_up_model
+from accel_gpt.training.machine import device_name
 from accel_gpt.training.ranks import all_gather, on_main
-from accel_gpt.training.setup import open_corpus, set_up_model
+from accel_gpt.training.setup import open_corpus
 
 ANSWER = "micro_batch.json"
 CUDA_SHARE = 0.94  # of the device for the trial; the rest for NCCL and holes: assumption
@@ -43,10 +45,6 @@ def resolve_auto_micro_batch(
     `fits` returns whether so many sequences fit this rank, without the others. Raises `UserError`
     on all ranks where not even one does.
     """
-    if config.train.micro_batch_size != "auto":
-        return config, plan
-    from accel_gpt.cost.memory import fitting_sizes, with_size
-
     kind, world = accelerator.distributed_type, accelerator.num_processes
     require(
         kind in REPLICATED,
@@ -54,7 +52,7 @@ def resolve_auto_micro_batch(
         "share of memory a trial on one device does not show; give a number",
     )
     vocab_size = open_corpus(config).vocab_size
-    path, question = Path(config.out_dir) / ANSWER, all_options(config, vocab_size, accelerator)
+    path, question = Path(config.out_dir) / ANSWER, facts(config, vocab_size, accelerator)
     size, how = on_main(lambda: earlier_answer(path, question)), f"as found before, in {path}"
     if size is None:
         fits = fits or make_fits(config, vocab_size, accelerator)
@@ -94,14 +92,11 @@ def largest(sizes: Sequence[int], fits: Fits) -> int:
 
 def make_fits(config: Config, vocab_size: int, accelerator: Accelerator) -> Fits:
     """Whether so many sequences fit this rank: tried on CUDA, computed on a CPU."""
-    from accel_gpt.cost.memory import Machine, needed_bytes, with_size
-
     if accelerator.device.type == "cuda":
         return lambda size: fits_cuda(with_size(config, size), vocab_size, accelerator)
+    world, precision = accelerator.num_processes, accelerator.mixed_precision
     available = available_memory()
-    machine = Machine(
-        accelerator.num_processes, None, available, False, accelerator.mixed_precision, "accelerate"
-    )
+    machine = Machine(world, None, available, False, precision, "accelerate")
 
     def fits(size: int) -> bool:
         needed = needed_bytes(with_size(config, size), vocab_size, machine)
@@ -111,35 +106,25 @@ def make_fits(config: Config, vocab_size: int, accelerator: Accelerator) -> Fits
 
 
 def available_memory() -> float:
-    """Bytes that this rank may use: those of the machine, divided by its ranks."""
-    import psutil
-
-    mine = psutil.Process().memory_info().rss  # the arithmetic counts what is imported
-    processes = local_world_size()
-    available: float = min(psutil.virtual_memory().available, group_memory()) / processes + mine
-    return CPU_SHARE * available
-
-
-def group_memory() -> float:
-    """Bytes that control groups leave to this process, as in containers and Slurm jobs (Linux,
-    version 2); infinity without a limit.
+    """Bytes that this rank may use: those that the machine has, and that control groups leave, as
+    in containers and Slurm jobs (Linux, version 2), divided by the machine's ranks.
     """
-    root, least = Path("/sys/fs/cgroup"), float("inf")
-    try:
+    least: float = psutil.virtual_memory().available
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError):
         own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
-    except OSError:
-        return least
-    for folder in (root / own, *(root / own).parents):
-        with contextlib.suppress(OSError, ValueError):  # no such file, no limit: max
-            limit = int((folder / "memory.max").read_text())
-            least = min(least, limit - int((folder / "memory.current").read_text()))
-    return least
+        for folder in (root / own, *(root / own).parents):
+            with contextlib.suppress(OSError, ValueError):  # no such file, no limit: max
+                limit = int((folder / "memory.max").read_text())
+                least = min(least, limit - int((folder / "memory.current").read_text()))
+    mine = psutil.Process().memory_info().rss  # the arithmetic counts what is imported
+    available: float = CPU_SHARE * (least / local_world_size() + mine)
+    return available
 
 
 def fits_cuda(config: Config, vocab_size: int, accelerator: Accelerator) -> bool:
     """Whether a step and an evaluation of `config` run on this device; leaves nothing there."""
-    device = accelerator.device
-    # of the current device: without a launcher, `device` has no index, and is refused
+    # of the current device: without a launcher, the accelerator's has no index, and is refused
     torch.cuda.set_per_process_memory_fraction(CUDA_SHARE)
     try:
         try_step(config, vocab_size, accelerator)
@@ -150,7 +135,7 @@ def fits_cuda(config: Config, vocab_size: int, accelerator: Accelerator) -> bool
         gc.collect()  # the error held the tensors of the trial
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1.0)
-        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_peak_memory_stats(accelerator.device)
 
 
 def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
@@ -164,9 +149,8 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     optimizer = make_optimizer(gpt, config.optim)
     count = sum(parameter.numel() for parameter in gpt.parameters())
     buckets = torch.empty(count if accelerator.num_processes > 1 else 0, device=device)  # of DDP
-    exact = torch.empty(
-        count if config.train.reproducible else 0, dtype=torch.float64, device=device
-    )
+    exact = count if config.train.reproducible else 0
+    sums = torch.empty(exact, dtype=torch.float64, device=device)  # of `ExactGradients`
     tokens = torch.zeros((size, config.model.block_size), dtype=torch.long, device=device)
     documents = torch.zeros_like(tokens) if config.data.document_mask else None
     for _ in range(2):
@@ -181,18 +165,15 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
         gpt(tokens, tokens, documents=documents, per_sequence=True)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    del buckets, exact  # held until here
+    del buckets, sums  # held until here
 
 
-def all_options(config: Config, vocab_size: int, accelerator: Accelerator) -> dict[str, Any]:
+def facts(config: Config, vocab_size: int, accelerator: Accelerator) -> dict[str, Any]:
     """All options and facts that the answer depends on, as JSON."""
     device, train = accelerator.device, config.train
+    memory = psutil.virtual_memory().total
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        import psutil
-
-        memory = psutil.virtual_memory().total
     return {
         "model": {k: v for k, v in asdict(config.model).items() if k != "init_from"},
         "vocab_size": vocab_size,
@@ -212,10 +193,8 @@ def all_options(config: Config, vocab_size: int, accelerator: Accelerator) -> di
 
 def earlier_answer(path: Path, question: dict[str, Any]) -> int | None:
     """The answer in `path`, if it was found for the same question."""
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         answer = load_json(path.read_text(encoding="utf-8"))
-        same = answer["asked"] == json.loads(json.dumps(question))
-        size = answer["micro_batch_size"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return size if same and isinstance(size, int) and size > 0 else None
+        if answer["asked"] == json.loads(json.dumps(question)):
+            return int(answer["micro_batch_size"])
+    return None

@@ -25,7 +25,7 @@ from accel_gpt.cost.flops import flops_per_token, mfu
 from accel_gpt.errors import require
 from accel_gpt.files import sync, write_all, write_file
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.accelerator import device_name, memory_gb
+from accel_gpt.training.machine import device_name, memory_gb
 from accel_gpt.training.run_folder import RunFolder, is_number
 
 # metrics.csv, and with it the keys of metrics.jsonl; progress in percent of the run. Mixtures have

@@ -24,9 +24,8 @@ from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
 from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.redact import command_line, redact
-from accel_gpt.training.accelerator import describe_machine
+from accel_gpt.training.machine import describe_machine
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
-from accel_gpt.training.precision import precision_name
 from accel_gpt.training.profiling import Profile
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.state import TrainState
@@ -113,7 +112,7 @@ class Reporter:
         config, speed = self.config, self.speed
         parameters = parameter_counts(config.model, corpus.vocab_size)["total"]
         unknown = "" if speed.peak else f"; no MFU: its {speed.dtype} peak is not known"
-        precision = precision_name(machine["mixed_precision"])
+        precision = machine["mixed_precision"].replace("no", "fp32")
         default = " (default)" if config.train.mixed_precision is None else ""
         return "\n".join(
             [

@@ -31,7 +31,7 @@ from typing import Any
 from accel_gpt import cli, train
 from accel_gpt.console import run_main
 from accel_gpt.data import loader
-from accel_gpt.training import accelerator as environment
+from accel_gpt.training import machine
 from tests.faults.disk import Disk
 from tests.hermetic import sync_nothing
 
@@ -70,10 +70,10 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what else is printed is no answer
     for name in FACTS:
-        setattr(environment, name, functools.cache(getattr(environment, name)))
+        setattr(machine, name, functools.cache(getattr(machine, name)))
     loader.CHUNK, loader.LOCATE = CHUNK, LOCATE
     sync_nothing()
-    environment.commit(), environment.package_versions()
+    machine.commit(), machine.package_versions()
     warm: set[tuple[int, str]] = set()  # numbers of processes, and the command
     for line in sys.stdin:
         assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the second thread"

@@ -22,7 +22,7 @@ from accel_gpt.errors import DataError
 from accel_gpt.hub import export as exporting
 from accel_gpt.hub.pretrained import Pretrained
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training import accelerator as machine
+from accel_gpt.training import setup
 from tests.conftest import launch, run_here, tiny
 from tests.hub_server import HubServer, environment, no_waiting, point_at
 
@@ -130,11 +130,11 @@ def test_what_makes_the_data_is_not_told_on_a_command_line(
         commands.append(command)
         return run(command, **given)
 
-    monkeypatch.setattr(machine.subprocess, "run", noted)
+    monkeypatch.setattr(setup.subprocess, "run", noted)
     text = tmp_path / f"{PASSWORD} \u00e9\U0001f600.txt"
     text.write_text("the king of the sea " * 200)
     asked = PrepareConfig(source="text", path=str(text), tokenizer="bytes", workers=1)
-    machine.ensure_data(DataConfig(train=str(tmp_path / "made"), prepare=asked))
+    setup.ensure_data(DataConfig(train=str(tmp_path / "made"), prepare=asked))
     assert (tmp_path / "made" / "dataset.json").is_file()
     assert PASSWORD not in str(commands)
 

@@ -4,9 +4,11 @@ A table of devices decides; where it cannot know, a few real steps are timed. Ra
 ranks. The choice is kept in `config.yaml` of the run, and a resume keeps it.
 """
 
+import os
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,24 +16,19 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import PartialState
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan
 from accel_gpt.cost.devices import MATRIX_UNITS, bf16_instructions, peak_flops
 from accel_gpt.cost.flops import flops_per_token
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import UserError, first_line, require
 from accel_gpt.launcher import launcher_precision, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training.accelerator import (
-    device_name,
-    make_accelerator,
-    start_processes,
-)
+from accel_gpt.training.accelerator import PRECISIONS, requested_precision
 from accel_gpt.training.checkpoint import read_state
-from accel_gpt.training.compiler import compiler_error
-from accel_gpt.training.engine import requested_precision
+from accel_gpt.training.machine import device_name
 from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.setup import open_corpus
@@ -39,28 +36,19 @@ from accel_gpt.training.setup import open_corpus
 BF16_CAPABILITY = (8, 0)  # Ampere: NVIDIA's first matrix units for bf16
 TIMED_STEPS, TIMED_SECONDS = 3, 2.0  # at most so many steps of about so many seconds
 SHORT = 60.0  # seconds; nothing is timed for a shorter run
-# FLOP/s of one core, between which any CPU is taken to train: assumptions
-SLOW_CORE, FAST_CORE = 1e10, 1e12
+SLOW_CORE = 1e10  # FLOP/s of a slow core while training: assumption
 GPU_MFU = 0.3  # of a step that is not compiled: assumption
 # The share of a step that compiling saves, and the seconds that it takes. CPU: measured, see
 # docs/speed.md. CUDA: nanoGPT's README, 250 ms become 135; the seconds are an assumption.
 CPU_GAIN_FLOAT32, CPU_GAIN_BF16, CUDA_GAIN = 0.05, 0.25, 0.45
 COMPILE_SECONDS: Mapping[str, float] = MappingProxyType({"cpu": 45.0, "cuda": 60.0})
-
-
-def start_accelerator(config: Config, plan: Plan) -> tuple[Config, Accelerator]:
-    """Start the ranks; `config` with a mixed precision in place of auto, and the `Accelerator`."""
-    start_processes(config)
-    config = resolve_precision(config)
-    return config, make_accelerator(config, plan)
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def resolve_precision(config: Config) -> Config:
     """`config` with a mixed precision in place of auto; a collective."""
-    if config.train.mixed_precision != "auto":
-        return config
     precision, reason = on_main(lambda: choose_precision(config))
-    report(config, f"precision {precision_name(precision)}", reason)
+    report_choice(config, f"precision {precision.replace('no', 'fp32')}", reason)
     return replace(config, train=replace(config.train, mixed_precision=precision))
 
 
@@ -69,30 +57,21 @@ def resolve_compile(config: Config, plan: Plan) -> Config:
 
     Raises `UserError` where `train.compile` is true and torch.compile does not work.
     """
-    requested = config.train.compile
-    if requested is False:
-        return config
-    if requested is True:
-        error = compiler_error_on_any_machine()
+    requested = config.train.compile is True
+    compiled, reason = (True, "") if requested else on_main(lambda: choose_compile(config, plan))
+    if compiled and (error := compiler_error_on_any_machine()):
         require(
-            error is None,
+            not requested,
             f"train.compile is true but torch.compile does not work here ({error}); install a C++ "
             "compiler such as g++, or set train.compile to auto or false",
         )
-        return config
-    compiled, reason = on_main(lambda: choose_compile(config, plan))
-    if compiled and (error := compiler_error_on_any_machine()):
         compiled, reason = False, f"torch.compile does not work here ({error})"
-    report(config, "compiled" if compiled else "not compiled", reason)
+    if not requested:
+        report_choice(config, "compiled" if compiled else "not compiled", reason)
     return replace(config, train=replace(config.train, compile=compiled))
 
 
-def precision_name(precision: str) -> str:
-    """A mixed precision as it is printed: without one a model computes in fp32."""
-    return "fp32" if precision == "no" else precision
-
-
-def report(config: Config, choice: str, reason: str) -> None:
+def report_choice(config: Config, choice: str, reason: str) -> None:
     """Print a choice and its reason."""
     if PartialState().is_main_process and config.log.level == "info":
         sys.stderr.write(f"auto     {choice}: {reason}\n")
@@ -100,8 +79,7 @@ def report(config: Config, choice: str, reason: str) -> None:
 
 def earlier_choice(config: Config, key: str) -> tuple[Any, str] | None:
     """The value of `key` in the run that `config` resumes, and where it was found."""
-    resumed = Path(config.checkpoint.resume)
-    run = RunFolder(config.out_dir)
+    resumed, run = Path(config.checkpoint.resume), RunFolder(config.out_dir)
     if key in run.config:
         return run.config[key], str(run.path / "config.yaml")
     try:
@@ -115,12 +93,11 @@ def earlier_choice(config: Config, key: str) -> tuple[Any, str] | None:
 def choose_precision(config: Config) -> tuple[str, str]:
     """The mixed precision, and the reason."""
     earlier = earlier_choice(config, "train.mixed_precision")
-    if earlier and earlier[0] in ("no", "bf16", "fp16", "fp8"):
+    if earlier and earlier[0] in PRECISIONS:
         return earlier[0], f"as in {earlier[1]}"
-    launcher = launcher_precision()
-    if launcher != "no":
+    if (launcher := launcher_precision()) != "no":
         return launcher, "set by accelerate launch"
-    device = PartialState().device
+    device, train = PartialState().device, config.train
     if device.type == "cuda":
         name, amd = device_name(device), torch.version.hip is not None
         units = not amd and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
@@ -129,22 +106,24 @@ def choose_precision(config: Config) -> tuple[str, str]:
         return "no", f"{name} is not known to have matrix units for bf16"
     if device.type != "cpu":
         return "no", f"bf16 on {device.type} has not been measured"
-    instructions, train = bf16_instructions(), config.train
+    instructions = bf16_instructions()
     if instructions is None:
         return "no", "this CPU has no bf16 instructions"
     if instructions == MATRIX_UNITS:
         return "bf16", f"this CPU has matrix units for it ({MATRIX_UNITS})"
     if train.reproducible or config.eval.only or train.micro_batch_size == "auto":
         return "no", f"what {instructions} gains is not timed with these options"
-    plan = make_plan(config, world_size())
-    vocab_size = open_corpus(config).vocab_size
-    if seconds_at(SLOW_CORE * torch.get_num_threads(), config, plan, vocab_size) < SHORT:
+    plan, vocab_size = make_plan(config, world_size()), open_corpus(config).vocab_size
+    if slow_cpu_seconds(config, plan, vocab_size) < SHORT:
         return "no", f"the run is too short to try {instructions}"
     times = {p: step_seconds(config, plan, vocab_size, p) for p in ("no", "bf16")}
     return min(times, key=lambda precision: times[precision]), (
         f"a step takes {1000 * times['bf16']:,.0f} ms in bf16 ({instructions}) and "
         f"{1000 * times['no']:,.0f} ms in fp32"
     )
+
+
+# --------------------------------------------------------------------------- torch.compile
 
 
 def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
@@ -159,7 +138,7 @@ def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
         return earlier[0], f"as in {earlier[1]}"
     cpu_gain = CPU_GAIN_FLOAT32 if requested_precision(config) == "no" else CPU_GAIN_BF16
     gain, cost = CUDA_GAIN if device == "cuda" else cpu_gain, COMPILE_SECONDS[device]
-    seconds = run_seconds(config, plan, cost / gain)
+    seconds = run_seconds(config, plan)
     return seconds * gain > cost, (
         f"it saves about {gain:.0%} of a step and takes about {cost:.0f} s; the run is "
         f"estimated at {seconds:,.0f} s without"
@@ -173,33 +152,71 @@ def compiler_error_on_any_machine() -> str | None:
     return next((error for error in all_gather(local) if error), None)
 
 
+def compiler_error(device: str) -> str | None:
+    """The error of torch.compile for the smallest function on a device; None: it works."""
+    use_compile_cache()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
+    except Exception as error:  # what a missing or broken compiler raises has no public class
+        return first_line(error)
+    return None
+
+
+def use_compile_cache() -> None:
+    """Set torch's cache of compiled code to a folder of the user, where later launches find it.
+
+    Not in the run, as the next launch executes it; torch's default in /tmp may be another user's.
+    Does nothing if the environment names a folder, or if there is no home or cache to write to.
+    Raises `UserError` if others can write to the folder.
+    """
+    if CACHE in os.environ:
+        return
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = home / "accel_gpt" / "compiled"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except (OSError, RuntimeError):  # the latter: no home
+        return
+    if not os.access(folder, os.W_OK):
+        return
+    require(
+        found.st_uid == os.geteuid() and not found.st_mode & 0o022,
+        f"{folder}, whose compiled code would be executed, can be written by others; "
+        f"chmod 700 it, or set {CACHE}",
+    )
+    os.environ[CACHE] = str(folder)
+
+
 # --------------------------------------------------------------------------- how long a run takes
 
 
-def run_seconds(config: Config, plan: Plan, enough: float) -> float:
-    """Estimate the seconds that the run takes without compiling.
-
-    By arithmetic on CUDA. On a CPU by timing a step, unless even a slow one takes less than a
-    minute (its seconds), or even a fast one more than `enough` (its seconds).
+def run_seconds(config: Config, plan: Plan) -> float:
+    """Estimate the seconds that the run takes without compiling: by arithmetic on CUDA; on a CPU by
+    timing a step, unless even a slow CPU takes less than a minute.
     """
     device, vocab_size = PartialState().device, open_corpus(config).vocab_size
     precision = requested_precision(config)
     if device.type == "cuda":
         fp32 = "fp32" if config.train.matmul_precision == "highest" else "tf32"
         peak = peak_flops(device_name(device), fp32 if precision == "no" else "bf16") or 1e14
-        return seconds_at(GPU_MFU * peak, config, plan, vocab_size)
-    slow, fast = (core * torch.get_num_threads() for core in (SLOW_CORE, FAST_CORE))
-    if (longest := seconds_at(slow, config, plan, vocab_size)) < SHORT:
+        return run_flops(config, plan, vocab_size) / (GPU_MFU * peak)
+    longest = slow_cpu_seconds(config, plan, vocab_size)
+    if longest < SHORT:
         return longest
-    if (shortest := seconds_at(fast, config, plan, vocab_size)) > enough:
-        return shortest
     return plan.max_steps * step_seconds(config, plan, vocab_size, precision)
 
 
-def seconds_at(rate: float, config: Config, plan: Plan, vocab_size: int) -> float:
-    """Seconds of the run where each rank computes `rate` FLOP/s."""
-    work = plan.max_steps * plan.tokens_per_step * flops_per_token(config.model, vocab_size)
-    return work / rate / plan.world_size
+def run_flops(config: Config, plan: Plan, vocab_size: int) -> float:
+    """FLOPs of each rank in the whole run."""
+    tokens = plan.max_steps * plan.tokens_per_step / plan.world_size
+    return tokens * flops_per_token(config.model, vocab_size)
+
+
+def slow_cpu_seconds(config: Config, plan: Plan, vocab_size: int) -> float:
+    """Seconds of the run on a slow CPU."""
+    return run_flops(config, plan, vocab_size) / (SLOW_CORE * torch.get_num_threads())
 
 
 def step_seconds(config: Config, plan: Plan, vocab_size: int, precision: str) -> float:

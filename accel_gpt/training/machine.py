@@ -1,0 +1,113 @@
+"""The machine and the code of a run, as run.json records them and as all ranks must share them."""
+
+import contextlib
+import hashlib
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import to_flat, to_plain
+from accel_gpt.launcher import launcher_precision
+
+# keys of the config that may differ between machines: paths, and what does not change training
+LOCAL = (
+    *("data.train", "data.val", "data.tokenizer", "data.cache_", "data.prepare."),
+    "checkpoint.resume",  # on each machine the folder to which it was downloaded
+    *("model.init_from", "eval.hellaswag", "train.cpu_threads", "log."),
+    "out_dir",  # each save checks that it is shared
+)
+PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "tiktoken", "numpy")
+
+
+def device_name(device: torch.device) -> str:
+    """The product name of the device."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    if device.type != "cpu":
+        return device.type
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "CPU"
+    return next((v.partition(":")[2].strip() for v in lines if v.startswith("model name")), "CPU")
+
+
+def memory_gb(device: torch.device) -> float:
+    """Peak memory of the device's allocator since the start, or of this process on a CPU; 1e9 B."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def describe_machine(accelerator: Accelerator) -> dict[str, Any]:
+    """Versions, commit and hardware, as JSON."""
+    return {
+        "versions": {"python": platform.python_version(), **package_versions()},
+        "commit": commit(),
+        "device": device_name(accelerator.device),
+        "processes": accelerator.num_processes,
+        "threads_per_process": torch.get_num_threads(),
+        "mixed_precision": accelerator.mixed_precision,
+        "platform": platform.platform(),
+    }
+
+
+def code_versions() -> dict[str, str]:
+    """Versions of Python and `PACKAGES`, and the commit where it is known."""
+    found = {"python": platform.python_version(), **package_versions()}
+    return found | ({"commit": known} if (known := commit()) else {})
+
+
+def rank_identity(config: Config) -> dict[str, Any]:
+    """What must be the same on all ranks: the config without `LOCAL`, the code of this package, and
+    versions. The content of the data is compared when it is open.
+    """
+    package, code = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        if file.is_file():  # no dangling link of an editor
+            code.update(str(file.relative_to(package)).encode() + file.read_bytes())
+    flat, versions = to_flat(to_plain(config)), package_versions()
+    return {key: value for key, value in flat.items() if not key.startswith(LOCAL)} | {
+        "mixed_precision": config.train.mixed_precision or launcher_precision(),
+        "the code of accel_gpt (SHA-256)": code.hexdigest()[:12],
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": versions.get("torch"),
+        "accelerate": versions.get("accelerate"),
+    }
+
+
+@cache
+def package_versions() -> Mapping[str, str]:
+    """Installed versions of `PACKAGES`."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return MappingProxyType(found)
+
+
+@cache
+def commit() -> str | None:
+    """The commit of this package's source, `-dirty` added if changed; None outside a checkout."""
+    here = Path(__file__).resolve().parents[2]
+    if not (here / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

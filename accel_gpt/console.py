@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from accel_gpt.errors import UserError, first_line
+from accel_gpt.errors import AccelGPTError, UserError, first_line
 from accel_gpt.redact import redact
 
 # all but line ends and tabs; bytes that are no UTF-8; what turns the direction of text around
@@ -65,7 +65,7 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     open_closed_streams()
     try:
         return main(argv)
-    except UserError as error:
+    except AccelGPTError as error:
         told = redact(printable(str(error)))
         if len(told) > LONGEST_SENTENCE:  # a value out of a file
             told = f"{told[: LONGEST_SENTENCE // 2]} [...] {told[-LONGEST_SENTENCE // 2 :]}"

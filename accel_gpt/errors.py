@@ -6,10 +6,14 @@ import re
 LONGEST = 1000 * 86_400.0  # seconds that a limit of time may have
 
 
-class UserError(ValueError):
-    """A user's mistake, told in one sentence: what is wrong, the value, what would be right."""
+class AccelGPTError(Exception):
+    """An expected failure: it ends the command with one sentence and an exit code, no traceback."""
 
     exit_code = 2
+
+
+class UserError(AccelGPTError, ValueError):
+    """A user's mistake; the message shows what is wrong, the value, and what would be right."""
 
 
 class DataError(UserError):
@@ -18,34 +22,34 @@ class DataError(UserError):
     exit_code = 3
 
 
-class CheckpointError(UserError):
+class CheckpointError(AccelGPTError, ValueError):
     """A checkpoint that is damaged or belongs to another model."""
 
     exit_code = 4
 
 
-class NewerFormatError(UserError):
+class NewerFormatError(AccelGPTError):
     """A checkpoint that a later version wrote: not damaged, and not to be set aside."""
 
     exit_code = 4
 
 
-class DivergedError(UserError):
+class DivergedError(AccelGPTError):
     """The loss is no longer a finite number."""
 
     exit_code = 5
 
 
-class PeerError(UserError):
-    """Another process of this run failed, or could not be reached."""
-
-    exit_code = 70
-
-
-class BusyError(UserError):
+class BusyError(AccelGPTError):
     """Another process is already working in the output folder."""
 
     exit_code = 6
+
+
+class PeerError(AccelGPTError):
+    """Another process of this run failed, or could not be reached."""
+
+    exit_code = 70
 
 
 def first_line(error: BaseException) -> str:

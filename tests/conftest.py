@@ -25,7 +25,7 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.console import run_main
 from accel_gpt.data.tokenizer import Tokenizer, load_gpt2
-from accel_gpt.errors import UserError
+from accel_gpt.errors import AccelGPTError
 from accel_gpt.files import sha256
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.accelerator import shared_cores
@@ -274,7 +274,7 @@ def gpt2_vocabulary() -> Tokenizer:
     """GPT-2's tokenizer with its published 50,257 tokens; skips where they are not at hand."""
     try:
         return load_gpt2()
-    except UserError:
+    except AccelGPTError:
         pytest.skip(NO_VOCABULARY)
 
 

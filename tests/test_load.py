@@ -14,7 +14,7 @@ from torch import Tensor
 from accel_gpt import cli
 from accel_gpt.config.parse import load_config
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
-from accel_gpt.errors import CheckpointError, UserError
+from accel_gpt.errors import AccelGPTError, CheckpointError, UserError
 from accel_gpt.hub.export import save_tokenizer
 from accel_gpt.hub.load import load_initial_model, load_pretrained
 from accel_gpt.hub.pretrained import inherit
@@ -127,7 +127,7 @@ def test_weights_that_are_no_floats_are_refused(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     name = "transformer.h.1.mlp.c_fc.weight"
     save_file(tensors | {name: tensors[name].to(torch.int64)}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=rf"has {name} as torch.int64; expected floats"):
+    with pytest.raises(AccelGPTError, match=rf"has {name} as torch.int64; expected floats"):
         load_pretrained(str(folder))
 
 
@@ -262,7 +262,7 @@ def test_what_does_not_fit_its_config_is_named(
 ) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(AccelGPTError, match=message):
         load_pretrained(str(folder))
 
 

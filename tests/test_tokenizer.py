@@ -21,7 +21,7 @@ from accel_gpt.data.tokenizer import (
     make_tokenizer,
     train_bpe,
 )
-from accel_gpt.errors import DataError, UserError
+from accel_gpt.errors import AccelGPTError, DataError, UserError
 
 VOCAB_SIZE = 600
 KINDS = ("bytes", "chars", "bpe", "gpt2", "hf")
@@ -70,7 +70,7 @@ def tokenizers(
         "bpe": trained,
         "hf": make_tokenizer(str(path), 0, corpus),
     }
-    with contextlib.suppress(UserError):
+    with contextlib.suppress(AccelGPTError):
         made["gpt2"] = make_tokenizer("gpt2", 0, corpus)
     return made
 

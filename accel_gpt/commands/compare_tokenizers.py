@@ -18,7 +18,7 @@ from accel_gpt.data.bpe import clean
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import FILE, Tokenizer, named_tokenizer
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import AccelGPTError, UserError, require
 
 WARM_UP = 1000  # characters encoded before the clock starts: patterns are compiled on first use
 
@@ -36,7 +36,7 @@ def compare(path: str, specs: Sequence[str], data: DataConfig) -> dict[str, Any]
         tokenizer = find_tokenizer(spec, data)
         try:
             rows.append({"tokenizer": spec, **measure(tokenizer, text, size)})
-        except UserError as error:
+        except AccelGPTError as error:
             problems.append(f"{spec} cannot encode {path}: {error}")
     return {"kind": "text", "text": path, "bytes": size, "problems": problems, "tokenizers": rows}
 

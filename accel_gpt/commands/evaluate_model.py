@@ -24,7 +24,7 @@ from accel_gpt.console import write_out
 from accel_gpt.data.corpus import document_end, eval_splits
 from accel_gpt.data.sources import open_sources
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.hellaswag import read_questions, score_questions
 from accel_gpt.evals.tasks import open_tasks, run_tasks
@@ -269,7 +269,7 @@ def keep(run: Path, state: TrainState, as_run: Record, others: Record, precision
     try:
         with locked(run):
             merge_record(run, record_of(state, as_run))
-    except (UserError, OSError) as error:  # a run that is training, or a read-only folder
+    except (AccelGPTError, OSError) as error:  # a run that is training, or a read-only folder
         return f"not kept: {error}"
     rest = f"; {reason}: {', '.join(others)}" if others else ""
     return f"kept in {run / 'metrics.jsonl'}{rest}"

@@ -26,7 +26,7 @@ from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import INDEX, Split, read_index
 from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.errors import AccelGPTError, DataError, require
 from accel_gpt.files import sha256
 from accel_gpt.prepare.progress import Progress
 from accel_gpt.tables import table
@@ -161,7 +161,7 @@ def read_split(
                 progress.add(ids.nbytes)
             path = split.store.locate(shard) if split.store else split.folder / shard.name
             same = sha256(path) == shard.sha256 if shard.sha256 else None
-        except UserError as error:
+        except AccelGPTError as error:
             problems.append(str(error))
             continue
         tokens, largest = tokens + shard.tokens, max(largest, most)

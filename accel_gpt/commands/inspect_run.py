@@ -22,7 +22,7 @@ from typing import Any
 from accel_gpt.config.parse import changed_keys
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.tokenizer import load_tokenizer
-from accel_gpt.errors import UserError
+from accel_gpt.errors import AccelGPTError
 from accel_gpt.tables import table
 from accel_gpt.training.checkpoint import (
     find_checkpoint,
@@ -64,12 +64,12 @@ def inspect_checkpoint(path: Path, quick: bool, problems: list[str]) -> dict[str
         try:
             verify(path)
             entry["intact"] = True
-        except UserError as error:
+        except AccelGPTError as error:
             problems.append(str(error))
             entry["intact"] = False
     try:
         return entry | facts(path)
-    except (UserError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (AccelGPTError, KeyError, TypeError, ValueError, AttributeError) as error:
         if entry["intact"] is not False:
             problems.append(f"checkpoint {path} cannot be read: {error}")
         return entry | {"intact": False}
@@ -81,7 +81,7 @@ def facts(path: Path) -> dict[str, Any]:
     keys = ("data.train", "data.train.dataset", "data.train.path")  # the last two: streamed text
     try:
         kind = load_tokenizer(path).kind
-    except UserError:  # gpt2's file may not be on this machine
+    except AccelGPTError:  # gpt2's file may not be on this machine
         kind = None
     return {
         "step": state.step,

@@ -13,7 +13,7 @@ import torch
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.console import write_out
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import UserError
+from accel_gpt.errors import AccelGPTError
 from accel_gpt.evals.samples import SEPARATOR, prompt_ids, warn_cut
 from accel_gpt.model.generate import stream
 from accel_gpt.model.gpt import GPT
@@ -58,7 +58,7 @@ def interact(
                 write(SEPARATOR if number else "")
                 for text in continuation(model, tokenizer, prompt, config, generator):
                     write(text)
-        except UserError as error:  # a character that the tokenizer does not know
+        except AccelGPTError as error:  # a character that the tokenizer does not know
             write(str(error))
         except KeyboardInterrupt:
             pass

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config
-from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import read_json
 
 PRINTABLE = 96  # ASCII's, and the line end: assumption for `chars` before the text is read
@@ -78,7 +78,7 @@ def of_folder(folder: Path) -> int:
     try:
         return int(read_index(folder)["vocab_size"])
     except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, UserError):
+        if isinstance(error, AccelGPTError):
             raise
         raise DataError(f"dataset.json of {folder} has no vocab_size; prepare it again") from None
 

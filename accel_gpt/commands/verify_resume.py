@@ -30,7 +30,7 @@ from accel_gpt.config.experiment import Config, LogConfig
 from accel_gpt.config.parse import load_config, parse_command, split_options, to_yaml
 from accel_gpt.config.plan import in_steps, make_plan, plural
 from accel_gpt.console import exit_on_sigterm, write_err
-from accel_gpt.errors import UserError, not_negative, require
+from accel_gpt.errors import AccelGPTError, not_negative, require
 from accel_gpt.files import write_file
 from accel_gpt.launcher import environment_without_launcher
 from accel_gpt.tables import table
@@ -158,7 +158,7 @@ def shortened(config: Config, steps: int) -> Config:
 # --------------------------------------------------------------------------- launches
 
 
-class LaunchFailed(UserError):
+class LaunchFailed(AccelGPTError):
     """A launch that ended by itself before its run was done."""
 
     exit_code = 1

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from accel_gpt.data.remote import FileInfo, Missing, Refused, Unreachable, open_store
 from accel_gpt.data.shards import INDEX, Shard, read_index, token_dtype
-from accel_gpt.errors import DataError, UserError
+from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.files import LARGEST_TEXT, load_json, lock, write_all
 
 T = TypeVar("T")
@@ -193,7 +193,10 @@ class RemoteFolder:
                     break
                 try:
                     self.get(shard.name, self.expected(shard))
-                except (UserError, OSError):  # tried again, and raised where the shard is needed
+                except (
+                    AccelGPTError,
+                    OSError,
+                ):  # tried again, and raised where the shard is needed
                     continue
             self.changed.wait(min(RENEW, self.patience.unused / 4))
 
@@ -359,7 +362,7 @@ class RemoteFolder:
         """Turn whatever a store raises into an `Unreachable` or a `UserError`."""
         try:
             yield
-        except (UserError, Unreachable):
+        except (AccelGPTError, Unreachable):
             raise
         except Exception as error:  # of urllib, http, ssl, fsspec, botocore, huggingface_hub
             raise self.store.explain(error, name) from None

@@ -25,7 +25,7 @@ from accel_gpt.data.bpe import EOT, clean
 from accel_gpt.data.shards import Split, token_dtype
 from accel_gpt.data.tokenizer_json import CONFIG, find_eot
 from accel_gpt.data.trial import find_problem
-from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 
 if TYPE_CHECKING:
     import tiktoken
@@ -107,7 +107,7 @@ class Tokenizer(ABC):
         other: "Tokenizer",
         ours: str,
         theirs: str,
-        error: type[UserError] = DataError,
+        error: type[AccelGPTError] = DataError,
     ) -> None:
         """Raise `error` unless `other` gives every text the same ids; `ours` and `theirs` name what
         has the two tokenizers.

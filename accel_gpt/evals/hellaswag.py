@@ -23,7 +23,7 @@ from torch import Tensor
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import DataError, UserError
+from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.evals.validation import all_reduce_rows
 from accel_gpt.files import load_json
 from accel_gpt.model.gpt import GPT, evaluating
@@ -156,7 +156,7 @@ def encode_question(
     """A question as tokens; `DataError` where an ending does not fit the model."""
     try:
         rows = encode_rows(tokenizer, query, [f" {ending}" for ending in endings], block_size)
-    except UserError as error:  # a character that the tokenizer lacks
+    except AccelGPTError as error:  # a character that the tokenizer lacks
         raise DataError(f"{where} cannot be encoded: {error}") from None
     for ending, row in zip(endings, rows, strict=True):
         if not 0 < row.count <= block_size:

@@ -10,7 +10,7 @@ from torch import Tensor
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.order import derive_seed
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.model.generate import all_ended, context_start, generate
 from accel_gpt.model.gpt import GPT
 
@@ -53,7 +53,7 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     else:
         try:
             ids = tokenizer.encode("\n")
-        except UserError:
+        except AccelGPTError:
             ids = [0]
     require(bool(ids), f"the tokenizer makes no token of the prompt {prompt!r}")
     require(

@@ -34,7 +34,7 @@ from accel_gpt.data.tokenizer import (
     HFTokenizer,
     Tokenizer,
 )
-from accel_gpt.errors import CheckpointError, UserError, require
+from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.hub.hf_config import CLASSES, matching_preset, write_shape
 from accel_gpt.hub.hf_weights import export_tensors
@@ -223,7 +223,7 @@ def compared_tokens(model: GPT, tokenizer: Tokenizer, pretrained: Pretrained) ->
             check_tokens(sequences, model.vocab_size, split.folder)
             text = f"{COMPARED_SEQUENCES} sequences of {found} val tokens of {path}"
             return torch.from_numpy(sequences.astype(np.int64)), redact(text)
-        except UserError as error:
+        except AccelGPTError as error:
             reason = redact(str(error).partition(";")[0])
     generator = torch.Generator().manual_seed(0)
     vocab_size, shape = min(tokenizer.vocab_size, model.vocab_size), (COMPARED_SEQUENCES, length)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel_gpt.config.model import PRESETS, ModelConfig
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import AccelGPTError, UserError, require
 
 CLASSES: Mapping[str, str] = types.MappingProxyType(
     {
@@ -92,7 +92,7 @@ def read_shape(content: Mapping[str, Any], name: str) -> dict[str, Any]:
         init_std = hf_config.initializer_range or 0.02
         fields |= structure(preset) | {"preset": preset, "init_std": init_std}
         return fields | read(hf_config, name)
-    except UserError:
+    except AccelGPTError:
         raise
     except Exception as error:  # the strict dataclasses of transformers have errors of their own
         reason = str(error).strip().splitlines() or [type(error).__name__]

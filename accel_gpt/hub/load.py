@@ -17,7 +17,7 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
-from accel_gpt.errors import CheckpointError, UserError, first_line, require
+from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, first_line, require
 from accel_gpt.files import read_json
 from accel_gpt.hub.client import SCHEME, download, list_files
 from accel_gpt.hub.hf_weights import Tensors, load_weights
@@ -56,7 +56,7 @@ def load_pretrained(
         config = ModelConfig(**pretrained.shape())
     except CheckpointError:
         raise
-    except UserError as error:
+    except AccelGPTError as error:
         raise CheckpointError(f"config.json of {name} is not valid: {error}") from None
     assert config.vocab_size is not None
     model = load_transformers(pretrained, config, config.vocab_size, allow_pickle)

@@ -21,7 +21,7 @@ from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import INDEX, open_split, read_index
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import UserError
+from accel_gpt.errors import AccelGPTError
 from accel_gpt.hub.client import check_repo
 from accel_gpt.hub.public import (
     hub_dataset,
@@ -104,7 +104,7 @@ def card_values(
     launch = launches[-1] if launches else {}
     try:
         plan: Plan | None = make_plan(build(Config, state.config), state.world_size)
-    except (UserError, TypeError, ValueError):  # the config of another version
+    except (AccelGPTError, TypeError, ValueError):  # the config of another version
         plan = None
     text = yaml.safe_dump(nested(changed_keys(config)), sort_keys=False, allow_unicode=True)
     return {
@@ -226,7 +226,7 @@ def read_folder(path: str) -> tuple[str, dict[str, Any]]:
             return "", {}
         train, index = open_split(path, "train"), read_index(Path(path))
         val = open_split(path, "val").tokens if index["splits"].get("val") else None
-    except (UserError, OSError):
+    except (AccelGPTError, OSError):
         return "", {}
     repo = hub_id_of(index.get("prepared") or {})
     return train.fingerprint, {"hub_id": repo, "train_tokens": train.tokens, "val_tokens": val}
@@ -271,7 +271,7 @@ def usable_prompt(tokenizer: Tokenizer) -> str:
     """Return a word that the tokenizer can encode."""
     try:
         tokenizer.encode("The")
-    except UserError:  # a vocabulary of characters without these
+    except AccelGPTError:  # a vocabulary of characters without these
         chars = map(tokenizer.decode, ([i] for i in range(tokenizer.vocab_size)))
         return next((char for char in chars if char.isalnum()), tokenizer.decode([0]))
     return "The"

@@ -14,7 +14,7 @@ from typing import Any
 from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import leaves
-from accel_gpt.errors import UserError
+from accel_gpt.errors import AccelGPTError
 from accel_gpt.files import link, sha256
 from accel_gpt.hub.client import full_repo_name, parse_repo
 from accel_gpt.redact import may_be_secret, public_metric, public_name, public_source
@@ -62,7 +62,7 @@ def hub_model(name: str) -> str | None:
 
     try:
         repo, revision = parse_repo(full_repo_name(name))
-    except UserError:
+    except AccelGPTError:
         return None
     if Path(name).exists() or may_be_secret(repo):
         return None

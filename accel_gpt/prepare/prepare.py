@@ -28,7 +28,7 @@ from typing import Any
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import INDEX, Shard, read_index, token_dtype
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
-from accel_gpt.errors import DataError, UserError
+from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.files import lock, read_json, sync, write_file
 from accel_gpt.prepare.copying import copy_shards, open_source
 from accel_gpt.prepare.dedupe import DATABASE, Seen, open_seen
@@ -310,7 +310,7 @@ def resume(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], so
         if tokenizers != {journal["tokenizer"]}:
             raise Stale("the tokenizer has changed")
         work = open_work(config, folder, tokenizer, journal)
-    except UserError:
+    except AccelGPTError:
         raise
     except FileNotFoundError:
         raise Stale(f"it has no {JOURNAL} yet") from None

@@ -13,7 +13,7 @@ from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import INDEX, read_index
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import AccelGPTError, UserError, require
 from accel_gpt.prepare.copying import source_fingerprint
 from accel_gpt.text.documents import expected_bytes
 from accel_gpt.text.files import describe_source, is_url
@@ -157,7 +157,7 @@ def is_tokenizer_of(spec: str, folder: Path) -> bool:
     try:
         requested = load_gpt2() if spec == "gpt2" else load_tokenizer(spec)
         return bool(requested.fingerprint == load_tokenizer(folder).fingerprint)
-    except UserError:
+    except AccelGPTError:
         return False
 
 
@@ -168,5 +168,5 @@ def text_changed(config: PrepareConfig, made: str | None) -> bool:
         return False
     try:
         return describe_source(config, times=False) != made
-    except (UserError, OSError):
+    except (AccelGPTError, OSError):
         return False

@@ -21,7 +21,7 @@ from typing import cast
 
 from accel_gpt.config.data import PrepareConfig, Source
 from accel_gpt.data.remote import http_request
-from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import read_json
 
 # Endings of the files that a folder is searched for; a file given by name may have any.
@@ -197,7 +197,7 @@ def saved_files(path: str, split: str) -> list[Path] | None:
         if not state.is_file():
             return None
         found = [state.with_name(part["filename"]) for part in read_json(state)["_data_files"]]
-    except UserError:
+    except AccelGPTError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.errors import UserError
+from accel_gpt.errors import AccelGPTError, UserError
 
 
 def hub_rows(
@@ -42,7 +42,7 @@ def hub_rows(
                 yield number, row[field] or ""
             else:
                 skip(f"row {number} of {where} has {row[field]!r:.50} in column {field}, not text")
-    except UserError:
+    except AccelGPTError:
         raise
     except Exception as error:  # of datasets, pyarrow, fsspec, huggingface_hub, httpx
         raise UserError(hub_sentence(config, error)) from None

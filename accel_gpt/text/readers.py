@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from accel_gpt.data.bpe import clean
-from accel_gpt.errors import DataError, UserError
+from accel_gpt.errors import AccelGPTError, DataError, UserError
 
 Skip = Callable[[str], None]
 Rows = Iterator[tuple[int, str]]
@@ -137,7 +137,7 @@ def read_rows(source: str, path: Path, field: str, share: Share, skip: Skip) -> 
     try:
         if path.stat().st_size:
             yield from read(path, field, share, skip)
-    except UserError:
+    except AccelGPTError:
         raise
     except DAMAGE as error:
         message = f"{path} cannot be read as {source}, or not to its end: {error}"

@@ -22,7 +22,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan
 from accel_gpt.cost.devices import MATRIX_UNITS, bf16_instructions, peak_flops
 from accel_gpt.cost.flops import flops_per_token
-from accel_gpt.errors import UserError, first_line, require
+from accel_gpt.errors import AccelGPTError, first_line, require
 from accel_gpt.launcher import launcher_precision, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
@@ -85,7 +85,7 @@ def earlier_choice(config: Config, key: str) -> tuple[Any, str] | None:
     try:
         if (resumed / "trainer_state.json").is_file():
             return read_state(resumed).config[key], str(resumed)
-    except (UserError, KeyError):  # raised again, and reported, when the run resumes
+    except (AccelGPTError, KeyError):  # raised again, and reported, when the run resumes
         pass
     return None
 

@@ -30,7 +30,7 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import build, flatten, leaves
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
-from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, require
+from accel_gpt.errors import AccelGPTError, CheckpointError, NewerFormatError, require
 from accel_gpt.files import load_json, read_text, sha256, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.run_folder import CHECKPOINT, LARGEST_FILE, RunFolder, step_name
@@ -180,7 +180,7 @@ def read_states(out_dir: Path) -> dict[int, TrainState]:
     """
     found = {}
     for step, path in RunFolder(out_dir).checkpoints.items():
-        with contextlib.suppress(UserError):
+        with contextlib.suppress(AccelGPTError):
             state = read_state(path)
             if state.step == step:
                 found[step] = state

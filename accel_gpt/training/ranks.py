@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accel_gpt.errors import PeerError, UserError
+from accel_gpt.errors import AccelGPTError, PeerError, UserError
 
 SHOWN = 4  # differences that a sentence names
 BACKENDS = ("gloo", "NCCL", "Connection closed by peer")  # in texts of errors without a class
@@ -69,7 +69,7 @@ def current_rank(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
-def require_same(values: Mapping[str, Any], kind: type[UserError] = UserError) -> None:
+def require_same(values: Mapping[str, Any], kind: type[AccelGPTError] = UserError) -> None:
     """Raise `kind` on rank 0 unless `values` are the same on all ranks, which leave with its exit
     code; a collective.
     """

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel_gpt.config.parse import to_flat
-from accel_gpt.errors import BusyError, UserError
+from accel_gpt.errors import AccelGPTError, BusyError, UserError
 from accel_gpt.files import load_json, load_yaml, lock, open_file, read_json, read_text
 from accel_gpt.redact import redact_tokens
 
@@ -88,7 +88,7 @@ class RunFolder:
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """The dotted keys of config.yaml; {} if it is missing or cannot be read."""
-        with contextlib.suppress(UserError):
+        with contextlib.suppress(AccelGPTError):
             return self.read_config()
         return {}
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from accel_gpt.config.experiment import CheckpointConfig, Config
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import CheckpointError, UserError
+from accel_gpt.errors import AccelGPTError, CheckpointError, UserError
 from accel_gpt.files import fault_point, sha256, sync, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import host_group
@@ -168,7 +168,7 @@ class CheckpointWriter:
         try:
             try:
                 self.write_and_publish(folder, content, gpt, failed)
-            except UserError as error:
+            except AccelGPTError as error:
                 if self.main:
                     shutil.rmtree(folder, ignore_errors=True)
                 all_gather(None, self.group)  # no rank saves there again before it is removed

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_gpt.errors import UserError
+from accel_gpt.errors import AccelGPTError
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000  # unshare(2)
 MS_RDONLY, MS_REMOUNT = 1, 32  # mount(2)
 WATCH_SECONDS = 0.001
 
 
-class NoDiskError(UserError):
+class NoDiskError(AccelGPTError):
     """This machine lets no process have a disk of its own."""
 
     exit_code = 99

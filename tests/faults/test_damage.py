@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_gpt.errors import UserError
+from accel_gpt.errors import AccelGPTError
 from accel_gpt.training.checkpoint import verify
 from tests.faults.harness import Server, Tiny, assert_same, finish, flip, newest, rewound
 
@@ -33,7 +33,7 @@ def test_single_bit_flips(whole: Path, tmp_path: Path) -> None:
         where = flip(file, draw)
         try:
             verify(path)
-        except UserError:
+        except AccelGPTError:
             pass
         else:
             assert file.name == "manifest.json", f"{where} was not found, seed {seed}"

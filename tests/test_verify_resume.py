@@ -21,18 +21,18 @@ from accel_gpt.commands.verify_resume import (
     Finding,
     Trial,
     VerifyResumeCommand,
-    compare_runs,
+    run_values,
     shortened,
 )
-from accel_gpt.config.parse import load_config, split_options, to_flat, to_plain
+from accel_gpt.config.parse import load_config, to_flat, to_plain
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
-from accel_gpt.launcher import environment_without_launcher
 from tests.conftest import run_here
 
 Arguments = Callable[..., list[str]]
 Printed = pytest.CaptureFixture[str]
 STEPS = 4
+NEXT = 2.5000000000000004  # the float after 2.5
 
 
 def call(*words: str) -> int:
@@ -48,16 +48,9 @@ def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-# --------------------------------------------------------------------------- what it is told
+# --------------------------------------------------------------------------- its options
 
-
-def test_options_of_the_command_are_split_from_those_of_the_config() -> None:
-    words = "c.yaml --steps 9 --optim.lr 1e-3 --keep --kills=2 --train.compile --model.dropout=0"
-    own, rest = split_options(VerifyResumeCommand, words.split())
-    assert own == ["c.yaml", "--steps", "9", "--keep", "--kills=2"]
-    assert rest == ["--optim.lr", "1e-3", "--train.compile", "--model.dropout=0"]
-    own, _ = split_options(VerifyResumeCommand, ["--steps", "9", "c.yaml"])
-    assert own == ["--steps", "9", "c.yaml"]
+STREAM = ["--data.train", "{path: text.txt, streaming: true}", "--data.tokenizer", "bytes"]
 
 
 @pytest.mark.parametrize(
@@ -67,9 +60,10 @@ def test_options_of_the_command_are_split_from_those_of_the_config() -> None:
         (["--processes", "1,0"], "processes is 1,0; expected numbers above 0"),
         (["--processes", "3"], "3 processes = 384; nearest: 384"),
         (["--optim.lrr", "1"], "unknown key optim.lrr on the command line; did you mean optim.lr?"),
+        ([*STREAM, "--processes", "1,2"], "streamed text goes on on the same number only"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(
+def test_a_mistake_is_reported_before_anything_starts(
     words: list[str], message: str, small_run: Arguments, rooms: Path, capsys: Printed
 ) -> None:
     assert call(*small_run(*words)) == 2
@@ -77,12 +71,6 @@ def test_mistakes_are_told_before_anything_starts(
     assert message in error
     assert error.count("\n") == 1
     assert not list(rooms.iterdir())
-
-
-def test_streamed_text_goes_on_on_one_number_only(small_run: Arguments, capsys: Printed) -> None:
-    stream = ["--data.train", "{path: text.txt, streaming: true}", "--data.tokenizer", "bytes"]
-    assert call(*small_run(*stream, "--processes", "1,2")) == 2
-    assert "streamed text goes on on the same number only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -108,15 +96,6 @@ def test_a_long_run_is_shortened_to_one_that_fits(
     others = {"train.max_steps", "train.max_tokens", "sample.every", "checkpoint.every"}
     others |= {"log.trackers", "log.batch_hash", "log.layer_stats_every"}
     assert changed - others == {k for k in changed if k.startswith("schedule.")} != set()
-
-
-def test_launched_as_from_a_new_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "ACCELERATE_USE_CPU"):
-        monkeypatch.setenv(name, "7")
-    monkeypatch.setenv("LOCAL_TOOLS", "8")
-    found = environment_without_launcher()
-    assert "7" not in found.values()
-    assert found["LOCAL_TOOLS"] == "8"
 
 
 # --------------------------------------------------------------------------- the comparison
@@ -150,36 +129,26 @@ def make_run(folder: Path, **doctored: Any) -> Path:
 
 def compared(folder: Path, exact: bool = True, **doctored: Any) -> dict[str, Finding]:
     """The findings on a doctored run, by what they are about."""
-    found = compare_runs(
-        make_run(folder / "whole"), make_run(folder / "other", **doctored), STEPS, exact
-    )
-    return {finding.what: finding for finding in found}
+    findings = Trial(VerifyResumeCommand("x"), folder, exact).findings
+    runs = [make_run(folder / "whole"), make_run(folder / "other", **doctored)]
+    for finding, *values in zip(findings, *(run_values(run, STEPS) for run in runs), strict=True):
+        finding.compare(*values)
+    return {finding.what: finding for finding in findings}
 
 
 def test_the_same_run_is_equal(tmp_path: Path) -> None:
     found = compared(tmp_path)
     assert all(f.equal and not f.different and f.first is None for f in found.values())
-    counts = {what: finding.compared for what, finding in found.items()}
-    assert counts["losses"] == counts["batch hashes"] == counts["steps"] == STEPS
-    assert counts["evaluations"] == 1
-    assert counts["weights"] == 8
-    assert counts["optimizer state"] == 8
-
-
-def test_a_run_without_its_last_checkpoint_is_no_run(tmp_path: Path) -> None:
-    whole, other = make_run(tmp_path / "whole"), make_run(tmp_path / "other")
-    (other / "checkpoints" / f"step_{STEPS:08d}" / "manifest.json").unlink()
+    names = ("losses", "batch hashes", "steps", "evaluations", "weights", "optimizer state")
+    assert [found[name].compared for name in names] == [STEPS, STEPS, STEPS, 1, 8, 8]
+    (tmp_path / "other" / "checkpoints" / f"step_{STEPS:08d}" / "manifest.json").unlink()
     with pytest.raises(UserError, match="other holds no checkpoint"):
-        compare_runs(whole, other, STEPS, True)
-
-
-NEXT = 2.5000000000000004  # the float after 2.5
-MATRIX = torch.arange(6.0).reshape(2, 3)
+        run_values(tmp_path / "other", STEPS)
 
 
 def test_differences_are_found_and_the_first_of_each_kind_is_named(tmp_path: Path) -> None:
     line = {"train/loss": NEXT, "train/lr": 0.2, "data/batch_hash": 5, "eval/x": 1}
-    more = {"a.weight": MATRIX + torch.tensor([[0, 0, 0], [0, 0.5, 2]])}
+    more = {"a.weight": torch.tensor([[0, 1, 2], [3, 4.5, 7]])}
     moments = {"step": torch.tensor(5.0)}
     found = compared(tmp_path / "1", line=line, weights=more, moments=moments)
     lost = compared(tmp_path / "2", without=3, weights={"b.bias": torch.ones(3)})
@@ -202,15 +171,6 @@ def test_differences_are_found_and_the_first_of_each_kind_is_named(tmp_path: Pat
         assert finding.first == first.format("when never stopped,")
 
 
-@pytest.mark.parametrize("zeros", [torch.zeros(2), torch.tensor([0.0, float("nan")])])
-def test_weights_are_compared_by_their_bits(zeros: torch.Tensor, tmp_path: Path) -> None:
-    whole = make_run(tmp_path / "whole", weights={"b.bias": zeros})
-    same = make_run(tmp_path / "same", weights={"b.bias": zeros.clone()})
-    other = make_run(tmp_path / "other", weights={"b.bias": -zeros})
-    assert all(f.equal for f in compare_runs(whole, same, STEPS, True))
-    assert not all(f.equal for f in compare_runs(whole, other, STEPS, True))
-
-
 def test_several_numbers_of_processes_are_compared_within_a_tolerance(tmp_path: Path) -> None:
     near = {"train/loss": 2.5 * 1.0009, "train/grad_norm": 4.0}
     close = {"line": near, "weights": {"b.bias": torch.tensor([1.0, 1.25])}}
@@ -218,30 +178,32 @@ def test_several_numbers_of_processes_are_compared_within_a_tolerance(tmp_path: 
     assert all(finding.equal for finding in found.values())
     assert found["losses"].largest == pytest.approx(2.5 * 0.0009)
     assert found["weights"].largest == 0.25
-    far = compared(tmp_path / "far", exact=False, line={"train/loss": 2.5 * 1.0011})
-    assert [f.what for f in far.values() if not f.equal] == ["losses"]
-    other = {"line": {"data/batch_hash": 1, "train/lr": 0.1000001}}
-    wrong = compared(tmp_path / "wrong", exact=False, **other)
-    assert [f.what for f in wrong.values() if not f.equal] == ["learning rates", "batch hashes"]
-    lost = compared(tmp_path / "lost", exact=False, without=2)
-    assert not lost["gradient norms"].equal
-    shape = compared(tmp_path / "shape", exact=False, weights={"b.bias": torch.ones(3)})
-    assert not shape["weights"].equal
+    for name, differing, doctored in (
+        ("far", ["losses"], {"line": {"train/loss": 2.5 * 1.0011}}),
+        ("rate", ["learning rates"], {"line": {"train/lr": 0.1000001}}),
+        ("shape", ["weights"], {"weights": {"b.bias": torch.ones(3)}}),
+    ):
+        wrong = compared(tmp_path / name, exact=False, **doctored)
+        assert [f.what for f in wrong.values() if not f.equal] == differing
+    assert not compared(tmp_path / "lost", exact=False, without=2)["gradient norms"].equal
 
 
 # --------------------------------------------------------------------------- launches
 
-# stands in for training: some time, then the folder of a finished run
+# stands in for training, as from a new shell: some time, then the folder of a finished run
 PRETENDED = """
-import shutil, sys, time
+import os, shutil, sys, time
+assert "MASTER_PORT" not in os.environ
 time.sleep(0.3)
 shutil.copytree(sys.argv[1], sys.argv[2], dirs_exist_ok=True)
 """
+Pretended = Callable[[Path, Path], list[int]]
 
 
 @pytest.fixture
-def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Path], list[int]]:
-    """Let launches give these folders, undisturbed and else; the worlds asked for are listed."""
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
+    """Let launches give these folders, undisturbed and else; the world sizes are listed."""
+    monkeypatch.setenv("MASTER_PORT", "7")
 
     def give(whole: Path, disturbed: Path) -> list[int]:
         worlds: list[int] = []
@@ -257,21 +219,17 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path
     return give
 
 
-Pretended = Callable[[Path, Path], list[int]]
-
-
 def test_runs_are_killed_until_the_kills_are_used_up_and_nothing_is_left(
     small_run: Arguments, rooms: Path, tmp_path: Path, pretended: Pretended, capsys: Printed
 ) -> None:
     whole = make_run(tmp_path / "whole")
     worlds = pretended(whole, whole)
-    asked = ["--steps", "4", "--kills", "4", "--processes", "2,1,4"]
-    assert call(*small_run(*asked, "--train.micro_batch_size", "2")) == 0
+    options = ["--steps", "4", "--kills", "4", "--processes", "2,1,4"]
+    assert call(*small_run(*options, "--train.micro_batch_size", "2")) == 0
     shown = capsys.readouterr()
     assert worlds[0] == 2
     assert len(set(worlds)) > 1
     assert shown.err.count("killed after") == 4
-    assert "(4 so far)" in shown.err
     assert "with 4 kills, compared with one never stopped" in shown.out
     assert f"{len(worlds)} launches" in shown.out
     assert "set train.reproducible true for bit-equality" in shown.out
@@ -282,8 +240,8 @@ def test_without_kills_it_is_one_run_more(
     small_run: Arguments, rooms: Path, tmp_path: Path, pretended: Pretended, capsys: Printed
 ) -> None:
     whole = make_run(tmp_path / "whole")
-    assert pretended(whole, whole) == []
-    assert call(*small_run("--steps", "4", "--kills", "0", "--keep")) == 0
+    pretended(whole, whole)
+    assert call(*small_run("--steps", "4", "--kills=0", "--keep")) == 0
     shown = capsys.readouterr()
     assert "stop and resume equals never stopping, bit for bit" in shown.out
     (room,) = rooms.iterdir()
@@ -299,11 +257,9 @@ def test_a_difference_ends_with_1_and_the_folder_is_kept_and_named(
     shown = capsys.readouterr()
     assert "first difference in losses: step 2, train/loss: 2.5 when" in shown.out
     assert "stop and resume is NOT the same as never stopping" in shown.out
-    assert [line.split()[-1] for line in shown.out.splitlines() if line[:6] == "losses"] == [
-        "DIFFERENT"
-    ]
-    (room,) = rooms.iterdir()
-    assert f"kept: {room}" in shown.err
+    (row,) = [line for line in shown.out.splitlines() if line.startswith("losses")]
+    assert row.endswith("DIFFERENT")
+    assert f"kept: {next(rooms.iterdir())}" in shown.err
 
 
 def test_a_launch_that_fails_is_shown(
@@ -314,8 +270,7 @@ def test_a_launch_that_fails_is_shown(
     assert call(*small_run("--steps", "4")) == 1
     shown = capsys.readouterr().err
     assert "launch 1, undisturbed on 1 process ended by itself with code 9:\ndisk on fire" in shown
-    (room,) = rooms.iterdir()
-    assert f"kept: {room}" in shown
+    assert f"kept: {next(rooms.iterdir())}" in shown
 
 
 # a process with one below it in a session of its own, as torchrun's are; both would go on for long
@@ -332,22 +287,20 @@ time.sleep(60)
 def test_ctrl_c_ends_all_processes_and_cleans_up(
     small_run: Arguments, rooms: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = tmp_path / "pid"
-    words = [sys.executable, "-c", FAMILY, str(told)]
+    file = tmp_path / "pid"
+    words = [sys.executable, "-c", FAMILY, str(file)]
     monkeypatch.setattr(Trial, "command", lambda *_: words)
 
     def interrupt() -> None:
-        while not (told.exists() and told.read_text().endswith("\n")):
+        while not (file.exists() and file.read_text().endswith("\n")):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
     assert call(*small_run("--steps", "4")) == 130
     thread.join()
-    signal.signal(signal.SIGTERM, before)
-    below = int(told.read_text())
+    below = int(file.read_text())
     assert not psutil.pid_exists(below) or psutil.Process(below).status() == psutil.STATUS_ZOMBIE
     assert not list(rooms.iterdir())
 
@@ -356,13 +309,11 @@ def test_ctrl_c_ends_all_processes_and_cleans_up(
 def test_training_killed_twice_equals_never_stopped(
     small_run: Arguments, rooms: Path, capsys: Printed
 ) -> None:
-    words = small_run("--steps", "8", "--kills", "2", "--seed", "3", "--keep")
-    assert call(*words) == 0
-    shown = capsys.readouterr()
-    assert "with 2 kills" in shown.out
-    assert "DIFFERENT" not in shown.out
-    assert "none there" not in shown.out
-    assert "bit for bit" in shown.out
+    assert call(*small_run("--steps", "8", "--kills", "2", "--seed", "3", "--keep")) == 0
+    shown = capsys.readouterr().out
+    assert "with 2 kills" in shown
+    assert "bit for bit" in shown
+    assert "none there" not in shown
     lines = (next(rooms.iterdir()) / "undisturbed" / "metrics.jsonl").read_text().splitlines()
     assert len({json.loads(line)["data/batch_hash"] for line in lines}) == 8
 
@@ -371,8 +322,8 @@ def test_training_killed_twice_equals_never_stopped(
 def test_training_killed_on_changing_numbers_of_processes(
     small_run: Arguments, rooms: Path, capsys: Printed
 ) -> None:
-    words = ["--steps", "6", "--kills", "2", "--processes", "1,2"]
-    assert call(*small_run(*words, "--train.micro_batch_size", "2")) == 0
+    options = ["--steps", "6", "--kills", "2", "--processes", "1,2"]
+    assert call(*small_run(*options, "--train.micro_batch_size", "2")) == 0
     shown = capsys.readouterr()
     assert "on 2 processes" in shown.err
     assert "within 0.001; set train.reproducible true" in shown.out

@@ -15,9 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,17 +35,16 @@ from accel_gpt.launcher import environment_without_launcher
 from accel_gpt.tables import table
 from accel_gpt.training.run_folder import RunFolder
 
-DIFFERENT = 1  # exit code
 LAST_LINES = 30  # of a launch that failed; torchrun adds some 20 to the trainer's
 TOLERANCE = 1e-3  # relative, of losses on several numbers of processes; assumption
-METRICS = (  # name, prefix of the keys
-    ("losses", "train/loss"),
-    ("gradient norms", "train/grad_norm"),
-    ("learning rates", "train/lr"),
-    ("tokens", "tokens"),
-    ("batch hashes", "data/batch_hash"),
-    ("evaluations", "eval/"),
-)
+METRICS = {  # name -> prefix of the keys
+    "losses": "train/loss",
+    "gradient norms": "train/grad_norm",
+    "learning rates": "train/lr",
+    "tokens": "tokens",
+    "batch hashes": "data/batch_hash",
+    "evaluations": "eval/",
+}
 # what may differ with the number of processes, and what of it must lie within the tolerance
 ROUNDED = ("losses", "gradient norms", "evaluations", "weights", "optimizer state")
 JUDGED = ("losses", "evaluations")
@@ -85,24 +83,18 @@ class VerifyResumeCommand:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Kill and resume runs of a config; 1 where they differ from one that was never stopped."""
+    """Kill and resume runs of a config; 1 where they differ from one that was never stopped.
+
+    Raises `UserError` if the config does not fit the numbers of processes, `LaunchFailed` if a
+    launch ends by itself.
+    """
     from accel_gpt.hub.pretrained import inherit
+    from accel_gpt.training.setup import ensure_data
 
     own, rest = split_options(VerifyResumeCommand, argv)
     options = parse_command(VerifyResumeCommand, own, "accel-gpt verify-resume")
     config = load_config([options.config, *rest], "accel-gpt verify-resume", inherit)
     exit_on_sigterm()
-    return verify_resume(options, config)
-
-
-def verify_resume(options: VerifyResumeCommand, config: Config) -> int:
-    """Train, kill, compare and report; 0 if all is equal, else 1.
-
-    Raises `UserError` if the config does not fit the numbers of processes, `LaunchFailed` if a
-    launch ends by itself.
-    """
-    from accel_gpt.training.setup import ensure_data
-
     config = shortened(config, options.steps)
     for world_size in options.processes:
         make_plan(config, world_size)
@@ -113,24 +105,23 @@ def verify_resume(options: VerifyResumeCommand, config: Config) -> int:
         "same number only; give one number",
     )
     ensure_data(config.data)
-    trial = Trial(options, Path(tempfile.mkdtemp(prefix="accel_gpt_verify_")), one_size)
-    trial.exact |= config.train.reproducible
-    write_file(trial.folder / "config.yaml", [to_yaml(config).encode()])
-    keep, equal = options.keep, False
+    folder = Path(tempfile.mkdtemp(prefix="accel_gpt_verify_"))
+    write_file(folder / "config.yaml", [to_yaml(config).encode()])
+    trial = Trial(options, folder, one_size or config.train.reproducible)
+    keep = True
     try:
-        findings = trial.run()
-        equal = all(finding.equal for finding in findings)
-        keep |= not equal
-        sys.stdout.write(trial.report(findings))
-    except Exception:  # but not Ctrl-C
-        keep = True
+        trial.run()
+        keep = options.keep or not trial.equal
+        sys.stdout.write(trial.report())
+    except (KeyboardInterrupt, SystemExit):
+        keep = options.keep
         raise
     finally:
         if keep:
-            write_err(f"kept: {trial.folder}")
+            write_err(f"kept: {folder}")
         else:
-            shutil.rmtree(trial.folder, ignore_errors=True)
-    return 0 if equal else DIFFERENT
+            shutil.rmtree(folder, ignore_errors=True)
+    return 0 if trial.equal else 1
 
 
 def shortened(config: Config, steps: int) -> Config:
@@ -165,42 +156,54 @@ class LaunchFailed(AccelGPTError):
 
 
 class Trial:
-    """The launches of one call, in a folder. `exact`: runs must be equal bit for bit."""
+    """The launches of one call, in a folder, and their findings.
+
+    `exact`: runs must be equal bit for bit. Else losses within `TOLERANCE`, while gradient norms,
+    weights and the optimizer's state are measured and not judged; all the rest must be equal.
+    """
 
     def __init__(self, options: VerifyResumeCommand, folder: Path, exact: bool) -> None:
         self.options, self.folder, self.exact = options, folder, exact
         self.random = random.Random(options.seed)
+        self.findings = [
+            Finding(what, exact or what not in ROUNDED)
+            for what in ("steps", *METRICS, "weights", "optimizer state")
+        ]
         self.runs = self.kills = 0
         self.world_sizes: list[int] = []  # of each launch
-        self.seconds = 0.0  # of all launches
-        self.run_seconds = 0.0  # of the fastest run in one launch
+        self.seconds: list[float] = []  # of each launch
 
-    def run(self) -> list["Finding"]:
-        """Train once undisturbed, then with kills until all requested ones have happened.
+    @property
+    def equal(self) -> bool:
+        """Whether all runs so far are as equal as required."""
+        return all(finding.equal for finding in self.findings)
 
-        Returns the comparison with the undisturbed run, over all runs.
+    def run(self) -> None:
+        """Train once undisturbed, then with kills until all requested ones have happened, or a run
+        differs.
         """
-        undisturbed, found = self.folder / "undisturbed", []
-        self.launch(undisturbed, self.options.processes[0], None)
-        self.run_seconds = self.seconds
-        while not self.runs or self.kills < self.options.kills:
+        whole, steps = self.folder / "undisturbed", self.options.steps
+        self.launch(whole, self.options.processes[0], None)
+        run_seconds = self.seconds[0]  # of the fastest run in one launch
+        while self.equal and (not self.runs or self.kills < self.options.kills):
             self.runs += 1
-            folder, launches, done = self.folder / f"disturbed_{self.runs}", 0, False
+            folder, before, done = self.folder / f"disturbed_{self.runs}", len(self.seconds), False
             while not done:
                 kill = self.kills < self.options.kills
-                after = self.random.uniform(0, self.run_seconds) if kill else None
-                start, launches = self.seconds, launches + 1
+                after = self.random.uniform(0, run_seconds) if kill else None
                 done = self.launch(folder, self.random.choice(self.options.processes), after)
-            if launches == 1:
-                self.run_seconds = min(self.run_seconds, self.seconds - start)
-            found.append(compare_runs(undisturbed, folder, self.options.steps, self.exact))
-            differing = [finding.what for finding in found[-1] if not finding.equal]
+            if len(self.seconds) == before + 1:
+                run_seconds = min(run_seconds, self.seconds[-1])
+            for finding, one, two in zip(
+                self.findings, run_values(whole, steps), run_values(folder, steps), strict=True
+            ):
+                finding.compare(one, two)
+            differing = [finding.what for finding in self.findings if not finding.equal]
             write_err(
                 f"{folder.name} {'DIFFERS in ' + ', '.join(differing) if differing else 'agrees'}"
             )
             if not (differing or self.options.keep):
                 shutil.rmtree(folder)
-        return [reduce(Finding.joined, of_one) for of_one in zip(*found, strict=True)]
 
     def launch(self, folder: Path, world_size: int, kill_after: float | None) -> bool:
         """Launch a run, killed after so many seconds; returns whether it was done before.
@@ -211,13 +214,21 @@ class Trial:
         number = len(self.world_sizes)
         output = self.folder / f"launch_{number}.log"
         name = f"launch {number}, {folder.name} on {plural(world_size, 'process', 'processes')}"
-        start = time.monotonic()
-        with output.open("wb") as file, running(self.command(folder, world_size), file) as process:
+        start, environment = time.monotonic(), environment_without_launcher()
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                self.command(folder, world_size), env=environment, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            )  # fmt: skip
+        try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(kill_after)
+        finally:
             late = process.poll() is None
+            if late:
+                kill_tree(process)
         seconds = time.monotonic() - start
-        self.seconds += seconds
+        self.seconds.append(seconds)
         if late and process.returncode == -signal.SIGKILL:
             self.kills += 1
             logged = plural(sum(1 for _ in RunFolder(folder).records()), "step")
@@ -245,204 +256,140 @@ class Trial:
             words += [f"--{key}", str(resolved[key])]
         return words
 
-    def report(self, findings: Sequence["Finding"]) -> str:
+    def report(self) -> str:
         """What was done, a table of the findings, and the first difference of each kind."""
         sizes = ", ".join(map(str, sorted(set(self.world_sizes))))
-        if not all(finding.equal for finding in findings):
+        result = f"within {TOLERANCE:g}; set train.reproducible true for bit-equality"
+        if not self.equal:
             result = "stop and resume is NOT the same as never stopping"
         elif self.exact:
             result = "stop and resume equals never stopping, bit for bit"
-        else:
-            result = f"within {TOLERANCE:g}; set train.reproducible true for bit-equality"
-        lines = [
+        header = ("", "compared", "different", "largest difference", "")
+        rows = [header, *(finding.row() for finding in self.findings)]
+        return (
             f"{plural(self.runs, 'run')} of {self.options.steps} steps with "
             f"{plural(self.kills, 'kill')}, compared with one never stopped; "
             f"{len(self.world_sizes)} launches on {sizes} "
-            f"{'process' if sizes == '1' else 'processes'}, {self.seconds:.0f} s",
-            "",
-            findings_table(findings),
-            *(
-                f"first difference in {finding.what}: {finding.first}"
-                for finding in findings
-                if finding.first and not (finding.equal and self.exact)
-            ),
-            result,
-        ]
-        return "\n".join(lines) + "\n"
+            f"{'process' if sizes == '1' else 'processes'}, {sum(self.seconds):.0f} s\n\n"
+            + table(rows, "<", ">", ">", ">", "<")
+            + "".join(
+                f"first difference in {finding.what}: {finding.first}\n"
+                for finding in self.findings
+                if finding.first
+            )
+            + f"{result}\n"
+        )
 
 
-@contextlib.contextmanager
-def running(command: Sequence[str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A command in a session of its own, which our signals do not reach; at the end it is killed
-    with all processes below it.
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL a process and all below it, stopped first so that they start no more; wait for their
+    end, or the next launch finds the folder locked.
     """
-    process = subprocess.Popen(
-        command,
-        env=environment_without_launcher(),
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            kill_tree(process.pid)
-            process.wait()
-
-
-def kill_tree(pid: int) -> None:
-    """SIGKILL a process and all below it, stopped first so that they start no more."""
-
-    def tree() -> list[psutil.Process]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            top = psutil.Process(pid)
-            return [top, *top.children(recursive=True)]
-        return []
-
-    def alive(process: psutil.Process) -> bool:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-        return False
-
-    stopped: list[psutil.Process] = []
-    while fresh := [process for process in tree() if process not in stopped]:
-        for process in fresh:
+    top, tree = psutil.Process(process.pid), []
+    while fresh := [one for one in (top, *top.children(recursive=True)) if one not in tree]:
+        for one in fresh:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()
-        stopped += fresh
-    for process in stopped:
+                one.suspend()
+        tree += fresh
+    for one in tree:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    while any(map(alive, stopped)):  # or the next launch finds the folder locked
-        time.sleep(0.01)
+            one.kill()
+    for one in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while one.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
+    process.wait()
 
 
 # --------------------------------------------------------------------------- the comparison
 
 
-@dataclass(frozen=True)
-class Finding:
-    """How one thing compares: how many values there are, and how many differ by how much."""
-
-    what: str
-    compared: int
-    different: int
-    largest: float  # absolute difference; nan where one side has no number
-    first: str | None  # the first difference, with its place and both values
-    equal: bool  # as equal as required
-
-    def joined(self, other: "Finding") -> "Finding":
-        """Both as one; the first difference is that of the earlier."""
-        return replace(
-            self,
-            compared=self.compared + other.compared,
-            different=self.different + other.different,
-            largest=float(np.maximum(self.largest, other.largest)),
-            first=self.first or other.first,
-            equal=self.equal and other.equal,
-        )
-
-
-def compare_runs(whole: Path, other: Path, steps: int, exact: bool) -> list[Finding]:
-    """One finding each for the steps, the kinds of metrics, the weights and the optimizer's state.
-
-    `exact`: equal bit for bit. Else losses within `TOLERANCE`, while gradient norms, weights and
-    the optimizer's state are measured and not judged; all the rest must be equal still.
-    Raises `UserError` if a run lacks its last checkpoint.
+def run_values(folder: Path, steps: int) -> list[dict[Any, Any]]:
+    """What is compared of a run, a dictionary for each `Finding`: tensors and plain values by their
+    name, or (step, key). Raises `UserError` if it lacks its last checkpoint.
     """
     import torch
     from safetensors.torch import load_file
 
     from accel_gpt.training.checkpoint import find_checkpoint
 
-    def state(checkpoint: Path) -> dict[str, Any]:
-        file = checkpoint / "optimizer.bin"
-        saved = torch.load(file, weights_only=True, map_location="cpu")
-        parts = {"state": saved["state"], "param_groups": dict(enumerate(saved["param_groups"]))}
-        return {
-            f"{part}.{number}.{key}": value
-            for part, entries in parts.items()
-            for number, entry in entries.items()
-            for key, value in entry.items()
-        }
+    def flat(value: Any, name: str) -> dict[str, Any]:
+        parts = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+        inner = parts.items() if isinstance(parts, dict) else ()
+        found = {n: v for key, part in inner for n, v in flat(part, f"{name}.{key}").items()}
+        return found or {name.removeprefix("."): value}
 
-    runs = [list(RunFolder(folder).records()) for folder in (whole, other)]
-    numbered = [{(i, "step"): r["step"] for i, r in enumerate(run, start=1)} for run in runs]
-    findings = [compare_values("steps", numbered, exact)]
-    for what, prefix in METRICS:
-        values = [
-            {(r["step"], key): r[key] for r in run for key in r if key.startswith(prefix)}
-            for run in runs
-        ]
-        findings.append(compare_values(what, values, exact))
-    last = [find_checkpoint(folder, str(steps)) for folder in (whole, other)]
-    weights = [load_file(checkpoint / "model.safetensors") for checkpoint in last]
-    findings.append(compare_values("weights", weights, exact))
-    findings.append(compare_values("optimizer state", [state(path) for path in last], exact))
-    return findings
+    records = list(RunFolder(folder).records())
+    checkpoint = find_checkpoint(folder, str(steps))
+    optimizer = torch.load(checkpoint / "optimizer.bin", weights_only=True, map_location="cpu")
+    return [
+        {(number, "step"): record["step"] for number, record in enumerate(records, start=1)},
+        *(
+            {(r["step"], key): r[key] for r in records for key in r if key.startswith(prefix)}
+            for prefix in METRICS.values()
+        ),
+        load_file(checkpoint / "model.safetensors"),
+        flat(optimizer, ""),
+    ]
 
 
-def compare_values(what: str, sides: Sequence[Mapping[Any, Any]], exact: bool) -> Finding:
-    """Compare tensors and numbers of two sides by their name, or (step, key).
+@dataclass
+class Finding:
+    """How one kind of values compares, over all runs; `exact`: they must be equal bit for bit."""
 
-    One that is missing on one side, or of another shape, differs.
-    """
-    import torch
+    what: str
+    exact: bool
+    compared: int = 0  # values
+    different: int = 0
+    largest: float = 0.0  # absolute difference; nan where one side has no number
+    first: str | None = None  # the first difference, with its place and both values
+    equal: bool = True  # as equal as required
 
-    def as_tensor(value: Any) -> torch.Tensor:
-        if torch.is_tensor(value):
-            return value
-        numbers = isinstance(value, bool | int | float | list | tuple)
-        return torch.tensor(value, dtype=torch.float64) if numbers else torch.empty(0)
+    def compare(self, whole: Mapping[Any, Any], other: Mapping[Any, Any]) -> None:
+        """Add the values of two runs by their names, see `run_values`. One that is missing on one
+        side, or of another shape, differs.
+        """
+        import torch
 
-    exact |= what not in ROUNDED
-    compared = different = 0
-    first, largest, equal = None, 0.0, True
-    for name in sorted(sides[0].keys() | sides[1].keys()):
-        values = [side.get(name, "nothing") for side in sides]
-        one, two = map(as_tensor, values)
-        size = max(one.numel(), two.numel())
-        compared += size
-        place = f"step {name[0]}, {name[1]}" if isinstance(name, tuple) else name
-        alike = one.shape == two.shape and one.dtype == two.dtype
-        if not (alike and all(name in side for side in sides)):
-            different, equal, largest = different + max(size, 1), False, math.nan
-            values = [f"{list(v.shape)} {v.dtype}" if torch.is_tensor(v) else v for v in values]
-        else:
-            bits = [t.contiguous().reshape(-1, 1).view(torch.uint8) for t in (one, two) if size]
-            unequal = (bits[0] != bits[1]).any(dim=1).reshape(one.shape) if size else one != two
-            if not unequal.any():
-                continue
-            apart = (one.double() - two.double()).abs()
-            near = apart <= TOLERANCE * one.double().abs().maximum(two.double().abs())
-            equal = equal and not exact and (what not in JUDGED or bool(near.all()))
-            different += int(unequal.sum())
-            largest = float(np.maximum(largest, float(apart.max())))  # nan stays
-            if index := tuple(int(i) for i in unequal.nonzero()[0]):
-                place += str(list(index))
-            if torch.is_tensor(values[0]):
-                values = [repr(t[index].item()) for t in (one, two)]
-        first = first or f"{place}: {values[0]} when never stopped, {values[1]} here"
-    return Finding(what, compared, different, largest, first, equal)
+        def as_tensor(value: Any) -> torch.Tensor:
+            if torch.is_tensor(value):
+                return value.contiguous()
+            return torch.tensor(value if isinstance(value, int | float) else [], dtype=torch.double)
 
+        for name in sorted(whole.keys() | other.keys()):
+            place = f"step {name[0]}, {name[1]}" if isinstance(name, tuple) else name
+            shown = [side.get(name, "nothing") for side in (whole, other)]
+            one, two = map(as_tensor, shown)
+            size = max(one.numel(), two.numel())
+            self.compared += size
+            if (one.shape, one.dtype) == (two.shape, two.dtype):
+                bits = [tensor.reshape(-1, 1).view(torch.uint8) for tensor in (one, two)]
+                unequal = (bits[0] != bits[1]).any(dim=1)
+                if not unequal.any():
+                    continue
+                apart = (one.double() - two.double()).abs()
+                limit = TOLERANCE * one.double().abs().maximum(two.double().abs())
+                near = self.what not in JUDGED or bool((apart <= limit).all())
+                self.equal &= near and not self.exact
+                self.different += int(unequal.sum())
+                self.largest = float(np.maximum(self.largest, float(apart.max())))  # nan stays
+                index = torch.unravel_index(unequal.nonzero()[0, 0], one.shape)
+                if index:
+                    place += str([int(i) for i in index])
+                    shown = [repr(tensor[index].item()) for tensor in (one, two)]
+            else:
+                self.equal, self.largest = False, math.nan
+                self.different += max(size, 1)
+                shown = [f"{list(v.shape)} {v.dtype}" if torch.is_tensor(v) else v for v in shown]
+            self.first = self.first or f"{place}: {shown[0]} when never stopped, {shown[1]} here"
 
-def findings_table(findings: Sequence[Finding]) -> str:
-    """The findings as aligned lines."""
-    rows = [("", "compared", "different", "largest difference", "")]
-    for finding in findings:
-        different, apart = "none", ""
-        if finding.different:
-            different = f"{finding.different:,}"
-            apart = "no number" if math.isnan(finding.largest) else f"{finding.largest:.3g}"
-        if not finding.compared:
-            verdict = "none there"
-        elif not finding.equal:
+    def row(self) -> tuple[str, ...]:
+        """The cells of the table."""
+        different, apart, verdict = "none", "", "equal" if self.compared else "none there"
+        if self.different:
+            different = f"{self.different:,}"
+            apart = "no number" if math.isnan(self.largest) else f"{self.largest:.3g}"
+            verdict = f"within {TOLERANCE:g}" if self.what in JUDGED else "measured"
+        if not self.equal:
             verdict = "DIFFERENT"
-        elif not finding.different:
-            verdict = "equal"
-        else:
-            verdict = f"within {TOLERANCE:g}" if finding.what in JUDGED else "measured"
-        rows.append((finding.what, f"{finding.compared:,}", different, apart, verdict))
-    return table(rows, "<", ">", ">", ">", "<")
+        return self.what, f"{self.compared:,}", different, apart, verdict

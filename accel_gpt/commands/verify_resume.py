@@ -37,14 +37,14 @@ from accel_gpt.training.run_folder import RunFolder
 
 LAST_LINES = 30  # of a launch that failed; torchrun adds some 20 to the trainer's
 TOLERANCE = 1e-3  # relative, of losses on several numbers of processes; assumption
-METRICS = {  # name -> prefix of the keys
-    "losses": "train/loss",
-    "gradient norms": "train/grad_norm",
-    "learning rates": "train/lr",
-    "tokens": "tokens",
-    "batch hashes": "data/batch_hash",
-    "evaluations": "eval/",
-}
+METRICS = (  # name, prefix of the keys
+    ("losses", "train/loss"),
+    ("gradient norms", "train/grad_norm"),
+    ("learning rates", "train/lr"),
+    ("tokens", "tokens"),
+    ("batch hashes", "data/batch_hash"),
+    ("evaluations", "eval/"),
+)
 # what may differ with the number of processes, and what of it must lie within the tolerance
 ROUNDED = ("losses", "gradient norms", "evaluations", "weights", "optimizer state")
 JUDGED = ("losses", "evaluations")
@@ -167,7 +167,7 @@ class Trial:
         self.random = random.Random(options.seed)
         self.findings = [
             Finding(what, exact or what not in ROUNDED)
-            for what in ("steps", *METRICS, "weights", "optimizer state")
+            for what in ("steps", *dict(METRICS), "weights", "optimizer state")
         ]
         self.runs = self.kills = 0
         self.world_sizes: list[int] = []  # of each launch
@@ -326,7 +326,7 @@ def run_values(folder: Path, steps: int) -> list[dict[Any, Any]]:
         {(number, "step"): record["step"] for number, record in enumerate(records, start=1)},
         *(
             {(r["step"], key): r[key] for r in records for key in r if key.startswith(prefix)}
-            for prefix in METRICS.values()
+            for _, prefix in METRICS
         ),
         load_file(checkpoint / "model.safetensors"),
         flat(optimizer, ""),

@@ -17,8 +17,7 @@ import pytest
 
 from accel_gpt.config.experiment import Config, EvalConfig, LogConfig
 from accel_gpt.errors import UserError
-from accel_gpt.evals.hellaswag import share
-from accel_gpt.evals.validation import Score, named_metrics, split_metrics
+from accel_gpt.evals.validation import Score
 from accel_gpt.training import dashboard
 from accel_gpt.training.dashboard import Dashboard
 from accel_gpt.training.trackers import chart_groups
@@ -134,9 +133,8 @@ def test_it_is_told_where_it_listens_and_ends_without_a_word(
 def test_no_chart_draws_a_standard_error_beside_its_value() -> None:
     score = Score(3.0, 2, 4, 0.1, 0.2)
     keys = {
-        *(split_metrics("train", score) | split_metrics("val", score)),
-        *(named_metrics(score, "web") | share("eval/hellaswag_acc", 1, 3)),
-        *share("eval/hellaswag_acc_norm", 1, 3),
+        *(score.metrics("train") | score.metrics("val") | score.metrics("val", "web")),
+        *(f"eval/hellaswag_{name}{end}" for name in ("acc", "acc_norm") for end in ("", "_se")),
     }
     config = Config(eval=EvalConfig(hellaswag="questions.jsonl"))
     charts = {k: v for group in chart_groups(config, False).values() for k, v in group.items()}

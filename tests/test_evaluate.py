@@ -1,28 +1,33 @@
-"""`accel-gpt evaluate` and `eval.only`: a run measured after training, its figures kept with it."""
+"""`accel-gpt evaluate` and `eval.only`: a run measured after training, its metrics kept with it."""
 
 import csv
 import json
 import math
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer
 
 from accel_gpt.cli import dispatch
-from accel_gpt.commands.evaluate_model import as_json, as_table
+from accel_gpt.commands.evaluate import as_json, as_table
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import open_split
+from accel_gpt.evals.hellaswag import ending_losses, read_questions
 from accel_gpt.evals.validation import eval_sequences
 from accel_gpt.hub.export import export
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.metrics import COLUMNS, MetricsLog, merge_record
 from accel_gpt.training.run_folder import locked
+from tests import test_hellaswag as hellaswag
 from tests.conftest import launch, run_here, text_of
 from tests.test_hellaswag import short
 from tests.test_launch import ACCELERATE, PLAIN
@@ -32,14 +37,26 @@ Arguments = Callable[..., list[str]]
 FOUR = ("--train.max_steps", "4", "--sample.every", "0")
 
 
-def call(*words: str) -> int:
-    return run_here(dispatch, ["evaluate", *words])
+def call(*words: object) -> int:
+    return run_here(dispatch, ["evaluate", *map(str, words)])
+
+
+@pytest.fixture
+def evaluate(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """What `accel-gpt evaluate ... --json` prints."""
+
+    def run(*words: object) -> Any:
+        capsys.readouterr()
+        assert call(*words, "--json") == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def made(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps with checkpoints of the second and the last, evaluated at its end."""
-    folder = tmp_path_factory.mktemp("made")
+    folder = tmp_path_factory.mktemp("finished")
     config = folder / "four.yaml"
     config.write_text(
         f"""
@@ -58,45 +75,43 @@ log: {{every: 1, trackers: []}}
 
 
 @pytest.fixture
-def trained(made: Path, tmp_path: Path) -> Path:
+def trained(finished: Path, tmp_path: Path) -> Path:
     """A copy of that run."""
-    return Path(shutil.copytree(made, tmp_path / "run"))
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-def test_the_command_gives_the_figures_of_the_run_and_adds_to_them(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_command_gives_the_metrics_of_the_run_and_adds_to_them(
+    trained: Path,
+    tmp_path: Path,
+    evaluate: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = records(trained)
-    assert call(str(trained), "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    evals = {key: value for key, value in before[-1].items() if key.startswith("eval/")}
-    assert told["figures"] == evals
-    assert told["step"] == 4
+    found = evaluate(trained)
+    assert found["figures"] == {k: v for k, v in before[-1].items() if k.startswith("eval/")}
+    assert found["step"] == 4
     assert records(trained) == before
 
-    questions = str(short(tmp_path / "h.jsonl"))
-    assert call(str(trained), "--checkpoint", "2", "--hellaswag", questions) == 0
+    questions = short(tmp_path / "h.jsonl")
+    assert call(trained, "--checkpoint", "2", "--hellaswag", questions) == 0
     shown = capsys.readouterr().out
-    assert "step 2" in shown
-    assert "hellaswag_acc_norm" in shown
-    assert f"kept in {trained / 'metrics.jsonl'}" in shown
+    for words in ("step 2", "hellaswag_acc_norm", f"kept in {trained / 'metrics.jsonl'}"):
+        assert words in shown
     after = records(trained)
     assert [line["step"] for line in after] == [1, 2, 3, 4]
     assert after[1]["train/loss"] == before[1]["train/loss"]
     assert {"eval/val_loss", "eval/hellaswag_acc"} <= after[1].keys()
     assert [after[i] for i in (0, 2, 3)] == [before[i] for i in (0, 2, 3)]
     rows = list(csv.DictReader((trained / "metrics.csv").read_text().splitlines()))
-    assert float(rows[1]["eval/val_loss"]) == after[1]["eval/val_loss"]
-    assert float(rows[1]["eval/hellaswag_acc"]) == after[1]["eval/hellaswag_acc"]
+    for key in ("eval/val_loss", "eval/hellaswag_acc"):
+        assert float(rows[1][key]) == after[1][key]
 
-    # measured in another way: told, not kept
-    assert call(str(trained), "--tokens", "null", "--hellaswag", questions, "--limit", "2") == 0
-    assert "not kept: --tokens, --limit or --hellaswag differ" in capsys.readouterr().out
-    assert records(trained) == after
-
+    # measured in another way: printed, not kept
+    kept = evaluate(trained, "--tokens", "null", "--hellaswag", questions, "--limit", "2")["kept"]
+    assert kept == "not kept: --tokens, --limit or --hellaswag differ from the run's"
     with locked(trained):
-        assert call(str(trained), "--checkpoint", "4", "--hellaswag", questions) == 0
-    assert "not kept: out_dir" in capsys.readouterr().out
+        kept = evaluate(trained, "--checkpoint", "4", "--hellaswag", questions)["kept"]
+    assert kept.startswith(f"not kept: out_dir {trained} is in use")
     assert records(trained) == after
 
 
@@ -104,18 +119,17 @@ def test_a_run_is_measured_in_the_precision_of_its_launch(
     small_run: Arguments,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    evaluate: Callable[..., Any],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Which `accelerate launch --mixed_precision` gave, and its config does not tell."""
+    """Which `accelerate launch --mixed_precision` gave, and its config does not have."""
     run = tmp_path / "run"
     with monkeypatch.context() as launcher:
         launcher.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
         assert launch(small_run(*FOUR)) == 0
     before = records(run)
-    capsys.readouterr()
     AcceleratorState._reset_state(reset_partial_state=True)
-    assert call(str(run), "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = evaluate(run)
     assert found["precision"] == "bf16"
     assert found["figures"]["eval/val_loss"] == before[-1]["eval/val_loss"]
     assert launch(small_run(*FOUR, "--eval.only")) == 0
@@ -125,30 +139,25 @@ def test_a_run_is_measured_in_the_precision_of_its_launch(
     assert "not kept: computed in float32, those of the run in bf16" in capsys.readouterr().out
     text = (run / "run.json").read_text()
     (run / "run.json").write_text(text.replace('"bf16"', '"fp16"'))  # launched on a GPU
-    assert call(str(run)) == 0
-    assert "not kept: computed in float32, those of the run in fp16" in capsys.readouterr().out
+    assert evaluate(run)["kept"] == "not kept: computed in float32, those of the run in fp16"
     assert records(run) == before
 
 
-def test_other_data_is_told_by_its_name(
-    trained: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+def test_other_data_is_named(
+    trained: Path,
+    tmp_path: Path,
+    corpus: Path,
+    evaluate: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shutil.copytree(corpus, tmp_path / "copy")
-    assert call(str(trained), "--data", str(tmp_path / "copy"), "--json") == 0
-    found = json.loads(capsys.readouterr().out)["figures"]
-    own = records(trained)[-1]
-    assert found == {
-        "eval/val_loss/copy": own["eval/val_loss"],
-        "eval/val_loss_se/copy": own["eval/val_loss_se"],
-        "eval/val_bits_per_byte/copy": own["eval/val_bits_per_byte"],
-    }
-    text = tmp_path / "text.txt"
-    asked = PrepareConfig(source="text", path=str(text), tokenizer="chars", workers=1)
-    prepare(asked, tmp_path / "chars")
-    capsys.readouterr()
-    assert call(str(trained), "--data", str(tmp_path / "chars")) == 3
-    error = capsys.readouterr().err
-    assert "the data has another tokenizer (chars" in error
+    own, names = records(trained)[-1], ("val_loss", "val_loss_se", "val_bits_per_byte")
+    found = evaluate(trained, "--data", tmp_path / "copy")["figures"]
+    assert found == {f"eval/{name}/copy": own[f"eval/{name}"] for name in names}
+    recipe = {"path": str(tmp_path / "text.txt"), "tokenizer": "chars"}
+    prepare(PrepareConfig(source="text", workers=1, **recipe), tmp_path / "chars")
+    assert call(trained, "--data", tmp_path / "chars") == 3
+    assert "the data has another tokenizer (chars" in capsys.readouterr().err
 
 
 def test_mistakes_of_the_command(
@@ -159,78 +168,78 @@ def test_mistakes_of_the_command(
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"ctx": "a", "label": 0}\n')
     for words, code, message in (
-        ([str(lone)], 2, "is no run, so its val data is not known; give --data"),
-        ([str(trained), "--tokens", "some"], 2, "--tokens is some; expected a whole number"),
-        ([str(trained), "--limit", "0"], 2, "evaluate.limit is 0"),
-        ([str(trained), "--checkpoint", "3"], 2, "has no checkpoint '3'; choose last, best or"),
-        ([str(trained), "--hellaswag", str(bad)], 3, "line 1 has endings None"),
-        ([str(trained), "--data", str(tmp_path / "none")], 2, "none"),
+        ([lone], 2, "is no run, so its val data is not known; give --data"),
+        ([trained, "--limit", "0"], 2, "evaluate.limit is 0"),
+        ([trained, "--checkpoint", "3"], 2, "has no checkpoint '3'; choose last, best or"),
+        ([trained, "--hellaswag", bad], 3, "line 1: not a question"),
+        ([trained, "--data", tmp_path / "none"], 2, "none"),
     ):
         assert call(*words) == code
         assert message in capsys.readouterr().err
 
 
 def test_bits_per_byte_are_those_of_the_text(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_run: Arguments, tmp_path: Path, evaluate: Callable[..., Any]
 ) -> None:
-    """By hand: the bits of all targets over the UTF-8 bytes of the text, less the first token."""
+    """The bits of all targets over the UTF-8 bytes of the text, less the first token."""
     text = " ".join(f"{word} naïve ДОМ 東京 {i % 7}" for i, word in enumerate(text_of(600).split()))
     (tmp_path / "text.txt").write_text(text)
-    asked = {"path": str(tmp_path / "text.txt"), "tokenizer": "bpe"}
-    prepare(PrepareConfig(source="text", vocab_size=300, workers=1, **asked), tmp_path / "bpe")
+    recipe = {"path": str(tmp_path / "text.txt"), "tokenizer": "bpe"}
+    prepare(PrepareConfig(source="text", vocab_size=300, workers=1, **recipe), tmp_path / "bpe")
     words = ["--data.train", str(tmp_path / "bpe"), "--eval.tokens", "null"]
     assert launch(small_run(*FOUR, *words)) == 0
-
     split = open_split(tmp_path / "bpe", "val")
-    (ids,) = [split.read(i, 0, int(n)).astype("int64") for i, n in enumerate(split.lengths)]
+    (ids,) = [split.read(i, 0, int(n)).tolist() for i, n in enumerate(split.lengths)]
     tokenizer = Tokenizer.from_file(str(tmp_path / "bpe" / "tokenizer.json"))
-    held = tokenizer.decode(ids.tolist())
-    assert text.endswith(held)
-    assert len(held) < 0.8 * len(held.encode())
-    model, _ = load_pretrained(str(tmp_path / "run"))
-    model.eval()
-    bits = 0.0
-    with torch.no_grad():
-        for start in range(0, len(ids) - 1, 32):
-            row = torch.from_numpy(ids[start : start + 33])
-            logits = model(row[None, :-1])[0].double()
-            bits += F.cross_entropy(logits, row[1:], reduction="sum").item() / math.log(2)
-    expected = bits / len(held[len(tokenizer.decode(ids[:1].tolist())) :].encode())
-    assert records(tmp_path / "run")[-1]["eval/val_bits_per_byte"] == pytest.approx(expected, 1e-4)
-    capsys.readouterr()
-    assert call(str(tmp_path / "run"), "--json") == 0
-    found = json.loads(capsys.readouterr().out)["figures"]
-    assert found["eval/val_bits_per_byte"] == pytest.approx(expected, 1e-4)
+    whole = tokenizer.decode(ids)
+    assert text.endswith(whole)
+    assert len(whole) < 0.8 * len(whole.encode())
+    size = len(whole.removeprefix(tokenizer.decode(ids[:1])).encode())
+    for found in (records(tmp_path / "run")[-1], evaluate(tmp_path / "run")["figures"]):
+        bits = found["eval/val_loss"] * (len(ids) - 1) / math.log(2)
+        assert found["eval/val_bits_per_byte"] == pytest.approx(bits / size, 1e-6)
 
 
-# --------------------------------------------------------------------------- eval.only
+def test_the_whole_val_split_at_the_end_has_a_key_of_its_own(
+    small_run: Arguments, tmp_path: Path, evaluate: Callable[..., Any]
+) -> None:
+    words = ("--train.max_steps", "8", "--eval.tokens", "64", "--eval.whole_at_end", "true")
+    assert launch(small_run(*words)) == 0
+    known = records(tmp_path / "run")
+    assert [r["step"] for r in known if "eval/whole_val_loss" in r] == [8]
+    every = evaluate(tmp_path / "run", "--tokens", "null")["figures"]
+    for key in ("loss", "loss_se", "perplexity", "bits_per_byte"):
+        assert known[-1][f"eval/whole_val_{key}"] == every[f"eval/val_{key}"]
+    assert known[-1]["eval/val_loss"] != every["eval/val_loss"]
+    own = {key: value for key, value in known[-1].items() if key.startswith("eval/")}
+    assert evaluate(tmp_path / "run")["figures"] == own
 
 
 def test_eval_only_measures_and_leaves_the_run_alone(
     trained: Path, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = records(trained)
-    files = {p: p.read_bytes() for p in (trained / "checkpoints").rglob("*") if p.is_file()}
-    state = [(trained / name).read_bytes() for name in ("config.yaml", "run.json")]
+    def files() -> dict[Path, bytes]:
+        paths = [p for p in trained.rglob("*") if p.is_file() and "metrics" not in p.name]
+        return {path: path.read_bytes() for path in paths if path.name != ".lock"}
+
+    before, untouched = records(trained), files()
     questions = str(short(tmp_path / "h.jsonl"))
-    asked = ["--train.max_steps", "4", "--eval.only"]
-    assert launch(small_run(*asked, "--eval.hellaswag", questions)) == 0
+    words = ["--train.max_steps", "4", "--eval.only"]
+    assert launch(small_run(*words, "--eval.hellaswag", questions)) == 0
     assert "hellaswag_acc" in capsys.readouterr().out
     after = records(trained)
     assert after[:3] == before[:3]
     assert before[3].items() <= after[3].items()
     assert "eval/hellaswag_acc" in after[3]
-    found = {p: p.read_bytes() for p in (trained / "checkpoints").rglob("*") if p.is_file()}
-    assert found == files
-    assert [(trained / name).read_bytes() for name in ("config.yaml", "run.json")] == state
+    assert files() == untouched
 
-    elsewhere = ["--out_dir", str(tmp_path / "new")]
-    assert launch(small_run(*elsewhere, "--eval.only")) == 2
+    elsewhere = ["--out_dir", str(tmp_path / "new"), "--eval.only"]
+    assert launch(small_run(*elsewhere)) == 2
     assert "model.init_from is scratch, so there is nothing" in capsys.readouterr().err
-    assert launch(small_run(*elsewhere, "--eval.only", "--model.init_from", str(trained))) == 0
-    (told,) = records(tmp_path / "new")
-    assert told["step"] == 0
-    assert told["eval/val_loss"] == before[3]["eval/val_loss"]
+    assert launch(small_run(*elsewhere, "--model.init_from", str(trained))) == 0
+    (record,) = records(tmp_path / "new")
+    assert record["step"] == 0
+    assert record["eval/val_loss"] == before[3]["eval/val_loss"]
     assert not (tmp_path / "new" / "checkpoints").exists()
 
 
@@ -265,27 +274,18 @@ def test_a_step_without_a_record_gets_one_in_its_place(tmp_path: Path) -> None:
 
 
 def test_table_and_json() -> None:
-    figures = {
-        "eval/val_loss": 3.0,
-        "eval/val_loss_se": 0.01,
-        "eval/val_perplexity": 20.1,
-        "eval/val_bits_per_byte": 1.1,
-        "eval/val_bits_per_byte_se": math.nan,
-        "eval/val_loss/code": 2.0,
-        "eval/hellaswag_acc": 0.5,
-        "eval/hellaswag_acc_se": 0.1,
+    metrics = {
+        **{"eval/val_loss": 3.0, "eval/val_loss_se": 0.01, "eval/val_perplexity": 20.1},
+        **{"eval/val_bits_per_byte": 1.1, "eval/val_bits_per_byte_se": math.nan},
+        **{"eval/val_loss/code": 2.0, "eval/hellaswag_acc": 0.5, "eval/hellaswag_acc_se": 0.1},
     }
-    shown = as_table("runs/x", 1200, figures, "kept", "no").splitlines()
+    shown = as_table("runs/x", 1200, metrics, "kept", "float32").splitlines()
     assert shown[0] == "runs/x, step 1,200, in float32"
     assert shown[3].split() == ["val", "3.0000", "±0.0100", "20.09", "1.1000"]
     assert shown[4].split() == ["val/code", "2.0000", "7.39"]
     assert shown[6].split() == ["hellaswag_acc", "0.5000", "±0.1000"]
-    assert (
-        json.loads(as_json("gpt2", None, figures, "x", "bf16"))["figures"][
-            "eval/val_bits_per_byte_se"
-        ]
-        is None
-    )
+    found = json.loads(as_json("gpt2", None, metrics, "x", "bf16"))["figures"]
+    assert found == metrics | {"eval/val_bits_per_byte_se": None}
 
 
 # --------------------------------------------------------------------------- slow
@@ -294,84 +294,52 @@ def test_table_and_json() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
 def test_real_processes_give_the_same_bits(
-    processes: int, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    processes: int, trained: Path, tmp_path: Path, evaluate: Callable[..., Any]
 ) -> None:
-    import subprocess
-
-    words = ["evaluate", str(trained), "--json", "--tokens", "null"]
-    words += ["--hellaswag", str(short(tmp_path / "h.jsonl"))]
-    assert run_here(dispatch, words) == 0
-    alone = json.loads(capsys.readouterr().out)
+    words = [str(trained), "--tokens", "null", "--hellaswag", str(short(tmp_path / "h.jsonl"))]
     launcher = [*ACCELERATE, "--multi_gpu", "--num_processes", str(processes)]
+    launcher += ["--main_process_port", "0", "-m", "accel_gpt.cli", "evaluate"]
     done = subprocess.run(
-        [*launcher, "--main_process_port", "0", "-m", "accel_gpt.cli", *words],
+        [*launcher, *words, "--json"],
         cwd=tmp_path, env=PLAIN, capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == alone  # one process speaks
+    assert json.loads(done.stdout) == evaluate(*words)  # rank 0 prints
 
 
 @pytest.mark.slow
 def test_equal_to_transformers_on_the_exported_model(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_run: Arguments, tmp_path: Path, evaluate: Callable[..., Any]
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tests import test_hellaswag as asked
-
-    text, folder = tmp_path / "text.txt", tmp_path / "bpe"
+    text, folder, run = tmp_path / "text.txt", tmp_path / "bpe", tmp_path / "run"
     recipe = PrepareConfig(
         source="text", path=str(text), tokenizer="bpe", vocab_size=300, shard_tokens=3000, workers=1
     )
     prepare(recipe, folder)
-    shape = ["--data.train", str(folder), "--model.block_size", str(asked.BLOCK)]
+    shape = ["--data.train", str(folder), "--model.block_size", str(hellaswag.BLOCK)]
     assert launch(small_run(*FOUR, *shape)) == 0
-    export(str(tmp_path / "run"), tmp_path / "exported", "last", "fp32", False, False)
+    export(str(run), tmp_path / "exported", "last", "fp32", False, False)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
-
-    capsys.readouterr()
-    questions = [asked.question(i) for i in range(9)]
-    file = asked.write(tmp_path / "h.jsonl", questions)
-    words = [str(tmp_path / "run"), "--tokens", "null", "--hellaswag", str(file), "--json"]
-    assert call(*words) == 0
-    found = json.loads(capsys.readouterr().out)["figures"]
+    encode = AutoTokenizer.from_pretrained(tmp_path / "exported").encode
+    questions = [hellaswag.question(i) for i in range(9)]
+    file = hellaswag.write(tmp_path / "h.jsonl", questions)
+    found = evaluate(run, "--tokens", "null", "--hellaswag", file)["figures"]
 
     split, nats, count = open_split(folder, "val"), 0.0, 0
     with torch.no_grad():
-        for shard, start in eval_sequences(split, asked.BLOCK, None).tolist():
-            size = min(asked.BLOCK + 1, int(split.lengths[shard]) - start)
+        for shard, start in eval_sequences(split, hellaswag.BLOCK, None).tolist():
+            size = min(hellaswag.BLOCK + 1, int(split.lengths[shard]) - start)
             row = torch.from_numpy(split.read(shard, start, size).astype("int64"))
             logits = theirs(row[None, :-1]).logits[0].double()
             nats += F.cross_entropy(logits, row[1:], reduction="sum").item()
             count += size - 1
-        likely = asked.by_hand(questions, tokenizer.encode, lambda ids: theirs(ids).logits)
+        likely = hellaswag.by_hand(questions, encode, lambda ids: theirs(ids).logits)
     assert found["eval/val_loss"] == pytest.approx(nats / count, abs=1e-4)
     assert found["eval/val_perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-4)
-    asked.check_figures(found, likely)
-
-    from accel_gpt.evals.hellaswag import ending_losses, read_questions
-
-    model, own = load_pretrained(str(tmp_path / "run"))
-    read = read_questions(str(file), own, asked.BLOCK)
-    from accelerate import Accelerator
-
+    hellaswag.check_figures(found, likely)
+    model, tokenizer = load_pretrained(str(run))
+    read = read_questions(str(file), tokenizer, hellaswag.BLOCK)
     losses = ending_losses(model, read, Accelerator(cpu=True), 4)
     assert (-losses).tolist() == pytest.approx([x for row in likely for x in row], abs=1e-4)
-
-
-def test_the_whole_val_split_at_the_end_has_a_key_of_its_own(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--train.max_steps", "8", "--eval.tokens", "64", "--eval.whole_at_end", "true")
-    assert launch(small_run(*words)) == 0
-    known = records(tmp_path / "run")
-    assert [r["step"] for r in known if "eval/whole_val_loss" in r] == [8]
-    whole = ("--train.max_steps", "8", "--eval.tokens", "null", "--out_dir", str(tmp_path / "all"))
-    assert launch(small_run(*whole)) == 0
-    last = records(tmp_path / "all")[-1]
-    for key in ("loss", "loss_se", "perplexity", "bits_per_byte"):
-        assert known[-1][f"eval/whole_val_{key}"] == last[f"eval/val_{key}"]
-    assert known[-1]["eval/val_loss"] != last["eval/val_loss"]
-    assert launch(small_run(*words[:2], *words[4:], "--eval.tokens", "null")) == 2
-    assert "eval.whole_at_end is true but eval.tokens is null" in capsys.readouterr().err

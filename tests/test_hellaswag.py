@@ -1,6 +1,7 @@
 """HellaSwag: the texts and figures of lm-evaluation-harness, at any number of processes."""
 
 import copy
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -17,10 +18,9 @@ from accelerate.utils import DistributedType
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, train_bpe
 from accel_gpt.errors import DataError, UserError
+from accel_gpt.evals import hellaswag
 from accel_gpt.evals.hellaswag import (
-    Questions,
-    choose,
-    encode_rows,
+    encode_question,
     ending_losses,
     parse,
     plan_batches,
@@ -116,93 +116,73 @@ def by_hand(
 # --------------------------------------------------------------------------- reading
 
 
-@pytest.mark.parametrize("i", range(9))
-def test_texts_are_those_of_the_harness(i: int) -> None:
-    query, endings, label = parse(question(i), "here")
-    assert (query, endings) == prepared(question(i))
-    assert label == i % 4
-    assert "[" not in query
-    assert ("The king" in query) == bool(i % 3)
-
-
-def test_ctx_stands_in_for_the_parts_that_are_missing() -> None:
+def test_texts_are_those_of_the_harness() -> None:
+    for i in range(9):
+        query, endings, label = parse(question(i))
+        assert (query, endings) == prepared(question(i))
+        assert label == i % 4
+        assert "[" not in query
+        assert ("The king" in query) == bool(i % 3)
     record = {"ctx": "A man [title] runs.", "endings": ["on", "off"], "label": 1}
-    assert parse(record, "here") == ("A man.  runs.".replace("  ", " "), ["on", "off"], 1)
-
-
-def test_a_limit_takes_the_first(file: Path, bpe: Tokenizer) -> None:
-    every = read_questions(str(file), bpe, BLOCK)
-    assert len(every) == 9
-    assert read_questions(str(file), bpe, BLOCK, 2) == every[:2]
+    assert parse(record) == ("A man. runs.", ["on", "off"], 1)  # ctx, where its parts are missing
 
 
 def test_the_boundary_is_where_the_tokens_of_the_text_alone_end(bpe: Tokenizer) -> None:
     """Spaces belong to the ending, and a token over the boundary as well."""
-    row = encode_rows(bpe, "the king", [" went to war"], BLOCK)[0]
-    assert bpe.decode(row.tokens[-row.count :]) == " went to war"
-    row = encode_rows(bpe, "the king  ", [" went"], BLOCK)[0]
-    assert row.tokens == tuple(bpe.encode("the king   went"))
-    assert bpe.decode(row.tokens[-row.count :]) == "   went"
-    assert len(encode_rows(bpe, text_of(200), [" went to war"], BLOCK)[0].tokens) == BLOCK + 1
+    for query, ending in (("the king", " went to war"), ("the king  ", "   went")):
+        ((tokens, count),) = encode_question(query, [ending.strip()], 0, bpe, BLOCK).sequences
+        assert bpe.decode(tokens) == "the king" + ending
+        assert bpe.decode(tokens[-count:]) == ending
+    ((tokens, _),) = encode_question(text_of(200), ["went to war"], 0, bpe, BLOCK).sequences
+    assert len(tokens) == BLOCK + 1
 
 
 good = question(0)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"ctx": "a", "label": 0}', "has endings None; expected a list of texts"),
-        (json.dumps({**good, "endings": "abcd"}), "has endings 'abcd'; expected a list of texts"),
-        (json.dumps({**good, "endings": ["one"]}), "expected a list of texts"),
-        (json.dumps({**good, "endings": ["one", 2]}), "expected a list of texts"),
-        (json.dumps({**good, "label": 4}), "has label 4; expected 0 to 3"),
-        (json.dumps({**good, "label": ""}), "has label ''; expected 0 to 3"),
-        (json.dumps({**good, "label": None}), "has label None; expected 0 to 3"),
-        (json.dumps({"endings": ["a", "b"], "label": 0}), "has no ctx"),
-        (json.dumps({"ctx": " ", "endings": ["a", "b"], "label": 0}), "has an empty ctx"),
-        ("[1, 2]", "is no object"),
-        ('{"ctx": "a', "is not JSON"),
-        (json.dumps({**good, "endings": ["x" * 99, "y"]}), "has an ending of 100 tokens"),
-    ],
+NOT_QUESTIONS = (
+    *({"ctx": "a", "label": 0}, {**good, "endings": "abcd"}, {**good, "endings": ["one"]}),
+    *({**good, "endings": ["one", 2]}, {**good, "endings": ["one", ""]}, {**good, "label": 4}),
+    *({**good, "label": ""}, {**good, "label": None}, {**good, "label": -1}, [1, 2], 7),
+    *({"endings": ["a", "b"], "label": 0}, {"ctx": " ", "endings": ["a", "b"], "label": 0}),
 )
-def test_a_line_that_is_no_question_is_named(line: str, message: str, tmp_path: Path) -> None:
+
+
+def test_a_line_that_is_not_a_question_is_named(tmp_path: Path, file: Path) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text(f"{json.dumps(good)}\n\n{line}\n")
-    with pytest.raises(DataError, match="line 3 ") as caught:
-        read_questions(str(path), BytesTokenizer(), BLOCK)
-    assert message in str(caught.value)
-    assert caught.value.exit_code == 3
-
-
-def test_other_files_that_cannot_be_asked(tmp_path: Path, file: Path) -> None:
-    tokenizer = BytesTokenizer()
-    with pytest.raises(UserError, match=r"eval.hellaswag nowhere.jsonl cannot be read: No such"):
-        read_questions("nowhere.jsonl", tokenizer, BLOCK)
-    empty = write(tmp_path / "empty.jsonl", [])
-    with pytest.raises(DataError, match="holds no questions"):
-        read_questions(str(empty), tokenizer, BLOCK)
-    with pytest.raises(DataError, match="line 1 cannot be encoded: character"):
+    lines = {json.dumps(content): "not a question; expected" for content in NOT_QUESTIONS}
+    lines |= {
+        '{"ctx": "a': "Invalid control character",
+        '{"ctx": "\xe9"}': "can't decode byte 0xe9",
+    }
+    lines[json.dumps({**good, "endings": ["x" * 99, "y"]})] = "an ending of 100 tokens"
+    for line, message in lines.items():
+        path.write_text(f"{json.dumps(good)}\n\n{line}\n", encoding="latin-1")
+        with pytest.raises(DataError, match=f"bad.jsonl line 3: .*{message}"):
+            read_questions(str(path), BytesTokenizer(), BLOCK)
+    with pytest.raises(DataError, match="line 1: character"):
         read_questions(str(file), CharsTokenizer("abc"), BLOCK)
-    (tmp_path / "latin.jsonl").write_bytes(b'{"ctx": "\xe9"}\n')
-    with pytest.raises(DataError, match="is no UTF-8 text after line 0"):
-        read_questions(str(tmp_path / "latin.jsonl"), tokenizer, BLOCK)
+    path.write_text("")
+    with pytest.raises(DataError, match="holds no questions"):
+        read_questions(str(path), BytesTokenizer(), BLOCK)
+    with pytest.raises(UserError, match=r"eval.hellaswag nowhere.jsonl cannot be read: No such"):
+        read_questions("nowhere.jsonl", BytesTokenizer(), BLOCK)
 
 
 def test_a_hub_data_set_is_read_as_the_file(
     file: Path, bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    asked = []
+    names = []
 
     def load_dataset(name: str, split: str) -> list[Any]:
-        asked.append((name, split))
+        names.append((name, split))
         return rows
 
     library = SimpleNamespace(load_dataset=load_dataset)  # the real one takes seconds to import
     monkeypatch.setitem(sys.modules, "datasets", library)
-    assert read_questions("Rowan/hellaswag", bpe, BLOCK) == read_questions(str(file), bpe, BLOCK)
-    assert asked == [("Rowan/hellaswag", "validation")]
+    questions = read_questions("Rowan/hellaswag", bpe, BLOCK)
+    assert questions == read_questions(str(file), bpe, BLOCK)
+    assert names == [("Rowan/hellaswag", "validation")]
+    assert read_questions("Rowan/hellaswag", bpe, BLOCK, 2) == questions[:2]
 
 
 # --------------------------------------------------------------------------- scoring
@@ -275,25 +255,24 @@ def test_under_fsdp_every_process_does_as_many_batches(
     assert total.tolist() == alone.tolist()
 
 
-def test_the_first_of_equals_is_chosen_and_an_empty_ending_never() -> None:
-    assert choose(np.array([2.0, 1.0, 1.0])) == 1
-    assert choose(np.array([2.0, 1.0, 4.0]), [4, 1, 8]) == 0
-    assert choose(np.array([0.0, 1.0]), [0, 3]) == 1
+def test_acc_takes_the_least_loss_and_acc_norm_the_least_per_character(
+    bpe: Tokenizer, model: GPT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of equals, and never an empty ending; bytes would be lm_eval's acc_bytes."""
+    endings = ["à là sé", "a sea", "海海"]
+    questions = [encode_question("the king", endings, label, bpe, BLOCK) for label in (0, 1, 2, 1)]
+    questions[3] = dataclasses.replace(questions[3], lengths=(0, 5, 5))
+    losses = [[6.5, 5.0, 3.0], [7.0, 5.0, 5.0], [6.5, 5.0, 3.0], [0.0, 1.0, 1.0]]
+    monkeypatch.setattr(hellaswag, "ending_losses", lambda *_: np.concatenate(losses))
+    found = score_questions(model, tuple(questions), Accelerator(cpu=True), 2)
+    assert found["eval/hellaswag_acc"] == 2 / 4  # 2, 1, 2, 0
+    assert found["eval/hellaswag_acc_norm"] == 2 / 4  # 0, 0, 0, 1
 
 
-def test_the_length_of_an_ending_is_its_characters(tmp_path: Path, bpe: Tokenizer) -> None:
-    """As lm-evaluation-harness's acc_norm; bytes would be its acc_bytes."""
-    asked = {"ctx": "the king", "endings": ["à là sé", "a sea", "海海"], "label": 0}
-    (read,) = read_questions(str(write(tmp_path / "h.jsonl", [asked])), bpe, BLOCK)
-    assert read.lengths == (7, 5, 2)
-    assert choose(np.array([6.5, 5.0, 3.0]), read.lengths) == 0  # per byte it is the last
-
-
-def test_a_tokenizer_larger_than_the_model_is_told(file: Path, bpe: Tokenizer) -> None:
+def test_a_token_beyond_the_vocabulary_is_refused(file: Path, bpe: Tokenizer) -> None:
     small = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=BLOCK), 200)
-    questions: Questions = read_questions(str(file), bpe, BLOCK)
     with pytest.raises(DataError, match="beyond the vocabulary of 200"):
-        score_questions(small, questions, Accelerator(cpu=True), 2)
+        score_questions(small, read_questions(str(file), bpe, BLOCK), Accelerator(cpu=True), 2)
 
 
 # --------------------------------------------------------------------------- in the loop
@@ -320,14 +299,12 @@ def test_questions_in_the_loop_leave_no_trace(small_run: Arguments, tmp_path: Pa
         assert a["train/loss"] == b["train/loss"]
 
 
-def test_a_fault_is_told_before_anything_is_trained(
+def test_a_bad_question_is_reported_before_training(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "h.jsonl"
-    path.write_text('{"ctx": "a", "endings": ["b", "c"], "label": 0}\n{"ctx": "a", "label": 1}\n')
-    assert launch(small_run("--eval.hellaswag", str(path))) == 3
-    error = capsys.readouterr().err
-    assert f"error: {path} line 2 has endings None" in error
+    path = write(tmp_path / "h.jsonl", [good, {"ctx": "a", "label": 1}])
+    assert launch(small_run("--eval.hellaswag", str(path), "--model.block_size", "64")) == 3
+    assert f"error: {path} line 2: not a question" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

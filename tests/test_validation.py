@@ -21,16 +21,15 @@ from tokenizers import decoders, models, pre_tokenizers
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import load_config
-from accel_gpt.data.corpus import EvalSplit as Source
-from accel_gpt.data.corpus import open_shards
+from accel_gpt.data.corpus import EvalSplit, open_shards
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.sources import open_data
+from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.evals.validation import (
     Score,
     eval_sequences,
-    evaluate,
-    evaluate_part,
+    evaluate_source,
     evaluate_splits,
     ratio_error,
     weighted,
@@ -39,36 +38,18 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.setup import open_corpus
 from tests.conftest import WORDS, launch, text_of
-from tests.processes import together
+from tests.processes import Member, together
 from tests.test_train import records
 
 Arguments = Callable[..., list[str]]
 MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, dropout=0.5)
-BYTES = np.ones(257)
 
 
-class Part:
-    """One process of several: reduces to its own sums."""
-
-    def __init__(self, rank: int, world: int) -> None:
-        self.process_index, self.num_processes, self.device = rank, world, torch.device("cpu")
-        self.distributed_type = DistributedType.NO
-
-    def reduce(self, value: torch.Tensor, how: str) -> torch.Tensor:
-        assert how == "sum"
-        return value
-
-
-def score(model: GPT, split: Split, part: object, batch: int = 8, **options: Any) -> Score:
-    return evaluate(
-        model,
-        split,
-        part,  # type: ignore[arg-type]
-        batch_size=batch,
-        block_size=32,
-        tokens=options.get("tokens"),
-        token_bytes=BYTES,
-    )
+def score(
+    model: GPT, split: Split, accelerator: Any = None, batch: int = 8, **options: Any
+) -> Score:
+    accelerator, part = accelerator or Accelerator(cpu=True), EvalSplit(None, 1.0, split, None)
+    return evaluate_source(model, part, accelerator, batch, BytesTokenizer(), None, **options)
 
 
 @pytest.fixture
@@ -77,51 +58,48 @@ def model() -> GPT:
     return GPT(MODEL, 257)
 
 
-def test_every_target_of_the_split_counts_once(corpus: Path, model: GPT) -> None:
+def test_loss_and_standard_error_are_those_of_all_targets(corpus: Path, model: GPT) -> None:
+    """Each once; the error that of the mean over sequences."""
     split = open_split(corpus, "val")
-    found = score(model, split, Accelerator(cpu=True))
+    found = score(model, split)
     assert found.tokens == sum(length - 1 for length in split.lengths)
-    expected = 0.0
+    losses, sizes, in_bytes = [], [], []
     model.eval()
     for shard, length in enumerate(split.lengths.tolist()):
         tokens = torch.from_numpy(split.read(shard, 0, length).astype(np.int64))
         for start in range(0, length - 1, 32):
             row = tokens[start : start + 33]
-            logits = model(row[None, :-1])[0]
-            expected += F.cross_entropy(logits.double(), row[1:], reduction="sum").item()
-    assert found.loss_sum == pytest.approx(expected, rel=1e-6)
+            logits = model(row[None, :-1])[0].double()
+            losses.append(F.cross_entropy(logits, row[1:], reduction="sum").item())
+            sizes.append(len(row) - 1)
+            in_bytes.append(int((row[1:] != 256).sum()))  # end-of-text has none
+    assert len(set(sizes)) > 1  # uneven tails
+    assert found.loss_sum == pytest.approx(sum(losses), rel=1e-6)
+    for error, weights in (
+        (found.loss_se, sizes),
+        (found.bits_per_byte_se * math.log(2), in_bytes),
+    ):
+        mean, count = sum(losses) / sum(weights), len(losses)
+        rest = [loss - mean * weight for loss, weight in zip(losses, weights, strict=True)]
+        expected = math.sqrt(count / (count - 1) * sum(r * r for r in rest)) / sum(weights)
+        assert error == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("batch", [5, 8])
-def test_processes_and_batches_do_not_change_the_sums(
-    corpus: Path, model: GPT, world: int, batch: int
-) -> None:
-    split = open_split(corpus, "val")
-    alone = score(model, split, Part(0, 1))
-    parts = [score(model, split, Part(rank, world), batch) for rank in range(world)]
-    assert sum(p.tokens for p in parts) == alone.tokens
-    assert sum(p.bytes for p in parts) == alone.bytes
-    assert sum(p.loss_sum for p in parts) == pytest.approx(alone.loss_sum, rel=1e-6)
-
-
-def test_under_fsdp_every_process_does_as_many_batches(corpus: Path, model: GPT) -> None:
+def test_under_fsdp_every_rank_does_as_many_batches(corpus: Path, model: GPT) -> None:
     """Each takes part in the forward of all others: one batch more on one of them is a hang."""
     split = open_split(corpus, "val")
-    alone, parts, counts = score(model, split, Part(0, 1)), [], []
+    alone, parts, counts = score(model, split), [], []
     for rank in range(3):
-        part, beats = Part(rank, 3), list[int]()
-        part.distributed_type = DistributedType.FSDP
+        part, beats = Member(rank, 3, [], None), list[int]()  # type: ignore[arg-type]
+        part.distributed_type, part.reduce = DistributedType.FSDP, lambda value, _: value  # type: ignore[method-assign]
         parts.append(score(model, split, part, beat=lambda beats=beats: beats.append(1)))
         counts.append(len(beats))
     assert len(set(counts)) == 1
-    assert (sum(p.loss_sum for p in parts), sum(p.tokens for p in parts)) == (
-        alone.loss_sum,
-        alone.tokens,
-    )
+    assert sum(p.tokens for p in parts) == alone.tokens
+    assert sum(p.loss_sum for p in parts) == pytest.approx(alone.loss_sum, rel=1e-12)
 
 
-def test_budget_takes_windows_spread_over_the_split(corpus: Path) -> None:
+def test_budget_takes_sequences_spread_over_the_split(corpus: Path) -> None:
     split = open_split(corpus, "train")
     some = eval_sequences(split, 32, 320)
     assert len(some) == 10
@@ -133,34 +111,22 @@ def test_budget_takes_windows_spread_over_the_split(corpus: Path) -> None:
 def test_evaluation_leaves_no_trace(corpus: Path, model: GPT) -> None:
     model.train()
     before = torch.random.get_rng_state()
-    first = score(model, open_split(corpus, "val"), Part(0, 1))
+    first = score(model, open_split(corpus, "val"))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert model.training
-    assert score(model, open_split(corpus, "val"), Part(0, 1)) == first  # dropout is off
+    assert score(model, open_split(corpus, "val")) == first  # dropout is off
 
 
-def test_bits_per_byte_counts_the_bytes_of_the_targets() -> None:
-    found = Score(loss_sum=8 * math.log(2), tokens=2, bytes=4)
-    assert found.bits_per_byte == pytest.approx(2)
-    assert found.loss == pytest.approx(4 * math.log(2))
-    assert found.perplexity == pytest.approx(16)
+def test_metrics_of_a_score() -> None:
+    metrics = Score(loss_sum=8 * math.log(2), tokens=2, bytes=4).metrics("val")
+    expected = {"loss": 4 * math.log(2), "perplexity": 16, "bits_per_byte": 2}
+    assert metrics == pytest.approx({f"eval/val_{k}": v for k, v in expected.items()})
+    assert Score(1e6, 1, 1).metrics("val")["eval/val_perplexity"] == math.inf
 
 
-def test_overflowing_perplexity_is_infinite() -> None:
-    assert Score(1e6, 1, 1).perplexity == math.inf
-
-
-def test_token_beyond_the_vocabulary_is_refused(corpus: Path, model: GPT) -> None:
+def test_token_beyond_the_vocabulary_is_refused(corpus: Path) -> None:
     with pytest.raises(DataError, match="beyond the vocabulary of 90"):
-        evaluate(
-            model,
-            open_split(corpus, "val"),
-            Part(0, 1),  # type: ignore[arg-type]
-            batch_size=4,
-            block_size=32,
-            tokens=None,
-            token_bytes=BYTES[:90],
-        )
+        score(GPT(MODEL, 90), open_split(corpus, "val"))
 
 
 def words(kind: str, path: Path) -> Path:
@@ -170,15 +136,15 @@ def words(kind: str, path: Path) -> Path:
     model: Any = models.WordLevel(vocabulary, unk_token="[UNK]")
     if kind == "WordPiece":
         model = models.WordPiece(vocabulary, unk_token="[UNK]")
-    made = tokenizers.Tokenizer(model)
+    tokenizer = tokenizers.Tokenizer(model)
     if kind == "space before a text":
-        made.pre_tokenizer = pre_tokenizers.Metaspace()
-        made.decoder = decoders.Metaspace()
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
     else:
-        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        made.decoder = decoders.WordPiece()
-    made.add_special_tokens(tokens[:2])
-    made.save(str(path))
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(tokens[:2])
+    tokenizer.save(str(path))
     return path
 
 
@@ -189,13 +155,13 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer_does_to_it(
     path, folder = words(kind, tmp_path / "tokenizer.json"), tmp_path / "data"
     texts = [text_of(8, seed=i).strip() for i in range(200)]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    asked = {"source": "jsonl", "path": str(tmp_path / "t.jsonl"), "tokenizer": str(path)}
-    prepare(PrepareConfig(**asked, val_fraction=0.5, workers=1), folder)  # type: ignore[arg-type]
+    recipe = {"source": "jsonl", "path": str(tmp_path / "t.jsonl"), "tokenizer": str(path)}
+    prepare(PrepareConfig(**recipe, val_fraction=0.5, workers=1), folder)  # type: ignore[arg-type]
     split, tokenizer = open_data(str(folder), "val", DataConfig())
     of_text = sum(shard.bytes or 0 for shard in split.shards)
     assert 0.3 * sum(map(len, texts)) < of_text < 0.7 * sum(map(len, texts))
-    part = Source(None, 1.0, split, None)
-    found = evaluate_part(model, part, Accelerator(cpu=True), 8, tokenizer, None)
+    part = EvalSplit(None, 1.0, split, None)
+    found = evaluate_source(model, part, Accelerator(cpu=True), 8, tokenizer, None)
     assert found.bytes == pytest.approx(of_text, rel=0.01)  # of all but the first token
     assert found.bits_per_byte == pytest.approx(found.loss_sum / math.log(2) / of_text, rel=0.01)
 
@@ -205,32 +171,11 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer_does_to_it(
     for name in ("train", "val"):
         held = open_split(folder, name)
         held.read(0, 0, held.tokens).tofile(foreign / f"{name}.bin")
-    untold = open_shards(load_config(small_run("--data.train", str(foreign)), "test"))
-    assert "no bits per byte of the val split: the tokenizer" in untold.lines_on_bytes()[1]
-    figures = evaluate_splits(model, untold, Accelerator(cpu=True), 8)
-    assert "eval/val_loss" in figures
-    assert not any("bits_per_byte" in key for key in figures)
-
-
-# --------------------------------------------------------------------------- standard error
-
-
-def test_standard_error_is_that_of_the_mean_over_windows(corpus: Path, model: GPT) -> None:
-    split = open_split(corpus, "val")
-    found = score(model, split, Accelerator(cpu=True))
-    model.eval()
-    losses, sizes = [], []
-    for shard, start in eval_sequences(split, 32, None).tolist():
-        size = min(33, int(split.lengths[shard]) - start)
-        row = torch.from_numpy(split.read(shard, start, size).astype(np.int64))
-        losses.append(F.cross_entropy(model(row[None, :-1])[0], row[1:], reduction="sum").item())
-        sizes.append(size - 1)
-    assert len(set(sizes)) > 1  # uneven tails
-    rest = [loss - found.loss * size for loss, size in zip(losses, sizes, strict=True)]
-    count = len(losses)
-    error = math.sqrt(count / (count - 1) * sum(r * r for r in rest)) / sum(sizes)
-    assert found.loss_se == pytest.approx(error, rel=1e-4)
-    assert found.bits_per_byte_se == pytest.approx(error / math.log(2), rel=1e-4)  # 1 byte each
+    unknown = open_shards(load_config(small_run("--data.train", str(foreign)), "test"))
+    assert "no bits per byte of the val split: the tokenizer" in unknown.lines_on_bytes()[1]
+    metrics = evaluate_splits(model, unknown, Accelerator(cpu=True), 8)
+    assert "eval/val_loss" in metrics
+    assert not any("bits_per_byte" in key for key in metrics)
 
 
 def test_standard_error_tells_how_far_samples_differ() -> None:
@@ -260,8 +205,8 @@ def other(tmp_path: Path) -> Path:
     """A second, smaller data folder of bytes."""
     text = tmp_path / "other.txt"
     text.write_text(text_of(900, seed=7))
-    asked = PrepareConfig(source="text", path=str(text), tokenizer="bytes", workers=1)
-    prepare(asked, tmp_path / "other")
+    recipe = PrepareConfig(source="text", path=str(text), tokenizer="bytes", workers=1)
+    prepare(recipe, tmp_path / "other")
     return tmp_path / "other"
 
 
@@ -299,29 +244,25 @@ def test_each_named_set_has_the_whole_budget(
     assert figures[0]["eval/val_loss"] == figures[0]["eval/val_loss/web"]
 
 
-@pytest.mark.slow
-def test_named_sets_in_a_run_that_goes_on(
-    small_run: Arguments, corpus: Path, other: Path, tmp_path: Path
+def test_named_sets_in_a_run_that_is_resumed(
+    small_run: Arguments,
+    corpus: Path,
+    other: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = small_run("--data.val", f"{{web: {corpus}, code: {other}}}", "--sample.every", "0")
     short = ["--train.max_steps", "4", "--schedule.decay_steps", "10"]
     assert launch([*options, *short]) == 0
     allow = ["--checkpoint.allow_change", "train.max_steps", "--schedule.decay_steps", "10"]
     assert launch([*options, "--train.max_steps", "8", *allow]) == 0
-    told = [line for line in records(tmp_path / "run") if "eval/val_loss/code" in line]
-    assert [line["step"] for line in told] == [4, 8]
-    moved = small_run("--data.val", f"{{web: {other}}}", "--train.max_steps", "8", *allow)
-    assert launch(moved) == 2
-
-
-def test_a_named_set_of_another_tokenizer_is_refused(
-    small_run: Arguments, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "text.txt"
-    asked = PrepareConfig(source="text", path=str(text), tokenizer="chars", workers=1)
-    prepare(asked, tmp_path / "chars")
-    options = small_run("--data.val", f"{{web: {corpus}, code: {tmp_path / 'chars'}}}")
-    assert launch(options) == 3
+    evaluated = [line for line in records(tmp_path / "run") if "eval/val_loss/code" in line]
+    assert [line["step"] for line in evaluated] == [4, 8]
+    changed = small_run("--data.val", f"{{web: {other}}}", "--train.max_steps", "8", *allow)
+    assert launch(changed) == 2
+    recipe = PrepareConfig(source="text", path=str(tmp_path / "text.txt"), tokenizer="chars")
+    prepare(recipe, tmp_path / "chars")
+    assert launch(small_run("--data.val", f"{{web: {corpus}, code: {tmp_path / 'chars'}}}")) == 3
     assert "chars has another tokenizer (chars" in capsys.readouterr().err
 
 

@@ -1,5 +1,7 @@
 """`accel-gpt evaluate RUN`: losses and benchmark scores of a model."""
 
+import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +12,9 @@ import tyro
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import exit_on_sigterm, write_out
 from accel_gpt.errors import positive, require
+
+LOSS = re.compile(r"eval/(train|val)_loss(/.+)?")
+OF_LOSSES = re.compile(r"eval/(train|val)_(loss|perplexity|bits_per_byte)(_se)?(/.+)?")
 
 
 @dataclass(frozen=True)
@@ -58,3 +63,41 @@ def main(argv: Sequence[str]) -> int:
 
     write_out(evaluate(options))
     return 0
+
+
+def as_table(name: str, step: int | None, metrics: dict[str, float], kept: str, dtype: str) -> str:
+    """Losses as a table with their standard errors, then all other metrics, then what was kept."""
+    lines = [f"{name if step is None else f'{name}, step {step:,}'}, in {dtype}"]
+    losses = [match for key in metrics if (match := LOSS.fullmatch(key))]
+    if losses:
+        lines += ["", f"{'':<20}{'loss':>16}  {'perplexity':>12}  {'bits per byte':>16}"]
+    for match in losses:
+        split, source = match[1], match[2] or ""
+        value = metrics[match[0]]
+        loss = with_error(metrics, f"eval/{split}_loss", source)
+        perplexity = f"{math.exp(value):,.2f}" if value < 700 else "inf"
+        bits = with_error(metrics, f"eval/{split}_bits_per_byte", source)
+        lines.append(f"{split + source:<20}{loss:>16}  {perplexity:>12}  {bits:>16}")
+    rest = [key for key in metrics if not OF_LOSSES.fullmatch(key)]
+    if rest:
+        lines.append("")
+    for key in rest:
+        if not (key.endswith("_se") and key.removesuffix("_se") in rest):
+            lines.append(f"{key.removeprefix('eval/'):<32}{with_error(metrics, key):>20}")
+    return "\n".join([*lines, "", kept, ""])
+
+
+def as_json(name: str, step: int | None, metrics: dict[str, float], kept: str, dtype: str) -> str:
+    """One JSON object; null for what is not finite."""
+    figures = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+    content = {"place": name, "step": step, "precision": dtype, "figures": figures, "kept": kept}
+    return json.dumps(content, ensure_ascii=False) + "\n"
+
+
+def with_error(metrics: dict[str, float], key: str, source: str = "") -> str:
+    """`3.1416 ±0.0123`; "" if there is no such metric."""
+    value = metrics.get(key + source)
+    if value is None:
+        return ""
+    error = metrics.get(f"{key}_se{source}", math.nan)
+    return f"{value:.4f}" + (f" ±{error:.4f}" if math.isfinite(error) else "")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
 
@@ -11,9 +12,11 @@ from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import train_paths, val_paths
 from accel_gpt.errors import require
-from accel_gpt.evals.hellaswag import Questions, read_questions, score_questions
 from accel_gpt.evals.validation import evaluate_splits
 from accel_gpt.model.gpt import GPT
+
+if TYPE_CHECKING:
+    from accel_gpt.evals.hellaswag import Questions
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Evaluation:
 
     corpus: Corpus
     batch_size: int  # sequences of block_size tokens per rank and forward pass
-    questions: Questions = ()  # of HellaSwag
+    questions: "Questions" = ()  # of HellaSwag
 
     def metrics(
         self, model: GPT, accelerator: Accelerator, beat: Callable[[], None] = lambda: None
@@ -30,6 +33,8 @@ class Evaluation:
         """The eval/ metrics of a record; a collective. `beat` is called with each batch."""
         found = evaluate_splits(model, self.corpus, accelerator, self.batch_size, beat)
         if self.questions:
+            from accel_gpt.evals.hellaswag import score_questions
+
             found |= score_questions(model, self.questions, accelerator, self.batch_size, beat)
         return found
 
@@ -55,6 +60,8 @@ def open_evaluation(config: Config, corpus: Corpus) -> Evaluation:
         )
     questions: Questions = ()
     if config.eval.hellaswag is not None:
+        from accel_gpt.evals.hellaswag import read_questions
+
         path, limit = config.eval.hellaswag, config.eval.hellaswag_limit
         questions = read_questions(path, corpus.tokenizer, config.model.block_size, limit)
     return Evaluation(corpus, config.train.sequences, questions)

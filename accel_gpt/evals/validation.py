@@ -1,10 +1,10 @@
-"""Loss over fixed tokens of a split: the same ones every time, at any number of processes.
+"""Loss over fixed tokens of a split: the same ones every time, at any number of ranks.
 
-Shapes: B batch, T block_size, S sequences evaluated.
+Shapes: B batch, T tokens, S sequences evaluated.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel_gpt.data.corpus import Corpus, EvalSplit
 from accel_gpt.data.loader import check_tokens
@@ -22,6 +22,8 @@ from accel_gpt.errors import DataError
 from accel_gpt.model.documents import separate
 from accel_gpt.model.gpt import GPT, evaluating
 from accel_gpt.model.loss import IGNORE
+
+Batch = tuple[Sequence[int], int, int]  # numbers of the sequences, B, T
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,25 @@ class Score:
         return self.loss_sum / self.tokens
 
     @property
-    def perplexity(self) -> float:
-        """exp(loss), infinite where that overflows."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-    @property
     def bits_per_byte(self) -> float:
         """Total bits over the UTF-8 bytes of the targets: comparable over tokenizers.
 
         NaN where the bytes are not known.
         """
         return self.loss_sum / math.log(2) / (self.bytes or math.nan)
+
+    def metrics(self, split: str, source: str | None = None) -> dict[str, float]:
+        """The eval/ metrics of a split, or of one named source of it, without those not known."""
+        known = {"loss": self.loss}
+        if not math.isnan(self.loss_se):
+            known["loss_se"] = self.loss_se
+        if source is None:
+            known["perplexity"] = math.exp(self.loss) if self.loss < 700 else math.inf
+        if not math.isnan(self.bits_per_byte):
+            known["bits_per_byte"] = self.bits_per_byte
+        if source is None and not math.isnan(self.bits_per_byte_se):
+            known["bits_per_byte_se"] = self.bits_per_byte_se
+        return {f"eval/{split}_{k}" + (f"/{source}" if source else ""): v for k, v in known.items()}
 
 
 def evaluate_splits(
@@ -65,81 +75,19 @@ def evaluate_splits(
     With several sources the means are weighted by their shares; `eval/val_loss/NAME` is the loss of
     one. `batch_size`: sequences per rank and forward pass. `beat` is called with each batch.
     """
-    settings = (accelerator, batch_size, corpus.tokenizer, corpus.document_end, beat)
-    scores = {
-        name: [evaluate_part(model, part, *settings) for part in parts]
-        for name, parts in corpus.evaluated.items()
-    }
     metrics: dict[str, float] = {}
-    for name, parts in corpus.evaluated.items():
-        shares = [part.share for part in parts]
-        metrics |= split_metrics(name, weighted(scores[name], shares))
-    for part, score in zip(corpus.evaluated.get("val", ()), scores.get("val", ()), strict=True):
-        if part.name:
-            metrics |= named_metrics(score, part.name)
-    return metrics
+    named: dict[str, float] = {}
+    settings = (accelerator, batch_size, corpus.tokenizer, corpus.document_end, beat)
+    for split, sources in corpus.evaluated.items():
+        scores = [evaluate_source(model, source, *settings) for source in sources]
+        metrics |= weighted(scores, [source.share for source in sources]).metrics(split)
+        for source, score in zip(sources, scores, strict=True):
+            if split == "val" and source.name:
+                named |= score.metrics(split, source.name)
+    return metrics | named
 
 
-def evaluate_part(
-    model: GPT,
-    part: EvalSplit,
-    accelerator: Accelerator,
-    batch_size: int,
-    tokenizer: Tokenizer,
-    document_end: int | None,
-    beat: Callable[[], None] = lambda: None,
-) -> Score:
-    """Score a model on one source, in sequences of its block_size; a collective."""
-    token_bytes = np.zeros(model.vocab_size)
-    sizes = tokenizer.bytes_within(part.split)[: model.vocab_size]
-    token_bytes[: len(sizes)] = sizes
-    return evaluate(
-        model,
-        part.split,
-        accelerator,
-        batch_size=batch_size,
-        block_size=model.config.block_size,
-        tokens=part.tokens,
-        token_bytes=token_bytes,
-        document_end=document_end,
-        beat=beat,
-    )
-
-
-def split_metrics(name: str, score: Score) -> dict[str, float]:
-    """Metrics of a split."""
-    return known(
-        {
-            f"eval/{name}_loss": score.loss,
-            f"eval/{name}_loss_se": score.loss_se,
-            f"eval/{name}_perplexity": score.perplexity,
-            f"eval/{name}_bits_per_byte": score.bits_per_byte,
-            f"eval/{name}_bits_per_byte_se": score.bits_per_byte_se,
-        }
-    )
-
-
-def named_metrics(score: Score, name: str) -> dict[str, float]:
-    """Metrics of one of several val sets."""
-    return known(
-        {
-            f"eval/val_loss/{name}": score.loss,
-            f"eval/val_loss_se/{name}": score.loss_se,
-            f"eval/val_bits_per_byte/{name}": score.bits_per_byte,
-        }
-    )
-
-
-def known(metrics: dict[str, float]) -> dict[str, float]:
-    """Drop the standard errors of a single sequence, and bits per byte of unknown bytes."""
-    return {
-        k: v
-        for k, v in metrics.items()
-        if not math.isnan(v) or ("_se" not in k and "_bits_per_byte" not in k)
-    }
-
-
-def weighted(scores: list[Score], shares: list[float]) -> Score:
+def weighted(scores: Sequence[Score], shares: Sequence[float]) -> Score:
     """The score of an average token, the sources weighted by `shares`."""
     if len(scores) == 1:
         return scores[0]
@@ -148,8 +96,56 @@ def weighted(scores: list[Score], shares: list[float]) -> Score:
     loss = sum(share * score.loss for score, share in each)
     # bytes per token vary little within a source: only the errors of the losses count
     error = math.sqrt(sum((share * score.loss_se) ** 2 for score, share in each))
-    bits_error = error / math.log(2) / (bytes_per_token or math.nan)
-    return Score(loss, 1, bytes_per_token, error, bits_error)
+    return Score(
+        loss, 1, bytes_per_token, error, error / math.log(2) / (bytes_per_token or math.nan)
+    )
+
+
+def evaluate_source(
+    model: GPT,
+    source: EvalSplit,
+    accelerator: Accelerator,
+    batch_size: int,
+    tokenizer: Tokenizer,
+    document_end: int | None,
+    beat: Callable[[], None] = lambda: None,
+) -> Score:
+    """Score a model on one source, in sequences of its block_size; a collective.
+
+    `document_end`: the token at which attention and loss end, None: nowhere.
+    """
+    split, block_size = source.split, model.config.block_size
+    token_bytes = np.zeros(model.vocab_size)
+    sizes = tokenizer.bytes_within(split)[: model.vocab_size]
+    token_bytes[: len(sizes)] = sizes
+    positions = eval_sequences(split, block_size, source.tokens)
+    S = len(positions)
+
+    def read(number: int) -> tuple[npt.NDArray[np.integer], int]:
+        shard, start = positions[number].tolist()
+        size = min(block_size, int(split.lengths[shard]) - 1 - start)
+        tokens = split.read(shard, start, size + 1)
+        check_tokens(tokens, model.vocab_size, split.folder)
+        return tokens, size
+
+    batches: list[Batch] = [
+        (range(first, min(first + batch_size, S)), batch_size, block_size)
+        for first in range(0, S, batch_size)
+    ]
+    table = score_sequences(model, batches, read, accelerator, token_bytes, document_end, beat)
+    nats, count, size = table.sum(axis=0).tolist()
+    if not count:
+        raise DataError(
+            f"the {split.name} split of {split.folder} has no token to predict: it holds nothing "
+            "but end-of-text"
+        )
+    return Score(
+        nats,
+        int(count),
+        size,
+        loss_se=ratio_error(table[:, 0], table[:, 1]),
+        bits_per_byte_se=ratio_error(table[:, 0], table[:, 2]) / math.log(2),
+    )
 
 
 def eval_sequences(split: Split, block_size: int, tokens: int | None) -> npt.NDArray[np.int64]:
@@ -169,109 +165,65 @@ def eval_sequences(split: Split, block_size: int, tokens: int | None) -> npt.NDA
     return np.stack([shard, (index - (ends - counts)[shard]) * block_size], axis=1)
 
 
-def batches(
-    split: Split,
-    positions: npt.NDArray[np.int64],
-    batch_size: int,
-    block_size: int,
-    vocab_size: int,
-    rounds: int | None = None,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield `(tokens, targets)`, each (B, T) int64, of the sequences at `positions`.
-
-    `rounds`: number of batches, of which the last are empty; None: as many as are needed. Padding
-    has ignored targets.
-    """
-    if rounds is None:
-        rounds = -(-len(positions) // batch_size)
-    for first in range(0, rounds * batch_size, batch_size):
-        tokens = np.zeros((batch_size, block_size), dtype=np.int64)
-        targets = np.full((batch_size, block_size), IGNORE, dtype=np.int64)
-        for row, (shard, start) in enumerate(positions[first : first + batch_size].tolist()):
-            size = min(block_size, int(split.lengths[shard]) - 1 - start)
-            sequence = split.read(shard, start, size + 1)
-            check_tokens(sequence, vocab_size, split.folder)
-            tokens[row, :size], targets[row, :size] = sequence[:-1], sequence[1:]
-        yield torch.from_numpy(tokens), torch.from_numpy(targets)
-
-
-def evaluate(
-    model: nn.Module,
-    split: Split,
+def score_sequences(
+    model: GPT,
+    batches: Sequence[Batch],
+    read: Callable[[int], tuple[Sequence[int] | npt.NDArray[np.integer], int]],
     accelerator: Accelerator,
-    *,
-    batch_size: int,
-    block_size: int,
-    tokens: int | None,
     token_bytes: npt.NDArray[np.float64],
     document_end: int | None = None,
     beat: Callable[[], None] = lambda: None,
-) -> Score:
-    """Score `model` on `split`, spread over all ranks; a collective without random numbers.
+) -> npt.NDArray[np.float64]:
+    """Nats, targets and their bytes (S, 3) of each sequence in `batches`; a collective without
+    random numbers, with the same bits at any number of ranks.
 
-    `token_bytes`: (V,) UTF-8 bytes of each token. `document_end`: the token at which attention and
-    loss end, None: nowhere. `beat` is called with each batch.
+    `read`: the tokens of a sequence, and how many of them, at its end, are targets. `token_bytes`:
+    (V,) UTF-8 bytes of each token.
     """
-    rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    positions = eval_sequences(split, block_size, tokens)
     # whole batches for each rank: a sequence is computed beside the same ones at any world size
-    mine = np.arange(len(positions)) // batch_size % world == rank
-    sharded = accelerator.distributed_type == DistributedType.FSDP  # all ranks in each forward
-    rounds = -(-len(positions) // (batch_size * world)) if sharded else None
-    losses, counts = [], []
-    read = batches(split, positions[mine], batch_size, block_size, len(token_bytes), rounds)
+    world, device = accelerator.num_processes, accelerator.device
+    mine = list(batches[accelerator.process_index :: world])
+    if accelerator.distributed_type == DistributedType.FSDP:  # all ranks in each forward pass
+        mine += [([], *batches[0][1:])] * (-(-len(batches) // world) - len(mine))
+    table = np.zeros((sum(len(numbers) for numbers, _, _ in batches), 3))
+    losses = []
     with evaluating(model):
-        for inputs, targets in read:
+        for numbers, B, T in mine:
             beat()
+            inputs, targets = collate([read(number) for number in numbers], B, T)
             documents = None
             if document_end is not None:
                 targets, documents = separate(inputs, targets, document_end)
                 documents = documents.to(device)
-            valid = (targets != IGNORE).numpy()
-            size = np.where(valid, token_bytes[np.where(valid, targets.numpy(), 0)], 0).sum(-1)
-            losses.append(
-                model(inputs.to(device), targets.to(device), documents=documents, per_sequence=True)
+            loss = model(
+                inputs.to(device), targets.to(device), documents=documents, per_sequence=True
             )
-            counts.append(np.stack([valid.sum(-1), size], axis=-1))
-    table = np.zeros((len(positions), 3))
+            losses.append(loss[: len(numbers)])
+            valid = (targets != IGNORE).numpy()
+            sizes = np.where(valid, token_bytes[np.where(valid, targets.numpy(), 0)], 0)
+            counts = np.stack([valid.sum(-1), sizes.sum(-1)], axis=-1)
+            table[list(numbers), 1:] = counts[: len(numbers)]
     if losses:
-        count = int(mine.sum())
-        table[mine, 0] = torch.cat(losses).float().cpu().double().numpy()[:count]
-        table[mine, 1:] = np.concatenate(counts)[:count]
-    score = score_of(all_reduce_rows(table, accelerator))
-    if score is None:
-        raise DataError(
-            f"the {split.name} split of {split.folder} has no token to predict: it holds nothing "
-            "but end-of-text"
-        )
-    return score
-
-
-def all_reduce_rows(
-    table: npt.NDArray[np.float64], accelerator: Accelerator
-) -> npt.NDArray[np.float64]:
-    """All-reduce tables in which each rank fills rows of its own.
-
-    A number plus zeros is that number: all ranks have the same bits, at any world size.
-    """
-    if accelerator.num_processes == 1:  # on the CPU: MPS has no float64
+        numbers = [number for numbers, _, _ in mine for number in numbers]
+        table[numbers, 0] = torch.cat(losses).float().cpu().double().numpy()
+    if world == 1:  # on the CPU: MPS has no float64
         return table
-    summed: Tensor = accelerator.reduce(torch.from_numpy(table).to(accelerator.device), "sum")
+    # each rank has filled rows of its own, and a number plus zeros is that number
+    summed: Tensor = accelerator.reduce(torch.from_numpy(table).to(device), "sum")
     return summed.cpu().numpy()
 
 
-def score_of(table: npt.NDArray[np.float64]) -> Score | None:
-    """The score of sequences (S, 3): nats, targets and bytes of each; None without any target."""
-    nats, count, size = table.sum(axis=0).tolist()
-    if not count:
-        return None
-    return Score(
-        nats,
-        int(count),
-        size,
-        loss_se=ratio_error(table[:, 0], table[:, 1]),
-        bits_per_byte_se=ratio_error(table[:, 0], table[:, 2]) / math.log(2),
-    )
+def collate(
+    sequences: Sequence[tuple[Sequence[int] | npt.NDArray[np.integer], int]], B: int, T: int
+) -> tuple[Tensor, Tensor]:
+    """`(tokens, targets)`, each (B, T) int64, padded with ignored targets."""
+    tokens = np.zeros((B, T), dtype=np.int64)
+    targets = np.full((B, T), IGNORE, dtype=np.int64)
+    for row, (sequence, count) in enumerate(sequences):
+        size = len(sequence) - 1
+        tokens[row, :size] = sequence[:-1]
+        targets[row, size - count : size] = sequence[-count:]
+    return torch.from_numpy(tokens), torch.from_numpy(targets)
 
 
 def ratio_error(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64]) -> float:

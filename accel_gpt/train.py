@@ -98,7 +98,7 @@ def train(config: Config, plan: Plan, started: float) -> int:
     config, plan = resolve_auto(config, plan, accelerator)
     with open_display(config, plan, accelerator) as display:
         run = start(config, plan, accelerator, display)
-        writing, profiling = contextlib.closing(run.writer), run.reporter.profile
+        writing, profiling = contextlib.closing(run.writer), run.reporter.profiling()
         with Watchdog(config.train.step_timeout) as watchdog, writing, profiling:
             run.reporter.beat, stopping = watchdog.beat, False
             while run.state.step < plan.max_steps and not stopping:

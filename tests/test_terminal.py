@@ -6,7 +6,7 @@ import signal
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,15 +17,13 @@ from rich.console import Console
 from accel_gpt.config.experiment import CheckpointConfig, Config, EvalConfig, LogConfig, TrainConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.plan import make_plan
-from accel_gpt.training import terminal
-from accel_gpt.training.panel import ASCII_BLOCKS, BLOCKS, FINEST, Curve, Panel, draw
+from accel_gpt.training.panel import ASCII_BLOCKS, BLOCKS, Panel, draw, means
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import SAME_PRESS_SECONDS
 from accel_gpt.training.terminal import Display
 from tests.terminals import Terminal, in_python
 
 Arguments = Callable[..., list[str]]
-CLEARS = re.compile(rb"\x1b\[[23]?J|\x1bc|\x1b\[H|\x1b\[\?1049h|\x1b\[1;1H")  # of a whole screen
 COLORS = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7])(?:;\d+)*m")
 SHOWN, HIDDEN = b"\x1b[?25h", b"\x1b[?25l"  # the cursor
 FRAME = b"\x1b[2mstep "  # the bar begins so
@@ -89,11 +87,10 @@ def test_the_panel_tells_where_the_run_is_and_what_comes() -> None:
     assert figures[3].startswith("evaluation in 5 steps (3 days, 0:00:00)   save in 5 steps")
 
 
-@pytest.mark.parametrize("width", [200, 100, 80, 60, 33, 20, 9, 1])
-@pytest.mark.parametrize("height", [50, 8])
-def test_no_line_is_longer_than_the_terminal_is_wide(width: int, height: int) -> None:
-    lines = drawn(full_panel(), width, height)
-    assert len(lines) <= (7 if height > 13 else 5)
+@pytest.mark.parametrize("width", [200, 80, 60, 20, 1])
+def test_no_line_is_longer_than_the_terminal_is_wide(width: int) -> None:
+    lines = drawn(full_panel(), width)
+    assert len(lines) <= 7
     assert max(map(len, lines)) <= min(width, 100)
     if width >= 60:
         assert any(line.startswith("loss 0.7333   val 3.2000") for line in lines)
@@ -112,37 +109,33 @@ def test_what_is_announced_is_what_comes(
 ) -> None:
     saves = CheckpointConfig(every=every, every_tokens=tokens)
     length = TrainConfig(max_steps=20, tokens_per_step=8, micro_batch_size=1)
-    config, panel = make(
+    _, panel = make(
         train=length, model=ModelConfig(block_size=8), checkpoint=saves,
         eval=EvalConfig(every=evaluating),
     )  # fmt: skip
     panel.step = step
     later = range(step + 1, 21)
-    due = (s for s in later if s == 20 or TrainState(step=s, tokens=8 * s).save_is_due(saves, 8))
-    announced = {name: step + int(steps) for name, steps, _ in panel.due()}
-    assert announced["save in "] == next(due)
-    due = (s for s in later if s == 20 or (evaluating and s % evaluating == 0))
-    assert announced["evaluation in "] == next(due)
-    assert panel.config is config
+    saving = (s for s in later if s == 20 or TrainState(step=s, tokens=8 * s).save_is_due(saves, 8))
+    evaluated = (s for s in later if s == 20 or (evaluating and s % evaluating == 0))
+    announced = [step + int(line.split()[2]) for line in panel.due()]
+    assert announced == [next(evaluated), next(saving)]
 
 
-@given(st.lists(st.floats(0, 20), min_size=1, max_size=3 * FINEST), st.integers(1, 120))
-def test_a_curve_keeps_its_mean_and_its_bounds(losses: list[float], width: int) -> None:
-    curve = Curve(losses)
-    assert len(curve.means) < FINEST
-    kept = sum(curve.means) * curve.per_point + sum(curve.open)
-    assert kept == pytest.approx(sum(losses), abs=1e-6)
-    points = curve.points(width)
+@given(st.lists(st.floats(0, 20), min_size=1, max_size=400), st.integers(1, 120))
+def test_a_curve_has_a_mean_for_each_column(losses: list[float], width: int) -> None:
+    points = means(losses, width)
     assert 0 < len(points) <= width
     assert min(losses) - 1e-6 <= min(points) <= max(points) <= max(losses) + 1e-6
+    assert means(losses, len(losses)) == losses
 
 
 def test_a_curve_falls_from_top_to_bottom_and_knows_no_nan() -> None:
-    curve = Curve([8.0, float("nan"), 4.0, float("inf"), 2.0])
-    assert curve.points(80) == [8.0, 4.0, 2.0]
-    assert draw(curve.points(80), 1, BLOCKS) == ["█▅▁"]
-    assert draw(curve.points(80), 2, BLOCKS) == ["█▁ ", "██▁"]
-    assert draw([1.0, 1.0], 1, BLOCKS) == ["▁▁"]
+    _, panel = make()
+    panel.resume(3, [8.0, float("nan"), 4.0, float("inf"), 2.0])
+    assert panel.losses == [8.0, 4.0, 2.0]
+    assert draw(panel.losses, BLOCKS, 1) == ["█▅▁"]
+    assert draw(panel.losses, BLOCKS, 2) == ["█▁ ", "██▁"]
+    assert draw([1.0, 1.0], BLOCKS, 1) == ["▁▁"]
     assert len(ASCII_BLOCKS) == len(BLOCKS)
 
 
@@ -155,9 +148,9 @@ def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "step 4/20 | loss 2.0000 | left 0:01:15\n"
 
 
-@pytest.mark.parametrize(("active", "told"), [(True, "WARNING: it is late\n"), (False, "")])
-def test_quiet_runs_tell_warnings_and_other_processes_nothing(
-    active: bool, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("active", "text"), [(True, "WARNING: it is late\n"), (False, "")])
+def test_quiet_runs_print_warnings_and_other_ranks_nothing(
+    active: bool, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # no panel either
     config, panel = make(log=LogConfig(level="warning"))
@@ -165,7 +158,7 @@ def test_quiet_runs_tell_warnings_and_other_processes_nothing(
         display.show({"step": 4, "tokens": 400, "eval/val_loss": 2.0}, 75.0)
         display.log("hello")
         display.log("WARNING: it is late")
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == text
 
 
 def test_a_sample_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,34 +185,25 @@ def test_a_terminal_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) ->
     file = Gone()
     monkeypatch.setattr(sys, "stderr", file)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(terminal, "FRAME_SECONDS", 0.01)
+    monkeypatch.setattr("accel_gpt.training.panel.FRAMES_PER_SECOND", 100)
     config, panel = make()
     with Display(True, config, panel.plan) as display:
-        assert display.live
+        assert display.panel
         file.gone = True
         display.show({"step": 4, "tokens": 400, "eval/val_loss": 2.0}, 75.0)
         display.log("hello")
         time.sleep(0.05)
-        assert display.thread.is_alive()
-    assert not display.thread.is_alive()
+    assert display.panel is None
     assert sys.stderr is file
 
 
-@pytest.fixture
-def pyte() -> Iterator[None]:
-    """Reads what was written as a terminal does."""
-    pytest.importorskip("pyte")
-    return
-
-
-@pytest.mark.usefixtures("pyte")
 def test_messages_of_libraries_stay_above_a_panel_that_is_whole() -> None:
     play = """
 with display:
     display.log("hello")
     for step in range(1, 5):
         show(step)
-        time.sleep(0.3)
+        time.sleep(0.6)
         logging.getLogger("library").warning("from logging %d", step)
         warnings.warn(f"from warnings {step}")
         print(f"from print {step}")
@@ -243,53 +227,9 @@ with display:
     assert cursor.x == 0  # below the panel
 
 
-@pytest.mark.slow
-def test_frames_are_few_and_no_screen_is_cleared() -> None:
-    play = """
-with display:
-    for step in range(1, 2001):
-        show(1 + step % 20)
-        display.advance(1 + step % 20)
-        time.sleep(0.0005)
-    time.sleep(1.0)
-"""
-    started = time.monotonic()
-    with Terminal(in_python(SCENE + play)) as shell:
-        assert shell.finish() == 0
-        seconds = time.monotonic() - started
-    frames = shell.written.count(FRAME)
-    assert 4 <= frames <= 4 * seconds + 2
-    erased = shell.written.count(b"\x1b[2K")
-    assert erased <= 7 * frames  # lines of the panel, none else
-    assert not CLEARS.search(shell.written)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("pyte")
-def test_a_window_made_narrower_gets_a_panel_that_fits() -> None:
-    play = """
-with display:
-    for _ in range(2):
-        show(3), show(4)
-        time.sleep(0.6)
-        print("now")
-        sys.stdin.readline()
-"""
-    with Terminal(in_python(SCENE + play), columns=80) as shell:
-        shell.wait_for("now")
-        before = next(line for line in shell.lines() if "━" in line)
-        shell.resize(60, 24)
-        shell.press(b"\n\n")
-        assert shell.finish() == 0
-        after = shell.written.rpartition(FRAME)[2].decode()
-    assert len(before) == 80
-    text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", after).splitlines()[0]
-    assert len("step " + text) == 60
-
-
 @pytest.mark.parametrize(
     ("environment", "live", "colored"),
-    [({}, True, True), ({"NO_COLOR": "1"}, True, False), ({"TERM": "dumb"}, False, False)],
+    [({"NO_COLOR": "1"}, True, False), ({"TERM": "dumb"}, False, False)],
 )
 def test_no_color_and_dumb_terminals(
     environment: dict[str, str], live: bool, colored: bool
@@ -304,11 +244,10 @@ def test_no_color_and_dumb_terminals(
         assert shell.written.endswith(line)
 
 
-@pytest.mark.usefixtures("pyte")
 def test_of_a_run_that_did_not_begin_no_panel_stays() -> None:
     play = """
 with display:
-    time.sleep(0.3)
+    time.sleep(0.7)
     raise SystemExit("error: no")
 """
     with Terminal(in_python(SCENE + play)) as shell:

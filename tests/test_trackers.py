@@ -26,7 +26,6 @@ from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 from accel_gpt import train
 from accel_gpt.training import accelerator as environment
 from accel_gpt.training import metrics
-from accel_gpt.training.trackers import run_name
 from tests.conftest import launch
 from tests.test_train import records
 
@@ -59,6 +58,10 @@ from accel_gpt import train
 from accel_gpt.console import run_main
 sys.exit(run_main(train.main, sys.argv[1:]))
 """
+
+
+def run_name(run: Path) -> str:
+    return (run / "tracker_run").read_text().strip()
 
 
 def tags(path: Path) -> list[str]:

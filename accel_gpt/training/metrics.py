@@ -31,33 +31,14 @@ from accel_gpt.training.run_folder import RunFolder, is_number
 # metrics.csv, and with it the keys of metrics.jsonl; progress in percent of the run. Mixtures have
 # data/epochs/NAME and eval/val_loss/NAME in metrics.jsonl besides; log.batch_hash, data/batch_hash.
 COLUMNS = (
-    "step",
-    "progress",
-    "tokens",
-    "tokens_this_launch",
-    "time",
-    "train/loss",
-    "train/perplexity",
-    "train/lr",
-    "train/grad_norm",
-    "train/skipped",
-    "train/spikes",
-    "data/epochs",
-    "perf/tokens_per_second",
-    "perf/step_ms",
-    "perf/mfu",
-    "perf/memory_gb",
-    "eval/train_loss",
-    "eval/val_loss",
-    "eval/val_perplexity",
-    "eval/val_bits_per_byte",
-    "eval/train_loss_se",
-    "eval/val_loss_se",
-    "eval/val_bits_per_byte_se",
-    "eval/hellaswag_acc",
-    "eval/hellaswag_acc_norm",
+    *("step", "progress", "tokens", "tokens_this_launch", "time"),
+    *("train/loss", "train/perplexity", "train/lr", "train/grad_norm"),
+    *("train/skipped", "train/spikes", "data/epochs"),
+    *("perf/tokens_per_second", "perf/step_ms", "perf/mfu", "perf/memory_gb"),
+    *("eval/train_loss", "eval/val_loss", "eval/val_perplexity", "eval/val_bits_per_byte"),
+    *("eval/train_loss_se", "eval/val_loss_se", "eval/val_bits_per_byte_se"),
+    *("eval/hellaswag_acc", "eval/hellaswag_acc_norm"),
 )
-CSV_ONLY = ("progress", "tokens_this_launch", "train/perplexity")
 Record = dict[str, float]
 
 
@@ -99,13 +80,9 @@ class MetricsLog:
         with self.lock:
             self.waiting[self.jsonl] += as_jsonl([without_inf(record)])
             self.waiting[self.csv] += as_csv([row], header=False)
-            self.append()
-
-    def append(self) -> None:
-        """Write what waits; `OSError` where there is no room."""
-        for path, content in self.waiting.items():
-            append(path, content)
-            self.waiting[path] = b""
+            for path, content in self.waiting.items():
+                append(path, content)
+                self.waiting[path] = b""
 
     def sync(self) -> None:
         """Force both files to disk: before a checkpoint, which must not know more than they do."""
@@ -124,8 +101,7 @@ class Speed:
         self.flops_per_token = flops_per_token(gpt.config, gpt.vocab_size)
         precision = accelerator.mixed_precision
         tf32 = self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-        full = "tf32" if tf32 else "fp32"
-        self.dtype = full if precision == "no" else precision
+        self.dtype = ("tf32" if tf32 else "fp32") if precision == "no" else precision
         self.peak = peak_flops(device_name(self.device), self.dtype)
 
     def metrics(self, seconds_per_step: float) -> Record:
@@ -213,15 +189,6 @@ def as_csv(rows: Iterable[Mapping[str, Any]], header: bool = True) -> bytes:
         writer.writeheader()
     writer.writerows(rows)
     return text.getvalue().encode()
-
-
-def read_lines(path: Path) -> list[str]:
-    """Lines that end with a newline, of a file that may be missing; of no pipe or device."""
-    require(not path.is_dir(), f"{path} is a folder, expected a file; move it away")
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n")]
 
 
 def append(path: Path, content: bytes) -> None:

@@ -1,142 +1,111 @@
-"""What a run looks like on a terminal: the curve of the loss, a bar, metrics, what is due next.
+"""The live panel of a run on a terminal: the loss curve, a bar, metrics, what is due next.
 
 Drawn for whatever width and height the terminal has at the moment; at most `WIDEST` columns.
 """
 
+import contextlib
+import logging
 import math
+import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from statistics import fmean
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
 from rich.text import Text
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan
+from accel_gpt.config.plan import Plan, plural
+from accel_gpt.training.terminal import FORMS
 
 WIDEST = 100  # columns; a terminal that is made narrower then wraps less of what is drawn
+FRAMES_PER_SECOND = 2
 BLOCKS, ASCII_BLOCKS = " ▁▂▃▄▅▆▇█", " .:-=+*#%"  # from nothing to full, in eighths of a row
-CURVE_ROWS, CURVE_FROM_ROWS = 3, 14  # the curve has one row where the terminal is lower
-FINEST = 400  # points of a curve that are kept at most
+CURVE_ROWS = 3
 SMALLEST_LOSS = 1e-3  # of a curve, as its axis is logarithmic
-# keys of a record, the text before the value, its format, the text after it
 LOSSES = (
-    ("train/loss", "loss ", "{:.4f}", ""),
-    ("eval/val_loss", "val ", "{:.4f}", ""),
-    ("eval/val_bits_per_byte", "", "{:.4f}", " bits/byte"),
-    ("train/lr", "lr ", "{:.2e}", ""),
-    ("train/grad_norm", "norm ", "{:.2f}", ""),
-    ("train/skipped", "skipped ", "{:,.0f}", ""),
+    *("train/loss", "eval/val_loss", "eval/val_bits_per_byte"),
+    *("train/lr", "train/grad_norm", "train/skipped"),
 )
-SPEEDS = (
-    ("perf/tokens_per_second", "", "{:,.0f}", " tok/s"),
-    ("perf/mfu", "MFU ", "{:.1%}", ""),
-    ("perf/memory_gb", "", "{:.2f}", " GB"),
-    ("perf/step_ms", "", "{:,.1f}", " ms/step"),
-    ("tokens", "", "{:,.0f}", " tokens"),
-)
+SPEEDS = ("perf/tokens_per_second", "perf/mfu", "perf/memory_gb", "perf/step_ms", "tokens")
 
 
-class Curve:
-    """The losses of the whole run in at most `FINEST` points, each the mean of as many losses."""
+class Screen(Live):
+    """Draws a panel below what is printed, from a thread; goes on where the terminal is gone."""
 
-    def __init__(self, losses: Iterable[float] = ()) -> None:
-        self.means: list[float] = []
-        self.per_point = 1
-        self.open: list[float] = []  # losses of the point that is not complete yet
-        for loss in losses:
-            self.add(loss)
-
-    def add(self, loss: float) -> None:
-        """Add the next loss; one that is not finite is ignored."""
-        if not math.isfinite(loss):
-            return
-        self.open.append(loss)
-        if len(self.open) < self.per_point:
-            return
-        self.means.append(sum(self.open) / len(self.open))
-        self.open = []
-        if len(self.means) == FINEST:
-            pairs = zip(self.means[::2], self.means[1::2], strict=True)
-            self.means = [(a + b) / 2 for a, b in pairs]
-            self.per_point *= 2
-
-    def points(self, width: int) -> list[float]:
-        """The run from its start to now as at most `width` means of as many losses."""
-        rest = self.open  # the training thread may replace it meanwhile
-        points = self.means + ([sum(rest) / len(rest)] if rest else [])
-        per_column = math.ceil(len(points) / width)
-        columns = (points[i : i + per_column] for i in range(0, len(points), per_column or 1))
-        return [sum(column) / len(column) for column in columns]
-
-
-def draw(points: Sequence[float], rows: int, blocks: str) -> list[str]:
-    """Columns of blocks as high as the logarithms of `points`, the lowest point one eighth."""
-    logs = [math.log(max(point, SMALLEST_LOSS)) for point in points]
-    low, high = min(logs), max(logs)
-    unit = (8 * rows - 1) / (high - low) if high > low else 0.0
-    heights = [1 + round((value - low) * unit) for value in logs]
-    return [
-        "".join(blocks[min(max(height - 8 * row, 0), 8)] for height in heights)
-        for row in reversed(range(rows))
-    ]
+    def refresh(self) -> None:
+        """Draw."""
+        with contextlib.suppress(OSError):
+            super().refresh()
 
 
 class Panel:
-    """The metrics of a run, renderable by rich."""
+    """The metrics of a run, renderable by rich, between `start` and `stop` on stderr."""
 
     def __init__(self, config: Config, plan: Plan) -> None:
         self.config, self.plan = config, plan
-        self.step, self.metrics = 0, dict[str, float]()
-        self.curve = Curve()
+        self.step, self.metrics, self.losses = 0, dict[str, float](), list[float]()
         self.left: float | None = None  # seconds, at the time `updated`
         self.updated = time.monotonic()
+        console = Console(stderr=True)
+        self.screen = Screen(self, console=console, refresh_per_second=FRAMES_PER_SECOND)
+        self.stack = contextlib.ExitStack()
+
+    def start(self) -> None:
+        """Draw from now on."""
+        self.stack.enter_context(self.screen)
+        self.stack.enter_context(logging_to_stderr())
+
+    def stop(self) -> None:
+        """Draw no more; an empty panel does not stay."""
+        self.screen.transient = not self.metrics
+        with contextlib.suppress(OSError):  # of a terminal that is gone
+            self.stack.close()
+
+    def print(self, text: str) -> None:
+        """Print a line that stays, above the panel."""
+        self.screen.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def resume(self, step: int, losses: Iterable[float]) -> None:
         """Begin at `step`, with the losses of the run until then."""
-        self.step, self.metrics, self.curve = step, {}, Curve(losses)
+        self.step, self.metrics, self.losses = step, {}, [*filter(math.isfinite, losses)]
 
     def update(self, record: Mapping[str, float], seconds_left: float) -> None:
         """Show a record from now on; the metrics that it lacks stay."""
         self.step = int(record["step"])
         self.metrics |= record
         self.left, self.updated = seconds_left, time.monotonic()
-        if "train/loss" in record:
-            self.curve.add(record["train/loss"])
+        self.losses += filter(math.isfinite, [record.get("train/loss", math.nan)])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, ascii_only = min(options.max_width, WIDEST), options.ascii_only
-        rows = CURVE_ROWS if console.height >= CURVE_FROM_ROWS else 1
-        yield from self.curve_lines(width, rows, ASCII_BLOCKS if ascii_only else BLOCKS)
+        yield from self.curve(width, ASCII_BLOCKS if ascii_only else BLOCKS)
         yield self.bar(width, ascii_only)
-        for forms in (LOSSES, SPEEDS):
-            known = [form for form in forms if form[0] in self.metrics]
+        for keys in (LOSSES, SPEEDS):
+            known = [FORMS[key].format(self.metrics[key]) for key in keys if key in self.metrics]
             if known:
-                values = [(a, form.format(self.metrics[key]), b) for key, a, form, b in known]
-                yield side_by_side(values, width)
+                yield side_by_side(known, width)
         if self.step < self.plan.max_steps:
-            yield side_by_side(list(self.due()), width)
+            yield side_by_side(self.due(), width)
 
-    def curve_lines(self, width: int, rows: int, blocks: str) -> Iterable[Text]:
-        """The curve with its highest and lowest value; none before there are two."""
-        points = self.curve.points(max(width - 9, 1))
+    def curve(self, width: int, blocks: str) -> Iterable[Text]:
+        """The loss from the start to now, its highest and lowest value beside it; nothing before
+        there are two values.
+        """
+        points = means(self.losses, max(width - 9, 1))
         if len(points) < 2:
             return
-        marks = [""] * (rows - 1) + [f"{min(points):.3f}"]
-        if rows > 1:
-            marks[0] = f"{max(points):.3f}"
-        for mark, line in zip(marks, draw(points, rows, blocks), strict=True):
-            yield Text.assemble(
-                (f"{mark:>8}", "dim"), " ", (line, "cyan"), no_wrap=True, overflow="crop"
-            )
+        marks = (f"{max(points):.3f}", "", f"{min(points):.3f}")
+        for mark, line in zip(marks, draw(points, blocks), strict=True):
+            yield one_line((f"{mark:>8} ", "dim"), (line, "cyan"))
 
     def bar(self, width: int, ascii_only: bool) -> Text:
         """How far the run is."""
         total, left = self.plan.max_steps, self.seconds_left()
-        line = Text.assemble(
-            *(("step ", "dim"), (f"{self.step:,}", "bold"), (f"/{total:,} ", "dim")),
-            no_wrap=True, overflow="crop",
-        )  # fmt: skip
+        line = one_line(("step ", "dim"), (f"{self.step:,}", "bold"), (f"/{total:,} ", "dim"))
         share = f" {self.step / total:.0%} "
         rest = "left ?" if left is None else f"left {clock(left)}"
         room = max(width - len(line) - len(share) - len(rest), 0)
@@ -149,19 +118,56 @@ class Panel:
         """Seconds to the end of the run, as estimated with the last record."""
         return None if self.left is None else max(self.left + self.updated - time.monotonic(), 0.0)
 
-    def due(self) -> Iterable[tuple[str, str, str]]:
+    def due(self) -> list[str]:
         """When the next evaluation and the next checkpoint are due, by steps or by tokens."""
-        last = self.plan.max_steps
+        last, left = self.plan.max_steps, self.seconds_left()
         save = next_multiple(self.step, self.config.checkpoint.every, last)
         if tokens := self.config.checkpoint.every_tokens:
             each = self.plan.tokens_per_step
             save = min(save, math.ceil((self.step * each // tokens + 1) * tokens / each))
         evaluation = next_multiple(self.step, self.config.eval.every, last)
-        left = self.seconds_left()
+        lines = []
         for name, due in (("evaluation", evaluation), ("save", save)):
             steps = due - self.step
             after = f" ({clock(left * steps / (last - self.step))})" if left else ""
-            yield f"{name} in ", f"{steps:,}", f" {'step' if steps == 1 else 'steps'}{after}"
+            lines.append(f"{name} in {plural(steps, 'step')}{after}")
+        return lines
+
+
+@contextmanager
+def logging_to_stderr() -> Iterator[None]:
+    """Send the messages of libraries to `sys.stderr` as it is now: they would tear the panel."""
+    loggers = (logging.root, *logging.root.manager.loggerDict.values())
+    handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
+    redirected = [
+        (handler, handler.setStream(sys.stderr))
+        for handler in handlers
+        if isinstance(handler, logging.StreamHandler)
+        and handler.stream in (sys.__stderr__, sys.__stdout__)
+    ]
+    try:
+        yield
+    finally:
+        for handler, before in redirected:
+            handler.setStream(before)
+
+
+def means(losses: Sequence[float], width: int) -> list[float]:
+    """At most `width` means, each of as many losses but the last."""
+    size = math.ceil(len(losses) / width) or 1
+    return [fmean(losses[i : i + size]) for i in range(0, len(losses), size)]
+
+
+def draw(points: Sequence[float], blocks: str, rows: int = CURVE_ROWS) -> list[str]:
+    """Columns of blocks as high as the logarithms of `points`, the lowest point one eighth."""
+    logs = [math.log(max(point, SMALLEST_LOSS)) for point in points]
+    low, high = min(logs), max(logs)
+    unit = (8 * rows - 1) / (high - low) if high > low else 0.0
+    heights = [1 + round((value - low) * unit) for value in logs]
+    return [
+        "".join(blocks[min(max(height - 8 * row, 0), 8)] for height in heights)
+        for row in reversed(range(rows))
+    ]
 
 
 def next_multiple(step: int, every: int, last: int) -> int:
@@ -174,12 +180,19 @@ def clock(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def side_by_side(parts: Sequence[tuple[str, str, str]], width: int) -> Text:
-    """Values in one line, each with the text before and after it; as many as fit."""
-    line = Text(no_wrap=True, overflow="crop")
-    for before, value, after in parts:
-        gap = "   " if line else ""
-        if len(line) + len(gap + before + value + after) > width:
+def side_by_side(parts: Sequence[str], width: int) -> Text:
+    """As many of the parts as fit into a line, their numbers bold."""
+    line = ""
+    for part in parts:
+        longer = f"{line}   {part}" if line else part
+        if len(longer) > width:
             break
-        line.append(gap + before, "dim").append(value, "bold").append(after, "dim")
-    return line
+        line = longer
+    text = one_line((line, "dim"))
+    text.highlight_regex(r"\d[\d.,:e%+-]*", "bold not dim")
+    return text
+
+
+def one_line(*parts: tuple[str, str]) -> Text:
+    """A line of texts with their styles, cut where the terminal ends."""
+    return Text.assemble(*parts, no_wrap=True, overflow="crop")

@@ -4,12 +4,10 @@ Writes `profile/profile_N.json` of each rank, for chrome://tracing or ui.perfett
 `profile/operations.txt`.
 """
 
-import contextlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
@@ -18,81 +16,58 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import plural
 from accel_gpt.files import write_file
 
-WARMUP = 2  # steps before, in which kernels are chosen and memory is allocated: assumption
+# steps before those that are recorded: two in which kernels are chosen and memory is allocated (an
+# assumption), one in which the profiler starts
+BEFORE = 3
 LINES = 10  # of the table
 LONGEST = 80  # characters of a name; those of CUDA's kernels go on for lines
 
 
-class Profile:
-    """Profiles `train.profile` steps of a launch, after the warmup and one step that is dropped."""
+@contextmanager
+def profile(
+    config: Config, accelerator: Accelerator, log: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
+    """Profile `train.profile` steps of a launch, or as many as it makes.
 
-    def __init__(
-        self, config: Config, accelerator: Accelerator, log: Callable[[str], None]
-    ) -> None:
-        self.steps, self.accelerator, self.log = config.train.profile, accelerator, log
-        self.folder = Path(config.out_dir) / "profile"
-        self.stack = contextlib.ExitStack()
-        self.profiler: Any = None
-        self.done = 0  # steps of this launch
+    Yields the function to be called after each step. A disk without room is a warning.
+    """
+    steps, folder, device = (
+        config.train.profile,
+        Path(config.out_dir) / "profile",
+        accelerator.device,
+    )
+    recorded = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def completed(self, pause: Callable[[], AbstractContextManager[None]]) -> None:
-        """Note a completed step; `pause`: the context of what is not training."""
-        if not self.steps:
+    def finish(profiler: Any) -> None:
+        nonlocal recorded
+        recorded = profiler.step_num - BEFORE
+        if recorded <= 0:
             return
-        self.done += 1
-        if self.done == WARMUP:
-            kinds = ["cpu"] + (["cuda"] if self.accelerator.device.type == "cuda" else [])
-            options = ProfileKwargs(
-                activities=kinds,
-                schedule_option={"wait": 0, "warmup": 1, "active": self.steps, "repeat": 1},
-            )  # no output_trace_dir: with it ranks wait for each other, also for one without room
-            with pause():
-                self.profiler = self.stack.enter_context(self.accelerator.profile(options))
-        elif self.profiler and self.done < WARMUP + 1 + self.steps:
-            self.profiler.step()
-        elif self.profiler:
-            with pause():
-                self.finish(self.steps)
-
-    def finish(self, steps: int) -> None:
-        """Write the trace and the table of so many steps."""
-        profiler, self.profiler = self.profiler, None
-        self.stack.close()
-        main, rank = self.accelerator.is_main_process, self.accelerator.process_index
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(self.folder / f"profile_{rank}.json"))
-            if main:
-                text = table(profiler.key_averages(), steps, self.accelerator.device.type)
-                write_file(self.folder / "operations.txt", [text.encode()])
-                self.log(
-                    f"{text}profile  {plural(steps, 'step')}, slower than without: {self.folder}/, "
+            folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(folder / f"profile_{accelerator.process_index}.json"))
+            if accelerator.is_main_process:
+                text = table(profiler.key_averages(), recorded, device.type)
+                write_file(folder / "operations.txt", [text.encode()])
+                log(
+                    f"{text}profile  {plural(recorded, 'step')}, slower than without: {folder}/, "
                     "a trace of each process for ui.perfetto.dev"
                 )
         except OSError as error:
-            self.log(f"WARNING: {error}; training goes on without the profile")
+            log(f"WARNING: {error}; training goes on without the profile")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Write a profile that the end of the launch cut short, if it has steps."""
-        recorded = self.done - WARMUP - 1
-        if kind is None and self.steps and recorded <= 0:
-            self.log(
-                f"WARNING: train.profile is {self.steps}, but this launch made only "
-                f"{plural(self.done, 'step')}, of which the first {WARMUP + 1} are not recorded"
-            )
-        if self.profiler and kind is None and recorded > 0:
-            self.finish(recorded)
-        else:
-            self.stack.close()
-            self.profiler = None
+    options = ProfileKwargs(
+        activities=["cpu"] + (["cuda"] if device.type == "cuda" else []),
+        schedule_option={"wait": BEFORE - 1, "warmup": 1, "active": steps, "repeat": 1},
+        on_trace_ready=finish,
+    )
+    with accelerator.profile(options) as profiler:
+        yield profiler.step
+    if recorded <= 0:
+        log(
+            f"WARNING: train.profile is {steps}, but this launch made only "
+            f"{plural(profiler.step_num, 'step')}, of which the first {BEFORE} are not recorded"
+        )
 
 
 def table(averages: Any, steps: int, device: str) -> str:
@@ -100,12 +75,10 @@ def table(averages: Any, steps: int, device: str) -> str:
     on_cpu = device != "cuda"
     rows = []
     for event in averages:
-        if (event.device_type.name == "CPU") != on_cpu:
-            continue
-        if event.is_user_annotation or event.key.startswith("ProfilerStep"):
-            continue  # a bracket around others
-        own = event.self_cpu_time_total if on_cpu else event.self_device_time_total
-        rows.append((own / steps / 1000, event.count / steps, event.key))
+        bracket = event.is_user_annotation or event.key.startswith("ProfilerStep")
+        if (event.device_type.name == "CPU") == on_cpu and not bracket:
+            own = event.self_cpu_time_total if on_cpu else event.self_device_time_total
+            rows.append((own / steps / 1000, event.count / steps, event.key))
     rows.sort(reverse=True)
     total = sum(row[0] for row in rows) or 1.0
     lines = [f"{'share':>6} {'ms a step':>10} {'calls a step':>12}  operation"]

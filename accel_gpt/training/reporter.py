@@ -26,17 +26,10 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.redact import command_line, redact
 from accel_gpt.training.machine import describe_machine
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
-from accel_gpt.training.profiling import Profile
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.terminal import Display
-from accel_gpt.training.trackers import (
-    chart_groups,
-    quiet_tensorboard,
-    reopen_tensorboard,
-    start_trackers,
-    write_samples,
-)
+from accel_gpt.training.trackers import Trackers, quiet_tensorboard
 
 
 @contextmanager
@@ -61,14 +54,14 @@ class Reporter:
     ) -> None:
         self.config, self.plan, self.accelerator, self.gpt = config, plan, accelerator, gpt
         self.speed, self.display, self.log = Speed(gpt, plan, accelerator), display, display.log
-        self.charts = chart_groups(config, has_mfu=self.speed.peak is not None)
+        self.trackers = Trackers(accelerator, config, has_mfu=self.speed.peak is not None)
         self.out_dir = Path(config.out_dir)
         self.metrics: MetricsLog | None = None  # on rank 0
-        self.refused: set[str] = set()  # "metrics", "trackers": files that the disk did not take
+        self.disk_full = False  # it has refused metrics
         self.synchronize = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
         self.watch = Stopwatch(0.0, 0)
-        self.profile = Profile(config, accelerator, self.log)
         self.beat: Callable[[], None] = lambda: None  # of the watchdog
+        self.profile_step: Callable[[], None] = lambda: None
 
     def launch(self, corpus: Corpus, state: TrainState) -> None:
         """Record this launch, which resumes at `state`, and print its first lines."""
@@ -76,7 +69,7 @@ class Reporter:
             machine = describe_machine(self.accelerator)
             self.record_launch(corpus, machine, state.step)
             self.log(self.first_lines(corpus, machine))
-        start_trackers(self.accelerator, self.config, state.step, self.charts)
+        self.trackers.start(state.step)
         self.reset(state)
 
     def record_launch(self, corpus: Corpus, machine: dict[str, Any], step: int) -> None:
@@ -112,7 +105,7 @@ class Reporter:
         config, speed = self.config, self.speed
         parameters = parameter_counts(config.model, corpus.vocab_size)["total"]
         unknown = "" if speed.peak else f"; no MFU: its {speed.dtype} peak is not known"
-        precision = machine["mixed_precision"].replace("no", "fp32")
+        precision = "fp32" if machine["mixed_precision"] == "no" else machine["mixed_precision"]
         default = " (default)" if config.train.mixed_precision is None else ""
         return "\n".join(
             [
@@ -129,7 +122,7 @@ class Reporter:
 
     def roll_back(self, state: TrainState) -> None:
         """Drop what was written for the steps after `state`."""
-        reopen_tensorboard(self.accelerator, state.step + 1, self.charts)
+        self.trackers.reopen(state.step + 1)
         self.reset(state)
 
     def reset(self, state: TrainState) -> None:
@@ -139,11 +132,22 @@ class Reporter:
             self.display.resume(state.step, self.metrics.losses)
         self.watch = Stopwatch(state.seconds, state.step, self.synchronize)
 
+    @contextmanager
+    def profiling(self) -> Iterator[None]:
+        """The context of all steps of a launch, some of which `train.profile` records."""
+        if not self.config.train.profile:
+            yield
+            return
+        from accel_gpt.training.profiling import profile
+
+        with profile(self.config, self.accelerator, self.log) as self.profile_step:
+            yield
+
     def completed(self, step: int) -> None:
         """Note that a step was completed, with all that follows it."""
         self.beat()
         self.display.advance(step)
-        self.profile.completed(self.watch.pause)
+        self.profile_step()
 
     def pace(self, step: int) -> Record:
         """The speed since the last call."""
@@ -162,10 +166,17 @@ class Reporter:
         """Write the metrics of a step to the files, the trackers and the terminal."""
         state.seconds = self.watch.elapsed()
         whole = {"step": state.step, "tokens": state.tokens, "time": state.seconds} | record
-        if metrics := self.metrics:
-            self.write(lambda: metrics.write(whole))
-        self.write(lambda: self.accelerator.log(record, step=state.step), state.step)
-        if metrics:
+
+        def write() -> None:
+            if self.metrics:
+                self.metrics.write(whole)
+            if self.disk_full:  # TensorBoard's writer ends at an error
+                self.trackers.reopen(state.step)
+            self.accelerator.log(record, step=state.step)
+            self.disk_full = False
+
+        self.write(write)
+        if self.metrics:
             self.display.show(whole, self.watch.left(state.step, self.plan.max_steps))
 
     @contextmanager
@@ -187,24 +198,16 @@ class Reporter:
         yield
         with self.watch.pause():
             metrics = layer_stats(self.gpt, before, grad_norm, tokens, documents, self.accelerator)
-            self.write(lambda: self.accelerator.log(metrics, step=step), step)
+            self.write(lambda: self.accelerator.log(metrics, step=step))
 
-    def write(self, files: Callable[[], object], step: int | None = None) -> None:
-        """Call `files`, which writes: the trackers at `step`, or with None the metrics.
-
-        A disk that refuses them does not end a run; the warning comes once, until it accepts again.
+    def write(self, files: Callable[[], object]) -> None:
+        """Call `files`, which writes. A disk without room does not end a run: the metrics are
+        written when it has room, the trackers lack what they were sent; one warning until then.
         """
-        if step is not None and "metrics" in self.refused:  # the trackers keep no lines for later
-            self.refused.add("trackers")
-            return
-        kind = "metrics" if step is None else "trackers"
         try:
-            if step is not None and kind in self.refused:  # TensorBoard's writer ends at an error
-                reopen_tensorboard(self.accelerator, step, self.charts)
             files()
-            self.refused.discard(kind)
         except OSError as error:
-            if not self.refused:
+            if not self.disk_full:
                 free = ""
                 with contextlib.suppress(OSError):
                     free = f" ({shutil.disk_usage(self.out_dir).free:,} bytes are free)"
@@ -213,11 +216,19 @@ class Reporter:
                     f"{error.strerror or error}{free}; training goes on, and they are written when "
                     "there is room"
                 )
-            self.refused.add(kind)
+            self.disk_full = True
 
     def samples(self, step: int, text: str) -> None:
         """Write samples to a file and the trackers; print those of the last step."""
-        self.write(lambda: write_samples(self.accelerator, self.out_dir, step, text), step)
+        path = self.out_dir / "samples" / f"step_{step:08d}.txt"
+
+        def write() -> None:
+            self.trackers.samples(step, text)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(f"{text}\n", encoding="utf-8")
+
+        if self.accelerator.is_main_process:
+            self.write(write)
         if step == self.plan.max_steps:
             self.log(text)
 

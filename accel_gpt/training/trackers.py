@@ -24,55 +24,79 @@ from accel_gpt.errors import UserError
 from accel_gpt.files import write_file
 from accel_gpt.redact import redact
 
-Charts = dict[str, dict[str, list[Any]]]
 PROJECT = "accel_gpt"
 
 
-def start_trackers(accelerator: Accelerator, config: Config, step: int, charts: Charts) -> None:
-    """Start Accelerate's trackers; TensorBoard drops the steps after the resumed one.
+class Trackers:
+    """The trackers of a run; on other ranks than 0 there are none."""
 
-    Raises `UserError` where a tracker other than TensorBoard fails to start, as wandb without a
-    login.
-    """
-    kwargs: dict[str, Any] = {"tensorboard": {"purge_step": step + 1}}
-    if set(config.log.trackers) <= {"tensorboard"}:
-        accelerator.init_trackers(PROJECT, init_kwargs=kwargs)
-    else:
-        if accelerator.is_main_process:
+    def __init__(self, accelerator: Accelerator, config: Config, has_mfu: bool) -> None:
+        self.accelerator, self.config = accelerator, config
+        self.charts = chart_groups(config, has_mfu)
+
+    def start(self, step: int) -> None:
+        """Start all, to resume from `step`; TensorBoard drops the steps after it.
+
+        Raises `UserError` where one fails to start, as wandb without a login.
+        """
+        config, accelerator = self.config, self.accelerator
+        kwargs: dict[str, Any] = {"tensorboard": {"purge_step": step + 1}}
+        if accelerator.is_main_process and set(config.log.trackers) - {"tensorboard"}:
             kwargs |= resumable(Path(config.out_dir))
+        stdin = sys.stdin
         try:
-            with no_keyboard():
+            # without input a tracker that wants a login fails instead of waiting
+            with Path(os.devnull).open() as sys.stdin:
                 accelerator.init_trackers(PROJECT, init_kwargs=kwargs)
         except Exception as error:  # each package has its own
             raise UserError(
                 f"log.trackers is {', '.join(config.log.trackers)}, of which one does not start: "
                 f"{redact(str(error))}"
             ) from error
-    if not accelerator.is_main_process:
-        return
-    for tracker in accelerator.trackers:
-        if isinstance(tracker, TensorBoardTracker):
-            add_charts(tracker, charts)
-            tracker.log({"config": as_code(to_yaml(config))}, step=step)
-        else:
-            options = to_flat(to_plain(config))
-            tracker.store_init_configuration({k: redact(str(v)) for k, v in options.items()})
-
-
-@contextmanager
-def no_keyboard() -> Iterator[None]:
-    """An empty standard input: a tracker that asks for a login fails instead of waiting."""
-    stdin = sys.stdin
-    with Path(os.devnull).open() as sys.stdin:
-        try:
-            yield
         finally:
             sys.stdin = stdin
+        if not accelerator.is_main_process:
+            return
+        options = {k: redact(str(v)) for k, v in to_flat(to_plain(config)).items()}
+        for tracker in accelerator.trackers:
+            if isinstance(tracker, TensorBoardTracker):
+                self.add_charts(tracker)
+                tracker.log({"config": as_code(to_yaml(config))}, step=step)
+            else:
+                tracker.store_init_configuration(options)
+
+    def reopen(self, step: int) -> None:
+        """Begin a new file of TensorBoard's curves, which drops the steps from `step` on."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        for tracker in self.accelerator.trackers:
+            if isinstance(tracker, TensorBoardTracker):
+                with contextlib.suppress(OSError):  # of a full disk: once more
+                    tracker.writer.close()
+                tracker.writer = SummaryWriter(tracker.logging_dir, purge_step=step)
+                self.add_charts(tracker)
+
+    def add_charts(self, tracker: TensorBoardTracker) -> None:
+        """Begin a file of curves with the groups of charts."""
+        tracker.writer.add_custom_scalars(self.charts)
+        tracker.writer.flush()
+
+    def samples(self, step: int, text: str) -> None:
+        """Write the samples of a step."""
+        for tracker in self.accelerator.trackers:
+            in_markdown = isinstance(tracker, TensorBoardTracker)
+            tracker.log({"samples": as_code(text) if in_markdown else text}, step=step)
 
 
 def resumable(out_dir: Path) -> dict[str, Any]:
-    """Options with which wandb and trackio continue a run; wandb records only what it is given."""
-    name = run_name(out_dir)
+    """Options with which wandb and trackio continue a run under its name, which is chosen once;
+    wandb records only what it is given.
+    """
+    path = out_dir / "tracker_run"
+    if not path.is_file():
+        folder = re.sub(r"[^\w.-]+", "-", out_dir.resolve().name)
+        write_file(path, [f"{folder}-{secrets.token_hex(4)}\n".encode()])
+    name = path.read_text(encoding="utf-8").strip()
     only = {"disable_git": True, "save_code": False, "x_disable_meta": True}  # it has argv, too
     silent = {"console": "off", "silent": True}
     named = {"id": name, "name": name, "resume": "allow", "dir": str(out_dir)}
@@ -80,27 +104,6 @@ def resumable(out_dir: Path) -> dict[str, Any]:
         "wandb": {**named, "settings": {**only, **silent}},
         "trackio": {"name": name, "resume": "allow"},
     }
-
-
-def run_name(out_dir: Path) -> str:
-    """The name of the run in trackers that keep the runs of many folders together."""
-    path = out_dir / "tracker_run"
-    if not path.is_file():
-        folder = re.sub(r"[^\w.-]+", "-", out_dir.resolve().name)
-        write_file(path, [f"{folder}-{secrets.token_hex(4)}\n".encode()])
-    return path.read_text(encoding="utf-8").strip()
-
-
-def reopen_tensorboard(accelerator: Accelerator, purge_step: int, charts: Charts) -> None:
-    """Begin a new file of curves, which drops the steps from `purge_step` on."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    for tracker in accelerator.trackers:
-        if isinstance(tracker, TensorBoardTracker):
-            with contextlib.suppress(OSError):  # of a full disk: once more
-                tracker.writer.close()
-            tracker.writer = SummaryWriter(tracker.logging_dir, purge_step=purge_step)
-            add_charts(tracker, charts)
 
 
 @contextmanager
@@ -119,7 +122,7 @@ def quiet_tensorboard() -> Iterator[None]:
         threading.excepthook = before
 
 
-def chart_groups(config: Config, has_mfu: bool) -> Charts:
+def chart_groups(config: Config, has_mfu: bool) -> dict[str, dict[str, list[Any]]]:
     """TensorBoard's page of custom scalars: group -> chart -> patterns of the keys of its lines."""
     groups = {
         "loss": {
@@ -145,24 +148,6 @@ def chart_groups(config: Config, has_mfu: bool) -> Charts:
         group: {title: ["Multiline", lines] for title, lines in charts.items()}
         for group, charts in groups.items()
     }
-
-
-def add_charts(tracker: TensorBoardTracker, charts: Charts) -> None:
-    """Begin a file of curves with the groups of charts."""
-    tracker.writer.add_custom_scalars(charts)
-    tracker.writer.flush()
-
-
-def write_samples(accelerator: Accelerator, out_dir: Path, step: int, text: str) -> None:
-    """Write the samples of a step to the trackers and to `samples/step_00001000.txt`."""
-    if not accelerator.is_main_process:
-        return
-    for tracker in accelerator.trackers:
-        in_markdown = isinstance(tracker, TensorBoardTracker)
-        tracker.log({"samples": as_code(text) if in_markdown else text}, step=step)
-    folder = out_dir / "samples"
-    folder.mkdir(exist_ok=True)
-    (folder / f"step_{step:08d}.txt").write_text(text + "\n", encoding="utf-8")
 
 
 def as_code(text: str) -> str:

@@ -20,9 +20,8 @@ Shapes: B batch, T tokens, C channels, H query heads, K key and value heads, D h
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -36,36 +35,25 @@ from accel_gpt.model.layers import CausalSelfAttention
 from accel_gpt.optim.adamw import is_sharded
 
 ENTROPY_ROWS = 2
-CHUNK = 2**24
-"""Attention scores in memory at a time: 64 MiB in float32."""
 
 
 def parts(gpt: GPT) -> dict[str, list[nn.Parameter]]:
     """The weights of each part, none of them twice; under FSDP sharded or not, as they are now."""
-    modules: dict[str, Sequence[nn.Module | None]] = {
-        "embedding": [gpt.wte],
-        "position": [gpt.wpe],
-        "embedding_norm": [gpt.norm_e],
-    }
-    for layer, block in numbered(gpt):
-        modules[f"{layer}.attn"] = [block.norm_1, block.attn]
-        modules[f"{layer}.mlp"] = [block.norm_2, block.mlp]
+    modules: dict[str, list[Any]] = {"embedding": [gpt.wte], "position": [gpt.wpe]}
+    modules["embedding_norm"] = [gpt.norm_e]
+    blocks: list[Any] = list(gpt.blocks)
+    for layer, block in enumerate(blocks):
+        modules[f"{layer:02d}.attn"] = [block.norm_1, block.attn]
+        modules[f"{layer:02d}.mlp"] = [block.norm_2, block.mlp]
     modules |= {"norm": [gpt.norm_f], "head": [gpt.head]}
-    seen: set[int] = set()
+    seen: set[nn.Parameter] = set()
     found: dict[str, list[nn.Parameter]] = {}
     for name, owners in modules.items():
-        weights = [weight for owner in owners if owner for weight in owner.parameters()]
-        new = [weight for weight in weights if id(weight) not in seen]
-        seen.update(map(id, new))
-        if new:
-            found[name] = new
+        weights = [w for owner in owners if owner for w in owner.parameters() if w not in seen]
+        seen.update(weights)
+        if weights:
+            found[name] = weights
     return found
-
-
-def numbered(gpt: GPT) -> Iterator[tuple[str, Any]]:
-    """The blocks as `00`, `01`, ..."""
-    for layer, block in enumerate(gpt.blocks):
-        yield f"{layer:02d}", block
 
 
 def copies(gpt: GPT) -> dict[str, list[Tensor]]:
@@ -121,55 +109,44 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-@dataclass
-class Activations:
-    """Statistics of a forward pass on this rank, by their keys."""
-
-    squares: dict[str, Tensor] = field(default_factory=dict)  # means, each ()
-    entropies: dict[str, Tensor] = field(default_factory=dict)  # each ()
-    alive: dict[str, Tensor] = field(default_factory=dict)  # 1 where above 0 for a token, (hidden,)
-
-
 def activation_stats(
     gpt: GPT, tokens: Tensor, documents: Tensor | None, accelerator: Accelerator
 ) -> dict[str, Tensor]:
     """Statistics of a forward pass, all-reduced over the ranks, each ()."""
-
-    def mean_over_ranks(values: dict[str, Tensor]) -> dict[str, Tensor]:
-        mean = torch.stack(list(values.values()))  # of as many tokens on each rank
-        if accelerator.num_processes > 1:
-            mean = accelerator.reduce(mean, "mean")
-        return dict(zip(values, mean, strict=True))
-
-    found = Activations()
-    mask = attention_mask(tokens, documents)
-    with evaluating(gpt, compiled=False), record_activations(gpt, found, mask):
+    found: dict[str, Tensor] = {}  # means over this rank; of dead_units 1 for each unit in use
+    with evaluating(gpt, compiled=False), record_activations(gpt, found, documents):
         gpt(tokens, documents=documents, last_only=True)
-    alive = mean_over_ranks(found.alive)
-    return {
-        **{name: value.sqrt() for name, value in mean_over_ranks(found.squares).items()},
-        **mean_over_ranks(found.entropies),
-        **{name: (value == 0).float().mean() for name, value in alive.items()},
-    }
+    for name, value in found.items():
+        mean = accelerator.reduce(value, "mean") if accelerator.num_processes > 1 else value
+        if "rms" in name:
+            mean = mean.sqrt()
+        elif name.startswith("dead_units"):
+            mean = (mean == 0).float().mean()
+        found[name] = mean
+    return found
 
 
 @contextmanager
-def record_activations(gpt: GPT, found: Activations, mask: Tensor) -> Iterator[None]:
-    """Record the statistics of a forward pass in `found`; `mask`: see `attention_mask`."""
+def record_activations(
+    gpt: GPT, found: dict[str, Tensor], documents: Tensor | None
+) -> Iterator[None]:
+    """Record the statistics of a forward pass in `found`."""
 
     def square(name: str, module: nn.Module, args: Any, out: Tensor) -> None:
-        found.squares[name] = out.float().square().mean()
+        found[name] = out.float().square().mean()
 
     def attend(name: str, module: CausalSelfAttention, args: Any, out: Tensor) -> None:
         x, rotary, *_ = args
-        found.entropies[name] = entropy(module, x, rotary, mask)
+        found[name] = entropy(module, x, rotary, documents)
 
     def gate(name: str, gated: bool, module: nn.Module, args: Any, out: Tensor) -> None:
         units = out.chunk(2, dim=-1)[0] if gated else out  # (B, T, hidden)
-        found.alive[name] = (units > 0).flatten(0, -2).any(0).float()
+        found[name] = (units > 0).flatten(0, -2).any(0).float()
 
+    blocks: list[Any] = list(gpt.blocks)
     with contextlib.ExitStack() as hooks:
-        for layer, block in numbered(gpt):
+        for number, block in enumerate(blocks):
+            layer = f"{number:02d}"
             for module, hook in (
                 (block, partial(square, f"rms/{layer}")),
                 (block.attn, partial(square, f"attn_rms/{layer}")),
@@ -181,32 +158,25 @@ def record_activations(gpt: GPT, found: Activations, mask: Tensor) -> Iterator[N
         yield
 
 
-def attention_mask(tokens: Tensor, documents: Tensor | None) -> Tensor:
-    """True where a query of the first rows attends to a key: (T, T) or (rows, 1, T, T), bool."""
-    if documents is not None:
-        return dense_mask(documents[:ENTROPY_ROWS])
-    T = tokens.shape[1]
-    return torch.ones(T, T, dtype=torch.bool, device=tokens.device).tril()
-
-
 def entropy(
-    attention: CausalSelfAttention, x: Tensor, rotary: Tensor | None, mask: Tensor
+    attention: CausalSelfAttention, x: Tensor, rotary: Tensor | None, documents: Tensor | None
 ) -> Tensor:
-    """Mean entropy in nats of the attention weights of the first rows of `x` (B, T, C), ().
+    """Mean entropy in nats of the attention weights of the first sequences of `x` (B, T, C), ().
 
-    The scores are computed again, in float32, for a chunk of queries at a time.
+    The scores are computed again, in float32, of one head at a time.
     """
     if rotary is not None and rotary.ndim == 5:  # with documents each row has its own positions
         rotary = rotary[:, :ENTROPY_ROWS]
     q, k, _ = attention.project(x[:ENTROPY_ROWS], rotary)
     B, H, T, D = q.shape
-    size = max(1, CHUNK // (B * H * T))
+    masks = torch.ones(1, 1, T, T, dtype=torch.bool, device=x.device).tril().expand(B, 1, T, T)
+    if documents is not None:
+        masks = dense_mask(documents[:ENTROPY_ROWS])
     total = torch.zeros((), device=x.device)
     with torch.autocast(x.device.type, enabled=False):
         keys = k.float().repeat_interleave(H // k.shape[1], dim=1).transpose(2, 3)  # (B, H, D, T)
-        some = zip(torch.split(q.float(), size, 2), torch.split(mask, size, -2), strict=True)
-        for queries, allowed in some:
-            scores = (queries @ keys * D**-0.5).masked_fill(~allowed, float("-inf"))
-            logs = scores.log_softmax(-1)
-            total -= (logs.exp() * logs.masked_fill(~allowed, 0.0)).sum()
+        for row, head in ((row, head) for row in range(B) for head in range(H)):
+            scores = q[row, head].float() @ keys[row, head] * D**-0.5  # (T, T)
+            logs = scores.masked_fill(~masks[row, 0], float("-inf")).log_softmax(-1)
+            total -= (logs.exp() * logs.masked_fill(~masks[row, 0], 0.0)).sum()
     return total / (B * H * T)

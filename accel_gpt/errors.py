@@ -1,9 +1,4 @@
-"""What can go wrong, with the exit code that scripts see, and the checks shared by the config."""
-
-import math
-import re
-
-LONGEST = 1000 * 86_400.0  # seconds that a limit of time may have
+"""What can go wrong, with the exit code that scripts see."""
 
 
 class AccelGPTError(Exception):
@@ -61,58 +56,3 @@ def require(ok: bool, message: str) -> None:
     """Raise `UserError(message)` unless `ok`."""
     if not ok:
         raise UserError(message)
-
-
-def positive(section: str, config: object, *names: str) -> None:
-    """Require each named field of `config` to be unset or above zero."""
-    for name in names:
-        value = getattr(config, name)
-        ok = value is None or 0 < value < math.inf
-        require(ok, f"{section}.{name} is {value}; it must be above 0 and finite")
-
-
-def not_negative(section: str, config: object, *names: str) -> None:
-    """Require each named field of `config`, where it is set, to be at least zero."""
-    for name in names:
-        value = getattr(config, name)
-        require(value is None or value >= 0, f"{section}.{name} is {value}; it must be 0 or more")
-
-
-def at_most(section: str, config: object, limit: int, *names: str) -> None:
-    """Require each named field of `config`, where it is a number, to be at most `limit`."""
-    for name in names:
-        value = getattr(config, name)
-        ok = not isinstance(value, int) or value <= limit
-        require(ok, f"{section}.{name} is {value}; it must be at most {limit:,}")
-
-
-def below_one(section: str, config: object, *names: str) -> None:
-    """Require each named field of `config` to be at least zero and below one."""
-    for name in names:
-        value = getattr(config, name)
-        require(0 <= value < 1, f"{section}.{name} is {value}; it must lie in [0, 1)")
-
-
-def duration(name: str, text: str | None) -> float | None:
-    """Seconds of a time such as `3h50m`, `90s` or plain `90`; None for none."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
-    parts = [float(part or 0) for part in match.groups()] if match else []
-    seconds = sum(n * unit for n, unit in zip(parts, (86400, 3600, 60, 1), strict=False))
-    require(
-        0 < seconds <= LONGEST,
-        f"{name} is {text!r:.60}; write a time above 0 as 3h50m, 30m or 90s, at most 1000d",
-    )
-    return seconds
-
-
-def divides(whole_name: str, whole: int, part_name: str, part: int) -> None:
-    """Require `part` to divide `whole`; the error names the nearest wholes that would do."""
-    below = whole // part * part
-    nearest = f"{below} or {below + part}" if below else f"{part}"
-    require(
-        whole % part == 0,
-        f"{whole_name} is {whole}, which {part_name} = {part} does not divide; "
-        f"the nearest that it divides: {nearest}",
-    )

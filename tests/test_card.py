@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from accel_gpt.config.parse import load_config, to_flat, to_plain
+from accel_gpt.config.parse import load_config, to_flat
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
 from accel_gpt.errors import CheckpointError
@@ -60,7 +60,7 @@ def make(tmp_path: Path, corpus: Path) -> Make:
     def made(settings: dict[str, Any] | None = None, samples: str = "--- sample 1\nof a king\n"):
         path = tmp_path / "config.yaml"
         path.write_text(CONFIG.replace("DATA", str(corpus)))
-        flat = to_flat(to_plain(load_config([str(path)], "test"))) | (settings or {})
+        flat = to_flat(load_config([str(path)], "test")) | (settings or {})
         print_ = open_split(corpus, "train").fingerprint
         state = TrainState(30, 480, 7680, 7200.0, 3.1, 3.0, 25, 4, print_, config=flat)
         state.data_sources = [{"name": "corpus", "weight": 1.0, "fingerprint": print_}]
@@ -148,7 +148,7 @@ def test_config_in_the_card_is_one_that_can_be_trained(make: Make, tmp_path: Pat
     again.write_text(config_in(write(make({"model.bias": False}), tmp_path / "card")))
     assert set(yaml.safe_load(again.read_text())["model"]) >= {"n_layer", "bias"}
     first, second = (
-        to_flat(to_plain(load_config([str(p)], "test"))) for p in (tmp_path / "config.yaml", again)
+        to_flat(load_config([str(p)], "test")) for p in (tmp_path / "config.yaml", again)
     )
     different = {key for key in first if first[key] != second[key]}
     assert different == {"out_dir", "data.train", "model.bias"}

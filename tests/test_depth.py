@@ -10,7 +10,7 @@ import pytest
 from accel_gpt.config.depth import describe_depth, scaling_parameters
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.config.parse import load_config, to_flat, to_plain, to_yaml
+from accel_gpt.config.parse import load_config, to_flat, to_yaml
 from accel_gpt.config.plan import make_plan
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.errors import UserError
@@ -106,8 +106,8 @@ def test_a_resolved_config_reads_back_to_an_equal_one(load: Load) -> None:
 
 
 def test_the_lines_say_what_followed_and_what_was_set(load: Load) -> None:
-    assert describe_depth(to_flat(to_plain(Config()))) == []
-    lines = describe_depth(to_flat(to_plain(load(*GPT2, "--model.n_head", 12))))
+    assert describe_depth(to_flat(Config())) == []
+    lines = describe_depth(to_flat(load(*GPT2, "--model.n_head", 12)))
     assert lines[0] == (
         "depth 12 sets model: n_embd 768, n_layer 12, preset fast; set over it: n_head 12"
     )

@@ -8,9 +8,10 @@ from typing import get_args
 
 import pytest
 
+from accel_gpt.commands.bench import BenchCommand
 from accel_gpt.config.experiment import NANOGPT_NAMES, Config
 from accel_gpt.config.model import PRESETS, ModelConfig
-from accel_gpt.config.parse import leaves, load_config, to_flat, to_plain, to_yaml
+from accel_gpt.config.parse import leaves, load_config, parse_command, to_flat, to_yaml
 from accel_gpt.console import run_main
 from accel_gpt.errors import UserError
 
@@ -96,7 +97,7 @@ def test_unquoted_no_in_yaml_is_the_precision_no(tmp_path: Path) -> None:
         (["--sample.top_p", "1.5"], "sample.top_p is 1.5; it must lie in (0, 1]"),
         (["--schedule.min_lr", "1"], "schedule.min_lr is 1.0, above the peak optim.lr"),
         (["--data.prepare.source", "stdlib", "--data.prepare.path", "x"], "source to text"),
-        (["--train.max_tokens", "9"], "set one of the two"),
+        (["--train.max_tokens", "9"], "set one of them"),
         (["--data.prepare.source", "text"], "data.prepare.path is empty"),
         (["stray"], "unexpected argument 'stray'"),
         (["--seed"], "--seed needs a value: a whole number"),
@@ -114,12 +115,12 @@ def test_command_line_mistake_is_told_in_one_sentence(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("modl: {n_layer: 2}", "unknown section modl in {path}; did you mean model?"),
+        ("modl: {n_layer: 2}", "unknown key modl in {path}; did you mean model?"),
         ("model: {n_layers: 2}", "unknown key model.n_layers in {path}; did you mean model.n_l"),
         ("model: 3", "model in {path} is 3; it is a section"),
         ("model: {n_layer: [2]}", "model.n_layer is [2]; expected a whole number"),
         ("optim: {lr: true}", "optim.lr is True; expected a number"),
-        ("- a", "{path} holds no sections"),
+        ("- a", "{path} holds no keys"),
         ("a: [", "{path} is not valid YAML: line 1"),
     ],
 )
@@ -130,6 +131,15 @@ def test_yaml_mistake_is_told_in_one_sentence(tmp_path: Path, text: str, message
         load(str(path))
     assert message.format(path=path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_options_of_a_command_come_before_those_of_its_config() -> None:
+    words = "c.yaml --steps 9 --optim.lr 1e-3 --parts=2 --train.compile --model.dropout=0 --json"
+    others: list[str] = []
+    options = parse_command(BenchCommand, words.split(), "", others)
+    assert options == BenchCommand("c.yaml", steps=9, parts=2, json=True)
+    assert others == ["--optim.lr", "1e-3", "--train.compile", "--model.dropout=0"]
+    assert parse_command(BenchCommand, ["--steps", "9", "c.yaml"], "").steps == 9
 
 
 def test_missing_config_file_names_the_nearest(config_file: str) -> None:
@@ -150,7 +160,7 @@ def test_ancestors_names_lead_to_keys_that_exist() -> None:
 
 
 def test_preset_fields_exist() -> None:
-    known = to_flat(to_plain(ModelConfig()))
+    known = to_flat(ModelConfig())
     assert all(key in known for preset in PRESETS.values() for key in preset)
 
 

@@ -67,7 +67,7 @@ def test_a_wrong_key_in_a_recipe_is_told_with_the_nearest(recipe: Path) -> None:
     with pytest.raises(UserError, match=r"unknown key tokeniser in .*mine.*mean tokenizer\?"):
         load(recipe)
     recipe.write_text("- bytes\n")
-    with pytest.raises(UserError, match="holds no keys; see configs/data/"):
+    with pytest.raises(UserError, match="holds no keys; see configs/"):
         load(recipe)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import leaves, to_flat, to_plain
+from accel_gpt.config.parse import leaves, to_flat
 from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.training.resume import check_same_run, config_changes, load_error
 from accel_gpt.training.run_folder import checkpoint_steps
@@ -193,7 +193,7 @@ FREE = {
 
 def test_every_key_is_of_one_class() -> None:
     """Identity is refused with exit code 4, free is free, all others can be allowed."""
-    now, path = TrainState(config=to_flat(to_plain(Config()))), Path("step")
+    now, path = TrainState(config=to_flat(Config())), Path("step")
     for key in leaves(Config):
         before = TrainState(config={**now.config, key: "other"})
         if key in FREE:
@@ -211,7 +211,7 @@ def test_every_key_is_of_one_class() -> None:
 
 def test_a_rate_of_its_own_may_change_but_not_come_or_go() -> None:
     """Without one the embeddings are no group of the optimizer."""
-    now = TrainState(config=to_flat(to_plain(Config())) | {"optim.embedding_lr": 0.1})
+    now = TrainState(config=to_flat(Config()) | {"optim.embedding_lr": 0.1})
     before = TrainState(config={**now.config, "optim.embedding_lr": 0.2})
     check_same_run(Path("step"), before, now, ("optim.embedding_lr",))
     with pytest.raises(UserError, match=r"allow_change optim.embedding_lr"):
@@ -222,7 +222,7 @@ def test_a_rate_of_its_own_may_change_but_not_come_or_go() -> None:
 
 
 def test_all_that_differs_is_listed_at_once() -> None:
-    now = to_flat(to_plain(Config()))
+    now = to_flat(Config())
     before = {**now, "optim.lr": 1.0, "seed": 3, "log.every": 7}
     assert config_changes(before, now) == {"optim.lr": (1.0, 6e-4), "seed": (3, 1337)}
 

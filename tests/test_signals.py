@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from accel_gpt.config.checks import duration
 from accel_gpt.config.parse import load_config
-from accel_gpt.errors import UserError, duration
+from accel_gpt.errors import UserError
 from accel_gpt.training.stopping import PREEMPTED, SIGNALS, StopSignal
 
 

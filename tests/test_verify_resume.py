@@ -24,7 +24,7 @@ from accel_gpt.commands.verify_resume import (
     run_values,
     shortened,
 )
-from accel_gpt.config.parse import load_config, to_flat, to_plain
+from accel_gpt.config.parse import load_config, to_flat
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
 from tests.conftest import run_here
@@ -91,7 +91,7 @@ def test_a_long_run_is_shortened_to_one_that_fits(
     plan = make_plan(config, 1)
     assert (plan.max_steps, config.checkpoint.every, config.log.every) == (8, 1, 1)
     assert plan.warmup_steps == (6 if "wsd" in schedule else 7)
-    before, after = (to_flat(to_plain(c)) for c in (given, config))
+    before, after = (to_flat(c) for c in (given, config))
     changed = {key for key in before if before[key] != after[key]}
     others = {"train.max_steps", "train.max_tokens", "sample.every", "checkpoint.every"}
     others |= {"log.trackers", "log.batch_hash", "log.layer_stats_every"}

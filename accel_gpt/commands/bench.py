@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from accel_gpt.config.checks import NotNegative, Positive, Section
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import load_config, parse_command, split_options
+from accel_gpt.config.parse import load_config, parse_command
 from accel_gpt.config.plan import in_steps, make_plan, plural
 from accel_gpt.console import exit_on_sigterm, write_out
 from accel_gpt.cost.flops import parameter_counts
-from accel_gpt.errors import not_negative, positive, require
+from accel_gpt.errors import require
 from accel_gpt.launcher import world_size
 
 if TYPE_CHECKING:  # torch is imported once the options are right
@@ -35,7 +36,7 @@ Report = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class BenchCommand:
+class BenchCommand(Section, prefix="bench."):
     """Measure the training step of a config: tokens a second, MFU, memory, where its time goes.
 
     Any --section.key of the config may be set as well. Nothing is kept. On several processes:
@@ -44,28 +45,24 @@ class BenchCommand:
 
     config: Annotated[str, tyro.conf.Positional]
     """YAML file, or name of a shipped config, as for train."""
-    warmup: int = 5
+    warmup: Positive[int] = 5
     """Steps before those that are measured."""
-    steps: int = 20
+    steps: Positive[int] = 20
     """Steps that are measured."""
-    parts: int = 5
+    parts: NotNegative[int] = 5
     """Further steps, in which each part is waited for and timed by itself; 0: none."""
     compare: bool = False
     """Measure float32 and bf16, compiled or not, side by side: what auto chooses between."""
     json: bool = False
     """One JSON object in place of text."""
 
-    def __post_init__(self) -> None:
-        positive("bench", self, "warmup", "steps")
-        not_negative("bench", self, "parts")
-
 
 def main(argv: Sequence[str]) -> int:
     """Measure the training step of a config on this machine."""
     from accel_gpt.hub.pretrained import inherit
 
-    own, keys = split_options(BenchCommand, argv)
-    options = parse_command(BenchCommand, own, "accel-gpt bench")
+    keys: list[str] = []
+    options = parse_command(BenchCommand, argv, "accel-gpt bench", keys)
     config = load_config([options.config, *keys], "accel-gpt bench", inherit)
     exit_on_sigterm()
     if options.compare:

@@ -9,16 +9,17 @@ from typing import Annotated
 
 import tyro
 
+from accel_gpt.config.checks import Positive, Section
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import exit_on_sigterm, write_out
-from accel_gpt.errors import positive, require
+from accel_gpt.errors import require
 
 LOSS = re.compile(r"eval/(train|val)_loss(/.+)?")
 OF_LOSSES = re.compile(r"eval/(train|val)_(loss|perplexity|bits_per_byte)(_se)?(/.+)?")
 
 
 @dataclass(frozen=True)
-class EvaluateCommand:
+class EvaluateCommand(Section, prefix="evaluate."):
     """Measure a model on held-out data and on questions; a run's figures are kept in its metrics.
 
     On several processes: accelerate launch -m accel_gpt.cli evaluate RUN ...
@@ -38,9 +39,9 @@ class EvaluateCommand:
     """Tasks of lm-evaluation-harness, separated by commas, as arc_easy,piqa; needs lm-eval."""
     include_path: str | None = None
     """Folder with more tasks for lm-evaluation-harness."""
-    limit: int | None = None
+    limit: Positive[int | None] = None
     """First questions of hellaswag and of each task; null: as many as in the run, else all."""
-    batch_size: int | None = None
+    batch_size: Positive[int | None] = None
     """Windows per process and forward; null: the run's train.micro_batch_size, else 8."""
     json: bool = False
     """One JSON object in place of a table."""
@@ -48,7 +49,7 @@ class EvaluateCommand:
     """Also read weights in pickle files (.bin), without running what they hold."""
 
     def __post_init__(self) -> None:
-        positive("evaluate", self, "limit", "batch_size")
+        super().__post_init__()
         require(
             self.tokens in ("run", "null") or bool(re.fullmatch("0*[1-9][0-9]{0,15}", self.tokens)),
             f"--tokens is {self.tokens}; expected a whole number above 0, null for all, or run",

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import tyro
 
+from accel_gpt.config.checks import NotNegative, Positive, Section
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import write_out
-from accel_gpt.errors import CheckpointError, DataError, not_negative, positive, require
+from accel_gpt.errors import CheckpointError, DataError, require
 from accel_gpt.redact import redact
 from accel_gpt.tables import table
 
@@ -20,7 +21,7 @@ MARKS = ("checkpoints", "manifest.json", "trainer_state.json")  # of a run or a 
 
 
 @dataclass(frozen=True)
-class InspectCommand:
+class InspectCommand(Section, prefix="inspect."):
     """Show and verify what data, a run or a checkpoint holds, or compare tokenizers on a text.
 
     Exit code 3 when data is damaged, 4 when a checkpoint is.
@@ -34,9 +35,9 @@ class InspectCommand:
     """Read no shard and hash no checkpoint."""
     tokenizer: str | None = None
     """gpt2, bytes or the path of a tokenizer.json, for shards that do not name theirs."""
-    windows: int = 2
+    windows: NotNegative[int] = 2
     """First sequences of each split that are shown as text."""
-    block_size: int = 64
+    block_size: Positive[int] = 64
     """Tokens in such a sequence."""
     text: str | None = None
     """File of UTF-8 text on which tokenizers are compared."""
@@ -44,10 +45,9 @@ class InspectCommand:
     """For text: gpt2, bytes, tokenizer.json files, data folders; none: gpt2, bytes, PATH's."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.path or self.text), "PATH or --text FILE missing; see --help")
         require(bool(self.text or not self.tokenizers), "--tokenizers needs --text FILE")
-        not_negative("inspect", self, "windows")
-        positive("inspect", self, "block_size")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -21,9 +21,7 @@ from accel_gpt.config.parse import (
     load_config,
     parse_command,
     read_yaml,
-    split_options,
     to_flat,
-    to_plain,
 )
 from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.console import write_out
@@ -99,9 +97,9 @@ class PlanCommand:
 
 def main(argv: Sequence[str]) -> int:
     """Print what a config will take, and what would make it fit."""
-    own, rest = split_options(PlanCommand, argv)
-    options = parse_command(PlanCommand, own, "accel-gpt plan")
-    config = load_config([options.config, *rest], "accel-gpt plan", inherit_known)
+    keys: list[str] = []
+    options = parse_command(PlanCommand, argv, "accel-gpt plan", keys)
+    config = load_config([options.config, *keys], "accel-gpt plan", inherit_known)
     report = forecast(options, config)
     write_out(json.dumps(report, indent=1) + "\n" if options.json else as_text(report))
     return 0
@@ -138,7 +136,7 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
             "flops_per_step": flops * plan.tokens_per_step,
             "flops": flops * tokens,
         },
-        "depth": list(describe_depth(to_flat(to_plain(config)))),
+        "depth": list(describe_depth(to_flat(config))),
         "memory": memory(config, vocab_size, machine, plan),
         "time": time(options, config, flops, machine, plan),
         "disk": {

@@ -1,12 +1,12 @@
 """`accel-gpt prepare [RECIPE]`: text -> a folder of token shards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
-from accel_gpt.config.data import PrepareConfig, Source
-from accel_gpt.config.parse import build, flatten, parse_command, read_options, read_yaml
+from accel_gpt.config.data import PrepareConfig, SourceKind
+from accel_gpt.config.parse import build, parse_command, read_values
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import write_out
 from accel_gpt.errors import require
@@ -22,7 +22,7 @@ class PrepareCommand(PrepareConfig):
     those of the command line go first.
     """
 
-    source: Source | None = None
+    source: SourceKind | None = None
     """What path or dataset holds; null: what the endings of path's files tell, dataset with
     --dataset, else stdlib, the library of this Python."""
     out: str = ""
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     if options.source is None:
         from accel_gpt.text.files import guess_source
 
-        without_path: Source = "dataset" if options.dataset else "stdlib"
+        without_path: SourceKind = "dataset" if options.dataset else "stdlib"
         values["source"] = guess_source(options.path) if options.path else without_path
     out = options.out or f"data/{values['source']}_{Path(options.tokenizer).stem}"
     from accel_gpt.prepare.prepare import prepare
@@ -69,7 +69,4 @@ def parse_recipe(cls: type[T], argv: Sequence[str], prog: str) -> T:
     path = words.pop(0) if words and not words[0].startswith("-") else None
     if path is None or {"-h", "--help"} & set(words):
         return parse_command(cls, words, f"{prog} [RECIPE]")
-    path = str(resolve_config(path, "data"))
-    values = read_yaml(path)
-    require(isinstance(values, Mapping), f"{path} holds no keys; see configs/data/ for recipes")
-    return build(cls, {**dict(flatten(cls, values, path)), **dict(read_options(cls, words))})
+    return build(cls, read_values(cls, str(resolve_config(path, "data")), words))

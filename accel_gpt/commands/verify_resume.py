@@ -24,12 +24,13 @@ import numpy as np
 import psutil
 import tyro
 
+from accel_gpt.config.checks import NotNegative, Section
 from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config, LogConfig
-from accel_gpt.config.parse import load_config, parse_command, split_options, to_yaml
+from accel_gpt.config.parse import load_config, parse_command, to_yaml
 from accel_gpt.config.plan import in_steps, make_plan, plural
 from accel_gpt.console import exit_on_sigterm, write_err
-from accel_gpt.errors import AccelGPTError, not_negative, require
+from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.files import write_file
 from accel_gpt.launcher import environment_without_launcher
 from accel_gpt.tables import table
@@ -51,7 +52,7 @@ JUDGED = ("losses", "evaluations")
 
 
 @dataclass(frozen=True)
-class VerifyResumeCommand:
+class VerifyResumeCommand(Section, prefix="verify-resume."):
     """Prove that a config's runs, killed and launched again, equal one that was never stopped.
 
     Any --section.key of the config may be set as well, but the length of the run and where it
@@ -62,7 +63,7 @@ class VerifyResumeCommand:
     """YAML file, or name of a shipped config, as for train."""
     steps: int = 20
     """Steps of each run."""
-    kills: int = 5
+    kills: NotNegative[int] = 5
     """Launches that end with SIGKILL to all their processes at a random moment; 0: one run more,
     not stopped, tells whether the machine repeats itself."""
     processes: tuple[int, ...] = (1,)
@@ -75,7 +76,7 @@ class VerifyResumeCommand:
 
     def __post_init__(self) -> None:
         require(self.steps >= 2, f"steps is {self.steps}; it must be 2 or more, to stop between")
-        not_negative("verify-resume", self, "kills")
+        super().__post_init__()
         require(
             bool(self.processes) and min(self.processes) > 0,
             f"processes is {','.join(map(str, self.processes))}; expected numbers above 0",
@@ -91,9 +92,9 @@ def main(argv: Sequence[str]) -> int:
     from accel_gpt.hub.pretrained import inherit
     from accel_gpt.training.setup import ensure_data
 
-    own, rest = split_options(VerifyResumeCommand, argv)
-    options = parse_command(VerifyResumeCommand, own, "accel-gpt verify-resume")
-    config = load_config([options.config, *rest], "accel-gpt verify-resume", inherit)
+    keys: list[str] = []
+    options = parse_command(VerifyResumeCommand, argv, "accel-gpt verify-resume", keys)
+    config = load_config([options.config, *keys], "accel-gpt verify-resume", inherit)
     exit_on_sigterm()
     config = shortened(config, options.steps)
     for world_size in options.processes:

@@ -7,17 +7,18 @@ from typing import Annotated, Literal
 
 import tyro
 
-from accel_gpt.errors import not_negative, positive, require
+from accel_gpt.config.checks import Fraction, NotNegative, Positive, Section
+from accel_gpt.errors import require
 
-Source = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "dataset", "shards"]
+SourceKind = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "dataset", "shards"]
 TOKENIZERS = "bytes, chars, bpe, gpt2 or the path of a tokenizer.json"
 
 
 @dataclass(frozen=True)
-class PrepareConfig:
+class PrepareConfig(Section, prefix="data.prepare."):
     """How to make the data folder when it is missing."""
 
-    source: Source | None = None
+    source: SourceKind | None = None
     """Kind of the source in path or dataset. null: do not prepare, the folder must exist. shards:
     tokens in any readable format, copied into a folder of our format."""
     path: str | None = None
@@ -35,32 +36,27 @@ class PrepareConfig:
     """bytes, chars, bpe (trained on the text), gpt2, or the path of a tokenizer.json."""
     vocab_size: int = 4096
     """Vocabulary size of a trained bpe, including the end-of-text token."""
-    sample_bytes: int = 1_000_000_000
+    sample_bytes: Positive[int] = 1_000_000_000
     """UTF-8 bytes of text, spread over the source, on which a bpe is trained."""
-    val_fraction: float = 0.1
+    val_fraction: Fraction[float] = 0.1
     """Share of the text held out for validation, 0 to 1: whole documents, or the end of each text
     where there are few."""
     dedupe: bool = False
     """Drop documents that are equal to an earlier one."""
     skip_invalid: bool = False
     """Skip and count documents that cannot be decoded, instead of stopping at the first."""
-    shard_tokens: int = 100_000_000
+    shard_tokens: Positive[int] = 100_000_000
     """Number of tokens in one shard file."""
-    workers: int = 0
+    workers: NotNegative[int] = 0
     """Number of processes that tokenize. 0: one per core."""
 
     def __post_init__(self) -> None:
-        require(
-            0 < self.val_fraction < 1,
-            f"data.prepare.val_fraction is {self.val_fraction}; it must lie between 0 and 1",
-        )
-        require(
+        super().__post_init__()
+        self.require(
             self.vocab_size >= 257,
-            f"data.prepare.vocab_size is {self.vocab_size}; a byte-level bpe needs at least 257 "
-            "(256 bytes and end-of-text)",
+            "vocab_size",
+            "a byte-level bpe needs at least 257 (256 bytes and end-of-text)",
         )
-        positive("data.prepare", self, "shard_tokens", "sample_bytes")
-        not_negative("data.prepare", self, "workers")
         if self.source == "stdlib":
             require(
                 not (self.path or self.dataset),
@@ -68,29 +64,29 @@ class PrepareConfig:
                 "set data.prepare.source to text, jsonl, parquet, arrow or dataset",
             )
         elif self.source:
-            key, what = ("path", "a file, a folder or a glob")
+            key, what = "path", "a file, a folder or a glob"
             if self.source == "dataset":
-                key, what = ("dataset", "a Hub id")
+                key, what = "dataset", "a Hub id"
             empty = f"data.prepare.source is {self.source} but data.prepare.{key} is empty"
             require(bool(getattr(self, key)), f"{empty}; give {what}")
 
 
 @dataclass(frozen=True)
-class Weighted:
+class Weighted(Section, prefix="data.train."):
     """One source of a mixture."""
 
     path: str = ""
     """Folder of token shards, or its URL."""
-    weight: float = 1.0
+    weight: Positive[float] = 1.0
     """Share of the sequences, relative to the others."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "a source of data.train has no path; give {path, weight}")
-        positive("data.train", self, "weight")
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
-class TextStream:
+class TextStream(Section, prefix="data.train."):
     """Text that is tokenized while training, without shards."""
 
     streaming: bool = False
@@ -105,7 +101,7 @@ class TextStream:
     """Files of text, jsonl, parquet or arrow, in place of dataset."""
     text_field: str = "text"
     """Name of the column that holds the text."""
-    val_fraction: float = 0.01
+    val_fraction: Fraction[float] = 0.01
     """Share of the documents held out for validation, 0 to 1."""
 
     def __post_init__(self) -> None:
@@ -114,14 +110,11 @@ class TextStream:
             "data.train names a text source without streaming: true; add it, or make shards of "
             "the text with data.prepare",
         )
+        super().__post_init__()
         require(
             bool(self.dataset) != bool(self.path),
             f"data.train streams from dataset {self.dataset} and path {self.path}; give one of the "
             "two",
-        )
-        require(
-            0 < self.val_fraction < 1,
-            f"data.train has val_fraction {self.val_fraction}; it must lie between 0 and 1",
         )
         require(
             self.path != "-",
@@ -130,7 +123,7 @@ class TextStream:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section, prefix="data."):
     """Data to train on, and its order."""
 
     train: Annotated[
@@ -155,7 +148,7 @@ class DataConfig:
     """End attention, loss and positions at document boundaries. false: a sequence is one text."""
     cache_dir: str | None = None
     """Folder in which shards of a URL are cached. null: ~/.cache/accel_gpt/shards."""
-    cache_gb: float = 50.0
+    cache_gb: Positive[float] = 50.0
     """Size limit of that cache, in units of 1e9 bytes. Shards that have been read are evicted
     first."""
     allow_change: bool = False
@@ -163,7 +156,7 @@ class DataConfig:
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
 
     def __post_init__(self) -> None:
-        positive("data", self, "cache_gb")
+        super().__post_init__()
         for name in self.val if isinstance(self.val, Mapping) else ():
             require(
                 bool(re.fullmatch(r"[A-Za-z0-9_-]+", name)),

@@ -7,12 +7,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Literal
 
+from accel_gpt.config.checks import NotNegative, Positive, Section, Share, at_most, duration
 from accel_gpt.config.data import DataConfig, TextStream
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
-from accel_gpt.errors import at_most, duration, not_negative, positive, require
+from accel_gpt.errors import require
 
 # names of nanoGPT and llm.c -> keys here, for the hint after an unknown key
 NANOGPT_NAMES: Mapping[str, str] = MappingProxyType(
@@ -34,18 +35,18 @@ NANOGPT_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Section, prefix="train."):
     """Batch size, length and numerics of the run."""
 
-    tokens_per_step: int = 524_288
+    tokens_per_step: Positive[int] = 524_288
     """Tokens per optimizer step, summed over all processes. The number of accumulated micro-batches
     follows from it."""
-    micro_batch_size: int | Literal["auto"] = 16
+    micro_batch_size: Annotated[Positive[int | Literal["auto"]], at_most(2**24)] = 16
     """Sequences per process in one micro-batch. auto: the largest that fits in memory, found at the
     start."""
-    max_steps: int | None = None
+    max_steps: Positive[int | None] = None
     """Number of optimizer steps in the run. Set this or max_tokens."""
-    max_tokens: int | None = None
+    max_tokens: Positive[int | None] = None
     """Number of tokens in the run. Set this or max_steps."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16", "fp8"] | None = None
     """null: the value in the config file of `accelerate launch`, or no without one. no: float32.
@@ -60,25 +61,25 @@ class TrainConfig:
     activation_checkpointing: Literal["none", "blocks"] = "none"
     """blocks: store only the input of each block and recompute the rest in the backward pass. Takes
     a quarter to a third more computation and a fraction of the memory."""
-    cpu_threads: int | None = None
+    cpu_threads: Annotated[Positive[int | None], at_most(4096)] = None
     """Threads per process on a CPU. null: all cores, divided among the processes of the machine, or
     1 with reproducible, since kernels split their sums by threads."""
     reproducible: bool = False
     """Make weights and losses bit-identical at any number of processes, on CPUs of one kind, by
     summing gradients in float64. Costs 8 bytes of memory per parameter and twice the all-reduce
     traffic. Not with fp16, FSDP or train.compile."""
-    max_skipped: int = 20
+    max_skipped: Positive[int] = 20
     """Number of steps in a row that may be skipped because the loss or gradient is not finite.
     After that the run rolls back to the checkpoint before them and leaves those batches out. The
     second time at the same place, the run ends."""
-    spike_sigma: float = 6.0
+    spike_sigma: NotNegative[float] = 6.0
     """A loss this many standard deviations above the mean of the last 128 losses is reported as a
     spike. 0: never."""
     skip_spikes: bool = False
     """Skip the update of a step whose loss is a spike."""
     time_limit: str | None = None
     """Wall-clock limit of one launch, as 3h50m. The run saves and stops before it is reached."""
-    profile: int = 0
+    profile: NotNegative[int] = 0
     """Number of steps of each launch that PyTorch's profiler records, after the first three. Traces
     and a table of operations go to profile/ in the run's folder. 0: none."""
     step_timeout: str | None = "30m"
@@ -86,29 +87,15 @@ class TrainConfig:
     the timeout of each collective operation."""
 
     @property
-    def known_size(self) -> tuple[str, ...]:
-        """The name of micro_batch_size where it is a number."""
-        return () if self.micro_batch_size == "auto" else ("micro_batch_size",)
-
-    @property
     def sequences(self) -> int:
         """micro_batch_size as a number: 1 where it is auto and not found yet."""
         return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
 
     def __post_init__(self) -> None:
-        positive("train", self, "max_skipped")
-        not_negative("train", self, "spike_sigma", "profile")
+        super().__post_init__()
         for name in ("time_limit", "step_timeout"):
             duration(f"train.{name}", getattr(self, name))
-        positive("train", self, "tokens_per_step", *self.known_size)
-        positive("train", self, "max_steps", "max_tokens", "cpu_threads")
-        at_most("train", self, 4096, "cpu_threads")
-        at_most("train", self, 2**24, "micro_batch_size")
-        require(
-            self.max_steps is None or self.max_tokens is None,
-            f"train.max_steps is {self.max_steps} and train.max_tokens is {self.max_tokens}; "
-            "set one of the two",
-        )
+        self.at_most_one("max_steps", "max_tokens")
         require(
             not (self.reproducible and self.compile is True),
             "train.reproducible and train.compile are both true, but each number of processes "
@@ -117,54 +104,38 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(Section, prefix="schedule."):
     """The learning rate as a function of the step."""
 
     name: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     """Shape of the decay. wsd: warm-up, stable, then a linear decay at the end."""
-    warmup_steps: int = 0
+    warmup_steps: NotNegative[int] = 0
     """Number of steps in which the learning rate rises linearly from 0 to its peak."""
-    warmup_tokens: int | None = None
+    warmup_tokens: Positive[int | None] = None
     """Length of the warm-up in tokens, in place of warmup_steps."""
-    decay_steps: int | None = None
+    decay_steps: Positive[int | None] = None
     """Number of steps of the decay to min_lr. null: all steps after the warm-up (wsd: the last
     fifth of the run)."""
-    decay_tokens: int | None = None
+    decay_tokens: Positive[int | None] = None
     """Length of the decay in tokens, in place of decay_steps."""
-    decay_share: float | None = None
+    decay_share: Share[float | None] = None
     """Length of the decay as a share of all steps, 0 to 1, in place of decay_steps."""
-    min_lr: float = 0.0
+    min_lr: NotNegative[float] = 0.0
     """Learning rate at the end of the decay."""
 
     def __post_init__(self) -> None:
-        not_negative("schedule", self, "warmup_steps", "min_lr")
-        positive("schedule", self, "warmup_tokens", "decay_steps", "decay_tokens")
-        positive("schedule", self, "decay_share")
-        require(
-            (self.decay_share or 0) <= 1,
-            f"schedule.decay_share is {self.decay_share}; it is a share of the run, at most 1",
-        )
-        require(
-            not (self.decay_share and (self.decay_steps or self.decay_tokens)),
-            f"schedule.decay_share is {self.decay_share} and schedule.decay_steps or decay_tokens "
-            "is set, too; set one of them",
-        )
-        for what in ("warmup", "decay"):
-            steps, tokens = getattr(self, f"{what}_steps"), getattr(self, f"{what}_tokens")
-            require(
-                not (steps and tokens),
-                f"schedule.{what}_steps is {steps} and schedule.{what}_tokens is {tokens}; "
-                "set one of the two",
-            )
+        super().__post_init__()
+        self.at_most_one("warmup_steps", "warmup_tokens")
+        self.at_most_one("decay_steps", "decay_tokens", "decay_share")
 
 
 @dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(Section, prefix="eval."):
     """Validation loss on fixed tokens, and HellaSwag."""
 
-    every: int = 500
+    every: NotNegative[int] = 500
     """Number of steps between evaluations. 0: only at the end."""
-    tokens: int | None = 1_048_576
+    tokens: Positive[int | None] = 1_048_576
     """Number of tokens to evaluate in each split and each named val set, the same ones every time.
     null: all."""
     whole_at_end: bool = False
@@ -175,12 +146,11 @@ class EvalConfig:
     hellaswag: str | None = None
     """Evaluate HellaSwag during training, from a JSONL file in the original format or a Hub dataset
     such as Rowan/hellaswag. null: do not."""
-    hellaswag_limit: int | None = None
+    hellaswag_limit: Positive[int | None] = None
     """Number of HellaSwag questions to use, from the first. null: all."""
 
     def __post_init__(self) -> None:
-        not_negative("eval", self, "every")
-        positive("eval", self, "tokens", "hellaswag_limit")
+        super().__post_init__()
         require(
             not self.whole_at_end or self.tokens is not None,
             "eval.whole_at_end is true but eval.tokens is null, which evaluates the whole split "
@@ -189,44 +159,40 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
-class SampleConfig:
+class SampleConfig(Section, prefix="sample."):
     """Samples generated during training."""
 
-    every: int = 1000
+    every: NotNegative[int] = 1000
     """Number of steps before the first samples are generated. 0: never."""
     growth: float = 1.0
     """Factor by which the interval grows after each sampling, at least 1."""
     prompts: tuple[str, ...] = ("",)
     """Prompts to complete. An empty prompt starts a new document."""
-    num: int = 1
+    num: Annotated[Positive[int], at_most(2**16)] = 1
     """Number of samples per prompt and process."""
-    max_new_tokens: int = 128
+    max_new_tokens: Annotated[Positive[int], at_most(2**24)] = 128
     """Number of tokens to generate per sample."""
-    temperature: float = 0.8
+    temperature: NotNegative[float] = 0.8
     """Softmax temperature. 0: greedy decoding."""
-    top_k: int | None = 50
+    top_k: Positive[int | None] = 50
     """Sample from the k most likely tokens. null: from all."""
-    top_p: float = 1.0
+    top_p: Share[float] = 1.0
     """Sample from the most likely tokens whose probabilities sum to top_p."""
 
     def __post_init__(self) -> None:
-        not_negative("sample", self, "every", "temperature")
-        positive("sample", self, "num", "max_new_tokens", "top_k")
-        at_most("sample", self, 2**16, "num")
-        at_most("sample", self, 2**24, "max_new_tokens")
-        require(0 < self.top_p <= 1, f"sample.top_p is {self.top_p}; it must lie in (0, 1]")
-        require(self.growth >= 1, f"sample.growth is {self.growth}; it must be 1 (regular) or more")
+        super().__post_init__()
+        self.require(self.growth >= 1, "growth", "it must be 1 (regular) or more")
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Section, prefix="checkpoint."):
     """When checkpoints are saved, which are kept, and how a run resumes."""
 
-    every: int = 1000
+    every: NotNegative[int] = 1000
     """Number of steps between checkpoints. 0: only by every_tokens and at the end."""
-    every_tokens: int | None = None
+    every_tokens: Positive[int | None] = None
     """Number of tokens between checkpoints, in addition to every."""
-    keep_last: int = 2
+    keep_last: Positive[int] = 2
     """Number of newest checkpoints to keep. With only one, nothing is left to resume from if it is
     damaged."""
     async_save: bool = False
@@ -241,16 +207,12 @@ class CheckpointConfig:
     allow_change: tuple[str, ...] = ()
     """Config keys that may differ from those of the checkpoint, separated by commas."""
 
-    def __post_init__(self) -> None:
-        not_negative("checkpoint", self, "every")
-        positive("checkpoint", self, "every_tokens", "keep_last")
-
 
 @dataclass(frozen=True)
-class LogConfig:
+class LogConfig(Section, prefix="log."):
     """Where metrics go."""
 
-    every: int = 10
+    every: Positive[int] = 10
     """Number of steps between logged metrics."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Trackers of Accelerate, separated by commas: tensorboard, wandb, trackio, ..."""
@@ -258,19 +220,18 @@ class LogConfig:
     """warning: print only warnings and errors. Files and trackers still get all metrics."""
     dashboard: bool = False
     """Run TensorBoard on this machine while training, and print its address."""
-    dashboard_port: int | None = None
+    dashboard_port: Annotated[Positive[int | None], at_most(2**16 - 1)] = None
     """Port of the dashboard. null: a free port."""
     batch_hash: bool = False
     """Also log data/batch_hash, a hash of the tokens of each step, the same at any number of
     processes."""
-    layer_stats_every: int = 0
+    layer_stats_every: NotNegative[int] = 0
     """Number of steps between statistics of each layer (norms, activations, attention entropy, dead
     units), which are sent to the trackers only. 0: never. Such a step holds a second copy of the
     weights and makes one more forward pass."""
 
     def __post_init__(self) -> None:
-        positive("log", self, "every")
-        not_negative("log", self, "layer_stats_every")
+        super().__post_init__()
         require(
             not self.layer_stats_every or bool(self.trackers),
             f"log.layer_stats_every is {self.layer_stats_every} but log.trackers is empty, where "
@@ -281,14 +242,10 @@ class LogConfig:
             f"log.dashboard is true but log.trackers has {', '.join(self.trackers) or 'nothing'}; "
             "add tensorboard, whose curves it shows",
         )
-        require(
-            self.dashboard_port is None or 0 < self.dashboard_port < 2**16,
-            f"log.dashboard_port is {self.dashboard_port}; it must lie between 1 and 65535",
-        )
 
 
 @dataclass(frozen=True)
-class HubConfig:
+class HubConfig(Section, prefix="hub."):
     """Uploads to the Hugging Face Hub during training; `accel-gpt push` uploads afterwards."""
 
     repo_id: str | None = None
@@ -320,7 +277,7 @@ class HubConfig:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Section):
     """One experiment: a YAML file of sections, each key settable as --section.key value."""
 
     out_dir: str = "runs/gpt"

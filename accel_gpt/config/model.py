@@ -3,18 +3,19 @@
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from accel_gpt.errors import at_most, below_one, divides, positive, require
+from accel_gpt.config.checks import BelowOne, Positive, Section, at_most
+from accel_gpt.errors import require
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section, prefix="model."):
     """Shape of the model; the defaults are GPT-2 small."""
 
     preset: Literal["gpt2", "llama", "qwen3", "fast"] = "gpt2"
     """Model family, which sets the defaults of the keys below. Each of them can be overridden."""
-    depth: int | None = None
+    depth: Annotated[Positive[int | None], at_most(2**14)] = None
     """Number of blocks of the fast recipe. Width, heads, batch size, length, learning rates and
     schedule follow from it where they are not set (docs/fast.md). null: nothing follows."""
     init_from: str = "scratch"
@@ -23,21 +24,21 @@ class ModelConfig:
     with the weights; dropout, rope_theta and block_size can be overridden."""
     allow_pickle: bool = False
     """Also accept weights in pickle files (.bin), which are read without executing code."""
-    n_layer: int = 12
+    n_layer: Annotated[Positive[int], at_most(2**14)] = 12
     """Number of blocks."""
-    n_head: int = 12
+    n_head: Annotated[Positive[int], at_most(2**24)] = 12
     """Number of query heads."""
-    n_kv_head: int | None = None
+    n_kv_head: Annotated[Positive[int | None], at_most(2**24)] = None
     """Number of key and value heads (grouped-query attention). null: n_head."""
-    n_embd: int = 768
+    n_embd: Annotated[Positive[int], at_most(2**24)] = 768
     """Width of the residual stream."""
-    head_dim: int | None = None
+    head_dim: Annotated[Positive[int | None], at_most(2**24)] = None
     """Size of one head. null: n_embd / n_head."""
-    block_size: int = 1024
+    block_size: Annotated[Positive[int], at_most(2**31)] = 1024
     """Context length in tokens."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[Positive[int | None], at_most(2**31)] = None
     """Vocabulary size. null: the tokenizer's. Padded to a multiple of 64 in the weights."""
-    dropout: float = 0.0
+    dropout: BelowOne[float] = 0.0
     """Dropout probability, 0 to 1."""
     bias: bool = True
     """Use biases in linear layers and LayerNorm."""
@@ -54,53 +55,53 @@ class ModelConfig:
     mlp: Literal["gelu", "gelu_erf", "relu2", "swiglu"] = "gelu"
     """Activation of the MLP: GELU in GPT-2's tanh form, exact GELU (nanoGPT's), squared ReLU, or
     SwiGLU."""
-    mlp_hidden: int | None = None
+    mlp_hidden: Annotated[Positive[int | None], at_most(2**24)] = None
     """Hidden size of the MLP. null: 4 n_embd; for swiglu 8/3 n_embd rounded up to a multiple of
     128."""
     tie_embeddings: bool = True
     """Share the weights of the input embedding and the output head."""
-    logit_softcap: float | None = None
+    logit_softcap: Positive[float | None] = None
     """Limit logits to plus and minus this value by a tanh. null: no limit."""
-    rope_theta: float = 10000.0
+    rope_theta: Positive[float] = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: Literal["none", "linear", "llama3"] = "none"
     """Scaling of rotary positions for contexts longer than in the first training: linear divides
     positions by rope_factor, llama3 divides low frequencies only."""
-    rope_factor: float = 1.0
+    rope_factor: Positive[float] = 1.0
     """Factor of rope_scaling."""
-    rope_low_freq_factor: float = 1.0
+    rope_low_freq_factor: Positive[float] = 1.0
     """llama3: frequencies with fewer turns than this in the original context are divided."""
     rope_high_freq_factor: float = 4.0
     """llama3: frequencies with more turns than this in the original context are kept."""
-    rope_original_block_size: int = 8192
+    rope_original_block_size: Positive[int] = 8192
     """llama3: original context length in tokens."""
-    init_std: float = 0.02
+    init_std: Positive[float] = 0.02
     """Standard deviation of the initial weights. 0.02 is GPT-2's."""
     zero_init: bool = False
     """Initialize the projections onto the residual stream to zero, so that each block starts as the
     identity."""
-    norm_eps: float = 1e-5
+    norm_eps: Positive[float] = 1e-5
     """Added to the variance in the norms for numerical stability."""
 
     def __post_init__(self) -> None:
-        positive("model", self, "depth", "n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
-        positive("model", self, "vocab_size", "mlp_hidden", "init_std", "head_dim", "norm_eps")
-        positive("model", self, "logit_softcap", "rope_theta", "rope_factor")
-        positive("model", self, "rope_low_freq_factor", "rope_original_block_size")
-        at_most("model", self, 2**14, "depth", "n_layer")
-        at_most("model", self, 2**24, "n_head", "n_kv_head", "n_embd", "head_dim", "mlp_hidden")
-        at_most("model", self, 2**31, "block_size", "vocab_size")
-        if self.head_dim is None:
-            divides("model.n_embd", self.n_embd, "model.n_head", self.n_head)
-        divides("model.n_head", self.n_head, "model.n_kv_head", self.n_kv_head or self.n_head)
-        below_one("model", self, "dropout")
-        if self.position == "rope":
-            size = self.head_size
-            require(size % 2 == 0, f"with rope, a head's channels must be even, and are {size}")
+        super().__post_init__()
+        divisions = [("n_embd", "n_head")] if self.head_dim is None else []
+        for name, divisor in (*divisions, ("n_head", "n_kv_head")):
+            whole, by = getattr(self, name), getattr(self, divisor) or self.n_head
+            nearest = " or ".join(str(n) for n in (whole // by * by, whole // by * by + by) if n)
+            require(
+                whole % by == 0,
+                f"model.{name} is {whole}, which model.{divisor} = {by} does not divide; the "
+                f"nearest that it divides: {nearest}",
+            )
         require(
+            self.position != "rope" or self.head_size % 2 == 0,
+            f"with rope, a head's channels must be even, and are {self.head_size}",
+        )
+        self.require(
             self.rope_high_freq_factor > self.rope_low_freq_factor,
-            f"model.rope_high_freq_factor is {self.rope_high_freq_factor}; it must be above "
-            f"rope_low_freq_factor {self.rope_low_freq_factor}",
+            "rope_high_freq_factor",
+            f"it must be above rope_low_freq_factor {self.rope_low_freq_factor}",
         )
 
     @property

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from accel_gpt.config.data import PrepareConfig, Source
+from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.data.remote import http_request
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import read_json
@@ -210,7 +210,7 @@ def saved_files(path: str, split: str) -> list[Path] | None:
     return found
 
 
-def guess_source(path: str) -> Source:
+def guess_source(path: str) -> SourceKind:
     """What `path` holds, by the endings of its files: of several kinds the one with most bytes.
 
     Bare .json beside other kinds does not count: it describes them. What is left out is printed.
@@ -248,7 +248,7 @@ def guess_source(path: str) -> Source:
     count = sum(name.endswith(SUFFIXES[best]) for name in sizes)
     if count < len(sizes):
         sys.stderr.write(f"reading {count} files as {best}; {len(sizes) - count} others left out\n")
-    return cast(Source, best)
+    return cast(SourceKind, best)
 
 
 # --------------------------------------------------------------------------- network

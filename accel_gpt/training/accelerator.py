@@ -32,10 +32,11 @@ from accelerate.utils import (
 )
 from torch import nn
 
+from accel_gpt.config.checks import duration
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.plan import Plan
 from accel_gpt.cost.devices import bf16_instructions
-from accel_gpt.errors import duration, require
+from accel_gpt.errors import require
 from accel_gpt.launcher import is_main, launcher_precision, local_world_size, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer

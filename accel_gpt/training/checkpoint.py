@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model as load_weights
 
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.config.parse import build, flatten, leaves
+from accel_gpt.config.parse import from_mapping, leaves
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import AccelGPTError, CheckpointError, NewerFormatError, require
@@ -193,7 +193,7 @@ def read_shape(path: Path) -> tuple[ModelConfig, int]:
     check_format(path, content)
     try:
         known = {key: v for key, v in content["config"].items() if key in leaves(ModelConfig)}
-        config = build(ModelConfig, dict(flatten(ModelConfig, known, "it")))
+        config = from_mapping(ModelConfig, known, "in it")
         return config, int(content["vocab_size"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path / 'model.json'} is damaged: {error!r}") from None

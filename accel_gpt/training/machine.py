@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat, to_plain
+from accel_gpt.config.parse import to_flat
 from accel_gpt.launcher import launcher_precision
 
 # keys of the config that may differ between machines: paths, and what does not change training
@@ -79,7 +79,7 @@ def rank_identity(config: Config) -> dict[str, Any]:
     for file in sorted(package.rglob("*.py")):
         if file.is_file():  # no dangling link of an editor
             code.update(str(file.relative_to(package)).encode() + file.read_bytes())
-    flat, versions = to_flat(to_plain(config)), package_versions()
+    flat, versions = to_flat(config), package_versions()
     return {key: value for key, value in flat.items() if not key.startswith(LOCAL)} | {
         "mixed_precision": config.train.mixed_precision or launcher_precision(),
         "the code of accel_gpt (SHA-256)": code.hexdigest()[:12],

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat, to_plain, to_yaml
+from accel_gpt.config.parse import to_flat, to_yaml
 from accel_gpt.config.plan import Plan
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.corpus import Corpus
@@ -114,7 +114,7 @@ class Reporter:
                 *corpus.lines(self.plan),
                 *corpus.lines_on_bytes(),
                 *(f"plan     {line}" for line in self.plan.describe().splitlines()),
-                *(f"plan     {line}" for line in describe_depth(to_flat(to_plain(config)))),
+                *(f"plan     {line}" for line in describe_depth(to_flat(config))),
                 f"device   {machine['processes']} x {machine['device']}, precision {precision}"
                 f"{default}, {machine['threads_per_process']} threads{unknown}",
             ]

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat, to_plain
+from accel_gpt.config.parse import to_flat
 from accel_gpt.config.plan import Plan
 from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import CheckpointError, DivergedError, UserError, first_line
@@ -254,7 +254,7 @@ def check_same_run(
 def check_same_config(config: Config) -> None:
     """Raise `UserError` if `out_dir` belongs to a run of another config that has no checkpoint."""
     before = RunFolder(config.out_dir).read_config()
-    changes = config_changes(before, to_flat(to_plain(config))) if before else {}
+    changes = config_changes(before, to_flat(config)) if before else {}
     refused = {k: v for k, v in changes.items() if k not in config.checkpoint.allow_change}
     if refused:
         raise UserError(
@@ -267,7 +267,7 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
     """Keys that differ but are not free: key -> (before, now). A key that `before` lacks, as an
     earlier version wrote it, had its default.
     """
-    before = to_flat(to_plain(Config())) | dict(before)
+    before = to_flat(Config()) | dict(before)
     compared = BITS if now.get("train.reproducible") else ()
     return {
         key: (before.get(key), now.get(key))

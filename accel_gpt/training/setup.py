@@ -11,7 +11,7 @@ from pathlib import Path
 
 from accel_gpt.config.data import DataConfig, TextStream
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat, to_plain
+from accel_gpt.config.parse import to_flat
 from accel_gpt.data.corpus import Corpus, open_shards
 from accel_gpt.data.remote import is_url
 from accel_gpt.errors import require
@@ -85,7 +85,7 @@ def new_state(config: Config, corpus: Corpus, world_size: int) -> TrainState:
     return TrainState(
         world_size=world_size,
         tokenizer_fingerprint=corpus.tokenizer.fingerprint,
-        config=to_flat(to_plain(config)),
+        config=to_flat(config),
         versions=code_versions(),
         **corpus.state_dict(),
     )

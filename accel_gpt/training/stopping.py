@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
+from accel_gpt.config.checks import duration
 from accel_gpt.config.experiment import Config
-from accel_gpt.errors import duration
 from accel_gpt.launcher import rank, started_by_launcher
 from accel_gpt.training.accelerator import host_group
 from accel_gpt.training.terminal import show_cursor

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat, to_plain, to_yaml
+from accel_gpt.config.parse import to_flat, to_yaml
 from accel_gpt.errors import UserError
 from accel_gpt.files import write_file
 from accel_gpt.redact import redact
@@ -57,7 +57,7 @@ class Trackers:
             sys.stdin = stdin
         if not accelerator.is_main_process:
             return
-        options = {k: redact(str(v)) for k, v in to_flat(to_plain(config)).items()}
+        options = {k: redact(str(v)) for k, v in to_flat(config).items()}
         for tracker in accelerator.trackers:
             if isinstance(tracker, TensorBoardTracker):
                 self.add_charts(tracker)

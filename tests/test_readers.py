@@ -13,7 +13,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 
-from accel_gpt.config.data import PrepareConfig, Source
+from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.text.documents import documents, sample_texts, split_pieces
 from accel_gpt.text.readers import LONGEST_LINE, Share, Skipped, json_lines
@@ -22,15 +22,15 @@ ROWS = ["one", None, "", "two\nlines", "é 👍"]
 KEPT = ["one", "two\nlines", "é 👍"]
 
 
-def asked(path: Path, source: Source, **more: Any) -> PrepareConfig:
+def asked(path: Path, source: SourceKind, **more: Any) -> PrepareConfig:
     return PrepareConfig(source=source, path=str(path), **more)
 
 
-def read(path: Path, source: Source, **more: Any) -> list[str]:
+def read(path: Path, source: SourceKind, **more: Any) -> list[str]:
     return list(documents(asked(path, source, **more)))
 
 
-def after_skips(path: Path, source: Source) -> tuple[list[str], int]:
+def after_skips(path: Path, source: SourceKind) -> tuple[list[str], int]:
     """The texts, in order, and how many things were skipped."""
     skipped = Skipped(allowed=True, quiet=True)
     found = split_pieces(asked(path, source, skip_invalid=True), True, skipped=skipped)
@@ -145,7 +145,7 @@ def test_columns_of_text_are_read(tmp_path: Path, kind: str, column: pa.DataType
     body = pa.array(ROWS, pa.string())
     body = body.dictionary_encode() if pa.types.is_dictionary(column) else body.cast(column)
     table = pa.table({"n": list(range(5)), "body": body, "other": [[1]] * 5})
-    source: Source = "parquet" if kind == "parquet" else "arrow"
+    source: SourceKind = "parquet" if kind == "parquet" else "arrow"
     path = tmp_path / f"x.{source}"
     write(path, table, kind)
     assert read(path, source, text_field="body") == KEPT
@@ -178,7 +178,7 @@ def test_only_the_row_groups_and_the_column_asked_for_are_read(
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
 def test_bytes_that_are_not_utf8_are_named_by_their_row(tmp_path: Path, kind: str) -> None:
     column = pa.array([b"a", b"b", b"c\xff", b"d"]).view(pa.string())
-    source: Source = "parquet" if kind == "parquet" else "arrow"
+    source: SourceKind = "parquet" if kind == "parquet" else "arrow"
     path = tmp_path / f"x.{source}"
     write(path, pa.table({"text": column}), kind)
     with pytest.raises(DataError, match=r"row 2 of .* is not UTF-8: byte 0xff at offset 1 of its"):
@@ -188,7 +188,7 @@ def test_bytes_that_are_not_utf8_are_named_by_their_row(tmp_path: Path, kind: st
 
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
 def test_damage_is_named(tmp_path: Path, kind: str) -> None:
-    source: Source = "parquet" if kind == "parquet" else "arrow"
+    source: SourceKind = "parquet" if kind == "parquet" else "arrow"
     path = tmp_path / f"x.{source}"
     write(path, pa.table({"text": [f"{i * i} and more" for i in range(1000)]}), kind)
     whole = path.read_bytes()
@@ -245,7 +245,7 @@ def test_rows_need_no_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "a"}\n')
     write(tmp_path / "x.parquet", pa.table({"text": ["b"]}), "parquet")
     write(tmp_path / "x.arrow", pa.table({"text": ["c"]}), "stream")
-    kinds: tuple[Source, ...] = ("jsonl", "parquet", "arrow")
+    kinds: tuple[SourceKind, ...] = ("jsonl", "parquet", "arrow")
     assert [read(tmp_path, kind) for kind in kinds] == [["a"], ["b"], ["c"]]
 
 

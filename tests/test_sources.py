@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_gpt.config.data import PrepareConfig, Source
+from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.data.bpe import pieces, stream_pieces
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.text.documents import (
@@ -38,7 +38,7 @@ from accel_gpt.text.files import SUFFIXES, describe_source, file_share, guess_so
 from accel_gpt.text.readers import Skipped
 
 
-def read(path: object, source: Source = "text", **more: Any) -> list[str]:
+def read(path: object, source: SourceKind = "text", **more: Any) -> list[str]:
     return list(documents(PrepareConfig(source=source, path=str(path), **more)))
 
 
@@ -322,7 +322,7 @@ def test_long_documents_are_cut_only_where_allowed(
 # --------------------------------------------------------------------------- positions, machines
 
 
-def make(folder: Path, source: Source, count: int = 3) -> PrepareConfig:
+def make(folder: Path, source: SourceKind, count: int = 3) -> PrepareConfig:
     """Files of a source: documents of several pieces, short ones and empty ones."""
     folder.mkdir()
     for unit in range(count):
@@ -345,7 +345,7 @@ def make(folder: Path, source: Source, count: int = 3) -> PrepareConfig:
     return PrepareConfig(source=source, path=str(folder), val_fraction=0.3)
 
 
-FILES: tuple[Source, ...] = ("text", "jsonl", "parquet", "arrow")
+FILES: tuple[SourceKind, ...] = ("text", "jsonl", "parquet", "arrow")
 
 
 def check_resume(config: PrepareConfig, **part: int) -> None:
@@ -362,7 +362,7 @@ def check_resume(config: PrepareConfig, **part: int) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("world", [1, 2])
 def test_reading_goes_on_after_any_piece(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source, count: int, world: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: SourceKind, count: int, world: int
 ) -> None:
     monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 12)
     monkeypatch.setattr("accel_gpt.text.readers.CHUNK", 7)
@@ -400,7 +400,7 @@ def whole(pieces: Iterator[Piece]) -> list[tuple[str, str, bytes]]:
 @pytest.mark.parametrize("source", FILES)
 @pytest.mark.parametrize("world", [2, 3, 7])
 def test_machines_together_read_each_document_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source, world: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: SourceKind, world: int
 ) -> None:
     monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 12)
     config = make(tmp_path / "made", source, 5)
@@ -443,7 +443,7 @@ class Input:
 def test_standard_input_is_read_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 30)
 
-    def read_stdin(source: Source, data: str, *start: Any) -> list[Piece]:
+    def read_stdin(source: SourceKind, data: str, *start: Any) -> list[Piece]:
         monkeypatch.setattr("sys.stdin", Input(data.encode()))
         config = PrepareConfig(source=source, path="-", val_fraction=0.2)
         return list(split_pieces(config, True, *start))
@@ -476,7 +476,7 @@ def test_standard_input_is_read_once_and_as_lines_only() -> None:
 
 
 @pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
-def test_a_sample_is_spread_over_the_source(tmp_path: Path, source: Source) -> None:
+def test_a_sample_is_spread_over_the_source(tmp_path: Path, source: SourceKind) -> None:
     words = [f"{number:05d} " + "word " * 40 for number in range(2000)]
     place = tmp_path / f"x.{source}"
     if source == "text":

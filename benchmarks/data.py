@@ -289,13 +289,13 @@ def running(texts: list[str]) -> Iterator[tuple[int, str]]:
 
 OUR_BPE = """
 import json, sys
-from accel_gpt.data.tokenizer import train_bpe
+from accel_gpt.prepare.bpe import train_bpe
 train_bpe(json.load(open(sys.argv[1])), 32768)
 """
 PLAIN_BPE = """
 import json, sys
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-from accel_gpt.data.bpe import PATTERN
+from accel_gpt.data.tokenizer_json import PATTERN
 tokenizer = Tokenizer(models.BPE())
 tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
     pre_tokenizers.Split(Regex(PATTERN), "isolated"),

@@ -17,12 +17,13 @@ import pytest
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import open_split, read_index
-from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer, train_bpe
+from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.prepare import dedupe as seen
 from accel_gpt.prepare import prepare as build
 from accel_gpt.prepare import shard_writer as writer
 from accel_gpt.prepare import workers
+from accel_gpt.prepare.bpe import train_bpe
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.text import documents as sources
 

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, train_bpe
+from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.evals import hellaswag
 from accel_gpt.evals.hellaswag import (
@@ -28,6 +28,7 @@ from accel_gpt.evals.hellaswag import (
     score_questions,
 )
 from accel_gpt.model.gpt import GPT
+from accel_gpt.prepare.bpe import train_bpe
 from tests.conftest import launch, text_of
 from tests.processes import Member, together
 from tests.test_train import assert_same_weights, records, weights

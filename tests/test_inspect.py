@@ -386,7 +386,7 @@ def test_tokenizers_compared_on_a_text(data: Path, tmp_path: Path, capsys: Print
     assert beside["kind"] == "bytes"
     assert gpt2["tokens_per_byte"] == gpt2["tokens"] / 19 < 1
     one, other = (load_gpt2().encode(text) for text in ("Zwölf Boxkämpfer\n", "ö"))
-    sizes = load_gpt2().token_bytes()
+    sizes = load_gpt2().token_bytes
     single = [i for i in one if sizes[i] == 1]
     assert len(other) == 1
     assert gpt2["single_byte_share"] == len(single) / 19 > 0

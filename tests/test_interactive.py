@@ -20,14 +20,9 @@ from torch import Tensor
 from accel_gpt import cli
 from accel_gpt.commands.interactive import USAGE, decode_stream, interact
 from accel_gpt.config.experiment import SampleConfig
-from accel_gpt.data.tokenizer import (
-    BytesTokenizer,
-    CharsTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    train_bpe,
-)
+from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, load_tokenizer
 from accel_gpt.model.gpt import GPT
+from accel_gpt.prepare.bpe import train_bpe
 from tests.conftest import run_here, text_of, tiny
 
 TEXT = "é, 👩‍👩‍👧 naïve 東京! A new line\nwith  two spaces, ü👍🏽👍 and a wor ##d."

@@ -16,7 +16,7 @@ import pytest
 
 from accel_gpt.config.data import DataConfig
 from accel_gpt.data.sources import open_data
-from accel_gpt.data.tokenizer import train_bpe
+from accel_gpt.prepare.bpe import train_bpe
 from tests.conftest import text_of
 
 pytestmark = pytest.mark.slow

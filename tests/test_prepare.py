@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.data.bpe import EOT
 from accel_gpt.data.shards import open_split, read_index
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
+from accel_gpt.data.tokenizer_json import EOT
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.files import lock
 from accel_gpt.prepare import copying, workers

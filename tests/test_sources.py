@@ -23,7 +23,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_gpt.config.data import PrepareConfig, SourceKind
-from accel_gpt.data.bpe import pieces, stream_pieces
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.text.documents import (
     Piece,
@@ -35,6 +34,7 @@ from accel_gpt.text.documents import (
     split_pieces,
 )
 from accel_gpt.text.files import SUFFIXES, describe_source, file_share, guess_source, stdlib_files
+from accel_gpt.text.pieces import pieces
 from accel_gpt.text.readers import Skipped
 
 
@@ -610,15 +610,15 @@ def test_an_empty_file_is_an_error_only_when_alone(tmp_path: Path) -> None:
 )
 def test_chunks_make_no_difference_to_pieces(text: str, size: int, step: int) -> None:
     chunks = (text[i : i + step] for i in range(0, len(text), step))
-    assert list(stream_pieces(chunks, size)) == list(pieces(text, size))
+    assert list(pieces(chunks, size)) == list(pieces([text], size))
 
 
 def test_text_that_cannot_be_cut_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_gpt.data.bpe.LONGEST", 1000)
+    monkeypatch.setattr("accel_gpt.text.pieces.LONGEST", 1000)
     with pytest.raises(DataError, match=r"x\.txt has [\d,]+ characters without a line end"):
-        list(stream_pieces(("a" * 100 for _ in range(100)), 10, "x.txt"))
+        list(pieces(("a" * 100 for _ in range(100)), 10, "x.txt"))
     words = ["a" * 90 + " " for _ in range(100)]
-    assert "".join(stream_pieces(words, 10, "x.txt")) == "".join(words)
+    assert "".join(pieces(words, 10, "x.txt")) == "".join(words)
 
 
 def test_nothing_heavy_is_imported() -> None:

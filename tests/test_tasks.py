@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from safetensors.torch import save_file
 
 from accel_gpt import cli
-from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer, load_tokenizer, train_bpe
+from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer, load_tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.evals import tasks as module
 from accel_gpt.evals.tasks import metrics_of, open_tasks, run_tasks
@@ -24,6 +24,7 @@ from accel_gpt.hub.hf_config import write_shape
 from accel_gpt.hub.hf_weights import export_tensors
 from accel_gpt.launcher import environment_without_launcher
 from accel_gpt.model.gpt import GPT
+from accel_gpt.prepare.bpe import train_bpe
 from tests.conftest import launch, run_here, text_of, tiny
 from tests.harness_tasks import write_tasks
 from tests.test_train import records

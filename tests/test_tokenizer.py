@@ -12,16 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_gpt.data import bpe
+from accel_gpt.data import tokenizer_json
 from accel_gpt.data.tokenizer import (
     BytesTokenizer,
     CharsTokenizer,
     Tokenizer,
+    clean,
     load_tokenizer,
-    make_tokenizer,
-    train_bpe,
 )
 from accel_gpt.errors import AccelGPTError, DataError, UserError
+from accel_gpt.prepare.bpe import make_tokenizer, train_bpe
+from accel_gpt.text.pieces import pieces
 
 VOCAB_SIZE = 600
 KINDS = ("bytes", "chars", "bpe", "gpt2", "hf")
@@ -61,7 +62,7 @@ def tokenizers(
 ) -> dict[str, Tokenizer]:
     """One of each kind, gpt2 where it is at hand; hf is the trained one with another pattern."""
     content = json.loads(trained.file_text)
-    content["pre_tokenizer"] = {**bpe.byte_level(), "use_regex": True}
+    content["pre_tokenizer"] = {**tokenizer_json.byte_level(), "use_regex": True}
     path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
     path.write_text(json.dumps(content))
     made = {
@@ -95,7 +96,7 @@ def test_hostile_text_survives_a_round_trip(tokenizer: Tokenizer) -> None:
     for name, text in HOSTILE.items():
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text, name
-        assert tokenizer.token_bytes()[ids].sum() == len(text.encode()), name
+        assert tokenizer.token_bytes[ids].sum() == len(text.encode()), name
         assert tokenizer.eot_id is None or tokenizer.eot_id not in ids, name
     assert tokenizer.bytes_add_up
 
@@ -112,7 +113,7 @@ def test_trained_ids_are_bytes_then_merges_then_end_of_text(trained: Tokenizer) 
     assert trained.eot_id == VOCAB_SIZE - 1
     assert [trained.encode(chr(b)) for b in range(128)] == [[b] for b in range(128)]
     assert trained.decode([0xC3, 0xA9]) == "é"
-    assert trained.token_bytes()[256:-1].min() >= 2
+    assert trained.token_bytes[256:-1].min() >= 2
     assert trained.decode([VOCAB_SIZE - 1]) == "<|endoftext|>"
 
 
@@ -127,7 +128,8 @@ def test_words_keep_one_leading_character_and_digits_stay_in_groups_of_three() -
     words = (b" the", b"_name", b".py", b"12345", b"\n\n", b"  ")
     merged = {word[:n]: 0 for word in words for n in range(2, len(word) + 1)}
     ranks = singles | {word: 256 + i for i, word in enumerate(sorted(merged, key=len))}
-    encoding = tiktoken.Encoding("t", pat_str=bpe.PATTERN, mergeable_ranks=ranks, special_tokens={})
+    pattern = tokenizer_json.PATTERN
+    encoding = tiktoken.Encoding("t", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 
     def split(text: str) -> list[str]:
         return [encoding.decode([i]) for i in encoding.encode_ordinary(text)]
@@ -172,7 +174,7 @@ def test_a_merge_taken_out_leaves_the_fast_path(trained: Tokenizer, tmp_path: Pa
 
 def test_text_in_pieces_gives_the_ids_of_the_whole(tokenizers: dict[str, Tokenizer]) -> None:
     text = "".join(corpus())
-    cut = list(bpe.pieces(text, 100))
+    cut = list(pieces([text], 100))
     assert len(cut) > 100
     assert "".join(cut) == text
     for kind, tokenizer in tokenizers.items():
@@ -189,7 +191,7 @@ def test_any_text_in_pieces_gives_the_ids_of_the_whole(
 ) -> None:
     for kind in {"bpe", "gpt2"} & set(tokenizers):
         tokenizer = tokenizers[kind]
-        parts = [tokenizer.encode(part) for part in bpe.pieces(text, size)]
+        parts = [tokenizer.encode(part) for part in pieces([text], size)]
         assert [i for part in parts for i in part] == tokenizer.encode(text)
 
 
@@ -206,19 +208,19 @@ ANY = "ab1.\n\n\r \t'\u3000" + "中文的。\uff0c\uff01" + "é²한ア😀" + "
 def test_text_without_spaces_in_pieces_gives_the_ids_of_the_whole(
     tokenizers: dict[str, Tokenizer], text: str, size: int, step: int
 ) -> None:
-    cut = list(bpe.pieces(text, size))
+    cut = list(pieces([text], size))
     for kind in {"bpe", "gpt2"} & set(tokenizers):
         tokenizer = tokenizers[kind]
         parts = [tokenizer.encode(part) for part in cut]
         assert [i for part in parts for i in part] == tokenizer.encode(text)
     chunks = [text[i : i + step] for i in range(0, len(text), step)]
-    assert "".join(bpe.stream_pieces(chunks, size)) == text
+    assert "".join(pieces(chunks, size)) == text
 
 
 @pytest.mark.parametrize("end", ["\r\n", "\n\n", "\n\u3000", "\uff0c", "。\n\u3000"])
 def test_text_without_spaces_is_cut(end: str) -> None:
     text = ("中文" * 10 + end) * 100
-    assert max(map(len, bpe.pieces(text, 50))) < 160
+    assert max(map(len, pieces([text], 50))) < 160
 
 
 def test_millions_of_spaces_are_encoded(trained: Tokenizer) -> None:
@@ -235,8 +237,8 @@ def test_lone_surrogates_become_the_replacement_character(tokenizer: Tokenizer) 
 def test_bytes_survive_any_text(text: str) -> None:
     tokenizer = make_tokenizer("bytes", 0, corpus)
     ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == bpe.clean(text)
-    assert ids == list(bpe.clean(text).encode())
+    assert tokenizer.decode(ids) == clean(text)
+    assert ids == list(clean(text).encode())
 
 
 def test_chars_are_sorted_and_an_unknown_one_is_named() -> None:

@@ -16,8 +16,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_gpt.data import bpe, tokenizer_json, trial
-from accel_gpt.data import tokenizer as tokenizing
+from accel_gpt.data import tokenizer_json, trial
 from accel_gpt.data.tokenizer import (
     BytesTokenizer,
     CharsTokenizer,
@@ -26,10 +25,10 @@ from accel_gpt.data.tokenizer import (
     Tokenizer,
     load_gpt2,
     load_tokenizer,
-    train_bpe,
 )
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.hub.export import save_tokenizer
+from accel_gpt.prepare.bpe import train_bpe
 
 BLOCK_SIZE = 100_000
 KINDS = ("bytes", "chars", "bpe", "gpt2", "hf")
@@ -67,7 +66,7 @@ def no_network() -> Iterator[None]:
 def foreign(folder: Path, **config: object) -> Tokenizer:
     """A tokenizer of kind hf, from a folder with this tokenizer_config.json, if any."""
     content = json.loads(train_bpe(["the there then " * 9], 262).file_text)
-    content["pre_tokenizer"] = {**bpe.byte_level(), "use_regex": True}
+    content["pre_tokenizer"] = {**tokenizer_json.byte_level(), "use_regex": True}
     folder.mkdir()
     (folder / "tokenizer.json").write_text(json.dumps(content))
     if config:
@@ -301,10 +300,10 @@ NEARLY_GPT2 = {
 
 
 def test_what_differs_from_gpt2_is_not_gpt2(gpt2_content: Any) -> None:
-    assert tokenizer_json.gpt2_ranks(gpt2_content) is not None
+    assert tokenizer_json.recognize(gpt2_content) is not None
     for title, (part, name, value) in NEARLY_GPT2.items():
         changed = {**gpt2_content, part: {**gpt2_content[part], name: value}}
-        assert tokenizer_json.gpt2_ranks(changed) is None, title
+        assert tokenizer_json.recognize(changed) is None, title
 
 
 def test_gpt2_with_other_tokens_is_not_gpt2(gpt2_content: Any) -> None:
@@ -318,18 +317,16 @@ def test_gpt2_with_other_tokens_is_not_gpt2(gpt2_content: Any) -> None:
         {"model": {**gpt2_content["model"], "vocab": {**vocabulary, "!": 60000}}},
         {"post_processor": {"type": "TemplateProcessing", "special_tokens": {"<s>": {}}}},
     ):
-        assert tokenizer_json.gpt2_ranks({**gpt2_content, **changes}) is None, list(changes)
+        assert tokenizer_json.recognize({**gpt2_content, **changes}) is None, list(changes)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "chars"])
 def test_what_differs_from_bytes_and_chars_is_neither(kind: str, folders: dict[str, Path]) -> None:
     content = json.loads((folders[kind] / "tokenizer.json").read_text())
 
-    def known(changed: Any) -> bool:
-        return tokenizer_json.is_bytes(changed) or tokenizer_json.characters(changed) is not None
-
-    assert known(content)
-    assert known({**content, "truncation": {"max_length": 5}})
+    known = tokenizer_json.recognize({**content, "truncation": {"max_length": 5}})
+    assert known is not None
+    assert known[0] == kind
     vocabulary = content["model"]["vocab"]
     last = max(vocabulary, key=vocabulary.get)
     for changes in (
@@ -342,10 +339,9 @@ def test_what_differs_from_bytes_and_chars_is_neither(kind: str, folders: dict[s
         {"post_processor": {"type": "TemplateProcessing", "special_tokens": {"<s>": {}}}},
         {"post_processor": {"type": "BertProcessing"}},
     ):
-        assert not known({**content, **changes}), changes
+        assert not tokenizer_json.recognize({**content, **changes}), changes
     for nothing in (None, [], {}, {"model": 1}, {"model": {"type": "WordLevel", "vocab": [1]}}):
-        assert not known(nothing)
-        assert tokenizer_json.gpt2_ranks(nothing) is None
+        assert tokenizer_json.recognize(nothing) is None
 
 
 # --------------------------------------------------------------------------- what came along
@@ -427,7 +423,7 @@ def test_settings_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
             load_tokenizer(tmp_path / "source")
     (tmp_path / "source" / "tokenizer_config.json").unlink()
     (tmp_path / "source" / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(DataError, match=r"chat_template\.jinja is no UTF-8"):
+    with pytest.raises(DataError, match=r"chat_template\.jinja is not UTF-8"):
         load_tokenizer(tmp_path / "source")
 
 
@@ -494,7 +490,7 @@ def test_a_panic_of_the_library_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a text that the trial did not think of; a panic is a BaseException."""
-    monkeypatch.setattr(tokenizing, "find_problem", lambda _: None)
+    monkeypatch.setattr(trial, "find_problem", lambda _: None)
     tokenizer = load_tokenizer(other(tmp_path, pre_tokenizer=split("(a+)+$")))
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
         with pytest.raises(DataError, match=r"tokenizer\.json failed"):

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from accel_gpt.config.data import DataConfig
-from accel_gpt.data.bpe import clean
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import open_data
-from accel_gpt.data.tokenizer import FILE, Tokenizer, named_tokenizer
+from accel_gpt.data.tokenizer import Tokenizer, clean, named_tokenizer
+from accel_gpt.data.tokenizer_json import FILE
 from accel_gpt.errors import AccelGPTError, UserError, require
 
 WARM_UP = 1000  # characters encoded before the clock starts: patterns are compiled on first use
@@ -70,7 +70,7 @@ def measure(tokenizer: Tokenizer, text: str, size: int) -> dict[str, Any]:
     start = time.perf_counter()
     ids = tokenizer.encode_array(text)
     seconds = time.perf_counter() - start
-    single = int(np.count_nonzero(tokenizer.token_bytes()[ids] == 1))
+    single = int(np.count_nonzero(tokenizer.token_bytes[ids] == 1))
     return {
         "kind": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,

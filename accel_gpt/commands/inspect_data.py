@@ -188,7 +188,7 @@ def read_split(
             f"the {split.name} split of {split.folder} has {documents:,} end-of-text tokens,"
             f" but its index says {expected:,} documents; prepare the data again"
         )
-    sizes = tokenizer.token_bytes()[: split.vocab_size] if tokenizer.bytes_add_up else None
+    sizes = tokenizer.token_bytes[: split.vocab_size] if tokenizer.bytes_add_up else None
     utf8_bytes = None if sizes is None else int(counts[: len(sizes)] @ sizes)
     found = {
         "tokens": tokens,

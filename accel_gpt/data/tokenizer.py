@@ -1,7 +1,7 @@
 """Text -> token ids and back, one interface for every kind of tokenizer.
 
-Writes tokenizer.json in Hugging Face's format, which `tokenizers` and transformers open as well;
-reads any such file, what tokenizer_config.json beside it says, and a format of earlier versions.
+Reads any tokenizer.json of Hugging Face's format, what lies beside it, and a format of earlier
+versions; writes tokenizer.json so that `tokenizers` and transformers open it as well.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import re
 import sys
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_gpt.data import bpe, tokenizer_json
-from accel_gpt.data.bpe import EOT, clean
+from accel_gpt.data import tokenizer_json
 from accel_gpt.data.shards import Split, token_dtype
-from accel_gpt.data.tokenizer_json import CONFIG, find_eot
-from accel_gpt.data.trial import find_problem
+from accel_gpt.data.tokenizer_json import BYTE_CHARS, CONFIG, EOT, FILE, PATTERN
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 
 if TYPE_CHECKING:
@@ -32,8 +30,7 @@ if TYPE_CHECKING:
 
 Ids = NDArray[Any]
 
-FILE = tokenizer_json.FILE
-OWN_FORMAT = "accel_gpt-tokenizer"  # which earlier versions wrote
+OLD_FORMAT = "accel_gpt-tokenizer"  # which earlier versions wrote
 LARGEST_VOCABULARY = 1 << 24  # tokens; the largest of published models have 2^18
 # of what tokenizers change or lack: a text's first letter, white space, letters of many scripts
 PROBES = (
@@ -51,46 +48,27 @@ class Tokenizer(ABC):
     eot_id: int | None
     fingerprint: str
     """SHA-256 (hex) of kind, vocabulary, pattern and special tokens."""
+    token_bytes: NDArray[np.int64]
+    """(V,): bytes of UTF-8 text that each token stands for, 0 for special tokens."""
     config: Mapping[str, Any] = MappingProxyType({})
     """tokenizer_config.json and chat_template.jinja: kept for others, they decide no id."""
-    sizes: NDArray[np.int64]
-    """What `token_bytes` gives."""
     bytes_add_up = True
     """Whether the `token_bytes` of the ids of a text sum to its UTF-8 bytes, in form NFC."""
     cuts_at_lines = True
-    """Whether encoding the `bpe.pieces` of a text one by one gives the ids of the whole."""
+    """Whether encoding the `pieces` of a text one by one gives the ids of the whole."""
 
     @cached_property
     def file_text(self) -> str:
-        """Content of the tokenizer.json from which `load_tokenizer` makes an equal tokenizer."""
-        return json.dumps(self.file_content(), ensure_ascii=False)
-
-    def file_content(self) -> dict[str, Any]:
-        """The same as an object, where the tokenizer does not come from a file."""
+        """The tokenizer.json from which `load_tokenizer` makes an equal tokenizer."""
         raise NotImplementedError
 
     @abstractmethod
     def encode_array(self, text: str) -> Ids:
-        """Ids as an array of any unsigned type."""
+        """Ids of a text without lone surrogates, as an array of any unsigned type."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
-
-    def token_bytes(self) -> NDArray[np.int64]:
-        """(V,): bytes of UTF-8 text that each token stands for, 0 for special tokens."""
-        return self.sizes
-
-    def bytes_within(self, split: Split) -> NDArray[np.float64]:
-        """(V,): UTF-8 bytes of the text of `split` that each token of it stands for.
-
-        Where bytes do not add up, each has the mean of the split by its index; NaN where none
-        tells it.
-        """
-        if self.bytes_add_up:
-            return self.sizes.astype(np.float64)
-        whole = sum(shard.bytes or 0 for shard in split.shards)
-        return np.full(self.vocab_size, whole / split.tokens if whole else np.nan)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without end-of-text."""
@@ -102,12 +80,18 @@ class Tokenizer(ABC):
         dtype = token_dtype(self.vocab_size)
         return [self.encode_array(clean(text)).astype(dtype) for text in texts]
 
+    def bytes_within(self, split: Split) -> NDArray[np.float64]:
+        """(V,): UTF-8 bytes of the text of `split` that each token of it stands for.
+
+        Where bytes do not add up, each has the mean of the split by its index; NaN without it.
+        """
+        if self.bytes_add_up:
+            return self.token_bytes.astype(np.float64)
+        whole = sum(shard.bytes or 0 for shard in split.shards)
+        return np.full(self.vocab_size, whole / split.tokens if whole else np.nan)
+
     def require_same(
-        self,
-        other: "Tokenizer",
-        ours: str,
-        theirs: str,
-        error: type[AccelGPTError] = DataError,
+        self, other: "Tokenizer", ours: str, theirs: str, error: type[AccelGPTError] = DataError
     ) -> None:
         """Raise `error` unless `other` gives every text the same ids; `ours` and `theirs` name what
         has the two tokenizers.
@@ -138,11 +122,8 @@ class BytesTokenizer(Tokenizer):
 
     def __init__(self) -> None:
         self.fingerprint = digest("bytes", "", [EOT], [])
-        self.sizes = np.array([1] * 256 + [0])
-
-    def file_content(self) -> dict[str, Any]:
-        """A BPE with nothing to merge."""
-        return tokenizer_json.bytes_content()
+        self.token_bytes = np.array([1] * 256 + [0])
+        self.file_text = to_json(tokenizer_json.bytes_content())
 
     def encode_array(self, text: str) -> Ids:
         """The bytes themselves."""
@@ -167,11 +148,8 @@ class CharsTokenizer(Tokenizer):
         codes = np.array([ord(c) for c in chars])
         self.ids = np.full(codes.max() + 2, len(chars))  # the last entry stands for all above
         self.ids[codes] = np.arange(len(chars))
-        self.sizes = np.array([len(c.encode()) for c in chars])
-
-    def file_content(self) -> dict[str, Any]:
-        """A model of words, each a character."""
-        return tokenizer_json.chars_content(self.chars)
+        self.token_bytes = np.array([len(c.encode()) for c in chars])
+        self.file_text = to_json(tokenizer_json.chars_content(chars))
 
     def encode_array(self, text: str) -> Ids:
         """Id of each character; `UserError` for one that has none."""
@@ -191,40 +169,39 @@ class CharsTokenizer(Tokenizer):
 
 
 class RankTokenizer(Tokenizer):
-    """Byte-level BPE driven by tiktoken: GPT-2's, or one that `train_bpe` made."""
-
-    LONGEST_RUN = re.compile(r"\s{100000}")
+    """Byte-level BPE driven by tiktoken, the faster of the two libraries: GPT-2's, or a trained
+    one, with its tokenizer.json (None: GPT-2's).
+    """
 
     def __init__(self, kind: str, encoding: "tiktoken.Encoding", text: str | None = None) -> None:
         self.kind = kind
         if text is not None:
             self.file_text = text
-        self.vocab_size = encoding.n_vocab
-        self.eot_id = encoding.eot_token
         self.encoding = encoding
-        vocabulary = [encoding.decode_single_token_bytes(i) for i in range(self.eot_id)]
-        self.sizes = np.array([*map(len, vocabulary), 0])
-        self.fingerprint = digest(kind, encoding._pat_str, [EOT], vocabulary)
+        self.vocab_size = encoding.n_vocab
+        self.eot_id: int = encoding.eot_token
+        self.vocabulary = [encoding.decode_single_token_bytes(i) for i in range(self.eot_id)]
+        self.token_bytes = np.array([*map(len, self.vocabulary), 0])
+        self.fingerprint = digest(kind, encoding._pat_str, [EOT], self.vocabulary)
 
-    def file_content(self) -> dict[str, Any]:
-        """That of GPT-2, from tiktoken's ranks; takes about a second."""
-        token = self.encoding.decode_single_token_bytes
-        vocabulary = tokenizer_json.byte_level_tokens(
-            [token(i) for i in range(self.encoding.eot_token)]
-        )
-        return tokenizer_json.gpt2_content(vocabulary, tokenizer_json.merges_of(vocabulary))
+    @cached_property
+    def file_text(self) -> str:
+        """Takes about a second."""
+        tokens = ["".join(BYTE_CHARS[byte] for byte in token) for token in self.vocabulary]
+        merges = tokenizer_json.learned_merges(tokens)
+        return to_json(tokenizer_json.gpt2_content(tokens, merges))
 
     def encode_array(self, text: str) -> Ids:
-        """Ids by tiktoken; its regex gives up on about a million white spaces in a row."""
-        try:
-            return self.encoding.encode_to_numpy(text, disallowed_special=())
-        except ValueError:
-            ends = [run.end() for run in self.LONGEST_RUN.finditer(text)]
-            if not ends:
-                raise
-        spans = zip([0, *ends], [*ends, len(text)], strict=True)
+        """Ids by tiktoken, whose regex gives up on about a million white spaces in a row."""
         encode = self.encoding.encode_to_numpy
-        return np.concatenate([encode(text[a:b], disallowed_special=()) for a, b in spans])
+        try:
+            return encode(text, disallowed_special=())
+        except ValueError:
+            parts = re.split(r"(\s{100000})", text)
+            if len(parts) == 1:
+                raise
+        whole = map("".join, zip(parts[::2], [*parts[1::2], ""], strict=True))
+        return np.concatenate([encode(part, disallowed_special=()) for part in whole])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the tokens' bytes."""
@@ -240,24 +217,26 @@ class HFTokenizer(Tokenizer):
     def __init__(self, text: str, where: Path, config: Mapping[str, Any]) -> None:
         import tokenizers
 
+        from accel_gpt.data.trial import find_problem
+
         self.where = where
         if wrong := find_problem(text):
             raise DataError(f"{where} is no tokenizer.json that can be read: {wrong}")
-        parts = json.loads(text)
-        if parts["model"].get("dropout"):  # draws the merges of each text anew
+        content = json.loads(text)
+        if content["model"].get("dropout"):  # draws the merges of each text anew
             sys.stderr.write(
-                f"WARNING: {where} has a model with dropout {parts['model']['dropout']}, which "
+                f"WARNING: {where} has a model with dropout {content['model']['dropout']}, which "
                 "gives a text other tokens each time; it is switched off\n"
             )
-            parts["model"]["dropout"] = None
-            text = json.dumps(parts, ensure_ascii=False)
+            content["model"]["dropout"] = None
+            text = to_json(content)
+        self.file_text = text
         with self.explained():
             self.tokenizer = tokenizers.Tokenizer.from_str(text)
         self.tokenizer.post_processor = None  # a template may drop or repeat the text itself
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.tokenizer.encode_special_tokens = True
-        self.file_text = text
         ids = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
         if self.vocab_size > LARGEST_VOCABULARY:
@@ -265,25 +244,22 @@ class HFTokenizer(Tokenizer):
                 f"{where} has a token of id {self.vocab_size - 1:,}, expected less than "
                 f"{LARGEST_VOCABULARY:,}"
             )
-        self.eot = find_eot(ids, where, config)
+        self.eot = tokenizer_json.find_eot(ids, where, config)
         self.eot_id: int = ids[self.eot]
-        parts = {k: v for k, v in parts.items() if k not in ("truncation", "padding")}
+        parts = {k: v for k, v in content.items() if k not in ("truncation", "padding")}
         self.fingerprint = digest("hf", json.dumps(parts, sort_keys=True), [self.eot], [])
-        self.sizes = self.count_bytes(parts.get("decoder"))
-        self.bytes_add_up = self.adds_up()
+        self.token_bytes = self.count_bytes(parts.get("decoder"))
+        try:  # many put a space before a text, drop spaces or accents, or lack characters
+            lengths = [self.token_bytes[self.encode(text)].sum() for text in PROBES]
+            self.bytes_add_up = lengths == [len(text.encode()) for text in PROBES]
+        except DataError:
+            self.bytes_add_up = False
 
     def encode_array(self, text: str) -> Ids:
         """Ids without the tokens that a template would add."""
         with self.explained():
-            return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text as `token_dtype(vocab_size)`."""
-        dtype = token_dtype(self.vocab_size)
-        cleaned = [clean(text) for text in texts]
-        with self.explained():
-            encoded = self.tokenizer.encode_batch_fast(cleaned, add_special_tokens=False)
-        return [np.array(one.ids, dtype) for one in encoded]
+            (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(found.ids, np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text by the decoder of the file."""
@@ -301,27 +277,18 @@ class HFTokenizer(Tokenizer):
             raise DataError(f"the tokenizer of {self.where} failed: {error}") from None
 
     def count_bytes(self, decoder: object) -> NDArray[np.int64]:
-        """Bytes of each token by its spelling, which depends on the decoder."""
+        """Bytes of each token by its spelling, which depends on the decoder: of SentencePiece and
+        WordPiece, or where a character stands for a byte.
+        """
         sizes = np.zeros(self.vocab_size, np.int64)
         byte_level = '"ByteLevel"' in json.dumps(decoder)
         for token, i in self.tokenizer.get_vocab(with_added_tokens=False).items():
-            sizes[i] = len(token) if byte_level else len(plain_text(token).encode())
+            plain = re.sub(r"^<0x..>$|\u2581", " ", token).removeprefix("##")
+            sizes[i] = len(token) if byte_level else len(plain.encode())
         for i, added in self.tokenizer.get_added_tokens_decoder().items():
             sizes[i] = 0 if added.special else len(added.content.encode())
         sizes[self.eot_id] = 0
         return sizes
-
-    def adds_up(self) -> bool:
-        """Try it: many put a space before a text, drop spaces or accents, or lack characters."""
-        try:
-            return all(self.sizes[self.encode(text)].sum() == len(text.encode()) for text in PROBES)
-        except Exception:  # of the library: a character that the vocabulary lacks
-            return False
-
-
-def plain_text(token: str) -> str:
-    """Text of a SentencePiece or WordPiece token; one character for one that stands for a byte."""
-    return re.sub(r"^<0x..>$|\u2581", " ", token).removeprefix("##")
 
 
 def digest(kind: str, pattern: str, specials: list[str], vocabulary: Iterable[bytes]) -> str:
@@ -330,23 +297,21 @@ def digest(kind: str, pattern: str, specials: list[str], vocabulary: Iterable[by
     return hashlib.sha256(json.dumps([kind, pattern, specials, tokens]).encode()).hexdigest()
 
 
-# --------------------------------------------------------------------------- making and loading
+def to_json(content: dict[str, Any]) -> str:
+    """The text of a tokenizer.json."""
+    return json.dumps(content, ensure_ascii=False)
 
 
-def make_tokenizer(spec: str, vocab_size: int, texts: Callable[[], Iterator[str]]) -> Tokenizer:
-    """Tokenizer for bytes, chars, bpe (of `vocab_size`), gpt2 or a path.
+def clean(text: str) -> str:
+    """`text` with each lone surrogate, which UTF-8 cannot hold, replaced by U+FFFD."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
-    chars and bpe read all of `texts()`; how much text a bpe is trained on is for the caller to say.
-    """
-    if spec == "bpe":
-        return train_bpe(texts(), vocab_size)
-    if spec == "chars":
-        found: set[str] = set()
-        for text in texts():
-            found.update(clean(text))
-        require(bool(found), "the text is empty; there are no characters for a chars tokenizer")
-        return CharsTokenizer("".join(sorted(found)))
-    return named_tokenizer(spec, "data.prepare.tokenizer", "bytes, chars, bpe, gpt2")
+
+# --------------------------------------------------------------------------- loading
 
 
 def named_tokenizer(
@@ -364,25 +329,6 @@ def named_tokenizer(
     return load_tokenizer(spec)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of exactly `vocab_size` tokens (see `bpe.train`)."""
-    text = bpe.train(texts, vocab_size)
-    ranks = bpe.ranks(json.loads(text))
-    assert ranks is not None
-    return from_ranks(ranks, text)
-
-
-def from_ranks(ranks: dict[bytes, int], text: str) -> Tokenizer:
-    """A BPE of ours at tiktoken's speed."""
-    import tiktoken
-
-    specials = {EOT: len(ranks)}
-    encoding = tiktoken.Encoding(
-        "bpe", pat_str=bpe.PATTERN, mergeable_ranks=ranks, special_tokens=specials
-    )
-    return RankTokenizer("bpe", encoding, text)
-
-
 def load_gpt2() -> Tokenizer:
     """GPT-2's 50,257 tokens, from tiktoken's cache or the network."""
     import tiktoken
@@ -398,17 +344,6 @@ def load_gpt2() -> Tokenizer:
     return RankTokenizer("gpt2", encoding)
 
 
-def gpt2_of(ranks: dict[bytes, int], text: str) -> Tokenizer:
-    """GPT-2's tokenizer as `load_gpt2` makes it, from the ranks that a file holds."""
-    import tiktoken
-    from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
-
-    encoding = tiktoken.Encoding(
-        "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={EOT: len(ranks)}
-    )
-    return RankTokenizer("gpt2", encoding, text)
-
-
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a tokenizer.json, or of a folder that holds one or GPT-2's older files.
 
@@ -418,15 +353,40 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     where = Path(path) / FILE if Path(path).is_dir() else Path(path)
     text, content = tokenizer_json.read_file(where)
     config = tokenizer_json.read_config(where)
-    if isinstance(content, dict) and content.get("format") == OWN_FORMAT:
-        tokenizer = own_tokenizer(content, where)
+    tokenizer: Tokenizer
+    if isinstance(content, dict) and content.get("format") == OLD_FORMAT:
+        tokenizer = old_tokenizer(content, where)
+    elif (found := tokenizer_json.recognize(content)) is None:
+        tokenizer = HFTokenizer(text, where, config)
     else:
-        tokenizer = recognize(content, text) or HFTokenizer(text, where, config)
+        kind, vocabulary = found
+        if kind == "bytes":
+            tokenizer = BytesTokenizer()
+        elif kind == "chars":
+            tokenizer = CharsTokenizer("".join(vocabulary))
+        else:
+            tokenizer = rank_tokenizer(kind, vocabulary, text)
     tokenizer.config = config
     return tokenizer
 
 
-def own_tokenizer(content: dict[str, Any], where: Path) -> Tokenizer:
+def rank_tokenizer(kind: str, vocabulary: list[str], text: str) -> RankTokenizer:
+    """A BPE of ours or GPT-2's (`kind`) from its tokens by id without end-of-text, in byte-level
+    spelling, and the text of its tokenizer.json.
+    """
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
+
+    to_byte = {char: byte for byte, char in enumerate(BYTE_CHARS)}
+    ranks = {bytes(to_byte[c] for c in token): i for i, token in enumerate(vocabulary)}
+    pattern = PATTERN if kind == "bpe" else r50k_pat_str
+    encoding = tiktoken.Encoding(
+        kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: len(ranks)}
+    )
+    return RankTokenizer(kind, encoding, text)
+
+
+def old_tokenizer(content: dict[str, Any], where: Path) -> Tokenizer:
     """The tokenizer that a file of earlier versions names."""
     version, kind, chars = (content.get(key) for key in ("version", "kind", "chars"))
     if version == 1 and kind in ("bytes", "gpt2"):
@@ -437,14 +397,3 @@ def own_tokenizer(content: dict[str, Any], where: Path) -> Tokenizer:
         f"{where} has kind {kind!r} of version {version!r}; expected bytes, chars or gpt2 of "
         "version 1: update accel_gpt, or prepare the data again"
     )
-
-
-def recognize(content: Any, text: str) -> Tokenizer | None:
-    """The tokenizer that a file of Hugging Face's format is, where it is one of ours or GPT-2."""
-    if ranks := bpe.ranks(content):
-        return from_ranks(ranks, text)
-    if ranks := tokenizer_json.gpt2_ranks(content):
-        return gpt2_of(ranks, text)
-    if chars := tokenizer_json.characters(content):
-        return CharsTokenizer(chars)
-    return BytesTokenizer() if tokenizer_json.is_bytes(content) else None

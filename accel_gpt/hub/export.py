@@ -27,13 +27,10 @@ from torch import Tensor
 
 from accel_gpt.config.data import DataConfig
 from accel_gpt.data import tokenizer_json
-from accel_gpt.data.bpe import EOT
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.sources import open_data
-from accel_gpt.data.tokenizer import (
-    HFTokenizer,
-    Tokenizer,
-)
+from accel_gpt.data.tokenizer import HFTokenizer, Tokenizer
+from accel_gpt.data.tokenizer_json import EOT
 from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.hub.hf_config import CLASSES, matching_preset, write_shape

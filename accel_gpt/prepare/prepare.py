@@ -27,9 +27,10 @@ from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import INDEX, Shard, read_index, token_dtype
-from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
+from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.files import lock, read_json, sync, write_file
+from accel_gpt.prepare.bpe import make_tokenizer
 from accel_gpt.prepare.copying import copy_shards, open_source
 from accel_gpt.prepare.dedupe import DATABASE, Seen, open_seen
 from accel_gpt.prepare.progress import Progress

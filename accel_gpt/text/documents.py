@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.data.bpe import clean, pieces, stream_pieces
+from accel_gpt.data.tokenizer import clean
 from accel_gpt.errors import DataError, require
 from accel_gpt.text.files import check_source, file_share, files, text_bytes
 from accel_gpt.text.hub import hub_rows
+from accel_gpt.text.pieces import pieces
 from accel_gpt.text.readers import (
     Rows,
     Share,
@@ -63,7 +64,7 @@ def split_pieces(
 ) -> Iterator[Piece]:
     """Pieces of the documents of machine `rank` of `world`, those after position `start`.
 
-    `cut_long`: documents in pieces of about `BATCH_CHARACTERS` (see `bpe.pieces`), otherwise whole.
+    `cut_long`: documents in pieces of about `BATCH_CHARACTERS` (see `pieces`), otherwise whole.
     `skipped` counts what is skipped where config.skip_invalid is set.
     Raises `UserError` when there is nothing to read, `DataError` when a file cannot be decoded.
     """
@@ -170,7 +171,7 @@ def text_pieces(
             if begin >= part.end:
                 continue
             chunks = read_text(source, path, begin, part.end)
-            long = stream_pieces(chunks, BATCH_CHARACTERS, path) if cut_long else None
+            long = pieces(chunks, BATCH_CHARACTERS, path) if cut_long else None
             for text in long or ["".join(chunks)]:
                 first, begin = begin == part.start, begin + len(text.encode())
                 last = begin == part.end
@@ -243,7 +244,7 @@ def stdin_rows(config: PrepareConfig, share: Share, skipped: Skipped) -> Rows:
         return
     chunks = decoded(sys.stdin.buffer, STDIN, 0)
     try:
-        for row, text in enumerate(stream_pieces(chunks, BATCH_CHARACTERS, STDIN)):
+        for row, text in enumerate(pieces(chunks, BATCH_CHARACTERS, STDIN)):
             if share.has(row):
                 yield row, text.removeprefix("\ufeff") if row == 0 else text
     except DataError as error:
@@ -263,7 +264,7 @@ def document_pieces(
         if part:
             key = digest(part.encode())
             named = split or split_of(key, config.val_fraction)
-            texts = list(pieces(part, BATCH_CHARACTERS)) if cut_long else [part]
+            texts = list(pieces([part], BATCH_CHARACTERS)) if cut_long else [part]
             for i, one in enumerate(texts):
                 after = (unit, row, len(found) + 1)
                 found.append(Piece(named, one, i == 0, i == len(texts) - 1, key, after))
@@ -278,7 +279,7 @@ def all_texts(config: PrepareConfig, size: int) -> Iterator[str]:
     if not is_text(config):
         for _, rows in row_units(config, (0, 0, 0), 0, 1, skipped):
             for _, text in rows:
-                yield from pieces(clean(text), size) if text else ()
+                yield from pieces([clean(text)], size) if text else ()
         return
     source = str(config.source)
     for path in files(config):
@@ -289,7 +290,7 @@ def all_texts(config: PrepareConfig, size: int) -> Iterator[str]:
         except DataError as error:
             skipped.add(str(error))
             continue
-        found = stream_pieces(read_text(source, path, begin), size, path)
+        found = pieces(read_text(source, path, begin), size, path)
         yield from (text for text in found if text)
 
 

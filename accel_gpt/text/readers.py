@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from accel_gpt.data.bpe import clean
+from accel_gpt.data.tokenizer import clean
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 
 Skip = Callable[[str], None]

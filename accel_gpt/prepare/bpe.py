@@ -1,0 +1,79 @@
+"""Tokenizers made from text: its characters, or a byte-level BPE trained on it.
+
+The BPE keeps digits in groups of at most three, from the left of a number, and no token holds a
+digit beside anything else. The last space before a word or a sign belongs to it, one before a digit
+stands alone; other spaces form tokens of their own, as indentation does; line ends go with the
+punctuation or the empty lines before them. Letters of every script count alike, and text is not
+normalized: decoding gives the same bytes.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+
+from accel_gpt.data.tokenizer import (
+    CharsTokenizer,
+    Tokenizer,
+    named_tokenizer,
+    rank_tokenizer,
+    to_json,
+)
+from accel_gpt.data.tokenizer_json import BYTE_CHARS, bpe_content
+from accel_gpt.errors import require
+from accel_gpt.text.pieces import pieces
+
+PIECE_CHARACTERS = 65_536  # of text, small enough to spread over the cores
+# Assumption: longer repeats are rulers and binary blobs, on which a vocabulary would be wasted.
+TOKEN_BYTES = 64
+# The time of the trainer grows with the square of the length of a word: a blob of base64 in the
+# text would stop it for hours.
+LONG_WORDS = r"\S{1000}|\s{1000}"
+
+
+def make_tokenizer(spec: str, vocab_size: int, texts: Callable[[], Iterator[str]]) -> Tokenizer:
+    """Make the tokenizer bytes, chars, bpe (of `vocab_size`), gpt2 or of a path.
+
+    chars and bpe read all of `texts()`, on whose amount the memory of bpe depends.
+    """
+    if spec == "bpe":
+        return train_bpe(texts(), vocab_size)
+    if spec == "chars":
+        found: set[str] = set()
+        for text in texts():
+            found.update(text)
+        require(bool(found), "the text is empty; there are no characters for a chars tokenizer")
+        return CharsTokenizer("".join(sorted(found)))
+    return named_tokenizer(spec, "data.prepare.tokenizer", "bytes, chars, bpe, gpt2")
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE of exactly `vocab_size` tokens on all of `texts`.
+
+    Ids: 0..255 the bytes, then merges in the order they were learned, end-of-text last. Raises
+    `UserError` when the text has too few different words to reach `vocab_size`.
+    """
+    import tokenizers
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+    from tokenizers.trainers import BpeTrainer
+
+    untrained = bpe_content([]) | {"added_tokens": []}
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(untrained))
+    long_words = Split(tokenizers.Regex(LONG_WORDS), "isolated")
+    tokenizer.pre_tokenizer = Sequence([long_words, tokenizer.pre_tokenizer])
+    trainer = BpeTrainer(
+        vocab_size=vocab_size - 1,
+        min_frequency=2,
+        max_token_length=TOKEN_BYTES,
+        show_progress=False,
+        initial_alphabet=ByteLevel.alphabet(),
+    )
+    short = (piece for text in texts for piece in pieces([text], PIECE_CHARACTERS))
+    tokenizer.train_from_iterator(short, trainer)
+    learned = tokenizer.get_vocab()
+    reached = len(learned) + 1
+    require(
+        reached == vocab_size,
+        f"data.prepare.vocab_size is {vocab_size}, but the text is too small for it: only {reached}"
+        f" tokens were reached; give more text or set vocab_size to at most {reached}",
+    )
+    vocabulary = [*BYTE_CHARS, *sorted(learned, key=learned.__getitem__)[256:]]
+    return rank_tokenizer("bpe", vocabulary, to_json(bpe_content(vocabulary)))

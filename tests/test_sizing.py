@@ -1,6 +1,5 @@
 """`train.micro_batch_size: auto`: the largest that fits all processes, found without a hang."""
 
-import json
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
 from accel_gpt.training import auto_batch as sizing
+from accel_gpt.training.run_folder import RunFolder
 from tests.conftest import QUIET, launch
 from tests.test_train import assert_same_weights, records, weights
 
@@ -56,28 +56,27 @@ def test_the_answer_divides_the_step_and_is_kept(
     assert config.train.micro_batch_size == plan.micro_batch_size == 4
     assert plan.accumulation_steps == accelerator.gradient_accumulation_steps == 3
     assert set(tried) <= {1, 2, 3, 4, 6, 12}
-    told = "4 sequences a process and micro-step, the most that fit"
-    assert told in capsys.readouterr().err
+    line = "4 sequences a process and micro-step, the most that fit"
+    assert line in capsys.readouterr().err
 
-    def again(*words: str) -> int:
-        asked = load_config(small_run(*AUTO, "--train.tokens_per_step", "384", *words), "test")
-        plan = make_plan(asked, 1)
-        found, _ = sizing.resolve_auto_micro_batch(asked, plan, accelerator, lambda n: n == 1)
+    def again(limit: int) -> int:
+        config = load_config(small_run(*AUTO, "--train.tokens_per_step", "384"), "test")
+        found, _ = sizing.resolve_auto_micro_batch(config, plan, accelerator, lambda n: n <= limit)
         return found.train.sequences
 
-    assert again("--optim.lr", "1e-3") == 4  # remembered
-    assert "as found before, in " in capsys.readouterr().err
-    (tmp_path / "run" / sizing.ANSWER).write_text('{"micro_batch_size": "many"')
-    assert again() == 1
-    assert again("--model.n_embd", "64") == 1
+    (tmp_path / "run" / "config.yaml").write_text("train: {micro_batch_size: 2}")
+    assert again(limit=5) == 2
+    assert f"micro-step, as in {tmp_path / 'run' / 'config.yaml'}" in capsys.readouterr().err
+    assert again(limit=1) == 1  # it no longer fits
+    (tmp_path / "run" / "config.yaml").write_text("train: {micro_batch_size: 5}")
+    assert again(limit=5) == 4  # it no longer divides the step
     accelerator.gradient_accumulation_steps = 1
 
 
 def test_auto_trains_as_the_number_that_it_finds(small_run: Arguments, tmp_path: Path) -> None:
     """On a CPU by arithmetic; resume goes on with any number."""
     assert launch(small_run(*QUIET, *AUTO)) == 0
-    size = json.loads((tmp_path / "run" / sizing.ANSWER).read_text())["micro_batch_size"]
-    assert size == 8  # the whole step
+    assert RunFolder(tmp_path / "run").config["train.micro_batch_size"] == 8  # the whole step
     other = ("--out_dir", str(tmp_path / "other"), "--train.micro_batch_size", "8")
     assert launch(small_run(*QUIET, *other)) == 0
     assert records(tmp_path / "run") == records(tmp_path / "other")

@@ -230,91 +230,80 @@ def fp8_recipe(config: Config) -> list[AORecipeKwargs]:
 
 
 def check_accelerate_config() -> None:
-    """Raise `UserError` for an engine of the accelerate config that no test covers.
+    """Raise `UserError` for what no test covers in the accelerate config.
 
     Reads the environment that `accelerate launch` sets: PartialState starts some engines itself.
     """
     get, flag = os.environ.get, parse_flag_from_env
-    sharded, engine = flag("ACCELERATE_USE_FSDP"), "use plain processes (DDP) or FSDP version 2"
-    precision, backend = launcher_precision(), get("ACCELERATE_DYNAMO_BACKEND", "no")
-    axes = ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD")
+    fsdp, engine = flag("ACCELERATE_USE_FSDP"), "use plain processes (DDP) or FSDP version 2"
     tensor, context, sequence, replicate, shard = (
-        int(get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")) for axis in axes
+        int(get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1"))
+        for axis in ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD")
     )
-    ranks, version = int(get("WORLD_SIZE", "1")), get("FSDP_VERSION", "1")
-    blocks = "use train.activation_checkpointing blocks"
-    for requested, what, instead in (
+    size, ranks, version = replicate * shard, int(get("WORLD_SIZE", "1")), get("FSDP_VERSION", "1")
+    precision, backend = launcher_precision(), get("ACCELERATE_DYNAMO_BACKEND", "no")
+    blocks, precisions = "use train.activation_checkpointing blocks", ", ".join(PRECISIONS)
+    for unsupported, what, instead in (
         (flag("ACCELERATE_USE_DEEPSPEED"), "DeepSpeed", engine),
         (flag("ACCELERATE_USE_MEGATRON_LM"), "Megatron-LM", engine),
-        (tensor != 1, f"tensor parallelism over {tensor} processes", engine),
-        (context != 1, f"context parallelism over {context} processes", engine),
-        (sequence != 1, f"sequence parallelism over {sequence} processes", engine),
-        (replicate * shard != 1 and not sharded, "a parallelism_config without FSDP", engine),
-        (
-            replicate * shard not in (1, ranks),
-            f"a parallelism_config for {replicate * shard} processes where {ranks} were started",
-            "make dp_replicate_size x dp_shard_size their number",
-        ),
-        (sharded and version != "2", f"FSDP version {version}", "set fsdp_version: 2"),
-        (sharded and flag("FSDP_OFFLOAD_PARAMS"), "fsdp_offload_params", blocks),
-        (
-            sharded and flag("FSDP_ACTIVATION_CHECKPOINTING"),
-            "activation checkpointing",
-            blocks,
-        ),
+        (tensor > 1, f"tensor parallelism over {tensor} processes", engine),
+        (context > 1, f"context parallelism over {context} processes", engine),
+        (sequence > 1, f"sequence parallelism over {sequence} processes", engine),
+        (size > 1 and not fsdp, "a parallelism_config without FSDP", engine),
+        (size not in (1, ranks), f"parallelism over {size} processes", f"{ranks} were started"),
+        (fsdp and version != "2", f"FSDP version {version}", "set fsdp_version: 2"),
+        (fsdp and flag("FSDP_OFFLOAD_PARAMS"), "fsdp_offload_params", blocks),
+        (fsdp and flag("FSDP_ACTIVATION_CHECKPOINTING"), "fsdp_activation_checkpointing", blocks),
         (backend.lower() != "no", f"dynamo_backend {backend}", "remove it and set train.compile"),
-        (
-            precision not in PRECISIONS,
-            f"mixed_precision {precision}",
-            f"set one of {', '.join(PRECISIONS)}",
-        ),
+        (precision not in PRECISIONS, f"mixed_precision {precision}", f"set one of {precisions}"),
     ):
-        require(
-            not requested, f"the accelerate config has {what}, which is not supported; {instead}"
-        )
+        message = f"the accelerate config has {what}, which is not supported; {instead}"
+        require(not unsupported, message)
 
 
 def check_engine(accelerator: Accelerator, config: Config) -> None:
     """Raise `UserError` unless tests cover what Accelerate made of the accelerate config."""
     kind, device = accelerator.distributed_type, accelerator.device.type
     precision, exact = accelerator.mixed_precision, config.train.reproducible
-    sharded, other = kind == DistributedType.FSDP, "set train.mixed_precision to bf16 or no"
-    for refused, sentence in (
+    fsdp, other = kind == DistributedType.FSDP, "set train.mixed_precision to bf16 or no"
+    for unsupported, what, why in (
         (
-            not sharded and kind not in REPLICATED,
-            f"Accelerate started {kind.value}, which is not supported; use plain processes (DDP) "
-            "or FSDP version 2",
+            not fsdp and kind not in REPLICATED,
+            f"Accelerate started {kind.value}",
+            "which is not supported; use plain processes (DDP) or FSDP version 2",
         ),
         (
-            not sharded and parse_flag_from_env("ACCELERATE_USE_FSDP"),
-            f"the accelerate config asks for FSDP but Accelerate started {kind.value} on {device}: "
-            "FSDP needs GPUs and a launcher such as accelerate launch",
+            not fsdp and parse_flag_from_env("ACCELERATE_USE_FSDP"),
+            f"the accelerate config asks for FSDP but Accelerate started {kind.value} on {device}",
+            "as FSDP needs GPUs and a launcher such as accelerate launch",
         ),
         (
             precision == "fp16" and device == "cpu",
-            f"mixed_precision is fp16 but the device is a CPU, which has no fp16 training; {other}",
+            "mixed_precision is fp16 but the device is a CPU",
+            f"which has no fp16 training; {other}",
         ),
         (
-            precision == "fp16" and sharded,
-            "mixed_precision is fp16 but the model is sharded by FSDP, where the scale of the loss "
-            f"is not restored; {other}",
+            precision == "fp16" and fsdp,
+            "mixed_precision is fp16 but the model is sharded by FSDP",
+            f"where the scale of the loss is not restored; {other}",
         ),
         (
-            exact and sharded,
-            "train.reproducible is true but the accelerate config asks for FSDP, which sums "
-            "gradients in float32; use plain processes or leave train.reproducible out",
+            exact and fsdp,
+            "train.reproducible is true but the accelerate config asks for FSDP",
+            "which sums gradients in float32; use plain processes",
         ),
         (
             exact and precision in ("fp16", "fp8"),
-            f"train.reproducible is true but the precision is {precision}, whose scaled numbers it "
-            f"cannot sum; {other}",
+            f"train.reproducible is true but the precision is {precision}",
+            f"whose scaled numbers it cannot sum; {other}",
         ),
         (
             exact and device == "mps",
-            "train.reproducible is true but the device is mps, which has no float64; use a CPU",
+            "train.reproducible is true but the device is mps",
+            "which has no float64; use a CPU",
         ),
     ):
-        require(not refused, sentence)
+        require(not unsupported, f"{what}, {why}")
 
 
 def check_fp8(config: Config) -> None:

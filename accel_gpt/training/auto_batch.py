@@ -2,17 +2,15 @@
 
 On CUDA each size is tried on the device, on a CPU it is computed by `cost/`. Each rank tries by
 itself, and only then do the ranks compare: none waits for one that ran out of memory. The answer is
-kept in `micro_batch.json` of the run.
+kept in `config.yaml` of the run, and a resume keeps it where it still fits.
 """
 
 import contextlib
 import gc
-import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -22,16 +20,14 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.cost.memory import Machine, fitting_sizes, needed_bytes, with_size
 from accel_gpt.errors import require
-from accel_gpt.files import load_json, write_file
 from accel_gpt.launcher import local_world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import REPLICATED, set_up_model
-from accel_gpt.training.machine import device_name
+from accel_gpt.training.auto import earlier_choice
 from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.setup import open_corpus
 
-ANSWER = "micro_batch.json"
 CUDA_SHARE = 0.94  # of the device for the trial; the rest for NCCL and holes: assumption
 CPU_SHARE = 0.8  # of the memory that is available, for the system and its cache: assumption
 Fits = Callable[[int], bool]
@@ -51,22 +47,17 @@ def resolve_auto_micro_batch(
         f"train.micro_batch_size is auto but the accelerate config asks for {kind.value}, whose "
         "share of memory a trial on one device does not show; give a number",
     )
-    vocab_size = open_corpus(config).vocab_size
-    path, question = Path(config.out_dir) / ANSWER, facts(config, vocab_size, accelerator)
-    size, how = on_main(lambda: earlier_answer(path, question)), f"as found before, in {path}"
-    if size is None:
-        fits = fits or make_fits(config, vocab_size, accelerator)
-        size, how = largest(fitting_sizes(config, world)[::-1], fits), "that fit"
-        if accelerator.is_main_process:
-            answer = {"micro_batch_size": size, "asked": question}
-            write_file(path, [json.dumps(answer, indent=1).encode()])
+    sizes = fitting_sizes(config, world)[::-1]
+    fits = fits or make_fits(config, open_corpus(config).vocab_size, accelerator)
+    size, where = on_main(lambda: earlier_choice(config, "train.micro_batch_size")) or (0, "")
+    how = f"as in {where}"
+    if size not in sizes or not all(all_gather(fits(size))):
+        size, how = largest(sizes, fits), "the most that fit"
     config = with_size(config, size)
     plan = make_plan(config, world)
     accelerator.gradient_accumulation_steps = plan.accumulation_steps
     if accelerator.is_main_process and config.log.level == "info":
-        sys.stderr.write(
-            f"auto     {plural(size, 'sequence')} a process and micro-step, the most {how}\n"
-        )
+        sys.stderr.write(f"auto     {plural(size, 'sequence')} a process and micro-step, {how}\n")
     return config, plan
 
 
@@ -166,35 +157,3 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     del buckets, sums  # held until here
-
-
-def facts(config: Config, vocab_size: int, accelerator: Accelerator) -> dict[str, Any]:
-    """All options and facts that the answer depends on, as JSON."""
-    device, train = accelerator.device, config.train
-    memory = psutil.virtual_memory().total
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    return {
-        "model": {k: v for k, v in asdict(config.model).items() if k != "init_from"},
-        "vocab_size": vocab_size,
-        "device": device_name(device),
-        "device_memory": memory,
-        "processes": accelerator.num_processes,
-        "precision": accelerator.mixed_precision,
-        "tokens_per_step": train.tokens_per_step,
-        "activation_checkpointing": train.activation_checkpointing,
-        "reproducible": train.reproducible,
-        "optimizer": config.optim.name,
-        "document_mask": config.data.document_mask,
-        "async_save": config.checkpoint.async_save,
-        "torch": torch.__version__,
-    }
-
-
-def earlier_answer(path: Path, question: dict[str, Any]) -> int | None:
-    """The answer in `path`, if it was found for the same question."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        answer = load_json(path.read_text(encoding="utf-8"))
-        if answer["asked"] == json.loads(json.dumps(question)):
-            return int(answer["micro_batch_size"])
-    return None

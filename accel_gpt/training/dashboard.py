@@ -1,10 +1,4 @@
-"""TensorBoard beside a run, in a process that ends with it.
-
-    python -m accel_gpt.training.dashboard FOLDER PORT
-
-is that process: it serves the curves in FOLDER on this machine until its standard input ends, as it
-does however the run ends, also when it is killed.
-"""
+"""TensorBoard beside a run, in a process that ends with it."""
 
 import os
 import re
@@ -13,13 +7,21 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 from accel_gpt.errors import UserError
 
-NICENESS = 10  # training goes first
+# serves until standard input ends, as it does however the run ends, also when it is killed;
+# training goes first
+SERVE = """
+nice -n 10 "$0" -m tensorboard.main --logdir "$1" --port "$2" &
+exec 2>/dev/null
+cat
+kill $!
+wait
+"""
 ENDING_SECONDS = 5.0  # after which TensorBoard is killed; assumption
 
 
@@ -35,9 +37,8 @@ class Dashboard:
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "accel_gpt.training.dashboard"]
         self.process = subprocess.Popen(
-            [*command, str(self.folder), str(self.port)],
+            ["sh", "-c", SERVE, sys.executable, str(self.folder), str(self.port)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -54,12 +55,12 @@ class Dashboard:
         try:
             self.process.wait(ENDING_SECONDS)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         self.thread.join(ENDING_SECONDS)
 
     def listen(self) -> None:
-        """Log the address, and the end of the process."""
+        """Log the address, and the end of TensorBoard."""
         assert self.process.stderr
         last = "it printed nothing"
         with self.process.stderr as lines:
@@ -85,25 +86,3 @@ def check_port(port: int | None) -> None:
                 f"log.dashboard_port is {port}, which cannot be used ({error.strerror}); "
                 "set another one, or null for a free one"
             ) from None
-
-
-def end_with_run() -> None:
-    """End this process when its standard input does."""
-    sys.stdin.buffer.read()
-    os.kill(os.getpid(), signal.SIGTERM)  # TensorBoard cleans up
-
-
-def main(argv: Sequence[str]) -> int:
-    """Serve until the run is over."""
-    os.nice(NICENESS)
-    threading.Thread(target=end_with_run, daemon=True).start()
-    from tensorboard import default, program
-
-    folder, port = argv
-    board = program.TensorBoard(default.get_plugins())
-    board.configure(("tensorboard", "--logdir", folder, "--port", port))
-    return int(board.main())
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -23,7 +23,7 @@ from accel_gpt.training.terminal import FORMS
 
 WIDEST = 100  # columns; a terminal that is made narrower then wraps less of what is drawn
 FRAMES_PER_SECOND = 2
-BLOCKS, ASCII_BLOCKS = " ▁▂▃▄▅▆▇█", " .:-=+*#%"  # from nothing to full, in eighths of a row
+BLOCKS = " ▁▂▃▄▅▆▇█"  # from nothing to full, in eighths of a row
 CURVE_ROWS = 3
 SMALLEST_LOSS = 1e-3  # of a curve, as its axis is logarithmic
 LOSSES = (
@@ -81,9 +81,9 @@ class Panel:
         self.losses += filter(math.isfinite, [record.get("train/loss", math.nan)])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width, ascii_only = min(options.max_width, WIDEST), options.ascii_only
-        yield from self.curve(width, ASCII_BLOCKS if ascii_only else BLOCKS)
-        yield self.bar(width, ascii_only)
+        width = min(options.max_width, WIDEST)
+        yield from self.curve(width)
+        yield self.bar(width)
         for keys in (LOSSES, SPEEDS):
             known = [FORMS[key].format(self.metrics[key]) for key in keys if key in self.metrics]
             if known:
@@ -91,7 +91,7 @@ class Panel:
         if self.step < self.plan.max_steps:
             yield side_by_side(self.due(), width)
 
-    def curve(self, width: int, blocks: str) -> Iterable[Text]:
+    def curve(self, width: int) -> Iterable[Text]:
         """The loss from the start to now, its highest and lowest value beside it; nothing before
         there are two values.
         """
@@ -99,10 +99,10 @@ class Panel:
         if len(points) < 2:
             return
         marks = (f"{max(points):.3f}", "", f"{min(points):.3f}")
-        for mark, line in zip(marks, draw(points, blocks), strict=True):
+        for mark, line in zip(marks, draw(points), strict=True):
             yield one_line((f"{mark:>8} ", "dim"), (line, "cyan"))
 
-    def bar(self, width: int, ascii_only: bool) -> Text:
+    def bar(self, width: int) -> Text:
         """How far the run is."""
         total, left = self.plan.max_steps, self.seconds_left()
         line = one_line(("step ", "dim"), (f"{self.step:,}", "bold"), (f"/{total:,} ", "dim"))
@@ -110,8 +110,7 @@ class Panel:
         rest = "left ?" if left is None else f"left {clock(left)}"
         room = max(width - len(line) - len(share) - len(rest), 0)
         done = round(room * self.step / total)
-        full, empty = ("=", "-") if ascii_only else ("━", "━")
-        line.append(full * done, "green").append(empty * (room - done), "dim")
+        line.append("━" * done, "green").append("━" * (room - done), "dim")
         return line.append(share).append(rest, "dim")
 
     def seconds_left(self) -> float | None:
@@ -158,14 +157,14 @@ def means(losses: Sequence[float], width: int) -> list[float]:
     return [fmean(losses[i : i + size]) for i in range(0, len(losses), size)]
 
 
-def draw(points: Sequence[float], blocks: str, rows: int = CURVE_ROWS) -> list[str]:
+def draw(points: Sequence[float], rows: int = CURVE_ROWS) -> list[str]:
     """Columns of blocks as high as the logarithms of `points`, the lowest point one eighth."""
     logs = [math.log(max(point, SMALLEST_LOSS)) for point in points]
     low, high = min(logs), max(logs)
     unit = (8 * rows - 1) / (high - low) if high > low else 0.0
     heights = [1 + round((value - low) * unit) for value in logs]
     return [
-        "".join(blocks[min(max(height - 8 * row, 0), 8)] for height in heights)
+        "".join(BLOCKS[min(max(height - 8 * row, 0), 8)] for height in heights)
         for row in reversed(range(rows))
     ]
 

@@ -50,8 +50,9 @@ class Display:
         self.panel: Panel | None = None
 
     def __enter__(self) -> Self:
-        dumb = os.environ.get("TERM") in ("dumb", "unknown")  # it cannot move its cursor
-        if self.verbose and sys.stderr.isatty() and not dumb:
+        drawable = sys.stderr.isatty() and "utf" in str(sys.stderr.encoding).lower()
+        drawable &= os.environ.get("TERM") not in ("dumb", "unknown")  # it moves its cursor
+        if self.verbose and drawable:
             from accel_gpt.training.panel import Panel
 
             self.panel = Panel(self.config, self.plan)

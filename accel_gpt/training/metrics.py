@@ -166,14 +166,11 @@ def merge_record(out_dir: Path, record: Record) -> None:
 
 
 def merged(rows: list[dict[str, Any]], new: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """`rows` with the values of `new` in the last row of its step, or `new` where it belongs."""
-    step = int(new["step"])
-    same = [row for row in rows if int(row["step"]) == step]
-    if not same:
-        at = sum(int(row["step"]) < step for row in rows)
-        return [*rows[:at], dict(new), *rows[at:]]
-    same[-1].update({k: v for k, v in new.items() if k not in ("step", "tokens", "time")})
-    return rows
+    """`rows` with the values of `new` in the row of its step, or `new` where it belongs."""
+    by_step, step = {int(row["step"]): row for row in rows}, int(new["step"])
+    measured = {k: v for k, v in new.items() if k not in ("step", "tokens", "time")}
+    by_step[step] = by_step.get(step, dict(new)) | measured
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def as_jsonl(records: Iterable[Mapping[str, Any]]) -> bytes:

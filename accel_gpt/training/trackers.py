@@ -124,30 +124,24 @@ def quiet_tensorboard() -> Iterator[None]:
 
 def chart_groups(config: Config, has_mfu: bool) -> dict[str, dict[str, list[Any]]]:
     """TensorBoard's page of custom scalars: group -> chart -> patterns of the keys of its lines."""
-    groups = {
-        "loss": {
-            "train and val": ["^train/loss$", "^eval/train_loss$", "^eval/val_loss($|/)"],
-            "bits per byte": ["^eval/val_bits_per_byte($|/)"],
-        },
-        "optimization": {
-            "lr": ["^train/lr$"],
-            "grad norm": ["^train/grad_norm$"],
-            "skipped updates and spikes": ["^train/skipped$", "^train/spikes$"],
-        },
-        "speed": {
-            "tokens per second": ["^perf/tokens_per_second$"],
-            "ms per step": ["^perf/step_ms$"],
-        },
-        "memory": {"GB": ["^perf/memory_gb$"]},
+    charts = {
+        "loss/train and val": ["^train/loss$", "^eval/train_loss$", "^eval/val_loss($|/)"],
+        "loss/bits per byte": ["^eval/val_bits_per_byte($|/)"],
+        "optimization/lr": ["^train/lr$"],
+        "optimization/grad norm": ["^train/grad_norm$"],
+        "optimization/skipped updates and spikes": ["^train/skipped$", "^train/spikes$"],
+        "speed/tokens per second": ["^perf/tokens_per_second$"],
+        "speed/ms per step": ["^perf/step_ms$"],
+        **({"speed/MFU": ["^perf/mfu$"]} if has_mfu else {}),
+        "memory/GB": ["^perf/memory_gb$"],
     }
-    if has_mfu:
-        groups["speed"]["MFU"] = ["^perf/mfu$"]
     if config.eval.hellaswag:
-        groups["HellaSwag"] = {"accuracy": ["^eval/hellaswag_acc(_norm)?$"]}
-    return {
-        group: {title: ["Multiline", lines] for title, lines in charts.items()}
-        for group, charts in groups.items()
-    }
+        charts["HellaSwag/accuracy"] = ["^eval/hellaswag_acc(_norm)?$"]
+    groups: dict[str, dict[str, list[Any]]] = {}
+    for name, patterns in charts.items():
+        group, _, title = name.partition("/")
+        groups.setdefault(group, {})[title] = ["Multiline", patterns]
+    return groups
 
 
 def as_code(text: str) -> str:

@@ -19,7 +19,6 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import open_split, read_index
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.prepare import dedupe as seen
 from accel_gpt.prepare import prepare as build
 from accel_gpt.prepare import shard_writer as writer
 from accel_gpt.prepare import workers
@@ -34,7 +33,7 @@ fork = multiprocessing.get_context("fork")
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A journal every few documents, batches of a few, long documents in pieces."""
     monkeypatch.setattr(workers, "BATCH_CHARACTERS", 500)
-    monkeypatch.setattr(workers, "PIECE_CHARACTERS", 10)
+    monkeypatch.setattr(workers, "PIECE_OVERHEAD", 10)
     monkeypatch.setattr(sources, "BATCH_CHARACTERS", 60)
 
 
@@ -100,7 +99,6 @@ def at_each_write(act: Callable[[], None]) -> None:
     Path.rename = before(Path.rename)  # type: ignore[method-assign]
     Path.unlink = before(Path.unlink)  # type: ignore[method-assign]
     writer.ShardWriter.add = before(writer.ShardWriter.add)  # type: ignore[method-assign]
-    seen.Seen.commit = before(seen.Seen.commit)  # type: ignore[method-assign]
 
 
 def prepare_and_die(config: PrepareConfig, out: Path, after: int, writes: Any = None) -> None:
@@ -230,7 +228,6 @@ def test_a_full_disk_is_told_and_continued_from(
             (Path, "rename"),
             (Path, "unlink"),
             (writer.ShardWriter, "add"),
-            (seen.Seen, "commit"),
         ):
             patch.setattr(owner, name, getattr(owner, name))
         at_each_write(full)
@@ -306,12 +303,11 @@ def edit(folder: Path, **changes: Any) -> None:
     [
         (other_tokenizer, "the tokenizer has changed"),
         (lambda f: (f / "tokenizer.json").write_text("{"), "not valid JSON"),
-        (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer"),
-        (lambda f: (f / "progress.json").unlink(), "has no progress.json yet"),
-        (lambda f: os.truncate(f / "progress.json", 200), "progress.json is damaged"),
+        (lambda f: (f / "progress.json").unlink(), "progress.json is missing or damaged"),
+        (lambda f: os.truncate(f / "progress.json", 200), "progress.json is missing or damaged"),
         (lambda f: edit(f, version=9), "another version"),
-        (lambda f: edit(f, splits={"train": {}}), "progress.json is damaged"),
-        (lambda f: os.truncate(f / "train_000000.npy.part", 500), "train_000000.npy.part holds"),
+        (lambda f: edit(f, splits={"train": {}}), "progress.json is missing or damaged"),
+        (lambda f: os.truncate(f / "train_000000.npy", 500), "train_000000.npy holds"),
         (lambda f: (f / "seen.sqlite3").unlink(), "seen.sqlite3 holds 0 documents"),
         (lambda f: (f / "seen.sqlite3").write_bytes(b"x" * 5000), "seen.sqlite3: file is not a"),
     ],
@@ -407,11 +403,11 @@ def test_what_is_left_out_at_the_end_is_counted_once(
     config = replace(config, dedupe=True, skip_invalid=True)
     prepare(config, tmp_path / "undisturbed")
 
-    def stop(*_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("accel_gpt.prepare.prepare.check_splits", stop)
+        patch.setattr(build, "write_index", stop)
         with pytest.raises(KeyboardInterrupt):
             prepare(config, out)
     prepare(config, out)

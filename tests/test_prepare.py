@@ -152,7 +152,7 @@ def test_what_was_skipped_is_not_taken_for_all(config: PrepareConfig, out: Path)
     (Path(str(config.path)) / "bad.txt").write_bytes(b"\xff")
     prepare(replace(config, skip_invalid=True), out)
     prepare(replace(config, skip_invalid=True), out)
-    with pytest.raises(UserError, match="which skipped 1 invalid"):
+    with pytest.raises(UserError, match="skip_invalid: True, requested False"):
         prepare(config, out)
 
 

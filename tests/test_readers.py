@@ -16,7 +16,7 @@ import pytest
 from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.text.documents import documents, sample_texts, split_pieces
-from accel_gpt.text.readers import LONGEST_LINE, Share, Skipped, json_lines
+from accel_gpt.text.readers import LONGEST_LINE, Skipped, json_lines, row_numbers
 
 ROWS = ["one", None, "", "two\nlines", "é 👍"]
 KEPT = ["one", "two\nlines", "é 👍"]
@@ -32,7 +32,7 @@ def read(path: Path, source: SourceKind, **more: Any) -> list[str]:
 
 def after_skips(path: Path, source: SourceKind) -> tuple[list[str], int]:
     """The texts, in order, and how many things were skipped."""
-    skipped = Skipped(allowed=True, quiet=True)
+    skipped = Skipped(allowed=True)
     found = split_pieces(asked(path, source, skip_invalid=True), True, skipped=skipped)
     return [piece.text for piece in found], skipped.count
 
@@ -98,7 +98,7 @@ def test_line_numbers_and_offsets_go_on_after_a_bomb(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("accel_gpt.text.readers.LONGEST_LINE", 20)
     told: list[str] = []
     data = b"x" * 21 + b"\n" + b"y" * 99 + b"\n\n" + b'{"t": "\xff"}\n' + b'{"t": "a"}\n'
-    rows = json_lines(io.BytesIO(data), "it", "t", Share(), told.append)
+    rows = json_lines(io.BytesIO(data), "it", "t", row_numbers(0), told.append)
     assert list(rows) == [(3, "a")]
     assert [t[:9] for t in told] == ["line 1 of", "line 2 of", "it is not"]
     assert f"at offset {data.index(0xFF)}, in line 4" in told[2]
@@ -227,26 +227,6 @@ def test_a_folder_of_save_to_disk_is_read_without_its_caches(tmp_path: Path) -> 
     assert len(read(tmp_path / "both", "arrow", dataset_split="test")) == 3
     with pytest.raises(UserError, match=r"dataset_split is val, which .*; it has train, test"):
         read(tmp_path / "both", "arrow", dataset_split="val")
-
-
-@pytest.mark.parametrize("name", ["x.parquet", "x.arrow", "x.jsonl.zst"])
-def test_without_pyarrow_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    (tmp_path / name).write_bytes(b"something")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    source: Any = {"x.parquet": "parquet", "x.arrow": "arrow"}.get(name, "jsonl")
-    with pytest.raises(UserError, match=r"needs the package pyarrow; pip install pyarrow"):
-        read(tmp_path / name, source)
-
-
-def test_rows_need_no_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    (tmp_path / "x.jsonl").write_bytes(b'{"text": "a"}\n')
-    write(tmp_path / "x.parquet", pa.table({"text": ["b"]}), "parquet")
-    write(tmp_path / "x.arrow", pa.table({"text": ["c"]}), "stream")
-    kinds: tuple[SourceKind, ...] = ("jsonl", "parquet", "arrow")
-    assert [read(tmp_path, kind) for kind in kinds] == [["a"], ["b"], ["c"]]
 
 
 # --------------------------------------------------------------------------- memory

@@ -26,10 +26,10 @@ from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.text.documents import (
     Piece,
-    digest,
     documents,
     expected_bytes,
     sample_texts,
+    split_hash,
     split_of,
     split_pieces,
 )
@@ -40,6 +40,10 @@ from accel_gpt.text.readers import Skipped
 
 def read(path: object, source: SourceKind = "text", **more: Any) -> list[str]:
     return list(documents(PrepareConfig(source=source, path=str(path), **more)))
+
+
+def key_of(text: str) -> bytes:
+    return split_hash(text.encode()).digest()
 
 
 @pytest.fixture
@@ -94,11 +98,9 @@ def test_the_library_is_read_without_tests(tmp_path: Path, monkeypatch: pytest.M
     for name in ("b.py", "a/x.py", "test/t.py", "a/tests/t.py", "site-packages/p.py", "empty.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("" if name == "empty.py" else f"# {name}\n")
-    (tmp_path / "latin.py").write_bytes(b"# coding: latin-1\n\xe9\n")
-    (tmp_path / "wrong.py").write_bytes(b"\xe9\n")
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
     texts = list(documents(PrepareConfig(source="stdlib")))
-    assert texts == ["# a/x.py\n", "# b.py\n", "# coding: latin-1\né\n"]
+    assert texts == ["# a/x.py\n", "# b.py\n"]
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path / "none"))
     with pytest.raises(UserError, match="no library sources"):
         list(documents(PrepareConfig(source="stdlib")))
@@ -278,7 +280,7 @@ def test_few_texts_are_parted_at_their_end(tmp_path: Path) -> None:
     parted = [("train", "abcdefghij" * 9), ("val", "abcdefghij"), ("train", "é" * 6), ("val", "é")]
     assert splits(config) == parted
     keys = [piece.key for piece in split_pieces(config, False)]
-    assert keys == [digest(text.encode()) for _, text in parted]
+    assert keys == [key_of(text) for _, text in parted]
 
 
 def test_many_texts_are_held_out_whole_by_their_content(tmp_path: Path) -> None:
@@ -290,14 +292,14 @@ def test_many_texts_are_held_out_whole_by_their_content(tmp_path: Path) -> None:
     assert len(set(found)) == 200  # equal texts are in one split
     assert 20 <= sum(split == "val" for split, _ in set(found)) <= 60
     more = {text for split, text in set(found) if split == "val"}
-    assert all(split_of(digest(text.encode()), 0.5) == "val" for text in more)  # keeps those it had
+    assert all(split_of(key_of(text), 0.5) == "val" for text in more)  # keeps those it had
 
 
 @pytest.mark.parametrize("fraction", [0.0005, 0.001, 0.01, 0.3, 0.999])
 def test_the_share_held_out_is_that_asked_for(fraction: float) -> None:
     """To a two-thousandth, not in 256ths: within five standard deviations of the binomial."""
     texts = 200_000
-    found = sum(split_of(digest(b"document %d" % i), fraction) == "val" for i in range(texts))
+    found = sum(split_of(key_of(f"document {i}"), fraction) == "val" for i in range(texts))
     deviation = (texts * fraction * (1 - fraction)) ** 0.5
     assert abs(found - texts * fraction) < 5 * deviation
 
@@ -309,7 +311,7 @@ def test_long_documents_are_cut_only_where_allowed(
     head, tail = "line one\nline two\nline three\nxxx", "xxxx"
     (tmp_path / "a.txt").write_text(head + tail)
     config = PrepareConfig(source="text", path=str(tmp_path))
-    train, val = digest(head.encode()), digest(tail.encode())
+    train, val = key_of(head), key_of(tail)
     assert list(split_pieces(config, True)) == [
         Piece("train", "line one\nline two\n", True, False, train, (0, 18, 0)),
         Piece("train", "line three\n", False, False, train, (0, 29, 0)),
@@ -375,17 +377,10 @@ def test_reading_goes_on_after_any_piece(
     assert {p.split for p in pieces} == {"train", "val"}
 
 
-def test_many_texts_and_the_library_go_on_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_texts_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 12)
     monkeypatch.setattr("accel_gpt.text.documents.FEW_TEXTS", 2)
     check_resume(make(tmp_path / "made", "text"))
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib/a.py").write_bytes(b"# coding: latin-1\r\n" + b"x = '\xe9'\n" * 9)
-    (tmp_path / "lib/b.py").write_text("y = 1\n" * 9)
-    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path / "lib"))
-    check_resume(PrepareConfig(source="stdlib"))
 
 
 def whole(pieces: Iterator[Piece]) -> list[tuple[str, str, bytes]]:
@@ -411,7 +406,7 @@ def test_machines_together_read_each_document_once(
     parts = [whole(split_pieces(config, True, rank=r, world=world)) for r in range(world)]
     all_of_it = whole(split_pieces(config, True))
     assert sorted(chain(*parts)) == sorted(all_of_it)
-    assert all(digest(text.encode()) == key for _, text, key in all_of_it)
+    assert all(key_of(text) == key for _, text, key in all_of_it)
     if world <= 5:
         assert list(chain(*parts)) == all_of_it  # in the order of the source
     if source == "text":
@@ -458,7 +453,7 @@ def test_standard_input_is_read_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
             assert read_stdin(source, data, piece.after) == found[i + 1 :]  # type: ignore[arg-type]
     parted = read_stdin("text", text)
     assert [p.split for p in parted] == ["train", "val"] * (len(parted) // 2)
-    assert all(p.first and p.last and p.key == digest(p.text.encode()) for p in parted)
+    assert all(p.first and p.last and p.key == key_of(p.text) for p in parted)
 
 
 def test_standard_input_is_read_once_and_as_lines_only() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Generator
 import numpy as np
 
 from accel_gpt.config.data import DataConfig, PrepareConfig
-from accel_gpt.data.shards import Split, Tokens, token_dtype
+from accel_gpt.data.shards import Split, token_dtype
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError
 from accel_gpt.prepare.workers import Batch, Encoded
@@ -23,11 +23,6 @@ def open_source(config: PrepareConfig, split: str) -> tuple[Split, Tokenizer]:
     return open_data(config.path, split, DataConfig(train=config.path, tokenizer=config.tokenizer))
 
 
-def source_fingerprint(config: PrepareConfig) -> str:
-    """Fingerprint of the tokens of both splits."""
-    return " ".join(open_source(config, split)[0].fingerprint for split in SPLITS)
-
-
 def copy_shards(config: PrepareConfig, start: Position) -> Generator[Batch, None, None]:
     """The tokens in chunks from `start` (split, shard, token) on.
 
@@ -37,7 +32,6 @@ def copy_shards(config: PrepareConfig, start: Position) -> Generator[Batch, None
     for number in range(start[0], len(SPLITS)):
         split, tokenizer = open_source(config, SPLITS[number])
         sizes = np.nan_to_num(tokenizer.bytes_within(split))  # 0 where it is unknown
-        dtype = token_dtype(tokenizer.vocab_size)
         eot_id = -1 if tokenizer.eot_id is None else tokenizer.eot_id
         eot_leads = split.read(0, 0, 1)[0] == eot_id  # end-of-text begins a document, as in llm.c
         first, offset = start[1:] if start[0] == number else (0, 0)
@@ -49,13 +43,18 @@ def copy_shards(config: PrepareConfig, start: Position) -> Generator[Batch, None
                 room = config.shard_tokens - (done + offset) % config.shard_tokens
                 length = min(int(split.lengths[shard]) - offset, room, CHUNK_TOKENS)
                 tokens = split.read(shard, offset, length)
-                check_ids(tokens, split, shard, tokenizer.vocab_size)
+                if int(tokens.max()) >= tokenizer.vocab_size:
+                    raise DataError(
+                        f"{split.folder / split.shards[shard].name} holds token {tokens.max()}, "
+                        f"expected less than {tokenizer.vocab_size}, the vocabulary of its "
+                        "tokenizer; give the right one as data.prepare.tokenizer"
+                    )
                 marks = tokens if eot_leads else np.append(previous, tokens[:-1])
                 documents = int(np.count_nonzero(marks == eot_id))
                 offset, previous = offset + length, int(tokens[-1])
-                utf8_bytes = int(sizes[tokens].sum())
-                encoded = Encoded(split.name, tokens.astype(dtype), documents, utf8_bytes)
-                yield Batch([encoded], (number, shard, offset), (0, 0, 0))
+                tokens, utf8_bytes = tokens.astype(token_dtype(tokenizer.vocab_size)), sizes[tokens]
+                encoded = Encoded(split.name, tokens, documents, int(utf8_bytes.sum()))
+                yield Batch([encoded], {"position": (number, shard, offset)})
             offset = 0
 
 
@@ -66,13 +65,3 @@ def token_before(split: Split, shard: int, offset: int, eot_id: int) -> int:
     if offset == 0:
         shard, offset = shard - 1, split.shards[shard - 1].tokens
     return int(split.read(shard, offset - 1, 1)[0])
-
-
-def check_ids(tokens: Tokens, split: Split, shard: int, vocab_size: int) -> None:
-    """`DataError` for ids beyond the vocabulary."""
-    if int(tokens.max()) >= vocab_size:
-        raise DataError(
-            f"{split.folder / split.shards[shard].name} holds token {tokens.max()}, expected less "
-            f"than {vocab_size}, the vocabulary of its tokenizer; give the right one as "
-            "data.prepare.tokenizer"
-        )

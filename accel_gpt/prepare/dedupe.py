@@ -9,18 +9,35 @@ are deleted when a preparation is resumed.
 import sqlite3
 from pathlib import Path
 
-from accel_gpt.prepare.shard_writer import Stale
+from accel_gpt.errors import DataError
 
 DATABASE = "seen.sqlite3"
 CACHE_KIB = 131_072  # of the database's pages in memory
 
 
 class Seen:
-    """The documents kept so far, numbered in the order in which they came."""
+    """The documents kept so far, numbered in the order in which they came.
 
-    def __init__(self, database: sqlite3.Connection, documents: int, dropped: int) -> None:
-        self.database = database
+    Opens the database in `folder`, made if need be, with its first `documents` rows; `DataError`
+    when it does not hold that many.
+    """
+
+    def __init__(self, folder: Path, documents: int, dropped: int) -> None:
         self.documents, self.dropped = documents, dropped
+        self.database = sqlite3.connect(folder / DATABASE)
+        try:
+            self.database.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+            table = "seen (key INTEGER PRIMARY KEY, document INTEGER NOT NULL)"
+            self.database.execute(f"CREATE TABLE IF NOT EXISTS {table}")
+            self.database.execute("DELETE FROM seen WHERE document >= ?", (documents,))
+            found = self.database.execute("SELECT count(*) FROM seen").fetchone()[0]
+            if found != documents:
+                raise DataError(f"its {DATABASE} holds {found} documents, expected {documents}")
+        except (DataError, sqlite3.Error) as error:
+            self.database.close()
+            if isinstance(error, DataError | sqlite3.OperationalError):  # a full disk, for example
+                raise
+            raise DataError(f"its {DATABASE}: {error}") from None
 
     def is_new(self, key: bytes, split: str) -> bool:
         """Add a document; False when one with this key was in this split before."""
@@ -30,33 +47,3 @@ class Seen:
         self.documents += added
         self.dropped += 1 - added
         return bool(added)
-
-    def commit(self) -> None:
-        """Make what was added survive a power cut."""
-        self.database.execute("COMMIT")
-        self.database.execute("BEGIN")
-
-
-def open_seen(folder: Path, documents: int, dropped: int) -> Seen:
-    """The database in `folder`, made if need be, with its first `documents` rows.
-
-    Raises `Stale` when it does not hold that many.
-    """
-    database = sqlite3.connect(folder / DATABASE, isolation_level=None)
-    try:
-        database.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
-        table = "seen (key INTEGER PRIMARY KEY, document INTEGER NOT NULL)"
-        database.execute(f"CREATE TABLE IF NOT EXISTS {table}")
-        database.execute("BEGIN")
-        database.execute("DELETE FROM seen WHERE document >= ?", (documents,))
-        found = int(database.execute("SELECT count(*) FROM seen").fetchone()[0])
-    except sqlite3.OperationalError:  # a full disk, for example
-        database.close()
-        raise
-    except sqlite3.DatabaseError as error:
-        database.close()
-        raise Stale(f"its {DATABASE}: {error}") from None
-    if found != documents:
-        database.close()
-        raise Stale(f"its {DATABASE} holds {found} documents, expected {documents}")
-    return Seen(database, documents, dropped)

@@ -1,19 +1,20 @@
 """Parts of a data folder, made by several machines -> one folder, without tokenizing again.
 
 Reads `<out>.part{rank:05d}-of-{world:05d}`. The parts stay: their shards are linked, so that the
-merged folder takes no space of its own. A merge that was stopped can be run again.
+merged folder takes no space of its own, or copied where the file system has no links. A merge that
+was stopped can be run again.
 """
 
 import re
+import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accel_gpt.data.shards import HEADER, INDEX, check_size, read_index, token_dtype
-from accel_gpt.errors import UserError, require
-from accel_gpt.files import lock, write_file
-from accel_gpt.prepare.prepare import part_folder, publish, summary
+from accel_gpt.errors import require
+from accel_gpt.files import link, write_file
+from accel_gpt.prepare.prepare import check_tokens, part_folder, publish, summary, writing
 from accel_gpt.prepare.recipe import differences
 from accel_gpt.prepare.shard_writer import save_index
 from accel_gpt.text.documents import SPLITS
@@ -33,24 +34,22 @@ def merge(out: Path) -> None:
     check_parts(parts, indexes)
     merged, sources = merged_index(parts, indexes)
     folder = out.with_name(f"{out.name}.merging")
-    try:
-        notice = f"another process prepares {out}; waiting for it\n"
-        with lock(out.with_name(f"{out.name}.lock"), notice=notice):
-            if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-                folder.mkdir(exist_ok=True)
-                link_shards(folder, merged, sources)
-                for path in parts[0].glob("tokenizer*.json"):
-                    write_file(folder / path.name, [path.read_bytes()])
-                save_index(folder, merged)
-                publish(folder, out)
-            elif not (out / INDEX).exists() or read_index(out) != merged:
-                raise UserError(
-                    f"{out} exists and is not what its parts make; remove it, or the parts"
-                )
-    except OSError as error:
-        raise UserError(
-            f"data folder {out} could not be written: {error}; run the same command again"
-        ) from None
+    with writing(out, "; run the same command again"):
+        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            itemsize = token_dtype(merged["vocab_size"]).itemsize
+            for shard in (shard for split in merged["splits"].values() for shard in split):
+                check_size(sources[shard["name"]], HEADER + shard["tokens"] * itemsize)
+                link(str(sources[shard["name"]]), str(folder / shard["name"]))
+            for path in parts[0].glob("tokenizer*.json"):
+                write_file(folder / path.name, [path.read_bytes()])
+            save_index(folder, merged)
+            publish(folder, out)
+        require(
+            (out / INDEX).exists() and read_index(out) == merged,
+            f"{out} exists and is not what its parts make; remove it, or the parts",
+        )
     sys.stdout.write(
         f"merged {out}: {len(parts)} parts, {summary(merged)}; the parts may be deleted: "
         f"{out}.part*-of-{len(parts):05d}\n"
@@ -84,40 +83,26 @@ def find_parts(out: Path) -> list[Path]:
 
 def check_parts(parts: list[Path], indexes: list[Index]) -> None:
     """All must be made in the same way, from the same files, with the same tokenizer."""
-    first, first_name = common(indexes[0]), parts[0].name
+    first = made_with(indexes[0])
     for rank, (part, index) in enumerate(zip(parts, indexes, strict=True)):
-        made = index["prepared"]
-        require(
-            (made.get("rank"), made.get("world")) == (rank, len(parts)),
-            f"{part} holds part {made.get('rank')} of {made.get('world')}, not the one of its "
-            "name; rename it",
-        )
-        differ = differences(first, common(index))
-        require(
-            not any(one.startswith("source_fingerprint") for one in differ),
-            f"{part} was made from other files than {first_name} (their names or sizes "
-            "differ); copy the files and make the part again",
-        )
+        expected = first | {"rank": rank, "world": len(parts)}
+        differ = differences(made_with(index) | index["prepared"], expected)
         require(
             not differ,
-            f"{part} was prepared with other settings than {first_name} ({'; '.join(differ)}); "
-            "make it again with the same",
-        )
-        require(
-            index["tokenizer"] == indexes[0]["tokenizer"],
-            f"{part} was made with another tokenizer than {first_name}; make it again with the "
-            "same tokenizer and text",
+            f"{part} does not belong to {parts[0].name} ({'; '.join(differ)}); make it again with "
+            "the same settings, files and tokenizer",
         )
 
 
-def common(index: Index) -> Mapping[str, Any]:
-    """The settings that all parts share."""
-    return {k: v for k, v in index["prepared"].items() if k not in ("rank", "skipped")}
+def made_with(index: Index) -> Index:
+    """What all parts share: settings, files (by names and sizes) and tokenizer."""
+    shared = {k: v for k, v in index["prepared"].items() if k not in ("rank", "world", "skipped")}
+    return shared | {"fingerprint of the tokenizer": index["tokenizer"]["fingerprint"][:12]}
 
 
 def merged_index(parts: list[Path], indexes: list[Index]) -> tuple[Index, dict[str, Path]]:
     """The index of the merged folder, and the shard of a part behind each of its names."""
-    splits: dict[str, list[Any]] = {split: [] for split in SPLITS}
+    splits: dict[str, list[Index]] = {split: [] for split in SPLITS}
     sources: dict[str, Path] = {}
     for split, shards in splits.items():
         for part, index in zip(parts, indexes, strict=True):
@@ -125,33 +110,9 @@ def merged_index(parts: list[Path], indexes: list[Index]) -> tuple[Index, dict[s
                 name = f"{split}_{len(shards):06d}.npy"
                 shards.append({**shard, "name": name})
                 sources[name] = part / shard["name"]
-        tokens = sum(shard["tokens"] for shard in shards)
-        require(
-            tokens > 1,
-            f"there is too little text to train on: the parts have {tokens} tokens for {split}, "
-            "expected at least 2; give more text or another data.prepare.val_fraction",
-        )
-    prepared = {k: v for k, v in common(indexes[0]).items() if k != "world"}
+    prepared = {k: v for k, v in indexes[0]["prepared"].items() if k not in ("rank", "world")}
+    tokens = {split: sum(shard["tokens"] for shard in shards) for split, shards in splits.items()}
+    check_tokens(tokens, prepared["val_fraction"])
     if any("skipped" in index["prepared"] for index in indexes):
         prepared["skipped"] = sum(index["prepared"].get("skipped", 0) for index in indexes)
     return {**indexes[0], "prepared": prepared, "splits": splits}, sources
-
-
-def link_shards(folder: Path, merged: Index, sources: Mapping[str, Path]) -> None:
-    """Link each shard into `folder` under its new name, or move it where links are impossible.
-
-    A file that is there already and no longer in its part was moved by a merge that was stopped.
-    """
-    moved, itemsize = False, token_dtype(merged["vocab_size"]).itemsize
-    for shard in (shard for split in merged["splits"].values() for shard in split):
-        source, target = sources[shard["name"]], folder / shard["name"]
-        if source.exists() and not (target.exists() and target.samefile(source)):
-            target.unlink(missing_ok=True)
-            try:
-                target.hardlink_to(source)
-            except OSError:
-                source.rename(target)
-                moved = True
-        check_size(target, HEADER + shard["tokens"] * itemsize)
-    if moved:
-        sys.stderr.write("links are impossible here: the shards were moved\n")

@@ -20,33 +20,32 @@ import sqlite3
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.data.shards import INDEX, Shard, read_index, token_dtype
-from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
+from accel_gpt.data.shards import INDEX, read_index, token_dtype
+from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.files import lock, read_json, sync, write_file
 from accel_gpt.prepare.bpe import make_tokenizer
 from accel_gpt.prepare.copying import copy_shards, open_source
-from accel_gpt.prepare.dedupe import DATABASE, Seen, open_seen
+from accel_gpt.prepare.dedupe import DATABASE, Seen
 from accel_gpt.prepare.progress import Progress
-from accel_gpt.prepare.recipe import check_part, check_same, fingerprint, is_ready, recipe
-from accel_gpt.prepare.shard_writer import ShardWriter, Stale, write_index
-from accel_gpt.prepare.workers import (
-    Batch,
-    Counts,
-    child_processes,
-    encode_all,
-    worker_count,
+from accel_gpt.prepare.recipe import (
+    check_part,
+    check_same,
+    is_ready,
+    recipe,
+    source_fingerprint,
 )
+from accel_gpt.prepare.shard_writer import ShardWriter, write_index
+from accel_gpt.prepare.workers import Batch, child_processes, encode_all, worker_count
 from accel_gpt.text.documents import (
     SPLITS,
     Piece,
-    Position,
     documents,
     expected_bytes,
     sample_texts,
@@ -57,8 +56,8 @@ from accel_gpt.text.readers import Skipped
 JOURNAL = "progress.json"
 JOURNAL_VERSION = 1
 NAMED = ("bytes", "chars", "bpe", "gpt2")  # tokenizers that are no file of the user's
+# What may be in an unfinished folder; earlier versions added .part to the names of shards.
 OURS = rf"((train|val)_\d+\.npy(\.part)?|tokenizer(_config)?\.json|{INDEX}|{JOURNAL}|{DATABASE})"
-KEPT = (INDEX, "tokenizer.json", "tokenizer_config.json")
 RESUMES = "run the same command again: it resumes"
 
 
@@ -74,27 +73,33 @@ def prepare(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) -> 
     out = part_folder(Path(out).resolve(), rank, world)
     if is_ready(config, out, rank, world):
         return False
-    source = fingerprint(config, rank, world)  # fails before anything is made
-    folder = out.with_name(f"{out.name}.partial")
-    start = time.monotonic()
+    source = source_fingerprint(config, rank, world)  # fails before anything is made
+    folder, start = out.with_name(f"{out.name}.partial"), time.monotonic()
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        notice = f"another process prepares {out}; waiting for it\n"
-        with lock(out.with_name(f"{out.name}.lock"), notice=notice):
+        with writing(out, "" if config.path == "-" else f"; {RESUMES}"):
             if is_ready(config, out, rank, world):
                 return False
             fill(config, folder, source, rank, world)
             publish(folder, out)
-    except (OSError, sqlite3.Error) as error:
-        advice = "" if config.path == "-" else f"; {RESUMES}"
-        raise UserError(f"data folder {out} could not be written: {error}{advice}") from None
     except KeyboardInterrupt:
         if folder.exists() and config.path != "-":
             sys.stderr.write(f"{folder} is kept; {RESUMES}\n")
         raise
-    sys.stdout.write(f"prepared {out}: {summary(read_index(out))}, ")
-    sys.stdout.write(f"{time.monotonic() - start:.1f} s\n")
+    seconds = time.monotonic() - start
+    sys.stdout.write(f"prepared {out}: {summary(read_index(out))}, {seconds:.1f} s\n")
     return True
+
+
+@contextmanager
+def writing(out: Path, advice: str) -> Iterator[None]:
+    """Hold the lock of a data folder; what the disk refuses is a `UserError` ending in `advice`."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        notice = f"another process prepares {out}; waiting for it\n"
+        with lock(out.with_name(f"{out.name}.lock"), notice=notice):
+            yield
+    except (OSError, sqlite3.Error) as error:
+        raise UserError(f"data folder {out} could not be written: {error}{advice}") from None
 
 
 def part_folder(out: Path, rank: int, world: int) -> Path:
@@ -104,12 +109,11 @@ def part_folder(out: Path, rank: int, world: int) -> Path:
 
 def fill(config: PrepareConfig, folder: Path, source: str, rank: int, world: int) -> None:
     """Write everything that the data folder will hold into `folder`, or what is missing there."""
-    requested = recipe(config, fingerprint(config, rank, world, times=False), rank, world)
-    if (folder / INDEX).exists():  # stopped between its completion and its new name
-        if source:
-            check_same(folder, read_index(folder)["prepared"], requested)
-            return
-        discard(folder)  # standard input need not be the same
+    copied = source_fingerprint(config, rank, world, times=False)
+    requested = recipe(config, rank, world) | {"source_fingerprint": copied}
+    if source and (folder / INDEX).exists():  # stopped between its completion and its new name
+        check_same(folder, read_index(folder)["prepared"], requested)
+        return
     work = begin(config, folder, requested, source)
     try:
         work.write_shards(rank, world)
@@ -118,10 +122,13 @@ def fill(config: PrepareConfig, folder: Path, source: str, rank: int, world: int
             work.seen.database.close()
     splits = {name: writer.finish() for name, writer in work.writers.items()}
     if world == 1:
-        check_splits(config, folder, splits)
-    _, dropped, skipped = work.counts()
-    counts = {"dropped": dropped} if config.dedupe else {}
-    counts |= {"skipped": skipped} if config.skip_invalid else {}
+        try:
+            tokens = {name: sum(shard.tokens for shard in splits[name]) for name in SPLITS}
+            check_tokens(tokens, config.val_fraction)
+        except UserError:
+            shutil.rmtree(folder)
+            raise
+    left_out = {"dropped": config.dedupe, "skipped": config.skip_invalid}
     sync(folder)
     write_index(
         folder,
@@ -130,21 +137,17 @@ def fill(config: PrepareConfig, folder: Path, source: str, rank: int, world: int
         vocab_size=work.tokenizer.vocab_size,
         eot_id=work.tokenizer.eot_id,
         splits=splits,
-        prepared=requested | counts,
+        prepared=requested | {k: v for k, v in work.counts().items() if left_out.get(k)},
     )
 
 
-def check_splits(
-    config: PrepareConfig, folder: Path, splits: Mapping[str, Iterable[Shard]]
-) -> None:
-    """Remove `folder` and raise `UserError` unless each split holds a token and its successor."""
-    tokens = {name: sum(shard.tokens for shard in shards) for name, shards in splits.items()}
+def check_tokens(tokens: Mapping[str, int], val_fraction: float) -> None:
+    """`UserError` unless each split holds a token and its successor."""
     if min(tokens.values()) < 2:
-        shutil.rmtree(folder)
         raise UserError(
             f"there is too little text to train on: {tokens['train']} tokens for train and "
             f"{tokens['val']} for val, expected at least 2 each; give more text, or another "
-            f"data.prepare.val_fraction than {config.val_fraction}"
+            f"data.prepare.val_fraction than {val_fraction}"
         )
 
 
@@ -152,8 +155,9 @@ def publish(folder: Path, out: Path) -> None:
     """Remove what is no part of the complete folder, and give it its name."""
     splits = read_index(folder)["splits"]
     shards = {shard["name"] for split in splits.values() for shard in split}
+    kept = {INDEX, "tokenizer.json", "tokenizer_config.json", *shards}
     for path in folder.iterdir():
-        if re.match(OURS, path.name) and path.name not in shards and path.name not in KEPT:
+        if re.match(OURS, path.name) and path.name not in kept:
             path.unlink()
     sync(folder)
     folder.rename(out)
@@ -177,27 +181,30 @@ def summary(index: Mapping[str, Any]) -> str:
     )
 
 
-# --------------------------------------------------------------------------- begin or resume
-
-
-@dataclass
 class Work:
-    """A folder that is being filled, and how far it is."""
+    """A folder that is being filled, from where its `journal` says: its settings under "asked", the
+    position in the source, how full the shards are, and the `counts`.
 
-    config: PrepareConfig
-    folder: Path
-    tokenizer: Tokenizer
-    journal: dict[str, Any]
-    """What `save` writes: settings, and from where to resume."""
-    writers: dict[str, ShardWriter]
-    seen: Seen | None
-    skipped: Skipped
+    Raises `DataError` for a folder that holds less than the journal says.
+    """
+
+    def __init__(self, config: PrepareConfig, folder: Path, journal: dict[str, Any]) -> None:
+        self.config, self.folder, self.journal = config, folder, journal
+        self.tokenizer = load_tokenizer(folder)
+        dtype, states = token_dtype(self.tokenizer.vocab_size), journal["splits"]
+        self.writers = {
+            name: ShardWriter(folder, name, dtype, config.shard_tokens, states.get(name))
+            for name in SPLITS
+        }
+        self.skipped = Skipped(config.skip_invalid, journal["skipped"])
+        self.seen: Seen | None = None
+        if config.dedupe:
+            self.seen = Seen(folder, journal["documents"], journal["dropped"])
 
     def write_shards(self, rank: int, world: int) -> None:
         """Append what the source holds from the position of the journal on."""
-        total = None
-        if self.config.source != "shards":
-            total = expected_bytes(self.config, rank, world)
+        shards = self.config.source == "shards"
+        total = None if shards else expected_bytes(self.config, rank, world)
         done = sum(w.bytes + sum(s.bytes or 0 for s in w.shards) for w in self.writers.values())
         full = self.full_shards()
         with (
@@ -209,7 +216,7 @@ class Work:
                     self.writers[one.split].add(one.tokens, one.documents, one.utf8_bytes)
                     progress.add(one.utf8_bytes)
                 if self.full_shards() > full:
-                    self.save(batch.after, batch.counts)
+                    self.save(batch.journal)
                     full = self.full_shards()
 
     def batches(self, rank: int, world: int, total: int | None) -> Generator[Batch, None, None]:
@@ -232,25 +239,26 @@ class Work:
             if keep:
                 yield piece
 
-    def counts(self) -> Counts:
+    def counts(self) -> dict[str, int]:
         """Documents in the database, dropped; things skipped: as far as the source was read."""
         documents, dropped = (self.seen.documents, self.seen.dropped) if self.seen else (0, 0)
-        return documents, dropped, self.skipped.count
+        return {"documents": documents, "dropped": dropped, "skipped": self.skipped.count}
 
     def full_shards(self) -> int:
         """Shards that are complete."""
         return sum(len(writer.shards) for writer in self.writers.values())
 
-    def save(self, position: Position, counts: Counts) -> None:
-        """Make all that was added safe on disk, then write the journal."""
+    def save(self, changes: Mapping[str, Any]) -> None:
+        """Make all that was added safe on disk, then write the journal with `changes`."""
         splits = {name: writer.save() for name, writer in self.writers.items()}
         if self.seen is not None:
-            self.seen.commit()
+            self.seen.database.commit()
         sync(self.folder)
-        documents, dropped, skipped = counts
-        self.journal |= {"position": position, "splits": splits}
-        self.journal |= {"documents": documents, "dropped": dropped, "skipped": skipped}
+        self.journal |= {"tokenizer": self.tokenizer.fingerprint, "splits": splits, **changes}
         write_file(self.folder / JOURNAL, [json.dumps(self.journal).encode()])
+
+
+# --------------------------------------------------------------------------- begin or resume
 
 
 def begin(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], source: str) -> Work:
@@ -258,7 +266,7 @@ def begin(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], sou
     if folder.exists():
         try:
             return resume(config, folder, requested, source)
-        except Stale as why:
+        except DataError as why:
             discard(folder)
             sys.stderr.write(f"{folder} cannot be resumed: {why}; starting over\n")
     folder.mkdir()
@@ -269,18 +277,12 @@ def begin(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], sou
                 pool.submit(save_tokenizer, config, folder).result()
         else:
             save_tokenizer(config, folder)
-        tokenizer = load_tokenizer(folder)
         for path in folder.iterdir():
             sync(path)
-        journal = {
-            "version": JOURNAL_VERSION,
-            "asked": requested,
-            "source": source,
-            "tokenizer": tokenizer.fingerprint,
-            "position": (0, 0, 0),
-        }
-        work = open_work(config, folder, tokenizer, journal)
-        work.save((0, 0, 0), (0, 0, 0))
+        journal = {"version": JOURNAL_VERSION, "asked": requested, "source": source, "splits": {}}
+        journal |= {"position": (0, 0, 0), "documents": 0, "dropped": 0, "skipped": 0}
+        work = Work(config, folder, journal)
+        work.save({})
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -288,68 +290,46 @@ def begin(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], sou
 
 
 def resume(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], source: str) -> Work:
-    """The work from where its journal says; `Stale` where it cannot be resumed."""
+    """The work from where its journal says.
+
+    Raises `DataError` where it cannot be resumed, another `UserError` where it must not be
+    discarded.
+    """
     if not source:
-        raise Stale("standard input cannot be read again")
-    if not any(folder.glob("tokenizer*.json")):
-        raise Stale("it has no tokenizer")
-    try:
-        tokenizer = load_tokenizer(folder)
-    except DataError as error:
-        raise Stale(str(error)) from None
-    tokenizers = {tokenizer.fingerprint}
+        raise DataError("standard input cannot be read again")
+    given = None
     if config.tokenizer not in NAMED and config.source != "shards":
-        tokenizers.add(load_tokenizer(config.tokenizer).fingerprint)
+        given = load_tokenizer(config.tokenizer).fingerprint
     try:
         journal = read_json(folder / JOURNAL)
         if journal["version"] != JOURNAL_VERSION:
-            raise Stale("another version of accel_gpt made it")
+            raise DataError("another version of accel_gpt made it")
         begun = {**journal["asked"], "skip_invalid": config.skip_invalid or journal["skipped"] > 0}
         if journal["source"] != source:
             begun["source_fingerprint"] = journal["source"]
         check_same(folder, begun, {**requested, "skip_invalid": config.skip_invalid})
-        if tokenizers != {journal["tokenizer"]}:
-            raise Stale("the tokenizer has changed")
-        work = open_work(config, folder, tokenizer, journal)
+        if given not in (None, journal["tokenizer"]):
+            raise DataError("the tokenizer has changed")
+        work = Work(config, folder, journal)
     except AccelGPTError:
         raise
-    except FileNotFoundError:
-        raise Stale(f"it has no {JOURNAL} yet") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Stale(f"its {JOURNAL} is damaged ({error!r:.80})") from None
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"its {JOURNAL} is missing or damaged ({error!r:.80})") from None
     tokens = sum(w.tokens + sum(s.tokens for s in w.shards) for w in work.writers.values())
     sys.stderr.write(f"resuming from {tokens:,} tokens in {folder}\n")
     return work
 
 
-def open_work(
-    config: PrepareConfig, folder: Path, tokenizer: Tokenizer, journal: dict[str, Any]
-) -> Work:
-    """Writers and database as the journal has them."""
-    dtype, states = token_dtype(tokenizer.vocab_size), journal.get("splits", {})
-    writers = {
-        name: ShardWriter(folder, name, dtype, config.shard_tokens, states.get(name))
-        for name in SPLITS
-    }
-    documents, dropped, skipped = (journal.get(k, 0) for k in ("documents", "dropped", "skipped"))
-    seen = open_seen(folder, documents, dropped) if config.dedupe else None
-    return Work(
-        config, folder, tokenizer, journal, writers, seen, Skipped(config.skip_invalid, skipped)
-    )
-
-
 def save_tokenizer(config: PrepareConfig, folder: Path) -> None:
     """Make the tokenizer of the config and save it in `folder`."""
     if config.source == "shards":
-        open_source(config, "train")[1].save(folder)
-        return
-
-    def texts() -> Iterator[str]:
+        tokenizer = open_source(config, "train")[1]
+    else:
+        texts = partial(documents, config)
         if config.tokenizer == "bpe":
-            return sample_texts(config, config.sample_bytes)
-        return documents(config)
-
-    make_tokenizer(config.tokenizer, config.vocab_size, texts).save(folder)
+            texts = partial(sample_texts, config, config.sample_bytes)
+        tokenizer = make_tokenizer(config.tokenizer, config.vocab_size, texts)
+    tokenizer.save(folder)
 
 
 def discard(folder: Path) -> None:

@@ -12,23 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
+from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import INDEX, read_index
+from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, UserError, require
-from accel_gpt.prepare.copying import source_fingerprint
-from accel_gpt.text.documents import expected_bytes
-from accel_gpt.text.files import describe_source, is_url
+from accel_gpt.prepare.copying import open_source
+from accel_gpt.text.documents import SPLITS, expected_bytes
+from accel_gpt.text.files import describe_source
 
 # Not `workers`; not `skip_invalid`: a folder that can be made without it is the same with it, and a
 # preparation that stopped at an invalid byte resumes with it.
 LEFT_OUT = ("workers", "skip_invalid")
 
 
-def recipe(config: PrepareConfig, source: str, rank: int = 0, world: int = 1) -> dict[str, Any]:
-    """All settings that the content depends on, and the fingerprint `source` of the text."""
+def recipe(config: PrepareConfig, rank: int = 0, world: int = 1) -> dict[str, Any]:
+    """All settings that the content depends on; those of a part, where it is one."""
     kept = {key: value for key, value in asdict(config).items() if key not in LEFT_OUT}
     part = {"rank": rank, "world": world} if world > 1 else {}
-    path = {"path": path_without_secrets(config.path)}
-    return {**kept, **path, **part, "source_fingerprint": source}
+    return {**kept, "path": path_without_secrets(config.path), **part}
 
 
 def path_without_secrets(path: Any) -> Any:
@@ -42,14 +43,16 @@ def path_without_secrets(path: Any) -> Any:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query=query).geturl()
 
 
-def fingerprint(config: PrepareConfig, rank: int = 0, world: int = 1, *, times: bool = True) -> str:
+def source_fingerprint(
+    config: PrepareConfig, rank: int = 0, world: int = 1, *, times: bool = True
+) -> str:
     """A hash that changes with the source; empty for standard input, which cannot be read again.
 
     Without `times`, a copy of the files has the same one. Raises `UserError` when the source does
     not exist or cannot be divided among `world` machines.
     """
     if config.source == "shards":
-        return source_fingerprint(config)
+        return " ".join(open_source(config, split)[0].fingerprint for split in SPLITS)
     expected_bytes(config, rank, world)
     return describe_source(config, times)
 
@@ -76,9 +79,8 @@ def check_same(folder: Path, begun: Mapping[str, Any], requested: Mapping[str, A
             f"{folder} was begun with other settings ({'; '.join(differ)}); repeat the command "
             f"with those, {remedy}"
         )
-    source = requested["source_fingerprint"]
     require(
-        begun.get("source_fingerprint", source) == source,
+        begun["source_fingerprint"] == requested["source_fingerprint"],
         f"{folder} was begun with another text: names, sizes or times of its files have changed; "
         f"repeat the command with that text, {remedy}",
     )
@@ -87,24 +89,16 @@ def check_same(folder: Path, begun: Mapping[str, Any], requested: Mapping[str, A
 def check_part(config: PrepareConfig, rank: int, world: int) -> None:
     """`UserError` for what cannot be prepared, or not in parts by several machines."""
     require(0 <= rank < world, f"--rank is {rank} and --world {world}; ranks are 0 to world - 1")
-    parts = world > 1
+    shards = config.source == "shards"
     require(
-        not (parts and config.path == "-"),
-        f"data.prepare.path is - with --world {world}; standard input is read by one machine",
-    )
-    require(
-        not (parts and config.dedupe),
-        f"data.prepare.dedupe is true with --world {world}, but duplicates would be found "
-        "within a part only; prepare on one machine, or without dedupe",
-    )
-    require(
-        not (parts and config.source == "shards"),
-        f"data.prepare.source is shards with --world {world}; shards are copied by one machine",
-    )
-    require(
-        not (config.dedupe and config.source == "shards"),
+        not (config.dedupe and shards),
         "data.prepare.dedupe is true but data.prepare.source is shards, which are tokens already; "
         "drop duplicates when the shards are made from text",
+    )
+    require(
+        world == 1 or not (config.path == "-" or config.dedupe or shards),
+        f"--world is {world}, but standard input and shards are read by one machine, and dedupe "
+        "would find the duplicates within a part only; prepare on one machine",
     )
 
 
@@ -123,23 +117,17 @@ def is_ready(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) ->
     if config.source is None:
         return True
     default = {field.name: field.default for field in fields(PrepareConfig)}
-    requested = {**recipe(config, ""), "rank": rank, "world": world}
-    del requested["source_fingerprint"]
     made = {"rank": 0, "world": 1, **default, **prepared}
     made["path"] = path_without_secrets(made["path"])
+    made["skip_invalid"] = config.skip_invalid or prepared.get("skipped", 0) > 0
     if made["tokenizer"] != config.tokenizer and is_tokenizer_of(config.tokenizer, out):
         made["tokenizer"] = config.tokenizer  # by another name
-    if differ := differences(made, requested):
+    part = {"rank": rank, "world": world, "skip_invalid": config.skip_invalid}
+    if differ := differences(made, {**recipe(config), **part}):
         raise UserError(
             f"data folder {out} was prepared with other settings ({'; '.join(differ)}); delete the "
             "folder or choose another data.train"
         )
-    skipped = int(prepared.get("skipped", 0))
-    require(
-        config.skip_invalid or not skipped,
-        f"data folder {out} was prepared with data.prepare.skip_invalid, which skipped "
-        f"{skipped:,} invalid lines or files; set it, or delete the folder and repair the text",
-    )
     if text_changed(config, prepared.get("source_fingerprint")):
         sys.stderr.write(
             f"WARNING: the text of {config.path or config.source} has changed since {out} was "
@@ -149,24 +137,18 @@ def is_ready(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) ->
 
 
 def is_tokenizer_of(spec: str, folder: Path) -> bool:
-    """Whether gpt2 or the tokenizer.json at `spec` is the tokenizer of a data folder."""
-    from accel_gpt.data.tokenizer import load_gpt2, load_tokenizer
-
-    if spec != "gpt2" and not Path(spec).exists():
-        return False
+    """Whether gpt2, bytes or the tokenizer.json at `spec` is the tokenizer of a data folder."""
     try:
-        requested = load_gpt2() if spec == "gpt2" else load_tokenizer(spec)
-        return bool(requested.fingerprint == load_tokenizer(folder).fingerprint)
+        return named_tokenizer(spec).fingerprint == load_tokenizer(folder).fingerprint
     except AccelGPTError:
         return False
 
 
-def text_changed(config: PrepareConfig, made: str | None) -> bool:
+def text_changed(config: PrepareConfig, prepared: str | None) -> bool:
     """Whether the files of the source are on this machine and differ from those prepared."""
-    local = config.source == "stdlib" or (config.path and not is_url(config.path))
-    if not made or not local or config.path == "-" or config.source == "shards":
+    if not prepared or is_url(str(config.path)):
         return False
     try:
-        return describe_source(config, times=False) != made
+        return describe_source(config, times=False) != prepared
     except (AccelGPTError, OSError):
         return False

@@ -1,8 +1,4 @@
-"""Token shards and the index of a data folder, as they are written.
-
-Shard i of a split is `{split}_{i:06d}.npy.part` until the folder is complete, so that an unfinished
-folder is never read as one of shards.
-"""
+"""Token shards and the index of a data folder, as they are written."""
 
 import json
 import os
@@ -14,27 +10,17 @@ from typing import Any
 import numpy as np
 
 from accel_gpt.data.shards import FORMAT, HEADER, INDEX, VERSION, Shard, Tokens
+from accel_gpt.errors import DataError
 from accel_gpt.files import sha256, sync, write_file
 
 BUFFER_BYTES = 1 << 20  # few system calls, little memory
-PART = ".part"  # ending of the shards of a folder that is not complete
-
-
-class Stale(Exception):
-    """An unfinished folder that cannot be resumed; the text says why."""
-
-
-def header(dtype: np.dtype[Any], tokens: int) -> bytes:
-    """What precedes the tokens in a .npy file: 128 bytes, as numpy pads it to a multiple of 64."""
-    fields = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({tokens},), }}"
-    return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + f"{fields:<117}\n".encode()
 
 
 class ShardWriter:
     """Cuts a stream of documents into files of `shard_tokens` tokens, the last one shorter.
 
     With a `state` that `save` returned it resumes there: tokens written later are cut off. Raises
-    `Stale` when the files hold less than the state says.
+    `DataError` when the files hold less than the state says.
     """
 
     def __init__(
@@ -53,6 +39,11 @@ class ShardWriter:
         if state is not None:
             self.resume(state)
 
+    @property
+    def path(self) -> Path:
+        """File of the shard being written."""
+        return self.folder / f"{self.split}_{len(self.shards):06d}.npy"
+
     def add(self, tokens: Tokens, documents: int, utf8_bytes: int) -> None:
         """Append `documents` documents of `utf8_bytes` bytes, which count for the shard in which
         they begin; a document is cut only where a shard is full.
@@ -61,7 +52,7 @@ class ShardWriter:
         self.bytes += utf8_bytes
         while len(tokens):
             if self.tokens == 0:
-                self.part(len(self.shards)).write_bytes(bytes(HEADER))
+                self.path.write_bytes(bytes(HEADER))
             part = tokens[: self.shard_tokens - self.tokens]
             self.buffer += part.data
             self.tokens += len(part)
@@ -75,55 +66,47 @@ class ShardWriter:
         """The state from which to resume, once all that was added survives a power cut."""
         if self.tokens:
             self.flush()
-            sync(self.part(len(self.shards)))
-        return {
-            "shards": [entry(shard) for shard in self.shards],
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "bytes": self.bytes,
-        }
+            sync(self.path)
+        shards = [entry(shard) for shard in self.shards]
+        counts = {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes}
+        return {"shards": shards, **counts}
 
     def finish(self) -> list[Shard]:
-        """Complete the last shard and name the files; all shards in order."""
+        """Complete the last shard; all shards in order."""
         if self.tokens:
             self.close_shard()
-        for number, shard in enumerate(self.shards):
-            self.part(number).rename(self.folder / shard.name)
         return self.shards
-
-    def part(self, number: int) -> Path:
-        """File of a shard before the folder is complete."""
-        return self.folder / f"{self.split}_{number:06d}.npy{PART}"
 
     def flush(self) -> None:
         """Write the buffer to the file of the current shard."""
-        with self.part(len(self.shards)).open("ab") as file:
+        with self.path.open("ab") as file:
             file.write(self.buffer)
         self.buffer.clear()
 
     def close_shard(self) -> None:
         """Write the header of the current shard and make it safe on disk; the next one begins."""
         self.flush()
-        path = self.part(len(self.shards))
+        path = self.path
+        fields = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.tokens,)}
         with path.open("r+b") as file:
-            file.write(header(self.dtype, self.tokens))
+            np.lib.format.write_array_header_1_0(file, fields)
+            assert file.tell() == HEADER
         sync(path)
         largest = int(np.memmap(path, self.dtype, "r", HEADER).max())
         counts = (self.tokens, self.documents, self.bytes)
-        self.shards.append(Shard(path.stem, *counts, sha256(path), largest))
+        self.shards.append(Shard(path.name, *counts, sha256(path), largest))
         self.tokens = self.documents = self.bytes = 0
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Bring the files back to a saved state."""
-        for path in self.folder.glob(f"{self.split}_*.npy"):  # `finish` was stopped
-            path.rename(f"{path}{PART}")
         self.shards = [Shard(**one) for one in state["shards"]]
-        self.tokens, self.documents = int(state["tokens"]), int(state["documents"])
-        self.bytes = int(state["bytes"])
-        for number, tokens in enumerate([*(shard.tokens for shard in self.shards), self.tokens]):
-            path, size = self.part(number), HEADER + tokens * self.dtype.itemsize
+        counts = (int(state[key]) for key in ("tokens", "documents", "bytes"))
+        self.tokens, self.documents, self.bytes = counts
+        written = [(shard.name, shard.tokens) for shard in self.shards]
+        for name, tokens in [*written, (self.path.name, self.tokens)]:
+            path, size = self.folder / name, HEADER + tokens * self.dtype.itemsize
             if tokens and (not path.exists() or path.stat().st_size < size):
-                raise Stale(f"{path.name} holds less than was written to it")
+                raise DataError(f"{name} holds less than was written to it")
         if self.tokens:
             os.truncate(path, size)
 

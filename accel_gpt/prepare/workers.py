@@ -8,25 +8,23 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from accel_gpt.data.shards import Tokens
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import UserError
-from accel_gpt.text.documents import BATCH_CHARACTERS, Piece, Position
+from accel_gpt.text.documents import BATCH_CHARACTERS, Piece
 
 # Assumption: a piece takes about 1 KiB beside its text on its way through the processes; so a batch
 # holds 10,000 documents of one letter and not a million.
-PIECE_CHARACTERS = 100
-Counts = tuple[int, int, int]
-"""Documents that the dedupe database holds, documents dropped as duplicates, things skipped."""
+PIECE_OVERHEAD = 100  # characters
 
 
 class Encoded(NamedTuple):
@@ -40,11 +38,10 @@ class Encoded(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Encoded pieces, the position after them, and the counts when they had been read."""
+    """Encoded pieces, and what the journal says once they are written."""
 
     encoded: list[Encoded]
-    after: Position
-    counts: Counts
+    journal: Mapping[str, Any]
 
 
 def worker_count(requested: int, total: int | None) -> int:
@@ -56,12 +53,11 @@ def worker_count(requested: int, total: int | None) -> int:
 
 @contextmanager
 def child_processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool whose processes have started, and end with this one however it ends."""
+    """A pool whose processes end with this one however it ends."""
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(count, context, start_child)
     try:
-        pool.submit(os.getpid).result()
         yield pool
     except BrokenProcessPool:
         raise UserError(
@@ -90,28 +86,23 @@ def start_child() -> None:
 
 
 def encode_all(
-    pieces: Iterable[Piece], counts: Callable[[], Counts], folder: Path, workers: int
+    pieces: Iterable[Piece], counts: Callable[[], dict[str, int]], folder: Path, workers: int
 ) -> Generator[Batch, None, None]:
     """The pieces in their order, encoded by the tokenizer in `folder`, with at most two batches in
-    flight for each of the `workers` processes.
+    flight for each of the `workers` processes; with the `counts` when they had been read.
     """
     cached_tokenizer.cache_clear()
     cached_tokenizer(folder)  # here, so that processes that fork inherit it
-    waiting: deque[tuple[list[Piece], Counts, Future[list[Tokens]]]] = deque()
+    waiting: deque[tuple[Future[list[Encoded]], dict[str, Any]]] = deque()
 
     def first() -> Batch:
-        batch, counted, future = waiting.popleft()
-        encoded = [
-            Encoded(piece.split, tokens, int(piece.first), len(piece.text.encode()))
-            for piece, tokens in zip(batch, future.result(), strict=True)
-        ]
-        return Batch(encoded, batch[-1].after, counted)
+        future, journal = waiting.popleft()
+        return Batch(future.result(), journal)
 
     with child_processes(workers) as pool:
         for batch in batches(pieces):
-            texts = [(piece.text, piece.last) for piece in batch]
-            waiting.append((batch, counts(), pool.submit(encode_batch, folder, texts)))
-            del texts
+            journal = {"position": batch[-1].after, **counts()}
+            waiting.append((pool.submit(encode_batch, folder, batch), journal))
             if len(waiting) >= 2 * workers:
                 yield first()
         while waiting:
@@ -124,7 +115,7 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     size = 0
     for piece in pieces:
         batch.append(piece)
-        size += len(piece.text) + PIECE_CHARACTERS
+        size += len(piece.text) + PIECE_OVERHEAD
         if size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -132,16 +123,15 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def encode_batch(folder: Path, texts: list[tuple[str, bool]]) -> list[Tokens]:
-    """The work of a tokenizing process: tokens of each (text, whether it ends a document)."""
+def encode_batch(folder: Path, batch: list[Piece]) -> list[Encoded]:
+    """The work of a tokenizing process."""
     tokenizer = cached_tokenizer(folder)
-    encoded = tokenizer.encode_batch([text for text, _ in texts])
-    if tokenizer.eot_id is None:
-        return encoded
-    return [
-        np.append(tokens, tokens.dtype.type(tokenizer.eot_id)) if last else tokens
-        for tokens, (_, last) in zip(encoded, texts, strict=True)
-    ]
+    encoded = []
+    for piece, tokens in zip(batch, tokenizer.encode_batch([p.text for p in batch]), strict=True):
+        if piece.last and tokenizer.eot_id is not None:
+            tokens = np.append(tokens, tokens.dtype.type(tokenizer.eot_id))
+        encoded.append(Encoded(piece.split, tokens, int(piece.first), len(piece.text.encode())))
+    return encoded
 
 
 @functools.cache

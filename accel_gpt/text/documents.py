@@ -18,22 +18,24 @@ from typing import NamedTuple
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.tokenizer import clean
 from accel_gpt.errors import DataError, require
-from accel_gpt.text.files import check_source, file_share, files, text_bytes
+from accel_gpt.text.files import check_source, file_share, files
 from accel_gpt.text.hub import hub_rows
 from accel_gpt.text.pieces import pieces
 from accel_gpt.text.readers import (
     Rows,
-    Share,
     Skipped,
     decoded,
     json_lines,
     read_rows,
     read_text,
+    row_numbers,
     text_start,
 )
 
 BATCH_CHARACTERS = 1_000_000  # of text given to a process at once
 FEW_TEXTS = 100  # fewer texts are cut near their end instead of held out whole
+COMPRESSED = (".gz", ".zst", ".parquet")
+EXPANSION = 3  # bytes of text for one of a compressed file; assumption: prose and code
 STDIN = "standard input"
 SPLITS = ("train", "val")
 
@@ -50,7 +52,7 @@ class Piece(NamedTuple):
     first: bool
     last: bool
     key: bytes
-    """`digest` of the whole document: equal for equal documents."""
+    """Hash of the whole document (`split_hash`): equal for equal documents."""
     after: Position
 
 
@@ -68,10 +70,9 @@ def split_pieces(
     `skipped` counts what is skipped where config.skip_invalid is set.
     Raises `UserError` when there is nothing to read, `DataError` when a file cannot be decoded.
     """
-    skipped = skipped or Skipped(config.skip_invalid)
-    if is_text(config):
-        return text_pieces(config, cut_long, start, rank, world, skipped)
-    return row_pieces(config, cut_long, start, rank, world, skipped)
+    check_source(config)
+    read = text_pieces if is_text(config) else row_pieces
+    return read(config, cut_long, start, rank, world, skipped or Skipped(config.skip_invalid))
 
 
 def documents(config: PrepareConfig, size: int = BATCH_CHARACTERS) -> Iterator[str]:
@@ -95,15 +96,17 @@ def sample_texts(config: PrepareConfig, size: int) -> Iterator[str]:
     They are spread evenly over the source, all of which is read; where its amount is not known
     beforehand (a data set) they are its beginning. Raises as `documents`.
     """
-    texts = documents(config, min(BATCH_CHARACTERS, max(1, size // 16)))
-    total = None if config.source == "dataset" else sum(map(text_bytes, files(config)))
-    keep = 1.0 if total is None else min(1.0, size / max(total, 1))
+    texts, total = documents(config, min(BATCH_CHARACTERS, max(1, size // 16))), size
+    if config.source != "dataset":
+        sizes = ((path.name.lower(), path.stat().st_size) for path in files(config))
+        total = sum(EXPANSION * n if name.endswith(COMPRESSED) else n for name, n in sizes)
+    keep = min(1.0, size / max(total, 1))
     limit = size if keep == 1 else 2 * size  # the total of compressed files is a guess
     given, owed = 0, 0.0
     for number, text in enumerate(texts):
         length = len(text.encode())
         owed += keep * length
-        if keep < 1 and owed < length * as_fraction(digest(str(number).encode())):
+        if keep < 1 and owed < length * as_fraction(split_hash(str(number).encode()).digest()):
             continue
         owed -= length
         given += length
@@ -113,7 +116,10 @@ def sample_texts(config: PrepareConfig, size: int) -> Iterator[str]:
 
 
 def expected_bytes(config: PrepareConfig, rank: int = 0, world: int = 1) -> int | None:
-    """Bytes of text that machine `rank` will read, None where that is not known beforehand."""
+    """Bytes of text that machine `rank` will read, None where that is not known beforehand.
+
+    Raises `UserError` when the source does not exist or has too few files for `world` machines.
+    """
     check_source(config)
     if config.source == "dataset" or config.path == "-":
         return None
@@ -125,7 +131,6 @@ def expected_bytes(config: PrepareConfig, rank: int = 0, world: int = 1) -> int 
 
 def is_text(config: PrepareConfig) -> bool:
     """Whether each file of the source is one text."""
-    check_source(config)
     return config.source in ("stdlib", "text") and config.path != "-"
 
 
@@ -133,7 +138,7 @@ def is_text(config: PrepareConfig) -> bool:
 
 
 class Part(NamedTuple):
-    """A document in a text file: its split, the bytes where it begins and ends, its digest."""
+    """A document in a text file: its split, the bytes where it begins and ends, its hash."""
 
     split: str
     start: int
@@ -156,13 +161,13 @@ def text_pieces(
     config: PrepareConfig, cut_long: bool, start: Position, rank: int, world: int, skipped: Skipped
 ) -> Iterator[Piece]:
     """Pieces of text files. Each file is read twice: first to find its splits."""
-    paths, source = files(config), str(config.source)
+    paths = files(config)
     for unit in text_share(config, paths, rank, world):
         if unit < start[0]:
             continue
         path = paths[unit]
         try:
-            parts = text_parts(config, path, len(paths) < FEW_TEXTS)
+            parts = text_parts(path, config.val_fraction, len(paths) < FEW_TEXTS)
         except DataError as error:
             skipped.add(str(error))
             continue
@@ -170,7 +175,7 @@ def text_pieces(
             begin = max(part.start, start[1] if unit == start[0] else 0)
             if begin >= part.end:
                 continue
-            chunks = read_text(source, path, begin, part.end)
+            chunks = read_text(path, begin, part.end)
             long = pieces(chunks, BATCH_CHARACTERS, path) if cut_long else None
             for text in long or ["".join(chunks)]:
                 first, begin = begin == part.start, begin + len(text.encode())
@@ -179,14 +184,13 @@ def text_pieces(
             require(begin == part.end, f"{path} changed while it was read; start again")
 
 
-def text_parts(config: PrepareConfig, path: Path, few: bool) -> list[Part]:
+def text_parts(path: Path, val_fraction: float, few: bool) -> list[Part]:
     """The documents in a text file that are not empty: the file, or of `few` its train and val."""
-    source, cut = str(config.source), sys.maxsize
-    begin = text_start(source, path)
+    begin, cut = text_start(path), sys.maxsize
     if few:
-        cut = int(sum(map(len, read_text(source, path, begin))) * (1 - config.val_fraction))
-    hashes, sizes = (new_hash(), new_hash()), [0, 0]
-    for chunk in read_text(source, path, begin):
+        cut = int(sum(map(len, read_text(path, begin))) * (1 - val_fraction))
+    hashes, sizes = (split_hash(), split_hash()), [0, 0]
+    for chunk in read_text(path, begin):
         for i, text in enumerate((chunk[:cut], chunk[cut:])):
             data = text.encode()
             hashes[i].update(data)
@@ -195,7 +199,7 @@ def text_parts(config: PrepareConfig, path: Path, few: bool) -> list[Part]:
     train, val = (one.digest() for one in hashes)
     middle = begin + sizes[0]
     parts = [
-        Part("train" if few else split_of(train, config.val_fraction), begin, middle, train),
+        Part("train" if few else split_of(train, val_fraction), begin, middle, train),
         Part("val", middle, middle + sizes[1], val),
     ]
     return [part for part in parts if part.start < part.end]
@@ -224,28 +228,27 @@ def row_units(
     if config.source == "dataset":
         yield 0, hub_rows(config, start[1], rank, world, skipped.add)
     elif config.path == "-":
-        yield 0, stdin_rows(config, Share(start[1], rank, world), skipped)
+        yield 0, stdin_rows(config, row_numbers(start[1], rank, world), skipped)
     else:
-        paths = files(config)
+        paths, source = files(config), str(config.source)
         whole = len(paths) >= world
         sizes = [path.stat().st_size for path in paths]
         for unit in file_share(sizes, rank, world) if whole else range(len(paths)):
             if unit >= start[0]:
                 begin = start[1] if unit == start[0] else 0
-                share = Share(begin) if whole else Share(begin, (rank - unit) % world, world)
-                source, field = str(config.source), config.text_field
-                yield unit, read_rows(source, paths[unit], field, share, skipped.add)
+                rows = row_numbers(begin) if whole else row_numbers(begin, rank - unit, world)
+                yield unit, read_rows(source, paths[unit], config.text_field, rows, skipped.add)
 
 
-def stdin_rows(config: PrepareConfig, share: Share, skipped: Skipped) -> Rows:
+def stdin_rows(config: PrepareConfig, rows: range, skipped: Skipped) -> Rows:
     """Lines of JSON, or pieces of about `BATCH_CHARACTERS` of a text."""
     if config.source == "jsonl":
-        yield from json_lines(sys.stdin.buffer, STDIN, config.text_field, share, skipped.add)
+        yield from json_lines(sys.stdin.buffer, STDIN, config.text_field, rows, skipped.add)
         return
     chunks = decoded(sys.stdin.buffer, STDIN, 0)
     try:
         for row, text in enumerate(pieces(chunks, BATCH_CHARACTERS, STDIN)):
-            if share.has(row):
+            if row in rows:
                 yield row, text.removeprefix("\ufeff") if row == 0 else text
     except DataError as error:
         skipped.add(f"{error}; what follows cannot be read either")
@@ -262,7 +265,7 @@ def document_pieces(
     found: list[Piece] = []
     for split, part in parts:
         if part:
-            key = digest(part.encode())
+            key = split_hash(part.encode()).digest()
             named = split or split_of(key, config.val_fraction)
             texts = list(pieces([part], BATCH_CHARACTERS)) if cut_long else [part]
             for i, one in enumerate(texts):
@@ -275,45 +278,36 @@ def document_pieces(
 
 def all_texts(config: PrepareConfig, size: int) -> Iterator[str]:
     """The texts of the source, in pieces of about `size` characters."""
-    skipped = Skipped(config.skip_invalid, quiet=True)
+    skipped = Skipped(config.skip_invalid, count=1)  # reported when the text is tokenized
     if not is_text(config):
         for _, rows in row_units(config, (0, 0, 0), 0, 1, skipped):
             for _, text in rows:
                 yield from pieces([clean(text)], size) if text else ()
         return
-    source = str(config.source)
     for path in files(config):
         try:
-            begin = text_start(source, path)
-            if config.skip_invalid:
-                sum(map(len, read_text(source, path, begin)))
+            begin = text_start(path)
+            if config.skip_invalid:  # nothing of a file that is skipped
+                sum(map(len, read_text(path, begin)))
         except DataError as error:
             skipped.add(str(error))
             continue
-        found = pieces(read_text(source, path, begin), size, path)
-        yield from (text for text in found if text)
+        yield from filter(None, pieces(read_text(path, begin), size, path))
 
 
 # --------------------------------------------------------------------------- splits
 
 
-def new_hash() -> "hashlib.blake2b":
-    """The hash that decides about the split."""
-    return hashlib.blake2b(digest_size=8, key=b"accel_gpt val")
-
-
-def digest(data: bytes) -> bytes:
-    """8 bytes that differ between documents, given as UTF-8."""
-    found = new_hash()
-    found.update(data)
-    return found.digest()
+def split_hash(data: bytes = b"") -> "hashlib.blake2b":
+    """The hash, of 8 bytes, of a document given as UTF-8, which decides about its split."""
+    return hashlib.blake2b(data, digest_size=8, key=b"accel_gpt val")
 
 
 def as_fraction(key: bytes) -> float:
-    """A digest as a number from 0 to 1."""
+    """A hash of 8 bytes as a number from 0 to 1."""
     return int.from_bytes(key, "big") / 2**64
 
 
 def split_of(key: bytes, val_fraction: float) -> str:
-    """val for a share `val_fraction` of all documents, decided by the digest alone."""
-    return "val" if int.from_bytes(key, "big") < val_fraction * 2**64 else "train"
+    """val for a share `val_fraction` of all documents, decided by the hash alone."""
+    return "val" if as_fraction(key) < val_fraction else "train"

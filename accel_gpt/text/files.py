@@ -16,11 +16,12 @@ import types
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
 from accel_gpt.config.data import PrepareConfig, SourceKind
-from accel_gpt.data.remote import http_request
+from accel_gpt.data.remote import http_request, is_url
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import read_json
 
@@ -37,14 +38,7 @@ SUFFIXES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
 STDLIB_SKIP = frozenset(
     ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled")
 )
-# Text for a byte of a compressed file. Assumption: what gzip and zstd make of prose and code.
-EXPANSION = 3
-TIMEOUT = 60  # seconds without a byte before a download is given up
-CHUNK = 1 << 20  # bytes read from the network at once
-KEPT_FREE = 1 << 30  # bytes that a download of unknown size leaves free
-
-
-# --------------------------------------------------------------------------- sources
+DOWNLOAD_TIMEOUT = 60  # seconds without a byte before a download is given up
 
 
 def check_source(config: PrepareConfig) -> None:
@@ -67,7 +61,6 @@ def files(config: PrepareConfig) -> list[Path]:
         return stdlib_files()
     assert config.source is not None
     assert config.path is not None
-    check_path(config.path)
     saved = saved_files(config.path, config.dataset_split) if config.source == "arrow" else None
     found = saved or find_files(config.path, SUFFIXES[config.source])
     require(
@@ -76,25 +69,6 @@ def files(config: PrepareConfig) -> list[Path]:
         "a file with text in it",
     )
     return found
-
-
-def check_path(path: str) -> None:
-    """`UserError` for a name that the system cannot look up."""
-    try:
-        if not is_url(path):
-            Path(path).expanduser().exists()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"data.prepare.path is {path:.100}, which cannot be looked up: "
-            f"{getattr(error, 'strerror', None) or error}; give a file, a folder, a glob or an "
-            "http(s) URL"
-        ) from None
-
-
-def text_bytes(path: Path) -> int:
-    """About how many bytes of text a file holds."""
-    compressed = path.name.lower().endswith((".gz", ".zst", ".parquet"))
-    return path.stat().st_size * (EXPANSION if compressed else 1)
 
 
 def describe_source(config: PrepareConfig, times: bool = True) -> str:
@@ -111,13 +85,10 @@ def describe_source(config: PrepareConfig, times: bool = True) -> str:
     elif config.path is not None and is_url(config.path):
         seen = [config.path, *(path.stat().st_size for path in files(config))]
     else:
-        paths = files(config)
-        root = os.path.commonpath([path.absolute().parent for path in paths])
-        seen = []
-        for path in paths:
-            state = path.stat()
-            name = path.absolute().relative_to(root).as_posix()
-            seen.append([name, state.st_size, *([state.st_mtime_ns] if times else [])])
+        paths = [path.absolute() for path in files(config)]
+        root = os.path.commonpath([path.parent for path in paths])
+        states = [(path.relative_to(root).as_posix(), path.stat()) for path in paths]
+        seen = [[name, s.st_size, *([s.st_mtime_ns] if times else [])] for name, s in states]
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
 
@@ -160,20 +131,18 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> list[Path]:
     """The files that `path` (file, folder, glob or URL) stands for, sorted."""
     if is_url(path):
         return [download(path)]
-    given, remedy = Path(path).expanduser(), "give a file, a folder, a glob or an http(s) URL"
-    if given.is_file():
-        return [given]
-    if given.is_dir():
-        found = walk(given, suffixes)
+    given, remedy = os.path.expanduser(path), "give a file, a folder, a glob or an http(s) URL"
+    if os.path.isfile(given):
+        return [Path(given)]
+    found: list[Path] = []
+    problem = f"{path}, which does not exist (looked for {os.path.abspath(given)})"
+    if os.path.isdir(given):
+        found = walk(Path(given), suffixes)
         problem = f"the folder {path}, which holds no file ending in {' '.join(suffixes)}"
         remedy = f"give a glob such as {path.rstrip('/')}/* to take others"
     elif glob.has_magic(path):
-        names = sorted(glob.glob(str(given), recursive=True))
-        found = [file for file in map(Path, names) if file.is_file()]
+        found = [Path(n) for n in sorted(glob.glob(given, recursive=True)) if os.path.isfile(n)]
         problem = f"{path}, which matches no file (looked from {Path.cwd()})"
-    else:
-        found = []
-        problem = f"{path}, which does not exist (looked for {given.absolute()})"
     require(bool(found), f"data.prepare.path is {problem}; {remedy}")
     return found
 
@@ -183,9 +152,9 @@ def saved_files(path: str, split: str) -> list[Path] | None:
 
     Other Arrow files in it are caches of derived data; of several splits `split` is meant.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     try:
-        if (folder / "dataset_dict.json").is_file():
+        if os.path.isfile(folder / "dataset_dict.json"):
             held = list(map(str, read_json(folder / "dataset_dict.json")["splits"]))
             require(
                 split in held,
@@ -194,9 +163,11 @@ def saved_files(path: str, split: str) -> list[Path] | None:
             )
             folder /= split
         state = folder / "state.json"
-        if not state.is_file():
+        if not os.path.isfile(state):
             return None
         found = [state.with_name(part["filename"]) for part in read_json(state)["_data_files"]]
+        if missing := [file.name for file in found if not file.is_file()]:
+            raise ValueError(f"{missing[0]} is missing")
     except AccelGPTError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -204,9 +175,6 @@ def saved_files(path: str, split: str) -> list[Path] | None:
             f"{folder / 'state.json'} or dataset_dict.json is not as save_to_disk writes it "
             f"({error!r:.80}); copy the whole folder again"
         ) from None
-    for file in found:
-        if not file.is_file():
-            raise DataError(f"{state} names {file.name}, which is missing; copy the whole folder")
     return found
 
 
@@ -221,23 +189,18 @@ def guess_source(path: str) -> SourceKind:
         "data.prepare.path is -, and standard input does not tell what it holds; give --source "
         "text or --source jsonl",
     )
-    check_path(path)
-    folder = Path(path).expanduser()
-    if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
+    folder = os.path.expanduser(path)
+    if any(os.path.isfile(f"{folder}/{name}") for name in ("state.json", "dataset_dict.json")):
         return "arrow"
     if is_url(path):
         sizes = {path.split("?")[0].split("#")[0].lower(): 1}
     else:
-        endings = tuple(ending for known in SUFFIXES.values() for ending in known)
-        sizes = {str(file).lower(): file.stat().st_size for file in find_files(path, endings)}
-    bare = all(name.endswith(".json") for name in sizes)
+        found = find_files(path, tuple(chain.from_iterable(SUFFIXES.values())))
+        sizes = {str(file).lower(): file.stat().st_size + 1 for file in found}
+    others = {name: size for name, size in sizes.items() if not name.endswith(".json")}
     amount = {
-        source: sum(
-            size + 1
-            for name, size in sizes.items()
-            if name.endswith(known) and (bare or not name.endswith(".json"))
-        )
-        for source, known in SUFFIXES.items()
+        source: sum(size for name, size in (others or sizes).items() if name.endswith(endings))
+        for source, endings in SUFFIXES.items()
     }
     best = max(amount, key=amount.__getitem__)
     require(
@@ -251,14 +214,6 @@ def guess_source(path: str) -> SourceKind:
     return cast(SourceKind, best)
 
 
-# --------------------------------------------------------------------------- network
-
-
-def is_url(path: str) -> bool:
-    """Whether `path` is an http(s) URL."""
-    return re.match(r"https?://", path) is not None
-
-
 def download(url: str) -> Path:
     """The file at `url`, downloaded once."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accel_gpt"
@@ -270,17 +225,12 @@ def download(url: str) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         request = http_request(urllib.parse.urlsplit(url))
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as body, temporary.open("wb") as file:
-            size = body.headers.get("Content-Length")
-            while data := body.read(CHUNK):
-                file.write(data)
-                if size is None and shutil.disk_usage(cache).free < KEPT_FREE:
-                    raise OSError(
-                        f"its server sends no size, and after {file.tell():,} bytes less than "
-                        f"{KEPT_FREE:,} are free on the disk"
-                    )
-            if size is not None and file.tell() != int(size):
-                raise OSError(f"it broke off after {file.tell()} of {size} bytes")
+        with urllib.request.urlopen(request, timeout=DOWNLOAD_TIMEOUT) as body:
+            with temporary.open("wb") as file:
+                shutil.copyfileobj(body, file)
+            done, size = temporary.stat().st_size, body.headers.get("Content-Length")
+        if size is not None and done != int(size):
+            raise OSError(f"it broke off after {done} of {size} bytes")
         temporary.rename(target)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise UserError(

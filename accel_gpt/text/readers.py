@@ -11,15 +11,13 @@ import gzip
 import io
 import json
 import sys
-import tokenize
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, cast
 
-from accel_gpt.data.tokenizer import clean
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 
 Skip = Callable[[str], None]
@@ -31,6 +29,7 @@ BATCH_ROWS = 256
 # What gzip and Arrow raise for files that are damaged.
 DAMAGE = (EOFError, OSError, zlib.error, ValueError, NotImplementedError, KeyError, MemoryError)
 LONGEST_LINE = 64 << 20  # bytes; assumption: a longer line is no document but a bomb or a blob
+TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "null")
 
 
 @dataclass
@@ -39,56 +38,38 @@ class Skipped:
 
     allowed: bool
     count: int = 0
-    quiet: bool = False
 
     def add(self, message: str) -> None:
-        """Count one more thing; the first one is reported on stderr unless `quiet`."""
+        """Count one more thing; the first one is reported on stderr."""
         if not self.allowed:
             raise DataError(message) from None
-        if self.count == 0 and not self.quiet:
+        if self.count == 0:
             sys.stderr.write(f"skipped (data.prepare.skip_invalid is set): {message}\n")
         self.count += 1
 
 
-class Share(NamedTuple):
-    """The rows that are wanted: from number `start`, those that are `rest` modulo `parts`."""
-
-    start: int = 0
-    rest: int = 0
-    parts: int = 1
-
-    def has(self, row: int) -> bool:
-        """Whether `row` is wanted."""
-        return row >= self.start and row % self.parts == self.rest
+def row_numbers(start: int, rest: int = 0, parts: int = 1) -> range:
+    """Numbers of rows without end: from `start` on, those that are `rest` modulo `parts`."""
+    return range(start + (rest - start) % parts, sys.maxsize, parts)
 
 
 # --------------------------------------------------------------------------- text
 
 
-def text_start(source: str, path: Path) -> int:
+def text_start(path: Path) -> int:
     """Offset of the first byte of text: that after a byte order mark."""
-    if source == "stdlib":
-        return 0
     with opened(path) as file:
         return len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
 
 
-def read_text(source: str, path: Path, start: int, end: int | None = None) -> Iterator[str]:
+def read_text(path: Path, start: int, end: int | None = None) -> Iterator[str]:
     """Bytes `start` to `end` of a text file as text, line ends included, in chunks.
 
-    Of Python's library: of the file's text as UTF-8, by its declared encoding; empty if that is
-    wrong. Raises `DataError` naming the first byte that is not UTF-8.
+    Raises `DataError` naming the first byte that is not UTF-8.
     """
     with opened(path) as file:
-        if source == "stdlib":
-            try:
-                with tokenize.open(path) as decoded_file:
-                    yield clean(decoded_file.read()).encode()[start:end].decode()
-            except (SyntaxError, UnicodeDecodeError):
-                yield ""
-        else:
-            file.seek(start)
-            yield from decoded(file, path, start, end)
+        file.seek(start)
+        yield from decoded(file, path, start, end)
 
 
 def decoded(file: BinaryIO, where: object, start: int, end: int | None = None) -> Iterator[str]:
@@ -127,8 +108,8 @@ def not_utf8(where: object, error: UnicodeDecodeError, offset: int, detail: str 
 # --------------------------------------------------------------------------- rows
 
 
-def read_rows(source: str, path: Path, field: str, share: Share, skip: Skip) -> Rows:
-    """(number, text) of the wanted rows of a jsonl, parquet or arrow file.
+def read_rows(source: str, path: Path, field: str, rows: range, skip: Skip) -> Rows:
+    """(number, text) of those `rows` of a jsonl, parquet or arrow file that there are.
 
     Raises `UserError` for a column that is not there. After damage that may be skipped the rest of
     the file is left out.
@@ -136,7 +117,7 @@ def read_rows(source: str, path: Path, field: str, share: Share, skip: Skip) -> 
     read = {"jsonl": jsonl_file, "parquet": parquet_file, "arrow": arrow_file}[source]
     try:
         if path.stat().st_size:
-            yield from read(path, field, share, skip)
+            yield from read(path, field, rows, skip)
     except AccelGPTError:
         raise
     except DAMAGE as error:
@@ -146,50 +127,37 @@ def read_rows(source: str, path: Path, field: str, share: Share, skip: Skip) -> 
         skip(f"{message}; expected a whole {source} file: make or download it again")
 
 
-def need_pyarrow(what: object) -> Any:
-    """The package pyarrow; `UserError` where it is missing."""
-    try:
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(f"{what} needs the package pyarrow; pip install pyarrow") from None
-    return pyarrow
+def check_column(field: str, where: object, columns: list[str]) -> None:
+    """`UserError` where the column `field` is missing."""
+    if field not in columns:
+        raise UserError(
+            f"data.prepare.text_field is {field!r}, which {where} does not have; its columns: "
+            f"{', '.join(columns)}"
+        )
 
 
-def no_column(field: str, where: object, columns: list[str]) -> UserError:
-    """The error for a missing column."""
-    return UserError(
-        f"data.prepare.text_field is {field!r}, which {where} does not have; its columns: "
-        f"{', '.join(columns)}"
-    )
-
-
-# --------------------------------------------------------------------------- JSON lines
-
-
-def jsonl_file(path: Path, field: str, share: Share, skip: Skip) -> Rows:
+def jsonl_file(path: Path, field: str, rows: range, skip: Skip) -> Rows:
     """Rows of a file of JSON lines, plain, .gz or .zst."""
-    name = path.name.lower()
     with path.open("rb") as raw:
         file: BinaryIO = raw
-        if name.endswith(".gz"):
+        if path.name.lower().endswith(".gz"):
             file = cast(BinaryIO, gzip.GzipFile(fileobj=raw))
-        elif name.endswith(".zst"):
-            stream = need_pyarrow(path).CompressedInputStream(raw, "zstd")
-            file = cast(BinaryIO, io.BufferedReader(stream, CHUNK))
+        elif path.name.lower().endswith(".zst"):
+            import pyarrow as pa
+
+            file = cast(BinaryIO, io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), CHUNK))
         with file:
-            yield from json_lines(file, path, field, share, skip)
+            yield from json_lines(file, path, field, rows, skip)
 
 
-def json_lines(file: BinaryIO, where: object, field: str, share: Share, skip: Skip) -> Rows:
+def json_lines(file: BinaryIO, where: object, field: str, rows: range, skip: Skip) -> Rows:
     """Rows of JSON lines; a line ends with a line feed, and one of white space is no row."""
     number = row = offset = 0
     while line := file.readline(LONGEST_LINE + 1):
         number += 1
         size, too_long = len(line), len(line) > LONGEST_LINE
         if too_long or not line.isspace():
-            if share.has(row):
+            if row in rows:
                 try:
                     yield row, json_text(line, offset, number, where, field)
                 except DataError as error:
@@ -222,8 +190,7 @@ def json_text(line: bytes, offset: int, number: int, where: object, field: str) 
             f"line {number} of {where} is {row!r:.50}; expected an object such as "
             f'{{"{field}": "..."}} (an array becomes lines by jq -c \'.[]\')'
         )
-    if field not in row:
-        raise no_column(field, f"line {number} of {where}", list(row))
+    check_column(field, f"line {number} of {where}", list(row))
     value = row[field]
     if value is None or isinstance(value, str):
         return value or ""
@@ -233,15 +200,16 @@ def json_text(line: bytes, offset: int, number: int, where: object, field: str) 
 # --------------------------------------------------------------------------- Parquet, Arrow
 
 
-def parquet_file(path: Path, field: str, share: Share, skip: Skip) -> Rows:
+def parquet_file(path: Path, field: str, rows: range, skip: Skip) -> Rows:
     """Rows of a Parquet file; row groups before the start are not read."""
-    pa = need_pyarrow(path)
-    with pa.parquet.ParquetFile(path, buffer_size=CHUNK, pre_buffer=False) as file:
-        check_column(pa, file.schema_arrow, field, path)
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path, buffer_size=CHUNK, pre_buffer=False) as file:
+        check_type(file.schema_arrow, field, path)
         number = 0
         for index in range(file.num_row_groups):
             group = file.metadata.row_group(index)
-            if number + group.num_rows > share.start:
+            if number + group.num_rows > rows.start:
                 columns = (group.column(i) for i in range(group.num_columns))
                 size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
                 count = BATCH_BYTES * group.num_rows // max(size, 1)
@@ -251,47 +219,47 @@ def parquet_file(path: Path, field: str, share: Share, skip: Skip) -> Rows:
                     columns=[field],
                     use_threads=False,
                 )
-                yield from column_rows(pa, batches, number, path, share, skip)
+                yield from column_rows(batches, number, path, rows, skip)
             number += group.num_rows
 
 
-def arrow_file(path: Path, field: str, share: Share, skip: Skip) -> Rows:
+def arrow_file(path: Path, field: str, rows: range, skip: Skip) -> Rows:
     """Rows of an Arrow file in the file or the stream format, mapped rather than read."""
-    pa = need_pyarrow(path)
+    import pyarrow as pa
+    from pyarrow import ipc
+
     with pa.memory_map(str(path)) as file:
         indexed = file.read(6) == b"ARROW1"
-        opener = pa.ipc.open_file if indexed else pa.ipc.open_stream
+        opener = ipc.open_file if indexed else ipc.open_stream
         file.seek(0)
         schema = opener(file).schema
-        check_column(pa, schema, field, path)
+        check_type(schema, field, path)
         file.seek(0)
         column = schema.get_field_index(field)
-        options = pa.ipc.IpcReadOptions(included_fields=[column], use_threads=False)
+        options = ipc.IpcReadOptions(included_fields=[column], use_threads=False)
         reader = opener(file, options=options)
         batches = map(reader.get_batch, range(reader.num_record_batches)) if indexed else reader
-        yield from column_rows(pa, batches, 0, path, share, skip)
+        yield from column_rows(batches, 0, path, rows, skip)
 
 
-def check_column(pa: Any, schema: Any, field: str, path: Path) -> None:
+def check_type(schema: Any, field: str, path: Path) -> None:
     """The column must be there, once, and hold text, or bytes that may be UTF-8."""
-    if field not in schema.names:
-        raise no_column(field, path, list(schema.names))
-    if schema.names.count(field) > 1:
-        raise DataError(f"{path} has {schema.names.count(field)} columns {field!r}; expected one")
-    kind = schema.field(field).type
-    held = kind.value_type if pa.types.is_dictionary(kind) else kind
-    kinds = ("string", "large_string", "string_view", "binary", "large_binary", "null")
-    if str(held) not in kinds:
+    import pyarrow as pa
+
+    check_column(field, path, list(schema.names))
+    count = schema.names.count(field)
+    kind = schema.field(field).type if count == 1 else f"{count} columns"
+    if str(kind.value_type if isinstance(kind, pa.DictionaryType) else kind) not in TEXT_TYPES:
         raise DataError(f"column {field} of {path} holds {kind}; expected text")
 
 
-def column_rows(pa: Any, batches: Any, number: int, path: Path, share: Share, skip: Skip) -> Rows:
+def column_rows(batches: Any, number: int, path: Path, rows: range, skip: Skip) -> Rows:
     """Rows of batches of one column, the first one being row `number`."""
     for batch in batches:
-        if number + len(batch) > share.start:
-            column = as_bytes(pa, batch.column(0))
-            for i in range(max(0, share.start - number), len(batch)):
-                if share.has(number + i):
+        if number + len(batch) > rows.start:
+            column = as_bytes(batch.column(0))
+            for i in range(max(0, rows.start - number), len(batch)):
+                if number + i in rows:
                     try:
                         yield number + i, (column[i].as_py() or b"").decode("utf-8")
                     except UnicodeDecodeError as error:
@@ -299,10 +267,12 @@ def column_rows(pa: Any, batches: Any, number: int, path: Path, share: Share, sk
         number += len(batch)
 
 
-def as_bytes(pa: Any, column: Any) -> Any:
+def as_bytes(column: Any) -> Any:
     """A column of text as bytes, its offsets checked: those of a damaged file may lie outside."""
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        column = column.view(pa.binary() if pa.types.is_string(column.type) else pa.large_binary())
+    import pyarrow as pa
+
+    plain = {"string": pa.binary(), "large_string": pa.large_binary()}.get(str(column.type))
+    if plain is not None:
+        column = column.view(plain)
     column.validate(full=True)
-    plain = pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)
-    return column if plain else column.cast(pa.large_binary())
+    return column.cast(pa.large_binary())

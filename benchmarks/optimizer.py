@@ -23,7 +23,7 @@ from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.parse import load_config
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.optim.muon import hidden_matrices
+from accel_gpt.optim.muon import muon_weights
 from accel_gpt.training.accelerator import keep_freed_memory
 from accel_gpt.training.machine import device_name
 
@@ -80,7 +80,7 @@ def measure(name: str, device: torch.device, asked: argparse.Namespace) -> dict[
 def of_torch(gpt: GPT) -> Step:
     """torch's Muon and AdamW, on copies of the weights."""
     split, taken = [], set()
-    for rows, weights in hidden_matrices(gpt).items():
+    for rows, weights in muon_weights(gpt).items():
         for weight in weights:
             taken.add(id(weight))
             for part in weight.detach().split(rows or weight.shape[:1]):

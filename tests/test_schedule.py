@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_gpt.config.plan import Plan
-from accel_gpt.optim.schedule import lr_fraction
+from accel_gpt.optim.schedule import lr_fraction, momentum_at
 
 PEAK, MIN = 6e-4, 6e-5
 
@@ -55,3 +55,10 @@ def test_within_bounds_and_never_rising_after_warmup(
     assert all(floor - 1e-12 <= v <= 1 + 1e-12 for v in after)
     assert all(b <= a + 1e-12 for a, b in pairwise(after))
     assert math.isclose(after[0], 1.0)
+
+
+def test_muons_momentum_warms_up() -> None:
+    values = [momentum_at(s, 0.95, 100) for s in (0, 50, 100, 999)]
+    assert values == pytest.approx([0.85, 0.9, 0.95, 0.95])
+    assert momentum_at(0, 0.95, 0) == 0.95
+    assert momentum_at(0, 0.5, 100) == 0.5

@@ -11,7 +11,7 @@ from accel_gpt.config.plan import Plan
 from accel_gpt.errors import require
 from accel_gpt.model.loss import Head
 from accel_gpt.optim.adamw import GuardedAdamW
-from accel_gpt.optim.muon import MOMENTUM, ROWS, MuonAdamW, hidden_matrices
+from accel_gpt.optim.muon import MOMENTUM, ROWS, MuonAdamW, muon_weights
 from accel_gpt.optim.schedule import lr_fraction, momentum_at
 
 PEAK = "peak_lr"
@@ -26,7 +26,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, compiled: bool = False
     AdamW's groups come first. With `embedding_lr` or `head_lr`, embeddings and head are groups of
     their own. `compiled`: Muon's update runs through torch.compile.
     """
-    matrices = hidden_matrices(model) if config.name == "muon" else {}
+    matrices = muon_weights(model) if config.name == "muon" else {}
     parts = embedding_and_head(model, config)
     special = [*matrices.values(), *parts.values()]
     taken = {id(weight) for weights in special for weight in weights}

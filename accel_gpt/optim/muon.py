@@ -32,7 +32,7 @@ ITERATIONS = 5
 EPS = 1e-7  # least norm that a matrix is divided by
 
 
-def hidden_matrices(model: nn.Module) -> dict[tuple[int, ...], list[Tensor]]:
+def muon_weights(model: nn.Module) -> dict[tuple[int, ...], list[Tensor]]:
     """The weights that Muon updates: those of attention and MLP, by the rows of their matrices.
 
     Queries, keys and values are three matrices in one weight, and so are gate and up of a SwiGLU:
@@ -195,7 +195,7 @@ class MuonAdamW(GuardedAdamW):
             torch.full((), value, device=device)  # no copy from the host, and no recompilation
             for value in (group["lr"], group["lr"] * group["weight_decay"], group["momentum"])
         )
-        stack = full_tensor(self._gradient_estimates(parameters, momentum, enabled), parameters)
+        stack = gather_matrices(self._gradient_estimates(parameters, momentum, enabled), parameters)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         stack = self._update_direction(stack, group[ROWS], group["scale"], self.dtype or dtype)
         direction = shard_like(parameters[0], stack)
@@ -228,14 +228,7 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor.detach()
 
 
-def stacked_placements(like: "DTensor") -> list[Any]:
-    """Placements of a stack of tensors that are sharded as `like`."""
-    from torch.distributed.tensor import Shard
-
-    return [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in like.placements]
-
-
-def full_tensor(stack: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+def gather_matrices(stack: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """All-gather stacked shards of `parameters` into full matrices (N, R, C)."""
     like = parameters[0]
     if not is_sharded(like):
@@ -257,3 +250,10 @@ def shard_like(like: Tensor, stack: Tensor) -> Tensor:
 
     placements = stacked_placements(like)
     return distribute_tensor(stack, like.device_mesh, placements, src_data_rank=None).to_local()
+
+
+def stacked_placements(like: "DTensor") -> list[Any]:
+    """Placements of a stack of tensors that are sharded as `like`."""
+    from torch.distributed.tensor import Shard
+
+    return [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in like.placements]

@@ -106,14 +106,6 @@ def test_generation_leaves_the_global_random_state_and_the_mode_alone() -> None:
     assert not expected.requires_grad
 
 
-def test_the_mode_comes_back_after_an_error() -> None:
-    model = make(tiny()).train()
-    with pytest.raises(IndexError):
-        run(model, torch.tensor([[10_000]]), 1)
-    assert model.training
-    assert torch.is_grad_enabled()
-
-
 def scripted(model: GPT, script: list[list[int]]) -> list[int]:
     """Make the model say `script` (one list for each step); returns the list of calls."""
     calls: list[int] = []
@@ -129,41 +121,35 @@ def scripted(model: GPT, script: list[list[int]]) -> list[int]:
     return calls
 
 
-def test_rows_end_with_eot_and_all_ended_stops() -> None:
-    model = make(tiny())
-    calls = scripted(model, [[5, 6], [0, 7], [9, 0], [9, 9]])
-    out = run(model, torch.tensor([[0], [0]]), 6, eot_id=0)  # eot in the prompt does not count
-    assert out.tolist() == [[0, 5, 0, 0, 0, 0, 0], [0, 6, 7, 0, 0, 0, 0]]
+def test_texts_end_with_eot_and_generation_when_all_are_done() -> None:
+    script = [[5, 6], [0, 7], [9, 0], [9, 9], [9, 9], [9, 9]]
+    expected = [[0, 5, 0, 0, 0, 0, 0], [0, 6, 7, 0, 0, 0, 0]]
+    prompt = torch.tensor([[0], [0]])  # eot in the prompt does not count
+    model, seen = make(tiny()), list[list[bool]]()
+    calls = scripted(model, script)
+    assert run(model, prompt, 6, eot_id=0).tolist() == expected
     assert len(calls) == 3
+
+    def done(ended: Tensor) -> bool:
+        seen.append(ended.tolist())
+        return len(seen) == 5  # the texts of other ranks have ended now, too
+
+    calls = scripted(model, script)
+    assert run(model, prompt, 6, eot_id=0, done=done).tolist() == expected
+    assert len(calls) == 5
+    assert seen == [[False, False], [True, False], *[[True, True]] * 3]
 
 
 def test_a_stream_yields_the_generated_tokens_and_leaves_the_model_as_it_was() -> None:
     model = make(tiny(dropout=0.5)).train()
     expected = run(model, PROMPT, 30, top_k=20)
-    streamed = []
-    for token in stream(model, PROMPT, settings_of(30, top_k=20), seeded()):
-        streamed.append(token)
-        assert model.training
-        assert model.blocks[0].attn.training
-        assert torch.is_grad_enabled()
+    streamed = list(stream(model, PROMPT, settings_of(30, top_k=20), seeded()))
     assert torch.equal(torch.stack(streamed, dim=1), expected[:, 3:])
-
-
-def test_nothing_is_compiled_while_generating() -> None:
-    model, compiled = make(tiny()), list[int]()
-    expected = run(model, PROMPT, 20)
-
-    def backend(graph: Any, _: Any) -> Any:
-        compiled.append(1)
-        return graph.forward
-
-    torch._dynamo.reset()
-    for module in (*model.blocks, model):
-        module.compile(backend=backend)
-    assert torch.equal(run(model, PROMPT, 20), expected)
-    assert compiled == []
-    model(PROMPT)
-    assert compiled
+    started = stream(model, PROMPT, settings_of(30), seeded())
+    next(started)
+    del started  # as Ctrl-C does
+    assert model.blocks[0].attn.training
+    assert torch.is_grad_enabled()
 
 
 def test_padded_rows_are_never_sampled() -> None:
@@ -192,7 +178,7 @@ def nucleus(logits: Tensor, top_k: int | None, top_p: float) -> list[int]:
     seed=st.integers(0, 10_000),
     top_k=st.none() | st.integers(1, 30),
     top_p=st.sampled_from([1e-6, 0.05, 0.33, 0.71, 0.97, 1.0]),
-    temperature=st.sampled_from([1e-30, 0.5, 1.0, 3.0]),
+    temperature=st.sampled_from([1e-37, 0.5, 1.0, 3.0]),
 )
 def test_only_tokens_of_top_k_and_top_p_are_drawn(
     seed: int, top_k: int | None, top_p: float, temperature: float
@@ -203,11 +189,6 @@ def test_only_tokens_of_top_k_and_top_p_are_drawn(
     assert set(drawn.tolist()) <= set(allowed)
     if len(allowed) == 2 and temperature == 3.0:
         assert len(set(drawn.tolist())) == 2
-
-
-def test_a_temperature_near_zero_is_greedy() -> None:
-    logits = torch.tensor([[-90.0, 50.0, 80.0, 0.0]])
-    assert sample_token(logits, 1e-37, None, 1.0, seeded()).tolist() == [2]
 
 
 @pytest.mark.parametrize(
@@ -221,12 +202,3 @@ def test_frequencies_follow_the_probabilities(top_k: int | None, top_p: float, l
     kept = probabilities > 0.45 - left / 10
     expected = probabilities * kept / (probabilities * kept).sum()
     assert (drawn.bincount(minlength=4) / 20_000 - expected).abs().max() < 0.02
-
-
-def test_what_is_not_computed_any_more_is_end_of_text() -> None:
-    model = make(tiny())
-    whole = run(model, PROMPT, 6, temperature=0, eot_id=VOCAB)  # none ends by itself
-    cut = run(model, PROMPT, 6, temperature=0, eot_id=VOCAB, done=lambda _: True)
-    assert torch.equal(cut[:, :4], whole[:, :4])
-    assert (cut[:, 4:] == VOCAB).all()
-    assert not (whole == VOCAB).any()

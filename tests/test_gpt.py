@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.model.gpt import GPT, evaluating
 from accel_gpt.model.layers import KVCache, dot_product_attention
-from accel_gpt.model.loss import IGNORE, next_token_loss
 from tests.conftest import tiny
 
 VOCAB = 65  # padded to 128
@@ -51,95 +50,6 @@ def test_a_later_token_never_changes_earlier_logits(config: ModelConfig) -> None
     before, after = model(tokens), model(changed)
     assert torch.equal(before[:, :9], after[:, :9])
     assert not torch.allclose(before[:, 9:], after[:, 9:], atol=1e-3)
-
-
-def with_gpt2_weights(model: GPT, theirs: Any) -> None:
-    """Copy from GPT2LMHeadModel, whose Conv1D keeps (in, out)."""
-    body = theirs.transformer
-    pairs = [(model.wte, body.wte), (model.wpe, body.wpe), (model.norm_f, body.ln_f)]
-    for ours, block in zip(model.blocks, body.h, strict=True):
-        pairs += [(ours.norm_1, block.ln_1), (ours.norm_2, block.ln_2)]
-        pairs += [(ours.attn.qkv, block.attn.c_attn), (ours.attn.proj, block.attn.c_proj)]
-        pairs += [(ours.mlp.up, block.mlp.c_fc), (ours.mlp.down, block.mlp.c_proj)]
-    for mine, other in pairs:
-        weight = other.weight.T if isinstance(mine, nn.Linear) else other.weight
-        mine.weight[: weight.shape[0]] = weight
-        if getattr(other, "bias", None) is not None:
-            mine.bias.copy_(other.bias)
-
-
-def with_llama_weights(model: GPT, theirs: Any) -> None:
-    """Copy from LlamaForCausalLM: rows joined, none permuted."""
-    model.wte.weight[:VOCAB] = theirs.model.embed_tokens.weight
-    model.head.weight[:VOCAB] = theirs.lm_head.weight
-    model.norm_f.weight.copy_(theirs.model.norm.weight)
-    for ours, block in zip(model.blocks, theirs.model.layers, strict=True):
-        attn, mlp = block.self_attn, block.mlp
-        ours.norm_1.weight.copy_(block.input_layernorm.weight)
-        ours.norm_2.weight.copy_(block.post_attention_layernorm.weight)
-        joined = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
-        ours.attn.qkv.weight.copy_(torch.cat(joined))
-        ours.attn.proj.weight.copy_(attn.o_proj.weight)
-        ours.mlp.up.weight.copy_(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
-        ours.mlp.down.weight.copy_(mlp.down_proj.weight)
-
-
-def enlarge(theirs: nn.Module) -> None:
-    """Weights far from their start, biases and norms too, so that each of them counts."""
-    for weight in theirs.parameters():
-        weight.add_(0.1 * torch.randn_like(weight))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("mlp", "theirs_name"), [("gelu", "gelu_new"), ("gelu_erf", "gelu")])
-def test_logits_and_loss_equal_those_of_gpt2_in_transformers(mlp: str, theirs_name: str) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(2)
-    sizes = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    shape = GPT2Config(**sizes, activation_function=theirs_name)
-    theirs = GPT2LMHeadModel(shape).eval()
-    enlarge(theirs)
-    model, tokens = make(tiny(mlp=mlp)), draw()
-    with_gpt2_weights(model, theirs)
-    expected = theirs(tokens, labels=tokens)
-    torch.testing.assert_close(model(tokens), expected.logits, atol=1e-5, rtol=1e-5)
-    targets = torch.cat((tokens[:, 1:], torch.full((3, 1), IGNORE)), dim=1)
-    torch.testing.assert_close(model(tokens, targets), expected.loss, atol=1e-5, rtol=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
-def test_logits_equal_those_of_llama_in_transformers(n_kv_head: int) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(2)
-    config = tiny("llama", n_kv_head=n_kv_head, norm_eps=1e-6)
-    shape = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=config.hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=n_kv_head,
-        max_position_embeddings=16,
-    )
-    theirs = LlamaForCausalLM(shape).eval()
-    enlarge(theirs)
-    model, tokens = make(config), draw()
-    with_llama_weights(model, theirs)
-    torch.testing.assert_close(model(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
-
-
-def test_the_loss_is_a_float32_scalar_over_targets_not_ignored() -> None:
-    logits, targets = torch.randn(2, 4, 7).bfloat16(), torch.randint(7, (2, 4))
-    targets[0, 1:3] = -100
-    kept = targets >= 0
-    expected = -logits.float().log_softmax(-1)[kept, targets[kept]].mean()
-    loss = next_token_loss(logits, targets)
-    assert loss.dtype == torch.float32
-    assert loss.shape == ()
-    torch.testing.assert_close(loss, expected)
 
 
 @shapes
@@ -202,15 +112,6 @@ def test_rotary_tables_are_float32_and_not_saved() -> None:
     assert not any("rotary" in name for name in model.state_dict())
 
 
-@pytest.mark.parametrize("preset", ["gpt2", "llama"])
-def test_dropout_acts_in_training_only(preset: str) -> None:
-    model, tokens = make(tiny(preset, dropout=0.3)), draw()
-    assert torch.equal(model(tokens), model(tokens))
-    assert torch.equal(model(tokens), make(tiny(preset))(tokens))
-    model.train()
-    assert not torch.allclose(model(tokens), model(tokens), atol=1e-2)
-
-
 def test_dropout_falls_on_embedding_attention_and_both_residuals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -256,22 +157,6 @@ def test_too_many_tokens_are_refused_with_both_numbers() -> None:
     model(draw(length=10), cache=cache)
     with pytest.raises(ValueError, match=r"17 tokens \(10 of them cached\)"):
         model(draw(length=7), cache=cache)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama grouped, tied"])
-def test_the_model_compiles_into_one_graph(name: str) -> None:
-    model, tokens, targets = make(SHAPES[name]).train(), draw(), draw(seed=3)
-    expected = model(tokens, targets)
-    expected.backward()
-    gradient = model.blocks[0].attn.qkv.weight.grad.clone()
-    model.zero_grad()
-    torch._dynamo.reset()
-    model.compile(backend="aot_eager", fullgraph=True)
-    loss = model(tokens, targets)
-    loss.backward()
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(model.blocks[0].attn.qkv.weight.grad, gradient)
 
 
 @shapes

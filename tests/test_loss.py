@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel_gpt.cost.flops import chunk_tokens, padded_vocab_size
+from accel_gpt.cost.flops import padded_vocab_size
 from accel_gpt.model import loss as module
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE, chunked_next_token_loss, chunked_sequence_losses
@@ -209,13 +209,6 @@ def test_a_compiled_model_has_one_graph_and_the_same_gradients(recompute: bool) 
     torch.testing.assert_close(loss, expected[0])
     for name, gradient in expected[1].items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
-
-
-def test_gpt2s_vocabulary_goes_in_chunks_and_small_ones_at_once() -> None:
-    assert chunk_tokens(padded_vocab_size(50257), cpu=True) == 1024
-    assert chunk_tokens(padded_vocab_size(50257), cpu=False) == 4096
-    assert chunk_tokens(128, cpu=True) > 64 * 1024
-    assert chunk_tokens(2**30, cpu=True) == 1
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

@@ -10,7 +10,6 @@ import torch
 
 from accel_gpt import cli
 from accel_gpt.config.experiment import SampleConfig
-from accel_gpt.config.model import PRESETS
 from accel_gpt.config.parse import load_config
 from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.evals.samples import check_prompts, sample, samples_due, write_text
@@ -18,7 +17,7 @@ from accel_gpt.model.generate import context_start
 from accel_gpt.model.gpt import GPT
 from tests.conftest import launch, run_here, tiny
 from tests.processes import Member
-from tests.test_generate import VOCAB, make, run, scripted, seeded
+from tests.test_generate import VOCAB, make, run, seeded
 
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +25,7 @@ LONG = "the king of a land far by the sea went to war"  # 45 bytes
 NOTE = "the prompt 'the king of a land far by the sea went t...' has 45 tokens, model.block_size is"
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ["gpt2", "llama"])
 def test_each_token_follows_from_the_context_alone(preset: str) -> None:
     """Far beyond the context, in a model that has never seen what came before."""
     model = make(tiny(preset)).eval()
@@ -77,22 +76,6 @@ def test_each_process_writes_another_text() -> None:
         text = sample(one, model, BytesTokenizer(), config, seed=1, step=5)
         texts += [part.partition("\n")[2].strip() for part in text.split("--- sample ")[1:]]
     assert len(set(texts)) == len(texts) == 4
-
-
-def test_rows_go_on_until_all_that_take_part_are_done() -> None:
-    model = make(tiny())
-    script = [[5, 6], [0, 7], [9, 0], [9, 9], [9, 9], [9, 9]]
-    calls, told = scripted(model, script), []
-
-    def done(ended: torch.Tensor) -> bool:
-        told.append(ended.tolist())
-        return len(told) == 5  # others have ended now, too
-
-    prompt = torch.tensor([[0], [0]])
-    out = run(model, prompt, 6, eot_id=0, done=done)
-    assert out.tolist() == [[0, 5, 0, 0, 0, 0, 0], [0, 6, 7, 0, 0, 0, 0]]
-    assert len(calls) == 5
-    assert told == [[False, False], [True, False], *[[True, True]] * 3]
 
 
 def test_several_texts_of_a_prompt_differ_and_keep_it() -> None:

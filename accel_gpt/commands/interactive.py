@@ -51,12 +51,16 @@ def interact(
         except UnicodeDecodeError as error:
             write(f"a prompt is not valid {error.encoding} ({error.reason}); convert it\n")
             continue
-        prompt = unescape(line)
+        prompt = re.sub(r"\\([n\\])", lambda found: "\n" if found[1] == "n" else "\\", line)
         try:
             warn_cut(prompt, tokenizer, model.config.block_size, warn)
+            start = prompt_ids(prompt, tokenizer, model.vocab_size)
+            ids = torch.tensor([start], device=generator.device)
+            ends = tokenizer.eot_id, tokenizer.vocab_size
             for number in range(config.num):
                 write(SEPARATOR if number else "")
-                for text in continuation(model, tokenizer, prompt, config, generator):
+                tokens = map(int, stream(model, ids, config, generator, *ends))
+                for text in decode_stream(tokenizer, tokens, context=start if prompt else ()):
                     write(text)
         except AccelGPTError as error:  # a character that the tokenizer does not know
             write(str(error))
@@ -64,22 +68,6 @@ def interact(
             pass
         write("\n")
     write("\n")
-
-
-def continuation(
-    model: GPT, tokenizer: Tokenizer, prompt: str, config: SampleConfig, generator: torch.Generator
-) -> Iterator[str]:
-    """Yield one continuation of `prompt` in pieces."""
-    ids = prompt_ids(prompt, tokenizer, model.vocab_size)
-    tokens = stream(
-        model,
-        torch.tensor([ids], device=next(model.parameters()).device),
-        config,
-        generator,
-        eot_id=tokenizer.eot_id,
-        choices=tokenizer.vocab_size,
-    )
-    return decode_stream(tokenizer, map(int, tokens), context=ids if prompt else ())
 
 
 def decode_stream(
@@ -92,9 +80,7 @@ def decode_stream(
     linearly with the number of tokens.
     """
     ids = list(context)
-    mark = whole = len(ids)  # ids end with a whole character at both; those before mark may go
-    text = tokenizer.decode(ids)
-    shown = len(text)
+    shown, whole = len(tokenizer.decode(ids)), len(ids)  # ids up to `whole` are whole characters
     for token in tokens:
         if token == tokenizer.eot_id:
             break
@@ -106,18 +92,11 @@ def decode_stream(
         yield ready[shown:]
         shown = max(shown, len(ready))
         if ready == text:
+            if len(ids) > 2 * OVERLAP:
+                del ids[:-OVERLAP]
+                shown = len(tokenizer.decode(ids))
             whole = len(ids)
-            if whole - mark >= OVERLAP:
-                del ids[:mark]
-                mark = whole = len(ids)
-                text = tokenizer.decode(ids)
-                shown = len(text)
-    yield text[shown:]
-
-
-def unescape(line: str) -> str:
-    r"""`line` with a line end for `\n` and a backslash for `\\`."""
-    return re.sub(r"\\([n\\])", lambda found: "\n" if found[1] == "n" else "\\", line)
+    yield tokenizer.decode(ids)[shown:]
 
 
 def write(text: str) -> None:

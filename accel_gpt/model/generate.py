@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ def generate(
     that has ended with `eot_id` is padded with it; generation stops once `done`, called after each
     token with the texts that have ended, is true (ranks that share a model agree there).
     """
-    with evaluating(model, compiled=False):  # the length changes with every token
-        new = list(_steps(model, prompt_ids, config, generator, eot_id, choices, use_cache, done))
+    new = list(stream(model, prompt_ids, config, generator, eot_id, choices, use_cache, done))
     B, T = prompt_ids.shape
     tokens = prompt_ids.new_full((B, T + config.max_new_tokens), 0 if eot_id is None else eot_id)
     tokens[:, :T] = prompt_ids
@@ -50,49 +49,30 @@ def stream(
     prompt_ids: Tensor,
     config: SampleConfig,
     generator: torch.Generator,
-    *,
     eot_id: int | None = None,
     choices: int | None = None,
-) -> Generator[Tensor, None, None]:
+    use_cache: bool = True,
+    done: Callable[[Tensor], bool] = all_ended,
+) -> Iterator[Tensor]:
     """Yield the tokens of `generate` one step at a time: (B,) each, until all texts have ended.
 
-    Between two tokens the model is in its own mode and may be used; its weights must not change, as
-    the cache was computed with them.
+    The model is in evaluation mode, without gradients, until the iterator ends or is closed.
     """
-    steps = _steps(model, prompt_ids, config, generator, eot_id, choices, True, all_ended)
-    while True:
-        with evaluating(model, compiled=False):
-            token = next(steps, None)
-        if token is None:
-            return
-        yield token
-
-
-def _steps(
-    model: GPT,
-    prompt_ids: Tensor,
-    config: SampleConfig,
-    generator: torch.Generator,
-    eot_id: int | None,
-    choices: int | None,
-    use_cache: bool,
-    done: Callable[[Tensor], bool],
-) -> Iterator[Tensor]:
-    """Yield the tokens of `generate` from a model in evaluation mode."""
     B, T = prompt_ids.shape
     tokens = torch.cat((prompt_ids, prompt_ids.new_zeros(B, config.max_new_tokens)), dim=1)
     ended = torch.zeros(B, dtype=torch.bool, device=tokens.device)
     cache = KVCache(model.config, tokens.shape[1]) if use_cache else None
-    for length in range(T, T + config.max_new_tokens):
-        logits = _next_logits(model, tokens[:, :length], cache)[:, :choices]
-        token = sample_token(logits, config.temperature, config.top_k, config.top_p, generator)
-        if eot_id is not None:
-            token = token.masked_fill(ended, eot_id)
-            ended |= token == eot_id
-        tokens[:, length] = token
-        yield token
-        if eot_id is not None and done(ended):
-            return
+    with evaluating(model, compiled=False):  # the length changes with every token
+        for length in range(T, T + config.max_new_tokens):
+            logits = _next_logits(model, tokens[:, :length], cache)[:, :choices]
+            token = sample_token(logits, config.temperature, config.top_k, config.top_p, generator)
+            if eot_id is not None:
+                token = token.masked_fill(ended, eot_id)
+                ended |= token == eot_id
+            tokens[:, length] = token
+            yield token
+            if eot_id is not None and done(ended):
+                return
 
 
 def context_start(length: int, block_size: int) -> int:

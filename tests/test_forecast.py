@@ -21,7 +21,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.parse import load_config
 from accel_gpt.console import run_main
-from accel_gpt.cost.devices import DEVICE_MEMORY_GB, PEAK_FLOPS, device_memory
+from accel_gpt.cost.devices import DEVICES, device_memory
 from accel_gpt.cost.flops import flops_per_token, padded_vocab_size, parameter_counts
 from accel_gpt.data.shards import open_split
 from accel_gpt.model.gpt import GPT
@@ -256,11 +256,11 @@ def test_an_accelerate_config_brings_processes_precision_and_fsdp(
         (("--gpu", "h10"), "--gpu h10 is not in the table of devices; did you mean h100?"),
         (("--gpus", 0), "--gpus is 0; it must be above 0"),
         (("--gpus", 7), "not a multiple of 32 sequences x 1024 tokens x 7 processes"),
-        (("--mfu", 40, "--gpu", "h100"), "--mfu is 40.0; it is a share, 0 to 1"),
+        (("--mfu", 40, "--gpu", "h100"), "--mfu is 40.0; it must lie in (0, 1]"),
         (("--mfu", 0.4), "none is known for 1 x CPU process, float32; give --tokens_per_second"),
         (
             ("--mfu", 0.4, "--tokens_per_second", 9),
-            "--mfu and --tokens_per_second each set the speed",
+            "--mfu is 0.4 and --tokens_per_second is 9.0; set one of them",
         ),
         (("--optim.learning_rate", 1), "did you mean optim.lr?"),
         (("--gpuz", 1), "unknown key gpuz"),
@@ -276,8 +276,7 @@ def test_a_mistake_is_one_sentence(
 
 
 def test_every_device_has_its_memory() -> None:
-    assert DEVICE_MEMORY_GB.keys() == PEAK_FLOPS.keys()
-    assert all(list(sizes) == sorted(sizes) for sizes in DEVICE_MEMORY_GB.values())
+    assert all(list(device.memory_gb) == sorted(device.memory_gb) for device in DEVICES.values())
     assert device_memory("a100") == 40e9
     assert device_memory("NVIDIA A100-SXM4-80GB") == 80e9
     assert device_memory("cpu") is None

@@ -166,7 +166,7 @@ def test_the_forecast_is_near_the_tensors_that_are_alive_at_once(
     data = DataConfig(document_mask=step.get("documents", False))
     machine = Machine(1, None, None, False, "bf16" if half else "no", "test")
     config = Config(model=model, train=train, data=data)
-    parts = footprint(config, 2000, machine, step.get("micro_steps", 1)).parts
+    parts = footprint(config, 2000, machine).parts
     tensors = sum(parts.values()) - LIBRARIES_CPU - parts.get("gaps between tensors", 0)
     assert tensors == pytest.approx(live(model, 2000, half=half, **step), rel=0.15)
 
@@ -179,7 +179,7 @@ def test_cuda_allocates_what_is_planned(preset: str, half: bool) -> None:
     model = ModelConfig(**{**shape, **PRESETS[preset]})
     train = TrainConfig(16 * 256, micro_batch_size=16, max_steps=1)
     machine = Machine(1, "h100", None, False, "bf16" if half else "no", "test")
-    planned = footprint(Config(model=model, train=train), 8192, machine, 1)
+    planned = footprint(Config(model=model, train=train), 8192, machine)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     gpt = GPT(model, 8192).cuda().train()

@@ -6,7 +6,6 @@ the formulas of `cost/`.
 
 import difflib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,19 +14,15 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from accel_gpt.commands.plan_vocabulary import data_folders, inherit_known, vocabulary
+from accel_gpt.config.checks import Positive, Section, Share
 from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import (
-    load_config,
-    parse_command,
-    read_yaml,
-    to_flat,
-)
+from accel_gpt.config.parse import load_config, parse_command, read_yaml, to_flat
 from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.console import write_out
 from accel_gpt.cost.devices import (
+    DEVICES,
     MATRIX_UNITS,
-    PEAK_FLOPS,
     bf16_instructions,
     device_key,
     device_memory,
@@ -37,9 +32,9 @@ from accel_gpt.cost.flops import flops_per_token, mfu, parameter_counts
 from accel_gpt.cost.memory import (
     Machine,
     checkpoint_bytes,
+    fitting_sizes,
     footprint,
     largest_size,
-    needed_bytes,
     with_size,
 )
 from accel_gpt.errors import require
@@ -50,11 +45,10 @@ CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
 ASSUMED_MFU = 0.4  # assumption: llm.c and nanoGPT report 0.4 to 0.5 for GPT-2 on A100 and H100
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step: the backward pass takes two
 LARGEST_GROUP = 4096  # devices
-Row = tuple[str, str, str]  # what, how much, why
 
 
 @dataclass(frozen=True)
-class PlanCommand:
+class PlanCommand(Section, prefix="--"):
     """Tell what a config will take: size, FLOPs, memory, steps, hours, disk, and whether it fits.
 
     Any --section.key of the config may be set as well. Nothing is trained; a GPU is not needed.
@@ -62,37 +56,30 @@ class PlanCommand:
 
     config: Annotated[str, tyro.conf.Positional]
     """YAML file, or name of a shipped config, as for train."""
-    gpus: int | None = None
+    gpus: Positive[int | None] = None
     """Devices, one process each; null: those of --config_file, else 1."""
     gpu: str | None = None
     """Their kind: h100, h200, b200, a100-80gb, l40s, 'rtx 4090', ...; null: CPUs."""
-    memory_gb: float | None = None
+    memory_gb: Positive[float | None] = None
     """Memory of a device in 1e9 bytes; null: that of its kind."""
     distribution: Literal["ddp", "fsdp"] | None = None
     """ddp: each device holds all; fsdp: its share; null: what --config_file says, else ddp."""
     config_file: str | None = None
     """What `accelerate config` wrote: number of processes, precision, FSDP."""
-    mfu: float | None = None
+    mfu: Share[float | None] = None
     """Share of the peak FLOP/s that is reached, 0 to 1, for the hours."""
-    tokens_per_second: float | None = None
+    tokens_per_second: Positive[float | None] = None
     """Of all devices together, in place of mfu."""
-    price: float | None = None
+    price: Positive[float | None] = None
     """Of a device for an hour, in any currency."""
-    vocab_size: int | None = None
+    vocab_size: Positive[int | None] = None
     """Tokens in the vocabulary, where neither data nor tokenizer tell."""
     json: bool = False
     """One JSON object in place of text."""
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "memory_gb", "mfu", "tokens_per_second", "price", "vocab_size"):
-            value = getattr(self, name)
-            ok = value is None or 0 < value < math.inf
-            require(ok, f"--{name} is {value}; it must be above 0 and finite")
-        require(self.mfu is None or self.mfu <= 1, f"--mfu is {self.mfu}; it is a share, 0 to 1")
-        require(
-            self.mfu is None or self.tokens_per_second is None,
-            "--mfu and --tokens_per_second each set the speed; give one of them",
-        )
+        super().__post_init__()
+        self.at_most_one("mfu", "tokens_per_second")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse_command(PlanCommand, argv, "accel-gpt plan", keys)
     config = load_config([options.config, *keys], "accel-gpt plan", inherit_known)
     report = forecast(options, config)
-    write_out(json.dumps(report, indent=1) + "\n" if options.json else as_text(report))
+    write_out(json.dumps(report, indent=1) + "\n" if options.json else plan_text(report))
     return 0
 
 
@@ -115,6 +102,7 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
     counts = parameter_counts(config.model, vocab_size)
     tokens, flops = plan.max_steps * plan.tokens_per_step, flops_per_token(config.model, vocab_size)
     checkpoint, saved = checkpoint_bytes(config, vocab_size), config.checkpoint
+    sequences = plan.max_steps * plan.sequences_per_step
     token_bytes = 2 if vocab_size < 65536 else 4  # in a shard
     return {
         "config": options.config,
@@ -137,13 +125,10 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
             "flops": flops * tokens,
         },
         "depth": list(describe_depth(to_flat(config))),
-        "memory": memory(config, vocab_size, machine, plan),
-        "time": time(options, config, flops, machine, plan),
+        "memory": memory(config, vocab_size, machine),
+        "time": speed(options, config, flops, machine, plan),
         "disk": {
-            "data_read": plan.max_steps
-            * plan.sequences_per_step
-            * (plan.block_size + 1)
-            * token_bytes,
+            "data_read": sequences * (plan.block_size + 1) * token_bytes,
             "checkpoint": checkpoint,
             "checkpoints_kept": saved.keep_last + saved.keep_best,
             "checkpoints": checkpoint * (saved.keep_last + saved.keep_best),
@@ -164,8 +149,8 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
             f"--config_file {path} has no distributed_type; expected what accelerate config writes",
         )
     if gpu is not None:
-        near = difflib.get_close_matches(gpu.lower(), PEAK_FLOPS, n=1, cutoff=0.3)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(PEAK_FLOPS)}"
+        near = difflib.get_close_matches(gpu.lower(), DEVICES, n=1, cutoff=0.3)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(DEVICES)}"
         require(device_key(gpu) is not None, f"--gpu {gpu} is not in the table of devices; {hint}")
     devices = launch.get("num_processes", 1)
     require(
@@ -176,7 +161,7 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
     if options.distribution is None:
         sharded = str(launch.get("distributed_type")) == "FSDP"
     memory = options.memory_gb * 1e9 if options.memory_gb else device_memory(gpu) if gpu else None
-    precision, source = resolve_precision(config, launch, path, gpu)
+    precision, source = planned_precision(config, launch, path, gpu)
     require(
         precision not in ("fp16", "fp8") or gpu is not None,
         f"the precision is {precision} but no --gpu is given, and a CPU has no {precision} "
@@ -190,7 +175,7 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
     return Machine(options.gpus or devices, gpu, memory, sharded, precision, source)
 
 
-def resolve_precision(
+def planned_precision(
     config: Config, launch: Mapping[str, Any], path: str | None, gpu: str | None
 ) -> tuple[str, str]:
     """The precision and who sets it: the config goes before the accelerate config."""
@@ -211,9 +196,9 @@ def resolve_precision(
 # --------------------------------------------------------------------------- memory
 
 
-def memory(config: Config, vocab_size: int, machine: Machine, plan: Plan) -> dict[str, Any]:
+def memory(config: Config, vocab_size: int, machine: Machine) -> dict[str, Any]:
     """What one device holds, whether it fits, and what would make it fit."""
-    needed = footprint(config, vocab_size, machine, plan.accumulation_steps)
+    needed = footprint(config, vocab_size, machine)
     fits = None if machine.memory is None else needed.total <= machine.memory
     return {
         "moment": needed.moment,
@@ -228,41 +213,36 @@ def memory(config: Config, vocab_size: int, machine: Machine, plan: Plan) -> dic
     }
 
 
-def variants(config: Config, machine: Machine) -> Iterator[tuple[list[str], Machine]]:
-    """Other ways to run, the smallest change first, with their options."""
-    yield [], machine
-    half = replace(machine, precision="bf16")
-    if machine.precision == "no":
-        yield ["--train.mixed_precision bf16"], half
-    if machine.devices > 1 and not machine.sharded and not config.train.reproducible:
-        yield ["--distribution fsdp"], replace(machine, sharded=True)
-        if machine.precision == "no":
-            words = ["--train.mixed_precision bf16", "--distribution fsdp"]
-            yield words, replace(half, sharded=True)
-
-
 def remedies(config: Config, vocab_size: int, machine: Machine) -> list[str]:
     """Options that make the run fit, the smallest changes first; else the devices that it takes."""
+    changes: list[tuple[list[str], dict[str, Any]]] = [([], {})]
+    if machine.precision == "no":
+        changes += [(["--train.mixed_precision bf16"], {"precision": "bf16"})]
+    if machine.devices > 1 and not machine.sharded and not config.train.reproducible:
+        sharded = [([*w, "--distribution fsdp"], {**c, "sharded": True}) for w, c in changes]
+        changes += sharded
     found, best = [], 0
-    for words, other in variants(config, machine):
+    for words, change in changes:
+        other = replace(machine, **change)
         size = min(largest_size(config, vocab_size, other) or 0, config.train.sequences)
         if size <= best:
             continue  # a larger change for no larger micro-batch
         best = size
         if size < config.train.sequences:
             words = [*words, f"--train.micro_batch_size {size}"]
-        needed = needed_bytes(with_size(config, size), vocab_size, other) or 0
+        needed = footprint(with_size(config, size), vocab_size, other).total
         found.append(f"{' '.join(words)}: {needed / 1e9:.1f} GB")
-    devices = machine.devices
+    devices, one = machine.devices, with_size(config, 1)
     while not found and devices <= LARGEST_GROUP:
         devices *= 2
         other = replace(machine, devices=devices, sharded=True, precision="bf16")
-        taken = needed_bytes(with_size(config, 1), vocab_size, other)
-        if taken is not None and machine.memory and taken <= machine.memory:
-            found.append(
-                f"--gpus {devices} --distribution fsdp --train.mixed_precision bf16 "
-                f"--train.micro_batch_size 1: {taken / 1e9:.1f} GB"
-            )
+        if fitting_sizes(one, devices):
+            taken = footprint(one, vocab_size, other).total
+            if machine.memory and taken <= machine.memory:
+                found.append(
+                    f"--gpus {devices} --distribution fsdp --train.mixed_precision bf16 "
+                    f"--train.micro_batch_size 1: {taken / 1e9:.1f} GB"
+                )
     return found or [
         "no setting makes it fit on devices of this kind; take larger ones, a smaller model or a "
         "shorter model.block_size"
@@ -272,7 +252,7 @@ def remedies(config: Config, vocab_size: int, machine: Machine) -> list[str]:
 # --------------------------------------------------------------------------- time
 
 
-def time(
+def speed(
     options: PlanCommand, config: Config, flops: int, machine: Machine, plan: Plan
 ) -> dict[str, Any]:
     """Speed, hours and cost; None where the speed is not known."""
@@ -332,26 +312,24 @@ def split_tokens(folders: list[str], split: str, limit: int | None) -> int | Non
 # --------------------------------------------------------------------------- the table
 
 
-def as_text(report: Mapping[str, Any]) -> str:
+def plan_text(report: Mapping[str, Any]) -> str:
     """The report as a table; the sections are separated by empty lines."""
     precision, held = report["precision"], report["memory"]
     title = [f"{report['config']} on {report['machine']}"]
     title += [f"precision {precision['is']}: {precision['source']}", *report["depth"], ""]
-    rows: list[tuple[str, ...]] = []
-    for section in (parameter_rows, length_rows, memory_rows, time_rows, disk_rows):
-        rows += [*section(report), ()]
     verdict = "It does not fit. With these settings it does:\n" + "\n".join(held["remedies"])
     if held["fits"] is None:
         verdict = "Whether it fits is not known; --gpu or --memory_gb tells what it must fit in."
     elif held["fits"]:
         largest = held["largest_micro_batch_size"]
         verdict = f"It fits; train.micro_batch_size may be up to {largest}."
-    return "\n".join(title) + "\n" + table(rows, "<25", ">16", "<", gap=3) + verdict + "\n"
+    rows = table([*size_rows(report), *cost_rows(report)], "<25", ">16", "<", gap=3)
+    return "\n".join(title) + "\n" + rows + verdict + "\n"
 
 
-def parameter_rows(report: Mapping[str, Any]) -> Iterator[Row]:
-    """Weights by part."""
-    counts, vocabulary = dict(report["parameters"]), report["vocabulary"]
+def size_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Parameters by part, vocabulary, length: what, how much, why."""
+    counts, words, run = dict(report["parameters"]), report["vocabulary"], report["length"]
     total, real = counts.pop("total"), counts.pop("total_unpadded")
     padding = f"of them {total - real:,} pad the vocabulary" if total > real else ""
     yield "parameters", f"{total:,}", padding
@@ -359,29 +337,28 @@ def parameter_rows(report: Mapping[str, Any]) -> Iterator[Row]:
         tied = "shared with the embedding" if part == "head" and not count else ""
         if count or tied:
             yield f"  {part}", f"{count:,}", tied
-    yield "vocabulary", f"{vocabulary['tokens']:,}", vocabulary["source"]
-
-
-def length_rows(report: Mapping[str, Any]) -> Iterator[Row]:
-    """Steps, tokens, FLOPs."""
-    run = report["length"]
-    batch = (
-        f"{run['micro_batch_size']:,} x {run['block_size']:,} tokens x "
-        f"{plural(run['accumulation_steps'], 'micro-step')} x {plural(run['devices'], 'device')}"
-    )
-    chinchilla = f"Chinchilla: about {CHINCHILLA}"
+    yield "vocabulary", f"{words['tokens']:,}", words["source"]
+    yield ()
+    batch = f"{run['micro_batch_size']:,} x {run['block_size']:,} tokens x "
+    batch += plural(run["accumulation_steps"], "micro-step")
     yield "steps", f"{run['steps']:,}", f"{run['warmup_steps']:,} of them warm-up"
-    yield "tokens per step", f"{run['tokens_per_step']:,}", batch
+    yield (
+        "tokens per step",
+        f"{run['tokens_per_step']:,}",
+        f"{batch} x {plural(run['devices'], 'device')}",
+    )
     yield "tokens", f"{run['tokens']:,}", ""
-    yield "tokens per parameter", f"{run['tokens_per_parameter']:.1f}", chinchilla
+    ratio = f"{run['tokens_per_parameter']:.1f}"
+    yield "tokens per parameter", ratio, f"Chinchilla: about {CHINCHILLA}"
     yield "FLOPs per token", f"{run['flops_per_token']:.3e}", "forward and backward"
     yield "  per step", f"{run['flops_per_step']:.3e}", ""
     yield "  of the run", f"{run['flops']:.3e}", ""
+    yield ()
 
 
-def memory_rows(report: Mapping[str, Any]) -> Iterator[Row]:
-    """What one device holds."""
-    held = report["memory"]
+def cost_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Memory, speed, hours and disk: what, how much, why."""
+    held, found, disk = report["memory"], report["time"], report["disk"]
     limit = f"of {gigabytes(held['device'])}" if held["device"] else ""
     yield "memory of a device", gigabytes(held["total"]), limit
     for part, size in held["parts"].items():
@@ -391,30 +368,22 @@ def memory_rows(report: Mapping[str, Any]) -> Iterator[Row]:
         yield "", "", "train.compile keeps less; how much is not counted"
     for part, size in held["host"].items():
         yield "memory of the host", gigabytes(size), f"{part}, a process"
-
-
-def time_rows(report: Mapping[str, Any]) -> Iterator[Row]:
-    """Speed, hours, cost."""
-    found = report["time"]
-    rate, evaluation, hours = found["tokens_per_second"], found["evaluation_hours"], found["hours"]
+    yield ()
+    rate, evaluation = found["tokens_per_second"], found["evaluation_hours"]
     yield "tokens per second", f"{rate:,.0f}" if rate else "?", found["source"]
-    if rate is None:
-        return
     if found["mfu"] is not None:
         yield "  MFU", f"{found['mfu']:.1%}", "of the peak of all devices"
-    share = "without" if evaluation is None else f"{evaluation / hours:.0%} of them"
-    yield "hours", f"{hours:,.2f}", f"{share} evaluations"
-    yield "device hours", f"{found['device_hours']:,.2f}", ""
+    if rate is not None:
+        share = "without" if evaluation is None else f"{evaluation / found['hours']:.0%} of them"
+        yield "hours", f"{found['hours']:,.2f}", f"{share} evaluations"
+        yield "device hours", f"{found['device_hours']:,.2f}", ""
     if found["cost"] is not None:
         yield "cost", f"{found['cost']:,.2f}", "at --price a device hour"
-
-
-def disk_rows(report: Mapping[str, Any]) -> Iterator[Row]:
-    """Bytes read and written."""
-    disk = report["disk"]
+    yield ()
     kept = f"{disk['checkpoints_kept']} kept: {gigabytes(disk['checkpoints'])}"
     yield "data read", gigabytes(disk["data_read"]), ""
     yield "checkpoint", gigabytes(disk["checkpoint"]), kept
+    yield ()
 
 
 def gigabytes(size: float) -> str:

@@ -5,82 +5,63 @@ import re
 import types
 from collections.abc import Mapping
 from pathlib import Path
-
-from accel_gpt.errors import require
+from typing import NamedTuple
 
 MATRIX_UNITS = "amx_bf16"
 # they multiply vectors: bf16 pays for some models only
 VECTOR_UNITS = ("avx512_bf16", "bf16", "svebf16")  # x86, and Arm's two
 
 
-def _rates(**teraflops: float) -> Mapping[str, float]:
-    return types.MappingProxyType({dtype: rate * 1e12 for dtype, rate in teraflops.items()})
+class Device(NamedTuple):
+    """A row of the table of devices."""
+
+    memory_gb: tuple[int, ...]  # of several sizes the smallest first
+    rates: Mapping[str, float]  # FLOP/s by dtype
 
 
-# FLOP/s without sparsity (data sheets that quote rates "with sparsity": halved), by the words that
-# tell a device from its siblings. bf16, fp16 and fp8 accumulate in float32.
-PEAK_FLOPS: Mapping[str, Mapping[str, float]] = types.MappingProxyType(
+def _device(*memory_gb: int, **teraflops: float) -> Device:
+    rates = {dtype: rate * 1e12 for dtype, rate in teraflops.items()}
+    return Device(memory_gb, types.MappingProxyType(rates))
+
+
+# By the words that tell a device from its siblings: GB of memory (a device of "80 GB" reports a
+# little more than 80e9 bytes, which leaves some room) and FLOP/s without sparsity (data sheets that
+# quote rates "with sparsity": halved). bf16, fp16 and fp8 accumulate in float32.
+DEVICES: Mapping[str, Device] = types.MappingProxyType(
     {
         # NVIDIA B200, HGX B200 data sheet (2024), one of 8 GPUs
-        "b200": _rates(fp8=4500, bf16=2250, fp16=2250),
+        "b200": _device(180, fp8=4500, bf16=2250, fp16=2250),
         # NVIDIA H200 SXM data sheet (2024)
-        "h200": _rates(fp8=1979, bf16=989.5, fp16=989.5, tf32=494.5, fp32=67),
+        "h200": _device(141, fp8=1979, bf16=989.5, fp16=989.5, tf32=494.5, fp32=67),
         # NVIDIA H100 data sheet (2023), SXM5 and PCIe columns
-        "h100": _rates(fp8=1979, bf16=989.5, fp16=989.5, tf32=494.5, fp32=67),
-        "h100 pcie": _rates(fp8=1513, bf16=756.5, fp16=756.5, tf32=378, fp32=51),
+        "h100": _device(80, fp8=1979, bf16=989.5, fp16=989.5, tf32=494.5, fp32=67),
+        "h100 pcie": _device(80, fp8=1513, bf16=756.5, fp16=756.5, tf32=378, fp32=51),
         # NVIDIA A100 data sheet (2021); SXM4 and PCIe alike
-        "a100": _rates(bf16=312, fp16=312, tf32=156, fp32=19.5),
+        "a100": _device(40, 80, bf16=312, fp16=312, tf32=156, fp32=19.5),
         # NVIDIA A10 data sheet (2021); the A10G of AWS is another chip
-        "a10": _rates(bf16=125, fp16=125, tf32=62.5, fp32=31.2),
+        "a10": _device(24, bf16=125, fp16=125, tf32=62.5, fp32=31.2),
         # NVIDIA A30 data sheet (2021)
-        "a30": _rates(bf16=165, fp16=165, tf32=82, fp32=10.3),
+        "a30": _device(24, bf16=165, fp16=165, tf32=82, fp32=10.3),
         # NVIDIA A40 data sheet (2021)
-        "a40": _rates(bf16=149.7, fp16=149.7, tf32=74.8, fp32=37.4),
+        "a40": _device(48, bf16=149.7, fp16=149.7, tf32=74.8, fp32=37.4),
         # NVIDIA GA102 white paper (2021), appendices A and C
-        "rtx a6000": _rates(bf16=154.8, fp16=154.8, tf32=77.4, fp32=38.7),
-        "rtx 3090": _rates(bf16=71, fp16=71, tf32=35.6, fp32=35.6),
+        "rtx a6000": _device(48, bf16=154.8, fp16=154.8, tf32=77.4, fp32=38.7),
+        "rtx 3090": _device(24, bf16=71, fp16=71, tf32=35.6, fp32=35.6),
         # NVIDIA L4, L40 and L40S data sheets (2023)
-        "l4": _rates(fp8=242.5, bf16=121, fp16=121, tf32=60, fp32=30.3),
-        "l40": _rates(fp8=362, bf16=181, fp16=181, tf32=90.5, fp32=90.5),
-        "l40s": _rates(fp8=733, bf16=362, fp16=362, tf32=183, fp32=91.6),
+        "l4": _device(24, fp8=242.5, bf16=121, fp16=121, tf32=60, fp32=30.3),
+        "l40": _device(48, fp8=362, bf16=181, fp16=181, tf32=90.5, fp32=90.5),
+        "l40s": _device(48, fp8=733, bf16=362, fp16=362, tf32=183, fp32=91.6),
         # NVIDIA Ada GPU architecture white paper (2022), appendix A
-        "rtx 4090": _rates(fp8=330.3, bf16=165.2, fp16=165.2, tf32=82.6, fp32=82.6),
+        "rtx 4090": _device(24, fp8=330.3, bf16=165.2, fp16=165.2, tf32=82.6, fp32=82.6),
         # NVIDIA V100 data sheet (2020), SXM2 and PCIe columns; no bf16
-        "v100 sxm2": _rates(fp16=125, fp32=15.7),
-        "v100 pcie": _rates(fp16=112, fp32=14),
+        "v100 sxm2": _device(16, 32, fp16=125, fp32=15.7),
+        "v100 pcie": _device(16, 32, fp16=112, fp32=14),
         # NVIDIA T4 data sheet (2019); no bf16
-        "t4": _rates(fp16=65, fp32=8.1),
+        "t4": _device(16, fp16=65, fp32=8.1),
         # AMD Instinct MI300X data sheet (2023)
-        "mi300x": _rates(fp8=2614.9, bf16=1307.4, fp16=1307.4, tf32=653.7, fp32=163.4),
+        "mi300x": _device(192, fp8=2614.9, bf16=1307.4, fp16=1307.4, tf32=653.7, fp32=163.4),
     }
 )
-
-# GB of memory, from the same data sheets; of several sizes the smallest first. A device of "80 GB"
-# reports a little more than 80e9 bytes, which leaves some room.
-DEVICE_MEMORY_GB: Mapping[str, tuple[int, ...]] = types.MappingProxyType(
-    {
-        "b200": (180,),
-        "h200": (141,),
-        "h100": (80,),
-        "h100 pcie": (80,),
-        "a100": (40, 80),
-        "a10": (24,),
-        "a30": (24,),
-        "a40": (48,),
-        "rtx a6000": (48,),
-        "rtx 3090": (24,),
-        "l4": (24,),
-        "l40": (48,),
-        "l40s": (48,),
-        "rtx 4090": (24,),
-        "v100 sxm2": (16, 32),
-        "v100 pcie": (16, 32),
-        "t4": (16,),
-        "mi300x": (192,),
-    }
-)
-
-DTYPES = ("fp8", "bf16", "fp16", "tf32", "fp32")
 
 # Words of a device name that do not change its rates. Any other word ("MIG", "Laptop", "Ti", "D")
 # names another device.
@@ -88,11 +69,11 @@ _NEUTRAL = re.compile(r"nvidia|tesla|geforce|amd|instinct|oam|pcie|sxm\d?|hbm\d?
 
 
 def device_key(device_name: str) -> str | None:
-    """The row of `PEAK_FLOPS` of a device as its driver names it; None for one not in the table."""
+    """The row of `DEVICES` of a device as its driver names it; None for one not in the table."""
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
     known = [
         key
-        for key in PEAK_FLOPS
+        for key in DEVICES
         if words.issuperset(key.split())
         and all(_NEUTRAL.fullmatch(word) for word in words.difference(key.split()))
     ]
@@ -102,13 +83,10 @@ def device_key(device_name: str) -> str | None:
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Peak FLOP/s of a device as its driver names it, without sparsity; None where not known.
 
-    `dtype` is what the products compute in: one of `DTYPES`, else `ValueError`.
+    `dtype` is what the products compute in: fp8, bf16, fp16, tf32 or fp32.
     """
-    require(
-        dtype in DTYPES, f"no peaks are kept for dtype {dtype!r}; give one of {', '.join(DTYPES)}"
-    )
     key = device_key(device_name)
-    return PEAK_FLOPS[key].get(dtype) if key else None
+    return DEVICES[key].rates.get(dtype) if key else None
 
 
 def device_memory(device_name: str) -> int | None:
@@ -119,7 +97,7 @@ def device_memory(device_name: str) -> int | None:
     key = device_key(device_name)
     if key is None:
         return None
-    sizes = DEVICE_MEMORY_GB[key]
+    sizes = DEVICES[key].memory_gb
     named = [int(gb) for gb in re.findall(r"(\d+) ?gb", device_name.lower()) if int(gb) in sizes]
     return (named or [sizes[0]])[0] * 10**9
 

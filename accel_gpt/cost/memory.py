@@ -51,7 +51,7 @@ class Machine:
         return self.width if self.sharded else FLOAT
 
     def dtype(self, matmul_precision: str) -> str:
-        """The type that matrix products compute in, a key of `PEAK_FLOPS`."""
+        """The type that matrix products compute in, a key of `Device.rates`."""
         if self.precision != "no":
             return self.precision
         return "tf32" if self.gpu and matmul_precision != "highest" else "fp32"
@@ -81,13 +81,14 @@ class Footprint:
         return sum(self.parts.values())
 
 
-def footprint(config: Config, vocab_size: int, machine: Machine, accumulation: int) -> Footprint:
-    """The memory of a step of `accumulation` micro-steps."""
+def footprint(config: Config, vocab_size: int, machine: Machine) -> Footprint:
+    """The memory of a step, whose sequences `train.micro_batch_size` must divide."""
     model, tokens = config.model, config.train.sequences * config.model.block_size
+    micro_steps = config.train.tokens_per_step // (tokens * machine.devices)
     total = parameter_counts(model, vocab_size)["total"]
     standing = state_bytes(config, vocab_size, machine)
-    gradients = gradient_bytes(config, total, machine, accumulation)
-    accumulated = gradients if accumulation > 1 and not config.train.reproducible else {}
+    gradients = gradient_bytes(config, total, machine, micro_steps)
+    accumulated = gradients if micro_steps > 1 and not config.train.reproducible else {}
     snapshot = {"snapshot of async_save": checkpoint_bytes(config, vocab_size)}
     snapshot = snapshot if config.checkpoint.async_save else {}
     if machine.gpu is None:
@@ -102,29 +103,27 @@ def footprint(config: Config, vocab_size: int, machine: Machine, accumulation: i
     }
     table = FLOAT * padded_vocab_size(vocab_size) * model.n_embd  # of the embedding or the head
     backward = table + block_input + tokens * backward_bytes(model, tokens, machine)
-    backward += block if recompute else 0
     tables = 0 if machine.sharded else (2 if model.tie_embeddings else 0) + bool(accumulated)
-    loss = logits_bytes(model, vocab_size, tokens, machine)
+    of_micro_batch = {
+        "the loss's backward pass": (
+            "logits and loss",
+            logits_bytes(model, vocab_size, tokens, machine),
+        ),
+        "the backward pass of a block": ("work of a block", backward + block * recompute),
+    }
     gaps = 0.0 if machine.gpu else GAPS_CPU
     moments = {
-        "the loss's backward pass": standing | accumulated | kept | {"logits and loss": loss},
-        "the backward pass of a block": standing
-        | accumulated
-        | kept
-        | {"work of a block": backward},
         "the update": standing | gradients | update_bytes(config, vocab_size),
         "the embedding's backward pass": standing
         | gradients
         | {"gradients of the embedding": tables * table},
     }
-    for moment, own in (
-        ("the loss's backward pass", loss),
-        ("the backward pass of a block", backward),
-    ):
-        moments[moment]["gaps between tensors"] = round(gaps * (own + sum(kept.values())))
-    name, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
-    host = snapshot if machine.gpu else {}
-    return Footprint(name, {part: size for part, size in parts.items() if size}, host)
+    for moment, (part, size) in of_micro_batch.items():
+        unused = {"gaps between tensors": round(gaps * (size + sum(kept.values())))}
+        moments[moment] = standing | accumulated | kept | {part: size} | unused
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    parts = {part: size for part, size in moments[moment].items() if size}
+    return Footprint(moment, parts, snapshot if machine.gpu else {})
 
 
 def state_bytes(config: Config, vocab_size: int, machine: Machine) -> dict[str, int]:
@@ -148,13 +147,13 @@ def state_bytes(config: Config, vocab_size: int, machine: Machine) -> dict[str, 
 
 
 def gradient_bytes(
-    config: Config, total: int, machine: Machine, accumulation: int
+    config: Config, total: int, machine: Machine, micro_steps: int
 ) -> dict[str, int]:
     """Gradients besides DDP's buckets: before a reduction they lie beside them, then in them."""
     if machine.sharded and machine.devices > 1:
-        whole = machine.width * total if accumulation > 1 else 0
+        whole = machine.width * total if micro_steps > 1 else 0
         return {"gradients": FLOAT * total // machine.devices, "gradients not yet reduced": whole}
-    in_buckets = machine.devices > 1 and accumulation == 1 and not config.train.reproducible
+    in_buckets = machine.devices > 1 and micro_steps == 1 and not config.train.reproducible
     return {"gradients": 0 if in_buckets else FLOAT * total}
 
 
@@ -255,19 +254,10 @@ def with_size(config: Config, size: int) -> Config:
     return replace(config, train=replace(config.train, micro_batch_size=size))
 
 
-def needed_bytes(config: Config, vocab_size: int, machine: Machine) -> int | None:
-    """Bytes that a run takes of one device; None where its step does not divide."""
-    if config.train.sequences not in fitting_sizes(config, machine.devices):
-        return None
-    sequences = config.train.tokens_per_step // config.model.block_size
-    accumulation = sequences // (config.train.sequences * machine.devices)
-    return footprint(config, vocab_size, machine, accumulation).total
-
-
 def largest_size(config: Config, vocab_size: int, machine: Machine) -> int | None:
     """The largest train.micro_batch_size that fits; None where not even 1 does."""
     for size in fitting_sizes(config, machine.devices):
-        needed = needed_bytes(with_size(config, size), vocab_size, machine)
-        if needed is not None and machine.memory and needed <= machine.memory:
+        needed = footprint(with_size(config, size), vocab_size, machine).total
+        if machine.memory and needed <= machine.memory:
             return size
     return None

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan, plural
-from accel_gpt.cost.memory import Machine, fitting_sizes, needed_bytes, with_size
+from accel_gpt.cost.memory import Machine, fitting_sizes, footprint, with_size
 from accel_gpt.errors import require
 from accel_gpt.launcher import local_world_size
 from accel_gpt.model.gpt import GPT
@@ -90,8 +90,7 @@ def make_fits(config: Config, vocab_size: int, accelerator: Accelerator) -> Fits
     machine = Machine(world, None, available, False, precision, "accelerate")
 
     def fits(size: int) -> bool:
-        needed = needed_bytes(with_size(config, size), vocab_size, machine)
-        return needed is not None and needed <= available
+        return footprint(with_size(config, size), vocab_size, machine).total <= available
 
     return fits
 

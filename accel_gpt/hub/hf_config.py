@@ -4,14 +4,14 @@ Four classes of transformers compute what our model computes, one for each prese
 is a Llama model in all but its name. Needs no torch.
 """
 
-import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from accel_gpt.config.model import PRESETS, ModelConfig
-from accel_gpt.errors import AccelGPTError, UserError, require
+from accel_gpt.errors import UserError, require
 
-CLASSES: Mapping[str, str] = types.MappingProxyType(
+CLASSES = MappingProxyType(
     {
         "gpt2": "GPT2LMHeadModel",
         "llama": "LlamaForCausalLM",
@@ -19,46 +19,52 @@ CLASSES: Mapping[str, str] = types.MappingProxyType(
         "fast": "NanoChatForCausalLM",
     }
 )
-MODEL_TYPES: Mapping[str, str] = types.MappingProxyType(
+MODEL_TYPES = MappingProxyType(
     {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "qwen3": "qwen3", "nanochat": "fast"}
 )
-ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
+ACTIVATIONS = MappingProxyType(
     {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf", "relu2": "relu2"}
 )
 # what a preset determines, besides `bias` and `logit_softcap`, which some classes can vary
 STRUCTURE = ("position", "norm", "norm_weight", "qk_norm", "embedding_norm", "mlp")
-# our field -> the name in config.json
-GPT2_FIELDS: Mapping[str, str] = types.MappingProxyType(
-    {
-        "n_layer": "n_layer",
-        "n_head": "n_head",
-        "n_embd": "n_embd",
-        "block_size": "n_positions",
-        "vocab_size": "vocab_size",
-        "mlp_hidden": "n_inner",
-        "norm_eps": "layer_norm_epsilon",
-        "tie_embeddings": "tie_word_embeddings",
-    }
+FIELDS = (  # our field; its name in the config.json of GPT-2 ("": it has none), and of the others
+    ("n_layer", "n_layer", "num_hidden_layers"),
+    ("n_head", "n_head", "num_attention_heads"),
+    ("n_kv_head", "", "num_key_value_heads"),
+    ("n_embd", "n_embd", "hidden_size"),
+    ("block_size", "n_positions", "max_position_embeddings"),
+    ("vocab_size", "vocab_size", "vocab_size"),
+    ("mlp_hidden", "n_inner", "intermediate_size"),
+    ("norm_eps", "layer_norm_epsilon", "rms_norm_eps"),
+    ("tie_embeddings", "tie_word_embeddings", "tie_word_embeddings"),
+    ("init_std", "initializer_range", "initializer_range"),
 )
-ROPE_FIELDS: Mapping[str, str] = types.MappingProxyType(
-    {
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_kv_head": "num_key_value_heads",
-        "n_embd": "hidden_size",
-        "block_size": "max_position_embeddings",
-        "vocab_size": "vocab_size",
-        "mlp_hidden": "intermediate_size",
-        "norm_eps": "rms_norm_eps",
-        "tie_embeddings": "tie_word_embeddings",
-    }
+ROPE_FIELDS = (  # our field, its name in rope_parameters
+    ("rope_theta", "rope_theta"),
+    ("rope_factor", "factor"),
+    ("rope_low_freq_factor", "low_freq_factor"),
+    ("rope_high_freq_factor", "high_freq_factor"),
+    ("rope_original_block_size", "original_max_position_embeddings"),
 )
+ROPE_TYPES = MappingProxyType({"default": 1, "linear": 2, "llama3": 5})  # how many fields each has
+
+
+def field_names(preset: str) -> Iterator[tuple[str, str]]:
+    """Yield our fields that the class of `preset` has, each with its name in config.json."""
+    for ours, of_gpt2, of_others in FIELDS:
+        if theirs := of_gpt2 if preset == "gpt2" else of_others:
+            yield ours, theirs
 
 
 def structure(preset: str) -> dict[str, Any]:
     """Return the fields of a preset that `STRUCTURE` names, with `bias` and `logit_softcap`."""
     config = ModelConfig(**PRESETS[preset])
     return {key: getattr(config, key) for key in (*STRUCTURE, "bias", "logit_softcap")}
+
+
+def last_line(error: Exception) -> str:
+    """Return the reason that an error of transformers' strict dataclasses ends with."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 
 # --------------------------------------------------------------------------- transformers -> ours
@@ -84,81 +90,61 @@ def read_shape(content: Mapping[str, Any], name: str) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     preset = MODEL_TYPES[model_type]
-    read = read_gpt2 if preset == "gpt2" else read_rope
-    names = GPT2_FIELDS if preset == "gpt2" else ROPE_FIELDS
     try:
-        hf_config = CONFIG_MAPPING[model_type].from_dict(dict(content))
-        fields = {ours: getattr(hf_config, theirs) for ours, theirs in names.items()}
-        init_std = hf_config.initializer_range or 0.02
-        fields |= structure(preset) | {"preset": preset, "init_std": init_std}
-        return fields | read(hf_config, name)
-    except AccelGPTError:
+        settings = CONFIG_MAPPING[model_type].from_dict(dict(content)).to_dict()
+        fields = structure(preset) | {"preset": preset}
+        fields |= {ours: settings[theirs] for ours, theirs in field_names(preset)}
+        fields["init_std"] = fields["init_std"] or ModelConfig.init_std
+        return fields | (read_gpt2 if preset == "gpt2" else read_rope)(settings, name)
+    except UserError:
         raise
-    except Exception as error:  # the strict dataclasses of transformers have errors of their own
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"config.json of {name} is not valid: {reason[-1].strip()}") from None
+    except Exception as error:
+        raise UserError(f"config.json of {name} is not valid: {last_line(error)}") from None
 
 
-def require_one_of(name: str, hf_config: Any, key: str, *allowed: Any) -> None:
+def require_one_of(name: str, settings: Mapping[str, Any], key: str, *allowed: Any) -> None:
     """Raise `UserError` if a setting has a value that our model does not compute."""
-    value = getattr(hf_config, key, allowed[0])
+    value = settings.get(key, allowed[0])
     choices = " or ".join(map(str, allowed))
     require(value in allowed, f"{name} has {key} {value}, which is not implemented; only {choices}")
 
 
-def read_gpt2(hf_config: Any, name: str) -> dict[str, Any]:
+def read_gpt2(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the fields of a GPT2Config that differ from those of the preset."""
-    require_one_of(name, hf_config, "add_cross_attention", False)
-    require_one_of(name, hf_config, "scale_attn_weights", True)
-    require_one_of(name, hf_config, "scale_attn_by_inverse_layer_idx", False)
-    require_one_of(name, hf_config, "activation_function", *ACTIVATIONS)
-    return {"mlp": ACTIVATIONS[hf_config.activation_function]}
+    require_one_of(name, settings, "add_cross_attention", False)
+    require_one_of(name, settings, "scale_attn_weights", True)
+    require_one_of(name, settings, "scale_attn_by_inverse_layer_idx", False)
+    require_one_of(name, settings, "activation_function", *ACTIVATIONS)
+    return {"mlp": ACTIVATIONS[settings["activation_function"]]}
 
 
-def read_rope(hf_config: Any, name: str) -> dict[str, Any]:
+def read_rope(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the fields of a LlamaConfig, MistralConfig, Qwen3Config or NanoChatConfig that differ
     from those of the preset.
     """
-    fast = hf_config.model_type == "nanochat"
-    require_one_of(name, hf_config, "hidden_act", "relu2" if fast else "silu")
+    fast = settings["model_type"] == "nanochat"
+    require_one_of(name, settings, "hidden_act", "relu2" if fast else "silu")
     # Qwen3 and NanoChat never have biases in the MLP
-    require_one_of(name, hf_config, "attention_bias", bool(getattr(hf_config, "mlp_bias", False)))
-    block_size = hf_config.max_position_embeddings
-    window = getattr(hf_config, "sliding_window", None)  # within it, attention is full attention
-    head_dim = getattr(hf_config, "head_dim", None)
-    if head_dim and head_dim * hf_config.num_attention_heads == hf_config.hidden_size:
+    require_one_of(name, settings, "attention_bias", bool(settings.get("mlp_bias")))
+    rope = {"rope_type": "default", "rope_theta": 10000.0} | (settings["rope_parameters"] or {})
+    require_one_of(name, rope, "rope_type", *ROPE_TYPES)
+    require_one_of(name, rope, "partial_rotary_factor", None, 1.0)
+    kind, head_dim = rope["rope_type"], settings.get("head_dim")
+    if head_dim and head_dim * settings["num_attention_heads"] == settings["hidden_size"]:
         head_dim = None
+    positions = settings["max_position_embeddings"]
     return {
-        "block_size": min(block_size, window or block_size),
+        # within a sliding window, attention is full attention
+        "block_size": min(positions, settings.get("sliding_window") or positions),
         "head_dim": head_dim,
-        "bias": bool(getattr(hf_config, "attention_bias", False)),
-        "logit_softcap": hf_config.final_logit_softcapping if fast else None,
-        **read_rope_parameters(hf_config.rope_parameters or {}, name),
+        "bias": bool(settings.get("attention_bias")),
+        "logit_softcap": settings["final_logit_softcapping"] if fast else None,
+        "rope_scaling": "none" if kind == "default" else kind,
+        **{
+            ours: type(getattr(ModelConfig, ours))(rope[theirs])
+            for ours, theirs in ROPE_FIELDS[: ROPE_TYPES[kind]]
+        },
     }
-
-
-def read_rope_parameters(rope: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the `rope_` fields of `rope_parameters` as transformers 5 holds them."""
-    kind, partial = rope.get("rope_type", "default"), rope.get("partial_rotary_factor")
-    require(
-        kind in ("default", "linear", "llama3"),
-        f"{name} scales its rotary positions by {kind!r}, which is not implemented; default, "
-        "linear and llama3 are",
-    )
-    require(
-        partial in (None, 1.0),
-        f"{name} rotates only a part of each head (partial_rotary_factor {partial}), which is not "
-        "implemented",
-    )
-    fields = {"rope_theta": float(rope.get("rope_theta", 10000.0))}
-    if kind == "default":
-        return fields
-    fields |= {"rope_scaling": kind, "rope_factor": float(rope["factor"])}
-    if kind == "llama3":
-        fields["rope_low_freq_factor"] = float(rope["low_freq_factor"])
-        fields["rope_high_freq_factor"] = float(rope["high_freq_factor"])
-        fields["rope_original_block_size"] = int(rope["original_max_position_embeddings"])
-    return fields
 
 
 # --------------------------------------------------------------------------- ours -> transformers
@@ -211,26 +197,19 @@ def write_shape(
     from transformers import CONFIG_MAPPING
 
     preset = matching_preset(config)
-    names, write = (GPT2_FIELDS, write_gpt2) if preset == "gpt2" else (ROPE_FIELDS, write_rope)
     resolved = {
         "n_kv_head": config.kv_heads,
         "mlp_hidden": config.hidden_size,
         "vocab_size": vocab_size,
     }
-    fields = {theirs: resolved.get(ours, getattr(config, ours)) for ours, theirs in names.items()}
-    fields |= write(config, preset) | {
-        "architectures": [CLASSES[preset]],
-        "dtype": dtype,
-        "initializer_range": config.init_std,
-        "bos_token_id": eot_id,
-        "eos_token_id": eot_id,
-        "pad_token_id": None,
-    }
+    fields = {t: resolved.get(ours, getattr(config, ours)) for ours, t in field_names(preset)}
+    fields |= write_gpt2(config) if preset == "gpt2" else write_rope(config, preset)
+    fields |= {"architectures": [CLASSES[preset]], "dtype": dtype}
+    fields |= {"bos_token_id": eot_id, "eos_token_id": eot_id, "pad_token_id": None}
     try:
         hf_config = CONFIG_MAPPING["nanochat" if preset == "fast" else preset](**fields)
-    except Exception as error:  # the strict dataclasses of transformers have errors of their own
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"{CLASSES[preset]} refuses this shape: {reason[-1].strip()}") from None
+    except Exception as error:
+        raise UserError(f"{CLASSES[preset]} refuses this shape: {last_line(error)}") from None
     content: dict[str, Any] = hf_config.to_diff_dict()
     content["torch_dtype"] = dtype  # transformers 4 reads this name, and the two of rope below
     if rope := content.get("rope_parameters"):
@@ -240,7 +219,7 @@ def write_shape(
     return content
 
 
-def write_gpt2(config: ModelConfig, _preset: str) -> dict[str, Any]:
+def write_gpt2(config: ModelConfig) -> dict[str, Any]:
     """Return the arguments of GPT2Config that have no field of the same meaning in ours."""
     return {
         "n_ctx": config.block_size,  # an old name; the converter of llama.cpp needs it
@@ -253,19 +232,14 @@ def write_gpt2(config: ModelConfig, _preset: str) -> dict[str, Any]:
 
 def write_rope(config: ModelConfig, preset: str) -> dict[str, Any]:
     """Return those arguments of LlamaConfig, Qwen3Config or NanoChatConfig."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling != "none":
-        rope |= {"rope_type": config.rope_scaling, "factor": config.rope_factor}
-    if config.rope_scaling == "llama3":
-        rope["low_freq_factor"] = config.rope_low_freq_factor
-        rope["high_freq_factor"] = config.rope_high_freq_factor
-        rope["original_max_position_embeddings"] = config.rope_original_block_size
+    kind = "default" if config.rope_scaling == "none" else config.rope_scaling
+    rope = {theirs: getattr(config, ours) for ours, theirs in ROPE_FIELDS[: ROPE_TYPES[kind]]}
     arguments: dict[str, Any] = {
         "hidden_act": "relu2" if preset == "fast" else "silu",
         "attention_dropout": config.dropout,
         "attention_bias": config.bias,
         "head_dim": config.head_size,
-        "rope_parameters": rope,
+        "rope_parameters": {"rope_type": kind, **rope},
     }
     if preset == "llama":
         arguments["mlp_bias"] = config.bias

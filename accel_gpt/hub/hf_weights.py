@@ -6,7 +6,7 @@ a model that was loaded is exported under the same names.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,90 +24,73 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BUFFERS = re.compile(r".*\.attn\.(bias|masked_bias)|.*rotary_emb\.inv_freq")
 
 
-@dataclass(frozen=True)
-class HFTensor:
-    """A tensor of transformers: its name, and how many rows of ours it holds."""
+class HFTensor(NamedTuple):
+    """A tensor of transformers, and the rows of a tensor of ours that it holds."""
 
     name: str
-    rows: int
+    ours: str
+    rows: slice = slice(None)
+    transposed: bool = False
+    """GPT-2's Conv1D stores (in, out)."""
     mirrored: bool = False
     """Its rotary positions turn the other way: see `mirror`."""
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A tensor of ours, and the tensors of transformers that make it up, from the first row on."""
-
-    name: str
-    parts: tuple[HFTensor, ...]
-    transposed: bool = False
-    """GPT-2's Conv1D stores (in, out)."""
-
-
-def weight_table(config: ModelConfig, preset: str, vocab_size: int) -> list[Weight]:
-    """Return the tensors of a model of this shape, and where the class of `preset` has them."""
-    weights = gpt2_weights if preset == "gpt2" else rope_weights
-    table = list(weights(config, preset, vocab_size))
+def weight_table(model: GPT, preset: str) -> Iterator[HFTensor]:
+    """Yield the tensors that the class of `preset` has for a model of this shape."""
+    config, tokens = model.config, slice(model.vocab_size)
+    gpt2 = preset == "gpt2"
+    embedding = "transformer.wte.weight" if gpt2 else "model.embed_tokens.weight"
+    yield HFTensor(embedding, "wte.weight", tokens)
+    yield from gpt2_weights(config) if gpt2 else rope_weights(config, preset)
     if not config.tie_embeddings:
-        table.append(Weight("head.weight", (HFTensor("lm_head.weight", vocab_size),)))
-    return table
+        yield HFTensor("lm_head.weight", "head.weight", tokens)
 
 
-def gpt2_weights(config: ModelConfig, _preset: str, vocab_size: int) -> Iterator[Weight]:
-    """Yield the weights of GPT2LMHeadModel, which has biases whatever `config.bias` is."""
-    C = config.n_embd
-    yield Weight("wte.weight", (HFTensor("transformer.wte.weight", vocab_size),))
-    yield Weight("wpe.weight", (HFTensor("transformer.wpe.weight", config.block_size),))
-    linears = {
-        "attn.qkv": ("attn.c_attn", 3 * C),
-        "attn.proj": ("attn.c_proj", C),
-        "mlp.up": ("mlp.c_fc", config.hidden_size),
-        "mlp.down": ("mlp.c_proj", C),
-    }
-    norms = [("norm_f", "ln_f")]
-    for i in range(config.n_layer):
-        norms += [(f"blocks.{i}.norm_{n}", f"h.{i}.ln_{n}") for n in (1, 2)]
-        for ours, (theirs, rows) in linears.items():
-            for kind in ("weight", "bias"):
-                part = HFTensor(f"transformer.h.{i}.{theirs}.{kind}", rows)
-                yield Weight(f"blocks.{i}.{ours}.{kind}", (part,), transposed=kind == "weight")
-    for ours, theirs in norms:
-        for kind in ("weight", "bias"):
-            yield Weight(f"{ours}.{kind}", (HFTensor(f"transformer.{theirs}.{kind}", C),))
+def gpt2_weights(config: ModelConfig) -> Iterator[HFTensor]:
+    """Yield those of GPT2LMHeadModel, which has biases whatever `config.bias` is."""
+    linears = {"attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj"}
+    linears |= {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+    yield HFTensor("transformer.wpe.weight", "wpe.weight")
+    for kind in ("weight", "bias"):
+        for i in range(config.n_layer):
+            block, theirs = f"blocks.{i}", f"transformer.h.{i}"
+            for name, conv in linears.items():
+                names = f"{theirs}.{conv}.{kind}", f"{block}.{name}.{kind}"
+                yield HFTensor(*names, transposed=kind == "weight")
+            for n in (1, 2):
+                yield HFTensor(f"{theirs}.ln_{n}.{kind}", f"{block}.norm_{n}.{kind}")
+        yield HFTensor(f"transformer.ln_f.{kind}", f"norm_f.{kind}")
 
 
-def rope_weights(config: ModelConfig, preset: str, vocab_size: int) -> Iterator[Weight]:
-    """Yield the weights of LlamaForCausalLM, Qwen3ForCausalLM or NanoChatForCausalLM."""
-    C, D, hidden, fast = config.n_embd, config.head_size, config.hidden_size, preset == "fast"
-    Q, K = config.n_head * D, config.kv_heads * D
-    yield Weight("wte.weight", (HFTensor("model.embed_tokens.weight", vocab_size),))
-    linears = {
-        "attn.qkv": (
-            HFTensor("self_attn.q_proj", Q, mirrored=fast),
-            HFTensor("self_attn.k_proj", K, mirrored=fast),
-            HFTensor("self_attn.v_proj", K),
-        ),
-        "attn.proj": (HFTensor("self_attn.o_proj", C),),
-        "mlp.up": (HFTensor("mlp.fc1", hidden),)
-        if fast
-        else (HFTensor("mlp.gate_proj", hidden), HFTensor("mlp.up_proj", hidden)),
-        "mlp.down": (HFTensor("mlp.fc2" if fast else "mlp.down_proj", C),),
-    }
-    norms = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"} if not fast else {}
+def rope_weights(config: ModelConfig, preset: str) -> Iterator[HFTensor]:
+    """Yield those of LlamaForCausalLM, Qwen3ForCausalLM or NanoChatForCausalLM."""
+    Q, K = config.n_head * config.head_size, config.kv_heads * config.head_size
+    fast, hidden = preset == "fast", config.hidden_size
+    linears = [
+        HFTensor("self_attn.q_proj", "attn.qkv", slice(Q), mirrored=fast),
+        HFTensor("self_attn.k_proj", "attn.qkv", slice(Q, Q + K), mirrored=fast),
+        HFTensor("self_attn.v_proj", "attn.qkv", slice(Q + K, None)),
+        HFTensor("self_attn.o_proj", "attn.proj"),
+    ]
+    norms = []
+    if fast:  # norms without weights
+        linears += [HFTensor("mlp.fc1", "mlp.up"), HFTensor("mlp.fc2", "mlp.down")]
+    else:
+        linears.append(HFTensor("mlp.gate_proj", "mlp.up", slice(hidden)))
+        linears.append(HFTensor("mlp.up_proj", "mlp.up", slice(hidden, None)))
+        linears.append(HFTensor("mlp.down_proj", "mlp.down"))
+        norms.append(HFTensor("input_layernorm", "norm_1"))
+        norms.append(HFTensor("post_attention_layernorm", "norm_2"))
+        yield HFTensor("model.norm.weight", "norm_f.weight")
     if preset == "qwen3":
-        norms |= {"attn.qk_norm.q": "self_attn.q_norm", "attn.qk_norm.k": "self_attn.k_norm"}
-    for i in range(config.n_layer):
-        for ours, parts in linears.items():
-            for kind in ("weight", "bias") if config.bias else ("weight",):
-                named = (
-                    HFTensor(f"model.layers.{i}.{p.name}.{kind}", p.rows, p.mirrored) for p in parts
-                )
-                yield Weight(f"blocks.{i}.{ours}.{kind}", tuple(named))
-        for ours, theirs in norms.items():
-            part = HFTensor(f"model.layers.{i}.{theirs}.weight", D if "qk_norm" in ours else C)
-            yield Weight(f"blocks.{i}.{ours}.weight", (part,))
-    if not fast:
-        yield Weight("norm_f.weight", (HFTensor("model.norm.weight", C),))
+        norms.append(HFTensor("self_attn.q_norm", "attn.qk_norm.q"))
+        norms.append(HFTensor("self_attn.k_norm", "attn.qk_norm.k"))
+    for kind in ("weight", "bias") if config.bias else ("weight",):
+        for i in range(config.n_layer):
+            for part in linears + norms if kind == "weight" else linears:
+                theirs, ours = f"model.layers.{i}.{part.name}", f"blocks.{i}.{part.ours}"
+                yield part._replace(name=f"{theirs}.{kind}", ours=f"{ours}.{kind}")
 
 
 def mirror(tensor: Tensor, head_size: int) -> Tensor:
@@ -133,7 +116,7 @@ def load_weights(model: GPT, preset: str, tensors: Tensors, name: str) -> None:
     another shape.
     """
     config, own = model.config, model.state_dict()
-    table = weight_table(config, preset, model.vocab_size)
+    table = list(weight_table(model, preset))
     prefix = "transformer." if preset == "gpt2" else "model."
     # a model that was saved without its head lacks the prefix
     found = {
@@ -142,33 +125,29 @@ def load_weights(model: GPT, preset: str, tensors: Tensors, name: str) -> None:
         if not BUFFERS.fullmatch(key)
     }
     if config.tie_embeddings:
-        drop_tied_head(found, table[0].parts[0].name, name)
-    expected = {part.name for weight in table for part in weight.parts}
+        drop_tied_head(found, table[0].name, name)
+    expected = {part.name for part in table}
     kind = f"tensors of a {CLASSES[preset]} with its config.json"
     if missing := sorted(expected - found.keys()):
         raise UserError(f"{name} lacks {len(missing)} of the {kind}: {', '.join(missing[:3])}")
     if extra := sorted(found.keys() - expected):
         raise UserError(f"{name} has {len(extra)} that are no {kind}: {', '.join(extra[:3])}")
-    for weight in table:
-        ours = own[weight.name]
-        ours.zero_()  # the rows that pad the vocabulary
-        start = 0
-        for part in weight.parts:
-            tensor = found[part.name]()
-            if weight.transposed:
-                tensor = tensor.T
-            if weight.name == "wpe.weight":
-                tensor = tensor[: part.rows]
-            target = ours[start : start + part.rows]
-            if tensor.dtype not in FLOATS:
-                raise UserError(f"{name} has {part.name} as {tensor.dtype}; expected floats")
-            if tensor.shape != target.shape:
-                raise UserError(
-                    f"{name} does not fit its config.json: {part.name} has shape "
-                    f"{tuple(tensor.shape)}, expected {tuple(target.shape)}"
-                )
-            target.copy_(mirror(tensor, config.head_size) if part.mirrored else tensor)
-            start += part.rows
+    for part in table:
+        tensor, target = found[part.name](), own[part.ours][part.rows]
+        if part.transposed:
+            tensor = tensor.T
+        if part.ours == "wpe.weight":
+            tensor = tensor[: config.block_size]
+        if tensor.dtype not in FLOATS:
+            raise UserError(f"{name} has {part.name} as {tensor.dtype}; expected floats")
+        if tensor.shape != target.shape:
+            raise UserError(
+                f"{name} does not fit its config.json: {part.name} has shape "
+                f"{tuple(tensor.shape)}, expected {tuple(target.shape)}"
+            )
+        target.copy_(mirror(tensor, config.head_size) if part.mirrored else tensor)
+    for embedding in ("wte.weight", "head.weight"):
+        own[embedding][model.vocab_size :] = 0  # the rows that pad the vocabulary
 
 
 def drop_tied_head(found: dict[str, Callable[[], Tensor]], embedding: str, name: str) -> None:
@@ -195,16 +174,14 @@ def drop_tied_head(found: dict[str, Callable[[], Tensor]], embedding: str, name:
 def export_tensors(model: GPT, preset: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the weights under the names of the class of `preset`, without the rows that pad."""
     own, found = model.state_dict(), {}
-    for weight in weight_table(model.config, preset, model.vocab_size):
-        start = 0
-        for part in weight.parts:
-            if weight.name in own:
-                tensor = own[weight.name][start : start + part.rows].to(dtype)
-            else:  # GPT2LMHeadModel cannot be without biases
-                tensor = torch.zeros(part.rows, dtype=dtype)
-            if part.mirrored:
-                tensor = mirror(tensor, model.config.head_size)
-            # a copy, also of a slice: storage of its own, as the file will have
-            found[part.name] = (tensor.T if weight.transposed else tensor).clone().contiguous()
-            start += part.rows
+    for part in weight_table(model, preset):
+        if part.ours in own:
+            tensor = own[part.ours][part.rows].to(dtype)
+        else:  # GPT2LMHeadModel cannot be without biases
+            weight = own[part.ours.removesuffix("bias") + "weight"]
+            tensor = torch.zeros(len(weight), dtype=dtype)
+        if part.mirrored:
+            tensor = mirror(tensor, model.config.head_size)
+        # a copy, also of a slice: storage of its own, as the file will have
+        found[part.name] = (tensor.T if part.transposed else tensor).clone().contiguous()
     return found

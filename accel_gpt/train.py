@@ -30,7 +30,6 @@ from accel_gpt.errors import DataError
 from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
-from accel_gpt.hub.lazy import download_checkpoint, inherit, load_initial_model, start_push
 from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
@@ -72,6 +71,8 @@ class Run:
 
 def main(argv: Sequence[str]) -> int:
     """Train with the config and options in `argv`; returns the exit code."""
+    from accel_gpt.hub.pretrained import inherit
+
     return launch(load_config(argv, "train.py", inherit), argv[0])
 
 
@@ -88,7 +89,11 @@ def launch(config: Config, source: str) -> int:
                 from accel_gpt.commands.evaluate_model import evaluate_only
 
                 return evaluate_only(config)
-            return train(download_checkpoint(config), plan, started)
+            if config.checkpoint.resume.startswith("hf://"):
+                from accel_gpt.hub.load import download_checkpoint
+
+                config = download_checkpoint(config)
+            return train(config, plan, started)
 
 
 def train(config: Config, plan: Plan, started: float) -> int:
@@ -124,14 +129,23 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     check_prompts(config.sample, corpus.tokenizer, config.model.block_size, log)
     checkpoint = choose_checkpoint(config, state, log)
     torch.manual_seed(config.seed)
-    gpt = load_initial_model(config, corpus, checkpoint is not None, log)
+    if checkpoint or config.model.init_from == "scratch":
+        gpt = GPT(config.model, corpus.vocab_size)
+    else:
+        from accel_gpt.hub.load import load_initial_model
+
+        gpt = load_initial_model(config, corpus, log)
     model, optimizer = wrap(config, accelerator, gpt)
     gradients = make_gradients(config, accelerator, model)
     if checkpoint:
         state = restore(accelerator, checkpoint, state, gpt, optimizer, log)
         log(f"resuming {config.out_dir} from step {state.step:,} ({checkpoint})")
     reporter = Reporter(config, plan, accelerator, gpt, display)
-    push = start_push(config, plan.max_steps, log) if is_main() else None
+    push = None
+    if config.hub.push != "never" and is_main():
+        from accel_gpt.hub.background_push import BackgroundPush
+
+        push = BackgroundPush(config, plan.max_steps, log)
     notify = push.on_checkpoint if push else lambda _: None
     writer = CheckpointWriter(accelerator, config, corpus.tokenizer, log, reporter.sync, notify)
     parts = (config, plan, accelerator, corpus, gpt, model, optimizer, gradients, state)
@@ -168,9 +182,7 @@ def step(run: Run, stop: StopSignal) -> bool:
 
 
 def update(run: Run) -> None:
-    """Make one optimizer step, skipped where loss or gradient are not finite; nothing waits for the
-    device.
-    """
+    """Make one optimizer step, or skip it if not finite; nothing waits for the device."""
     accelerator, plan, state = run.accelerator, run.plan, run.state
     skip_excluded(run.loader, plan, state)
     set_rates(run.optimizer, run.config, plan, state.step)
@@ -193,10 +205,7 @@ def update(run: Run) -> None:
 
 
 def after_step(run: Run, stopping: bool, retrying: bool) -> None:
-    """What is due after the completed step: metrics, evaluation, a checkpoint, samples.
-
-    Nothing waits for the device unless something is due.
-    """
+    """Log, evaluate, save and sample what is due after a step; only then wait for the device."""
     config, state, reporter = run.config, run.state, run.reporter
     last = state.step == run.plan.max_steps
     logging = last or state.step % config.log.every == 0

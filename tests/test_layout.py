@@ -32,12 +32,11 @@ LEVELS = [
     ["commands", "train"],
     ["cli"],
 ]
-# what `import accel_gpt.train` may load; the exceptions are to go
+# what `import accel_gpt.train` may load
 INNER = {
     *("train", "errors", "console", "files", "redact", "launcher", "tables"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-NOT_YET_INNER = {"hub/lazy.py", "text/hub.py"}
 INNER_LINES = 12_400  # goal: 8,000
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
@@ -52,7 +51,7 @@ LINES = {
     "training": 4_600,  # 3,020
     "evals": 1_050,  # 760
     "report": 900,  # 740
-    "hub": 2_400,  # 1,800
+    "hub": 2_040,  # 1,800
     "commands": 2_800,  # 1,680
 }
 AMBIGUOUS = 38  # public names that several files define; goal: 10
@@ -94,7 +93,7 @@ def named(path: Path, *problems: str) -> list[str]:
 def test_files_and_their_functions_are_short() -> None:
     found = []
     for path in FILES:
-        limit = 260 if path.name == "train.py" else 450
+        limit = 270 if path.name == "train.py" else 450
         if (lines := len(path.read_text(encoding="utf-8").splitlines())) > limit:
             found += named(path, f"{lines} lines, more than {limit}")
         long = [f.name for f in functions(path) if (f.end_lineno or 0) - f.lineno >= 60]
@@ -120,7 +119,7 @@ def test_training_loads_the_inner_ring_alone() -> None:
     loaded = [path for path in map(Path, done.stdout.splitlines()) if PACKAGE in path.parents]
     names = {path.relative_to(PACKAGE).as_posix() for path in loaded if path.name != "__init__.py"}
     outside = {n for n in names if n.partition("/")[0].removesuffix(".py") not in INNER}
-    assert outside <= NOT_YET_INNER
+    assert not outside
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded)
     assert lines <= INNER_LINES, f"{lines:,} lines"
 

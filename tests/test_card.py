@@ -17,7 +17,7 @@ from accel_gpt.config.parse import load_config, to_flat
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
 from accel_gpt.errors import CheckpointError
-from accel_gpt.hub.model_card import CardOptions, usable_prompt, write_card
+from accel_gpt.hub.model_card import usable_prompt, write_card
 from accel_gpt.hub.public import hub_dataset, write_logs
 from accel_gpt.redact import public_metric, public_name
 from accel_gpt.training.run_folder import RunFolder
@@ -61,6 +61,8 @@ def make(tmp_path: Path, corpus: Path) -> Make:
         path = tmp_path / "config.yaml"
         path.write_text(CONFIG.replace("DATA", str(corpus)))
         flat = to_flat(load_config([str(path)], "test")) | (settings or {})
+        if "data.train.path" in flat:
+            del flat["data.train"]
         print_ = open_split(corpus, "train").fingerprint
         state = TrainState(30, 480, 7680, 7200.0, 3.1, 3.0, 25, 4, print_, config=flat)
         state.data_sources = [{"name": "corpus", "weight": 1.0, "fingerprint": print_}]
@@ -96,8 +98,8 @@ def make(tmp_path: Path, corpus: Path) -> Make:
 
 def write(checkpoint: Path, to: Path, licence: str | None = "mit", **more: Any) -> str:
     to.mkdir(parents=True, exist_ok=True)
-    options = CardOptions("ada/tiny", "GPT2LMHeadModel", "float32", licence, **more)
-    write_card(RunFolder(checkpoint.parents[1]), checkpoint, BytesTokenizer(), options, to)
+    names = "ada/tiny", "GPT2LMHeadModel", "float32", licence
+    write_card(RunFolder(checkpoint.parents[1]), checkpoint, BytesTokenizer(), to, *names, **more)
     return (to / "README.md").read_text(encoding="utf-8")
 
 
@@ -182,7 +184,6 @@ MORE_PRIVATE = (
     {
         "data.train.path": f"s3://alice:{TOKEN}@acme-bucket/x/books.jsonl?sig=s3cr3t",
         "data.train.streaming": True,
-        "data.train": None,
     },
 )
 FORBIDDEN = (

@@ -229,10 +229,10 @@ def test_pickled_weights_are_refused_unless_allowed_and_never_run(
     folder: Path, saved: tuple[Any, Path], small_run: Arguments, tmp_path: Path
 ) -> None:
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"has no weights; expected model\.safetensors"):
+    with pytest.raises(UserError, match=r"has no model\.safetensors; a pytorch_model\.bin"):
         load_pretrained(str(folder))
     torch.save(saved[0].state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pickle file only.*--model\.allow_pickle.*--allow_pickle"):
+    with pytest.raises(UserError, match=r"--model\.allow_pickle.*--allow_pickle"):
         load_pretrained(str(folder))
     model, _ = load_pretrained(str(folder), allow_pickle=True)
     tokens = draw()
@@ -337,7 +337,7 @@ def test_a_model_comes_from_the_hub_and_then_from_its_cache(
         ):
             assert run_here(cli.dispatch, ["sample", place]) == 2
             assert message in capsys.readouterr().err
-        with pytest.raises(UserError, match="in a pickle file only"):
+        with pytest.raises(UserError, match="has no model"):
             started(small_run("--model.init_from", "user/pickled"))
     again = started(small_run("--model.init_from", "gpt2"))  # the Hub has gone
     tokens = draw()

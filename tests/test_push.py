@@ -68,7 +68,7 @@ def test_a_push_holds_everything_and_a_second_one_sends_what_changed(
     )
     assert {"metrics.jsonl", "metrics.csv", "checkpoint/manifest.json"} <= set(files)
     assert any(name.startswith("tensorboard/") for name in files)
-    assert b"license: mit" in files["README.md"]
+    assert b'license: "mit"' in files["README.md"]
     state = run / "checkpoints" / "step_00000008" / "model.safetensors"
     assert files["checkpoint/model.safetensors"] == state.read_bytes()
     assert hub.private == {REPO: True}

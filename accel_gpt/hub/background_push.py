@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -25,7 +24,7 @@ from accel_gpt.training.run_folder import checkpoint_steps, step_name
 LOG = "hub.log"
 MOST_WAITING = 3  # checkpoints; assumption: when the Hub is away for long, the disk must not fill
 LOWEST_PRIORITY = 19
-STOP_SECONDS, POLL_SECONDS = 10.0, 0.5
+STOP_SECONDS = 10.0
 
 
 class BackgroundPush:
@@ -35,15 +34,13 @@ class BackgroundPush:
         self.config, self.max_steps, self.log = config.hub, max_steps, log
         self.out_dir = Path(config.out_dir)
         self.folder = self.out_dir / ".upload"
+        self.folder.mkdir(exist_ok=True)
         self.process: subprocess.Popen[bytes] | None = None
-        self.last: Path | None = None  # the checkpoint of the last step
         self.current: int | None = None  # the step that is being pushed
-        self.lock_fd = -1  # a push inherits the lock and holds it while it lives
         self.wake, self.ending, self.stopped = threading.Event(), False, False
-        for partial in self.folder.glob(".step_*"):
+        for partial in self.folder.glob(".step_*"):  # of a killed launch
             shutil.rmtree(partial, ignore_errors=True)
-        if self.waiting():  # of an earlier launch
-            self.wake.set()
+        self.wake.set()  # for what an earlier launch left
         self.thread = threading.Thread(target=self.run, name="background push", daemon=True)
         self.thread.start()
         atexit.register(self.stop)  # also when the run ends with an error
@@ -54,41 +51,29 @@ class BackgroundPush:
 
     def on_checkpoint(self, checkpoint: Path) -> None:
         """Push a new checkpoint; that of the last step waits for `finish`, when its metrics and
-        samples are written.
+        samples are written. Drops the oldest ones if too many wait.
         """
-        if checkpoint.name == step_name(self.max_steps):
-            self.last = checkpoint
-            self.keep(checkpoint)  # if the run is killed before, the next launch pushes it
-        elif self.config.push == "every_checkpoint":
-            self.enqueue(checkpoint)
-
-    def enqueue(self, checkpoint: Path) -> None:
-        """Let the thread push a checkpoint; drop the oldest ones if too many wait."""
-        self.keep(checkpoint)
-        for step in [step for step in self.waiting() if step != self.current][:-MOST_WAITING]:
-            self.log(f"WARNING: step {step:,} will not be pushed: more than {MOST_WAITING} wait")
-            shutil.rmtree(self.folder / step_name(step), ignore_errors=True)
-        self.wake.set()
-
-    def keep(self, checkpoint: Path) -> None:
-        """Link a checkpoint into the folder of those that wait."""
+        last = checkpoint.name == step_name(self.max_steps)
+        if not last and self.config.push != "every_checkpoint":
+            return
         partial, kept = (self.folder / f"{dot}{checkpoint.name}" for dot in (".", ""))
         try:
-            self.folder.mkdir(exist_ok=True)
             link_tree(checkpoint, partial)
             shutil.rmtree(kept, ignore_errors=True)  # the same step, trained once more
             partial.rename(kept)
         except OSError as error:  # shutil.Error is one
             shutil.rmtree(partial, ignore_errors=True)
             self.log(f"WARNING: {checkpoint.name} cannot be kept for the Hub: {error}")
+        for step in [step for step in self.waiting() if step != self.current][:-MOST_WAITING]:
+            self.log(f"WARNING: step {step:,} will not be pushed: more than {MOST_WAITING} wait")
+            shutil.rmtree(self.folder / step_name(step), ignore_errors=True)
+        self.wake.set()
 
     def finish(self, interrupted: Callable[[], bool]) -> bool:
         """Wait until every push was tried once more, or until `interrupted`.
 
         Returns whether an interrupt left something, which the next launch pushes.
         """
-        if self.last:
-            self.enqueue(self.last)
         if self.waiting():
             self.log(f"waiting for pushes to {self.config.repo_id}; Ctrl-C postpones them")
         self.ending = True
@@ -113,23 +98,16 @@ class BackgroundPush:
         self.wake.set()
         if process := self.process:
             process.terminate()
-        self.thread.join(STOP_SECONDS)
+            self.thread.join(STOP_SECONDS)
 
     # ----------------------------------------------------------------------- the thread
 
     def run(self) -> None:
-        """Push whenever something was enqueued, until `finish` or `stop`."""
-        self.folder.mkdir(exist_ok=True)
-        while not self.stopped:
-            try:
-                held = lock(self.folder / ".lock", wait=False)
-                break
-            except BlockingIOError:  # a push of a killed launch is still at work
-                time.sleep(POLL_SECONDS)
-        else:
-            return
-        with held:
-            self.lock_fd = held.fileno()
+        """Push whenever a checkpoint came, until `finish` or `stop`.
+
+        A push inherits the lock and holds it while it lives: that of a killed launch is waited for.
+        """
+        with lock(self.folder / ".lock") as held:
             for partial in self.folder.glob(".push_*"):
                 shutil.rmtree(partial, ignore_errors=True)
             ending = False
@@ -137,28 +115,15 @@ class BackgroundPush:
                 self.wake.wait()
                 self.wake.clear()
                 ending = self.ending
-                self.push_waiting()
+                for step in self.waiting():
+                    dropped = not (self.folder / step_name(step)).is_dir()
+                    early = step == self.max_steps and not ending
+                    if not (self.stopped or dropped or early):
+                        self.push(step, held.fileno())
 
-    def push_waiting(self) -> None:
-        """Try every waiting checkpoint once, the oldest first."""
-        for step in self.waiting():
-            folder = self.folder / step_name(step)
-            if self.stopped:
-                return
-            if not folder.is_dir():  # dropped meanwhile
-                continue
-            self.current = step
-            error = self.push(folder)
-            self.current = None
-            if error is None:
-                shutil.rmtree(folder, ignore_errors=True)
-                self.log(f"step {step:,} is on the Hub: {self.config.repo_id}@step-{step}")
-            elif not self.stopped:
-                self.log(f"WARNING: the push of step {step:,} failed, it waits: {error}")
-
-    def push(self, checkpoint: Path) -> str | None:
-        """Push one checkpoint; return the error, if any."""
-        config = self.config
+    def push(self, step: int, lock_fd: int) -> None:
+        """Push one checkpoint, and remove it from those that wait."""
+        folder, config = self.folder / step_name(step), self.config
         options = {
             "repo": config.repo_id,
             "dtype": config.dtype,
@@ -168,19 +133,25 @@ class BackgroundPush:
             "data_license": config.data_license,
         }
         words = [f"--{key}={value}" for key, value in options.items() if value is not None]
+        self.current = step
         try:
             with (self.out_dir / LOG).open("a+b") as log:
                 start = log.seek(0, os.SEEK_END)
-                self.process = start_process(["push", str(checkpoint), *words], log, self.lock_fd)
+                self.process = start_process(["push", str(folder), *words], log, lock_fd)
                 if self.stopped:  # meanwhile
                     self.process.terminate()
                 code = self.process.wait()
-                self.process = None
                 log.seek(start)
                 lines = log.read().decode("utf-8", "replace").strip().splitlines()
-        except OSError as error:
-            return str(error)
-        return None if code == 0 else (lines or [f"exit code {code}"])[-1]
+            error = (lines or [f"exit code {code}"])[-1] if code else None
+        except OSError as problem:
+            error = str(problem)
+        self.current = self.process = None
+        if error is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            self.log(f"step {step:,} is on the Hub: {config.repo_id}@step-{step}")
+        elif not self.stopped:
+            self.log(f"WARNING: the push of step {step:,} failed, it waits: {error}")
 
 
 def start_process(words: list[str], log: BinaryIO, lock_fd: int) -> "subprocess.Popen[bytes]":

@@ -4,7 +4,7 @@ The client finds the token itself (`hf auth login`, or HF_TOKEN): this package n
 """
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +14,6 @@ from accel_gpt.errors import UserError, first_line, require
 SCHEME = "hf://"
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 BUSY = (408, 429, 500, 502, 503, 504)  # HTTP status codes of a temporary failure
-LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)  # not the Hub's fault
 STATUS = MappingProxyType(
     {
         401: "it does not know you; log in with hf auth login, or set HF_TOKEN",
@@ -26,14 +25,6 @@ STATUS = MappingProxyType(
 
 class UnreachableError(UserError):
     """The connection broke or the Hub is busy: trying again may help."""
-
-
-def check_repo(repo: str) -> None:
-    """Raise `UserError` unless `repo` is a valid name of a user's repository."""
-    require(
-        is_repo(repo) and "/" in repo,
-        f"{repo!r} is not a valid repository name; expected user/name",
-    )
 
 
 def is_repo(name: str) -> bool:
@@ -48,25 +39,20 @@ def is_repo(name: str) -> bool:
     return name.isascii()  # older clients than constraints.txt has accept any letter
 
 
-def full_repo_name(name: str) -> str:
-    """Add the owner to the names of GPT-2's weights, which are known without one."""
-    return f"openai-community/{name}" if name.partition("@")[0] in OPENAI else name
-
-
 def parse_repo(name: str) -> tuple[str, str | None]:
     """Split `hf://user/name@revision` into user/name and revision; scheme, revision: optional.
 
-    Raises `UserError` for an invalid name.
+    GPT-2's weights are known without an owner. Raises `UserError` for an invalid name.
     """
     repo, _, revision = name.removeprefix(SCHEME).partition("@")
     require(
         is_repo(repo),
         f"{name} is neither a folder nor a repository on the Hub (user/name, user/name@revision)",
     )
-    return repo, revision or None
+    return f"openai-community/{repo}" if repo in OPENAI else repo, revision or None
 
 
-def download(name: str, patterns: Sequence[str]) -> Path:
+def download(name: str, *patterns: str) -> Path:
     """Download the files of a repository that match `patterns`, unless cached; return the folder.
 
     Raises `UserError` if there is no such repository or it cannot be reached.
@@ -76,15 +62,6 @@ def download(name: str, patterns: Sequence[str]) -> Path:
     repo, revision = parse_repo(name)
     with hub_errors(repo, "read", revision):
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
-
-
-def list_files(name: str) -> list[str]:
-    """Return the names of all files of a repository."""
-    from huggingface_hub import HfApi
-
-    repo, revision = parse_repo(name)
-    with hub_errors(repo, "read", revision):
-        return list(HfApi().list_repo_files(repo, revision=revision))
 
 
 @contextmanager
@@ -106,7 +83,7 @@ def user_error(error: BaseException, repo: str, action: str, revision: str | Non
     """Describe an error of the client in one sentence."""
     from huggingface_hub import errors
 
-    failed = f"{repo} on the Hub cannot be {action}"
+    failed = f"{repo} cannot be {action}"
     if isinstance(error, errors.RevisionNotFoundError):
         return UserError(f"{repo} on the Hub has no revision {revision}")
     if isinstance(error, errors.GatedRepoError):
@@ -123,15 +100,10 @@ def user_error(error: BaseException, repo: str, action: str, revision: str | Non
     if isinstance(error, errors.HfHubHTTPError):
         code = error.response.status_code
         kind = UnreachableError if code in BUSY else UserError
-        reason = STATUS.get(code, f"it answered with status {code}; try again later")
+        reason = STATUS.get(code, f"the Hub answered with status {code}; try again later")
         return kind(f"{failed}: {reason}")
-    if isinstance(error, OSError) and error.errno in LOCAL:
-        return UserError(f"{repo} cannot be {action}: {error.strerror}: {error.filename}")
-    if isinstance(error, FileNotFoundError):
-        return UserError(f"{repo} cannot be {action}: {error.filename} was removed meanwhile")
-    reason = first_line(error)
+    if isinstance(error, OSError) and (error.filename or error.errno == errno.ENOSPC):
+        return UserError(f"{failed}: {error.strerror}: {error.filename}")  # of this machine
     if action == "read":
-        return UnreachableError(
-            f"{repo} is not a local folder, and the Hub cannot be reached: {reason}"
-        )
-    return UnreachableError(f"{repo} cannot be {action}: the Hub cannot be reached: {reason}")
+        failed = f"{repo} is not a local folder, and cannot be read"
+    return UnreachableError(f"{failed}: the Hub cannot be reached: {first_line(error)}")

@@ -31,7 +31,7 @@ from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import HFTokenizer, Tokenizer
 from accel_gpt.data.tokenizer_json import EOT
-from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
+from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.hub.hf_config import CLASSES, matching_preset, write_shape
 from accel_gpt.hub.hf_weights import export_tensors
@@ -54,13 +54,7 @@ COMPARED_LOGITS = 128  # of the last tokens: of all of them they could take giga
 # The class that takes tokenizer.json as it is. transformers 5 calls it TokenizersBackend and knows
 # this name too; transformers 4 and the servers built on it know no other.
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
-DTYPES = MappingProxyType(
-    {
-        "fp32": ("float32", torch.float32),
-        "bf16": ("bfloat16", torch.bfloat16),
-        "fp16": ("float16", torch.float16),
-    }
-)
+DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 
 
 @dataclass(frozen=True)
@@ -121,19 +115,13 @@ def export(
 def check_target(to: Path, overwrite: bool) -> None:
     """Raise `UserError` if a folder holds something that may not be replaced."""
     require(not to.exists() or to.is_dir(), f"{to} is a file; give a folder to make")
-    existing = sorted(path.name for path in to.iterdir()) if to.is_dir() else []
-    existing = [name for name in existing if name != TEMPORARY]
-    require(
-        overwrite or not existing,
-        f"{to} already holds {existing[0] if existing else ''}; give another folder, or replace an "
-        "exported model with --overwrite",
-    )
-    others = [name for name in existing if not any(fnmatch(name, kind) for kind in WRITTEN)]
-    require(
-        not others,
-        f"{to} holds {others[0] if others else ''}, which no export wrote, so it is not replaced; "
-        "give another folder",
-    )
+    for path in sorted(to.iterdir()) if to.is_dir() else ():
+        exported = overwrite and any(fnmatch(path.name, kind) for kind in WRITTEN)
+        require(
+            exported or path.name == TEMPORARY,
+            f"{to} already holds {path.name}; give another folder; --overwrite replaces an "
+            "exported model, and nothing else",
+        )
 
 
 def move_files(temporary: Path, to: Path) -> None:
@@ -144,10 +132,9 @@ def move_files(temporary: Path, to: Path) -> None:
     if not to.is_dir():
         temporary.rename(to)
         return
-    (to / "config.json").unlink(missing_ok=True)
-    for name in {path.name for path in to.iterdir()} - {path.name for path in temporary.iterdir()}:
-        if name != TEMPORARY:
-            (to / name).unlink()
+    for path in sorted(to.iterdir(), key=lambda path: path.name != "config.json"):
+        if path.name != TEMPORARY:
+            path.unlink()
     for path in sorted(temporary.iterdir(), key=lambda path: path.name == "config.json"):
         path.rename(to / path.name)
 
@@ -161,8 +148,8 @@ def write_model(
     """
     from huggingface_hub import save_torch_state_dict
 
-    dtype_name, torch_dtype = DTYPES[dtype]
-    preset = matching_preset(model.config)
+    torch_dtype, preset = DTYPES[dtype], matching_preset(model.config)
+    dtype_name = str(torch_dtype).removeprefix("torch.")
     shape = write_shape(model.config, model.vocab_size, tokenizer.eot_id, dtype_name)
     generation = {key: shape[key] for key in ("bos_token_id", "eos_token_id")}
     generation["pad_token_id"] = tokenizer.eot_id
@@ -171,7 +158,7 @@ def write_model(
         write_file(folder / name, [text.encode()])
     tokens, compared_on = compared_tokens(model, tokenizer, pretrained)
     round_weights(model, torch_dtype)
-    reference = compute_reference(model.cpu().eval(), tokens)
+    reference = compute_reference(model, tokens)
     require(
         bool(reference["logits"].isfinite().all()),
         f"the weights in {dtype} give logits that are not finite; nothing was exported",
@@ -220,7 +207,7 @@ def compared_tokens(model: GPT, tokenizer: Tokenizer, pretrained: Pretrained) ->
             check_tokens(sequences, model.vocab_size, split.folder)
             text = f"{COMPARED_SEQUENCES} sequences of {found} val tokens of {path}"
             return torch.from_numpy(sequences.astype(np.int64)), redact(text)
-        except AccelGPTError as error:
+        except UserError as error:
             reason = redact(str(error).partition(";")[0])
     generator = torch.Generator().manual_seed(0)
     vocab_size, shape = min(tokenizer.vocab_size, model.vocab_size), (COMPARED_SEQUENCES, length)
@@ -233,11 +220,11 @@ def val_path(pretrained: Pretrained) -> str | None:
     if not pretrained.is_checkpoint:
         return None
     config = read_state(pretrained.folder).config
-    named = [path for key, path in config.items() if key.startswith("data.val.")]
-    first = config.get("data.val") or (named or [config.get("data.train")])[0]
+    listed = [path for key, path in config.items() if f"{key}.".startswith("data.val.")]
+    first = next(filter(None, [*listed, config.get("data.train")]), None)
     if isinstance(first, list):
         first = first[0]["path"]
-    return first if isinstance(first, str) and first else None
+    return first if isinstance(first, str) else None
 
 
 @torch.no_grad()
@@ -309,13 +296,11 @@ def tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
     """Return the content of tokenizer_config.json: what the tokenizer came with, and what ours
     needs. eos_token is what ends a document in the training data, even if a chat ended otherwise.
     """
-
-    def special_token(value: object) -> object:
-        """Transformers 5 takes a string, or an object with its type."""
-        untyped = isinstance(value, dict) and "content" in value and "__type" not in value
-        return tokenizer_json.spelling(value) if untyped else value
-
-    config = {key: special_token(value) for key, value in tokenizer.config.items()} | {
+    config = dict(tokenizer.config)
+    for key, value in config.items():  # transformers 5 takes a string, or an object with its type
+        if isinstance(value, dict) and "content" in value and "__type" not in value:
+            config[key] = value["content"]
+    config |= {
         "tokenizer_class": TOKENIZER_CLASS,
         "model_max_length": block_size,
         "clean_up_tokenization_spaces": False,

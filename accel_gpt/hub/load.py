@@ -17,20 +17,17 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
-from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, first_line, require
+from accel_gpt.errors import CheckpointError, UserError, first_line, require
 from accel_gpt.files import read_json
-from accel_gpt.hub.client import SCHEME, download, list_files
+from accel_gpt.hub.client import download
 from accel_gpt.hub.hf_weights import Tensors, load_weights
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.checkpoint import is_checkpoint, load_model
-from accel_gpt.training.run_folder import checkpoint_steps
+from accel_gpt.training.run_folder import RunFolder
 
 STATE = "checkpoint"  # folder of a repository that holds a whole checkpoint
-SAFETENSORS = ("model.safetensors.index.json", "model.safetensors")
-PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
-SAFETENSORS_PATTERNS = ("model*.safetensors", "model.safetensors.index.json")
-PICKLE_PATTERNS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 
 
 def load_pretrained(
@@ -46,32 +43,53 @@ def load_pretrained(
     `CheckpointError` if a file is damaged.
     """
     pretrained = find_pretrained(name, checkpoint)
-    require(
-        pretrained.has_tokenizer(),
-        f"{name} has no tokenizer; put the tokenizer.json of the model beside its weights",
-    )
+    if not pretrained.tokenizer:
+        raise UserError(
+            f"{name} has no tokenizer; put the tokenizer.json of the model beside its weights"
+        )
     if pretrained.is_checkpoint:
         return load_model(pretrained.folder, device)
     try:
         config = ModelConfig(**pretrained.shape())
-    except CheckpointError:
-        raise
-    except AccelGPTError as error:
+    except UserError as error:
         raise CheckpointError(f"config.json of {name} is not valid: {error}") from None
     assert config.vocab_size is not None
     model = load_transformers(pretrained, config, config.vocab_size, allow_pickle)
-    return model.to(device).eval(), load_tokenizer(pretrained.folder)
+    return model.to(device).eval(), load_tokenizer(pretrained.tokenizer)
+
+
+def load_initial_model(config: Config, corpus: Corpus, log: Callable[[str], None]) -> GPT:
+    """Load the model of `model.init_from`, which a run starts from.
+
+    Raises `UserError` if its tokenizer is not the tokenizer of the data.
+    """
+    pretrained = find_pretrained(config.model.init_from)
+    if pretrained.tokenizer:
+        names = f"model.init_from {pretrained.name}", "the data"
+        load_tokenizer(pretrained.tokenizer).require_same(corpus.tokenizer, *names, UserError)
+    else:
+        kind = corpus.tokenizer.kind
+        log(f"{pretrained.name} has no tokenizer: assuming the tokenizer of the data ({kind})")
+    if not pretrained.is_checkpoint:
+        allow_pickle = config.model.allow_pickle
+        return load_transformers(pretrained, config.model, corpus.vocab_size, allow_pickle)
+    model = GPT.allocate(config.model, corpus.vocab_size)
+    weights = load_model(pretrained.folder)[0].state_dict()
+    if model.wpe is not None:
+        weights["wpe.weight"] = weights["wpe.weight"][: config.model.block_size]
+    model.load_state_dict(weights)
+    return model
 
 
 def load_transformers(
     pretrained: Pretrained, config: ModelConfig, vocab_size: int, allow_pickle: bool
 ) -> GPT:
     """Load a transformers model as a GPT of shape `config`, whose context may be shorter."""
-    files, open_file = weight_files(pretrained, allow_pickle)
+    files = weight_files(pretrained, allow_pickle)
     tensors: dict[str, Callable[[], Tensor]] = {}
     for file in files:
         try:
-            tensors |= open_file(file)
+            tensors |= open_weights(file)
         except Exception as error:  # SafetensorError, UnpicklingError, RuntimeError, OSError
             reason = first_line(error)
             if type(error).__name__ == "UnpicklingError":  # torch recommends weights_only=False
@@ -89,29 +107,47 @@ def load_transformers(
     return model
 
 
-def load_initial_model(config: Config, corpus: Corpus, log: Callable[[str], None]) -> GPT:
-    """Load the model of `model.init_from`, which a run starts from.
+def weight_files(pretrained: Pretrained, allow_pickle: bool) -> list[Path]:
+    """Return the weight files of a transformers model, downloaded if need be.
 
-    Raises `UserError` if its tokenizer is not the tokenizer of the data.
+    Raises `UserError` if there are none, or only pickle files and not `allow_pickle`.
     """
-    pretrained = find_pretrained(config.model.init_from)
-    if pretrained.has_tokenizer():
-        tokenizer = load_tokenizer(pretrained.folder)
-        names = f"model.init_from {pretrained.name}", "the data"
-        tokenizer.require_same(corpus.tokenizer, *names, UserError)
-    else:
-        kind = corpus.tokenizer.kind
-        log(f"{pretrained.name} has no tokenizer: assuming the tokenizer of the data ({kind})")
-    if not pretrained.is_checkpoint:
-        return load_transformers(
-            pretrained, config.model, corpus.vocab_size, config.model.allow_pickle
-        )
-    model = GPT.allocate(config.model, corpus.vocab_size)
-    weights = load_model(pretrained.folder)[0].state_dict()
-    if model.wpe is not None:
-        weights["wpe.weight"] = weights["wpe.weight"][: config.model.block_size]
-    model.load_state_dict(weights)
-    return model
+    for single in (SAFETENSORS, PICKLE)[: 1 + allow_pickle]:
+        folder = pretrained.folder
+        if pretrained.on_hub:  # the single file, or parts and their index
+            folder = download(pretrained.name, single.replace(".", "*.") + "*")
+        if (folder / single).is_file():
+            return [folder / single]
+        index = folder / f"{single}.index.json"
+        if index.is_file():
+            return listed_files(index)
+    raise UserError(
+        f"{pretrained.name} has no {SAFETENSORS}; a {PICKLE}, which can run code when it is read "
+        "carelessly, is read with --model.allow_pickle (sample, export: --allow_pickle), without "
+        "running anything in it"
+    )
+
+
+def listed_files(index: Path) -> list[Path]:
+    """Return the files that an index of weights in several files names."""
+    try:
+        listed = set(read_json(index)["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{index} is damaged; download it again") from None
+    for name in listed:
+        plain = isinstance(name, str) and Path(name).name == name
+        if not (plain and index.with_name(name).is_file()):
+            raise CheckpointError(f"{index} names {name}, which is not beside it")
+    return [index.with_name(name) for name in sorted(listed)]
+
+
+def open_weights(file: Path) -> Tensors:
+    """Open a file of weights without running anything in it: name -> what returns the tensor."""
+    if file.suffix == ".safetensors":
+        opened: Any = safe_open(str(file), framework="pt")
+        return {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118
+    content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return {name: partial(Tensor.detach, tensor) for name, tensor in content.items()}
 
 
 def download_checkpoint(config: Config) -> Config:
@@ -121,74 +157,13 @@ def download_checkpoint(config: Config) -> Config:
     A run that has checkpoints already resumes from those. Raises `UserError` if the repository has
     no checkpoint.
     """
-    name = config.checkpoint.resume
-    if not name.startswith(SCHEME) or checkpoint_steps(Path(config.out_dir) / "checkpoints"):
+    if RunFolder(config.out_dir).checkpoints:
         return config
-    folder = download(name, [f"{STATE}/*"]) / STATE
+    name = config.checkpoint.resume
+    folder = download(name, f"{STATE}/*") / STATE
     require(
         is_checkpoint(folder),
         f"{name} has no state to resume from; push it with hub.include_state, or start from its "
         "weights with model.init_from",
     )
     return replace(config, checkpoint=replace(config.checkpoint, resume=str(folder)))
-
-
-# --------------------------------------------------------------------------- files of weights
-
-
-def weight_files(
-    pretrained: Pretrained, allow_pickle: bool
-) -> tuple[list[Path], Callable[[Path], Tensors]]:
-    """Return the weight files of a transformers model, downloaded if need be, and what opens one.
-
-    Raises `UserError` if there are none, or only pickle files and not `allow_pickle`.
-    """
-    repo, folder = pretrained.repo, pretrained.folder
-    if repo:
-        folder = download(repo, SAFETENSORS_PATTERNS)
-    if files := listed_files(folder, SAFETENSORS):
-        return files, open_safetensors
-    names = list_files(repo) if repo else [path.name for path in folder.iterdir()]
-    require(
-        any(name in names for name in PICKLES),
-        f"{pretrained.name} has no weights; expected model.safetensors",
-    )
-    require(
-        allow_pickle,
-        f"{pretrained.name} has its weights in a pickle file only (.bin), which can run code when "
-        "it is read carelessly; convert it to safetensors, or accept it with --model.allow_pickle "
-        "(sample, export: --allow_pickle): it is then read without running anything",
-    )
-    if repo:
-        folder = download(repo, PICKLE_PATTERNS)
-    return listed_files(folder, PICKLES), open_pickle
-
-
-def listed_files(folder: Path, names: tuple[str, str]) -> list[Path]:
-    """Return the weight files: the single file (second of `names`), or those in the index."""
-    index, single = (folder / name for name in names)
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        return []
-    try:
-        listed = set(read_json(index)["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{index} is damaged; download it again") from None
-    for name in listed:
-        plain = isinstance(name, str) and Path(name).name == name
-        if not (plain and (folder / name).is_file()):
-            raise CheckpointError(f"{index} names {name}, which is not beside it")
-    return [folder / name for name in sorted(listed)]
-
-
-def open_safetensors(file: Path) -> Tensors:
-    """Open a .safetensors file: name -> what reads the tensor."""
-    opened: Any = safe_open(str(file), framework="pt")
-    return {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118
-
-
-def open_pickle(file: Path) -> Tensors:
-    """Open a .bin file without running anything in it: name -> what returns the tensor."""
-    content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    return {name: partial(Tensor.detach, tensor) for name, tensor in content.items()}

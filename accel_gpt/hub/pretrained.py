@@ -12,11 +12,11 @@ from typing import Any
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import CheckpointError, require
 from accel_gpt.files import read_json
-from accel_gpt.hub.client import SCHEME, download, full_repo_name
+from accel_gpt.hub.client import SCHEME, download
 from accel_gpt.hub.hf_config import read_shape
 
 SMALL_FILES = ("config.json", "tokenizer*.json", "chat_template.jinja", "vocab.json", "merges.txt")
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
+TOKENIZER_KEYS = ("data.tokenizer", "data.prepare.tokenizer")
 # fields of ModelConfig that a config may change, and those that are no part of the shape
 CHANGEABLE = ("init_std", "norm_eps", "rope_")
 NOT_SHAPE = ("init_from", "allow_pickle", "dropout", "zero_init", "depth")
@@ -29,11 +29,14 @@ class Pretrained:
     name: str  # as the user wrote it
     folder: Path
     is_checkpoint: bool  # a checkpoint of ours, not a transformers folder
-    repo: str | None = None  # user/name@revision, if it came from the Hub
+    on_hub: bool = False  # its weights may still have to be downloaded
 
-    def has_tokenizer(self) -> bool:
-        """Whether its tokenizer is beside the weights."""
-        return any((self.folder / name).is_file() for name in TOKENIZER_FILES)
+    @property
+    def tokenizer(self) -> Path | None:
+        """What `load_tokenizer` reads: the file, or the folder of GPT-2's two; None: nothing."""
+        if (self.folder / "tokenizer.json").is_file():
+            return self.folder / "tokenizer.json"
+        return self.folder if (self.folder / "vocab.json").is_file() else None
 
     def shape(self) -> dict[str, Any]:
         """Read the fields of `ModelConfig` that describe its shape, `vocab_size` among them."""
@@ -58,13 +61,12 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
     """
     folder = Path(name).expanduser()
     if name.startswith(SCHEME) or not folder.exists():
-        repo = full_repo_name(name)
-        folder = download(repo, SMALL_FILES)
+        folder = download(name, *SMALL_FILES)
         require(
             (folder / "config.json").is_file(),
             f"{name} on the Hub has no config.json; expected a model in transformers format",
         )
-        return Pretrained(name, folder, is_checkpoint=False, repo=repo)
+        return Pretrained(name, folder, is_checkpoint=False, on_hub=True)
     require(folder.is_dir(), f"{name} is a file; give the folder of a run or of a model")
     from accel_gpt.training.checkpoint import find_checkpoint, is_checkpoint
 
@@ -83,9 +85,16 @@ def inherit(given: Mapping[str, Any]) -> dict[str, Any]:
 
     `given`: the keys that the user set, dotted. Raises `UserError` if one contradicts the shape.
     """
-    name = given["model.init_from"]
-    if saved := saved_shape(given):
-        return saved
+    from accel_gpt.training.run_folder import RunFolder
+
+    name, run = given["model.init_from"], RunFolder(given.get("out_dir", Config.out_dir))
+    if run.checkpoints and run.config.get("model.init_from") == name:
+        # the run resumes even if the model that it started from is gone or out of reach
+        return {
+            key: value
+            for key, value in run.config.items()
+            if (key.startswith("model.") or key in TOKENIZER_KEYS) and given.get(key) is None
+        }
     pretrained = find_pretrained(name)
     inherited: dict[str, Any] = {}
     for field, value in pretrained.shape().items():
@@ -104,28 +113,7 @@ def inherit(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"{key} is {given[key]}, but {name}, which model.init_from names, has {value}; "
                 f"leave {key} unset",
             )
-    if pretrained.has_tokenizer():
-        file = pretrained.folder / "tokenizer.json"
-        path = str(file if file.is_file() else pretrained.folder)
-        for key in ("data.prepare.tokenizer", "data.tokenizer"):
-            if given.get(key) is None:
-                inherited[key] = path
+    if pretrained.tokenizer:
+        unset = (key for key in TOKENIZER_KEYS if given.get(key) is None)
+        inherited |= dict.fromkeys(unset, str(pretrained.tokenizer))
     return inherited
-
-
-def saved_shape(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same keys from config.yaml of a run that already has checkpoints; {} if none.
-
-    A run resumes from these even if the model that it started from is gone or out of reach.
-    """
-    from accel_gpt.training.run_folder import RunFolder
-
-    run = RunFolder(given.get("out_dir", Config.out_dir))
-    if not run.checkpoints or run.config.get("model.init_from") != given["model.init_from"]:
-        return {}
-    tokenizers = ("data.tokenizer", "data.prepare.tokenizer")
-    return {
-        key: value
-        for key, value in run.config.items()
-        if (key.startswith("model.") or key in tokenizers) and given.get(key) is None
-    }

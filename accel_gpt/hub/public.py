@@ -14,9 +14,9 @@ from typing import Any
 from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import leaves
-from accel_gpt.errors import AccelGPTError
+from accel_gpt.errors import UserError
 from accel_gpt.files import link, sha256
-from accel_gpt.hub.client import full_repo_name, parse_repo
+from accel_gpt.hub.client import parse_repo
 from accel_gpt.redact import may_be_secret, public_metric, public_name, public_source
 from accel_gpt.training.checkpoint import read_checkpoint_json, write_json
 from accel_gpt.training.machine import PACKAGES
@@ -25,7 +25,7 @@ from accel_gpt.training.resume import FREE, NOT_TOLD
 from accel_gpt.training.run_folder import RunFolder, number
 from accel_gpt.training.trackers import as_code
 
-SECTIONS = ("seed", "data", "model", "train", "optim", "schedule", "eval", "sample")
+SECTIONS = ("seed", "data.", "model.", "train.", "optim.", "schedule.", "eval.", "sample.")
 HUB_IDS = ("data.prepare.dataset", "data.train.dataset", "eval.hellaswag")
 NAMES = (
     *("data.prepare.path", "data.prepare.dataset_config", "data.prepare.dataset_split"),
@@ -39,9 +39,6 @@ VERSION = re.compile(r"[\w.+!-]{1,40}")
 COMMIT = re.compile(r"[0-9a-f]{7,64}(-dirty)?")
 DEVICE = re.compile(r"[\w .,()@+-]{1,80}")
 EVENTS = "events.out.tfevents.0000000000.accel_gpt"
-
-
-# --------------------------------------------------------------------------- names
 
 
 def hub_dataset(name: str) -> str | None:
@@ -61,8 +58,8 @@ def hub_model(name: str) -> str | None:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        repo, revision = parse_repo(full_repo_name(name))
-    except AccelGPTError:
+        repo, revision = parse_repo(name)
+    except UserError:
         return None
     if Path(name).exists() or may_be_secret(repo):
         return None
@@ -75,34 +72,25 @@ def initial_model_name(name: str) -> str | None:
     return hub_model(name) or public_name(re.sub(r"(?<=/)([\w.-]+)@[\w.-]+$", r"\1", name))
 
 
-# --------------------------------------------------------------------------- config and launch
-
-
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the public keys of a config, dotted, names in place of paths."""
-    train = config.get("data.train")
     hints = {**leaves(Config), **leaves(TextStream, "data.train.")}
-    public: dict[str, Any] = {}
-    for key, hint in hints.items():
-        if key not in config or key.partition(".")[0] not in SECTIONS:
-            continue
-        value = config[key]
-        if key == "data.train" and isinstance(train, list):
-            public[key] = [
-                {"path": public_name(str(s.get("path"))) or "data", "weight": number(s["weight"])}
-                for s in train
-            ]
-        elif isinstance(value, bool | int | float) or (value is None and key != "data.train"):
-            public[key] = value
-        elif isinstance(value, str) and (shown := public_text(key, hint, value)):
-            public[key] = shown
-    return public
+    keys = [key for key in hints if key in config and key.startswith(SECTIONS)]
+    found = {key: public_value(key, hints[key], config[key]) for key in keys}
+    return {k: value for k, value in found.items() if value is not None or config[k] is None}
 
 
-def public_text(key: str, hint: Any, value: str) -> str | None:
-    """Return what is public of a text in a config; None: nothing."""
-    if value in choices(hint):
+def public_value(key: str, hint: Any, value: Any) -> Any:
+    """Return what is public of a value in a config; None: nothing."""
+    if isinstance(value, list) and key == "data.train":  # a mixture
+        return [
+            {"path": public_name(str(one.get("path"))) or "data", "weight": number(one["weight"])}
+            for one in value
+        ]
+    if isinstance(value, bool | int | float) or (isinstance(value, str) and value in choices(hint)):
         return value
+    if not isinstance(value, str):
+        return None
     if key == "model.init_from":
         return initial_model_name(value)
     if key in HUB_IDS:
@@ -138,31 +126,31 @@ def public_launch(launch: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def public_records(run: RunFolder) -> list[dict[str, Any]]:
+    """Return the numbers in metrics.jsonl, sources of a mixture by public names."""
+    return [
+        {
+            public_metric(key): value
+            for key, value in record.items()
+            if METRIC.fullmatch(key) and (value is None or isinstance(value, int | float))
+        }
+        for record in run.records()
+    ]
+
+
 # --------------------------------------------------------------------------- files
-
-
-def public_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a record of metrics.jsonl, sources of a mixture by public names."""
-    return {
-        public_metric(key): value
-        for key, value in record.items()
-        if METRIC.fullmatch(key) and (value is None or isinstance(value, int | float))
-    }
 
 
 def write_logs(run: RunFolder, to: Path) -> None:
     """Write metrics.jsonl, metrics.csv and TensorBoard events of what is public in a run."""
-    records = [public_record(record) for record in run.records()]
-    if records:
-        (to / "metrics.jsonl").write_bytes(as_jsonl(records))
-    if rows := run.csv_records():
-        cells = [
-            {key: text for key, text in row.items() if NUMBER.fullmatch(str(text))} for row in rows
-        ]
-        (to / "metrics.csv").write_bytes(as_csv(cells))
-    if records or run.samples:
-        (to / "tensorboard").mkdir()
-        write_events(run, records, to / "tensorboard" / EVENTS)
+    records = public_records(run)
+    if not records:
+        return
+    (to / "metrics.jsonl").write_bytes(as_jsonl(records))
+    rows = [{k: v for k, v in row.items() if NUMBER.fullmatch(str(v))} for row in run.csv_records()]
+    (to / "metrics.csv").write_bytes(as_csv(rows))
+    (to / "tensorboard").mkdir()
+    write_events(run, records, to / "tensorboard" / EVENTS)
 
 
 def write_events(run: RunFolder, records: list[dict[str, Any]], path: Path) -> None:
@@ -176,10 +164,8 @@ def write_events(run: RunFolder, records: list[dict[str, Any]], path: Path) -> N
     from tensorboard.summary.writer.record_writer import RecordWriter
     from torch.utils.tensorboard.summary import text as text_summary
 
-    seconds = [number(record.get("time")) for record in records]
-    times = [value for value in seconds if value == value]
-    file = run.path / "metrics.jsonl"
-    start = file.stat().st_mtime - max(times) if times else 0.0
+    seconds = [number(record.get("time") or 0.0) for record in records]
+    start = (run.path / "metrics.jsonl").stat().st_mtime - max(seconds)
     events = [Event(wall_time=start, file_version="brain.Event:2")]
     for record, time in zip(records, seconds, strict=True):
         values = [
@@ -187,15 +173,12 @@ def write_events(run: RunFolder, records: list[dict[str, Any]], path: Path) -> N
             for key, value in record.items()
             if "/" in key and value is not None
         ]
-        when = {
-            "wall_time": start + (time if time == time else 0),
-            "step": int(record["step"] or 0),
-        }
-        events.append(Event(**when, summary=Summary(value=values)))
+        step, summary = int(record["step"]), Summary(value=values)
+        events.append(Event(wall_time=start + time, step=step, summary=summary))
     for step in run.samples:
         samples = enumerate(run.sample_texts(step), start=1)
-        shown = "\n\n".join(f"--- sample {i}\n{text}" for i, text in samples)
-        summary = text_summary("samples", as_code(shown))  # type: ignore[no-untyped-call]
+        text = as_code("\n\n".join(f"--- sample {i}\n{text}" for i, text in samples))
+        summary = text_summary("samples", text)  # type: ignore[no-untyped-call]
         events.append(Event(wall_time=start, step=step, summary=summary))
     with path.open("wb") as output:
         writer = RecordWriter(output)
@@ -204,33 +187,30 @@ def write_events(run: RunFolder, records: list[dict[str, Any]], path: Path) -> N
 
 
 def copy_state(checkpoint: Path, to: Path) -> None:
-    """Copy a checkpoint without the keys of its config that a resume may change, such as paths.
-
-    A resume takes these from the config that it is given.
-    """
+    """Copy a checkpoint, its two files that hold the config by what is public in them."""
     manifest = read_checkpoint_json(checkpoint / "manifest.json")
     to.mkdir()
-    for name in ("manifest.json", *manifest["files"]):  # no other file that lies there
-        link(str(checkpoint / name), str(to / name))
-    for name in ("trainer_state.json", "model.json"):
-        content = read_checkpoint_json(to / name)
-        config = content["config"]
-        private = {key for key in config if key.startswith((*FREE, "init_from"))}
-        content["config"] = {
-            key: NOT_TOLD if f"{key}.".startswith("data.val.") and value else value
-            for key, value in config.items()
-            if key not in private
-        }
-        if "versions" in content:
-            versions = content["versions"]
-            launch = public_launch({"versions": versions, "commit": versions.get("commit")})
-            commit = {"commit": launch["commit"]} if launch["commit"] else {}
-            content["versions"] = launch["versions"] | commit
-        for source in content.get("data_sources", ()):
-            source["name"] = public_source(source["name"])
-        (to / name).unlink()  # it may be a hard link to the checkpoint's own file
-        write_json(to / name, content)
-        size, digest = (to / name).stat().st_size, sha256(to / name)
-        manifest["files"][name] = {"size": size, "sha256": digest}
-    (to / "manifest.json").unlink()
+    for name, entry in manifest["files"].items():  # no other file that lies there
+        if name in ("trainer_state.json", "model.json"):
+            write_json(to / name, public_state(read_checkpoint_json(checkpoint / name)))
+            entry |= {"size": (to / name).stat().st_size, "sha256": sha256(to / name)}
+        else:
+            link(str(checkpoint / name), str(to / name))
     write_json(to / "manifest.json", manifest)
+
+
+def public_state(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of trainer_state.json or model.json without the keys of its config that a
+    resume may change, such as paths: it takes these from the config that it is given.
+    """
+    config = content["config"].items()
+    public = {key: value for key, value in config if not key.startswith((*FREE, "init_from"))}
+    hidden = {key: NOT_TOLD for key in public if f"{key}.".startswith("data.val.") and public[key]}
+    content["config"] = public | hidden
+    if versions := content.get("versions"):
+        launch = public_launch({"versions": versions, "commit": versions.get("commit")})
+        commit = {"commit": launch["commit"]} if launch["commit"] else {}
+        content["versions"] = launch["versions"] | commit
+    for source in content.get("data_sources", ()):
+        source["name"] = public_source(source["name"])
+    return content

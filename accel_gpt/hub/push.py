@@ -12,18 +12,18 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TypeVar
 
 from safetensors import SafetensorError
 
-from accel_gpt.errors import UserError
-from accel_gpt.hub.client import UnreachableError, check_repo, hub_errors
+from accel_gpt.errors import UserError, require
+from accel_gpt.hub.client import UnreachableError, hub_errors, is_repo
 from accel_gpt.hub.export import write_model
 from accel_gpt.hub.load import STATE, load_pretrained
-from accel_gpt.hub.model_card import CardOptions, write_card
+from accel_gpt.hub.model_card import write_card
 from accel_gpt.hub.pretrained import Pretrained
 from accel_gpt.hub.public import copy_state, write_logs
 from accel_gpt.training.checkpoint import find_checkpoint, read_state, verify
@@ -58,8 +58,12 @@ def push(
     Raises `UserError` if the Hub refuses or cannot be reached, `CheckpointError` if the checkpoint
     is damaged or transformers computes something else than our model.
     """
-    check_repo(repo)
-    path = find_checkpoint(Path(run), checkpoint or step_of(revision))
+    require(
+        is_repo(repo) and "/" in repo,
+        f"{repo!r} is not a valid repository name; expected user/name",
+    )
+    named = re.fullmatch("step-([0-9]{1,18})", revision or "")
+    path = find_checkpoint(Path(run), checkpoint or (named[1] if named else "last"))
     verify(path)
     step = read_state(path).step
     with_retries(lambda: create_repo(repo, private, revision), repo)  # refused before the work
@@ -72,24 +76,16 @@ def push(
             pretrained = Pretrained(run, path, is_checkpoint=True)
             exported = write_model(model, tokenizer, pretrained, folder, dtype)
             del model
-            out_dir = path.resolve().parents[1]
-            card = CardOptions(repo, exported.model_class, dtype, license, data_license)
-            write_card(RunFolder(out_dir), path, tokenizer, card, folder)
-            write_logs(RunFolder(out_dir), folder)
+            run_folder = RunFolder(path.resolve().parents[1])
+            names = repo, exported.model_class, dtype, license, data_license
+            write_card(run_folder, path, tokenizer, folder, *names)
+            write_logs(run_folder, folder)
             if include_state:
                 copy_state(path, folder / STATE)
-            files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
-            assert "config.json" in files
-            url = with_retries(lambda: upload(files, repo, revision, step), repo)
+            url = with_retries(lambda: upload(folder, repo, revision, step), repo)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{run} cannot be prepared for the push: {error}") from None
     return f"step {step:,} is at {url}\n"
-
-
-def step_of(revision: str | None) -> str:
-    """Return the step that a revision `step-1000` names, else last."""
-    found = re.fullmatch("step-([0-9]{1,18})", revision or "")
-    return found[1] if found else "last"
 
 
 def remove_stale_folders(root: Path) -> None:
@@ -98,9 +94,6 @@ def remove_stale_folders(root: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > STALE_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-# --------------------------------------------------------------------------- the Hub
 
 
 def with_retries(call: Callable[[], T], repo: str) -> T:
@@ -125,41 +118,26 @@ def create_repo(repo: str, private: bool, branch: str | None) -> None:
         api.create_branch(repo, branch=branch, exist_ok=True)
 
 
-def upload(files: Mapping[str, Path], repo: str, branch: str | None, step: int) -> str:
-    """Commit `files`, by their names in the repository; return the address of the commit.
+def upload(folder: Path, repo: str, branch: str | None, step: int) -> str:
+    """Commit the files of `folder` to `branch`, or to main with a tag; return their address.
 
-    Unchanged files are not sent again. Files of an earlier push that this one lacks, such as shards
-    of the weights, are removed.
+    All in one commit, as `upload_folder` does not promise. Unchanged files are not sent again.
+    Files of an earlier push that this one lacks, such as shards of the weights, are removed.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    api = HfApi()
-    for path in files.values():
-        path.stat()  # FileNotFoundError, where the client would raise an error of its own
+    (folder / "config.json").stat()  # nothing is deleted on the Hub for a folder that was removed
+    files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+    api, tag = HfApi(), f"step-{step}"
     existing = api.list_repo_files(repo, revision=branch)
     stale = {n for n in existing if any(fnmatch(n, pattern) for pattern in REPLACED)} - files.keys()
-    commit = api.create_commit(
-        repo,
-        [
-            *(CommitOperationAdd(name, path) for name, path in sorted(files.items())),
-            *(CommitOperationDelete(name) for name in sorted(stale)),
-        ],
-        commit_message=f"step {step:,}",
-        revision=branch,
-    )
+    added = [CommitOperationAdd(name, path) for name, path in sorted(files.items())]
+    deleted = [CommitOperationDelete(name) for name in sorted(stale)]
+    message = f"step {step:,}"
+    commit = api.create_commit(repo, added + deleted, commit_message=message, revision=branch)
     if branch is None:
-        move_tag(repo, f"step-{step}", commit.oid)
-    return f"{api.endpoint}/{repo}/tree/{branch or f'step-{step}'}"
-
-
-def move_tag(repo: str, name: str, commit: str) -> None:
-    """Let the tag `name` point to a commit, whether it exists already or not."""
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo).tags}
-    if tags.get(name) == commit:
-        return
-    if name in tags:
-        api.delete_tag(repo, tag=name)
-    api.create_tag(repo, tag=name, revision=commit)
+        tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo).tags}
+        if tag in tags and tags[tag] != commit.oid:
+            api.delete_tag(repo, tag=tag)
+        api.create_tag(repo, tag=tag, revision=commit.oid, exist_ok=True)
+    return f"{api.endpoint}/{repo}/tree/{branch or tag}"

@@ -354,13 +354,13 @@ def test_what_waits_is_bounded_while_an_upload_is_slow(
 
     monkeypatch.setattr(background_push, "start_process", Slow)
     most = []
-    real = BackgroundPush.enqueue
+    real = BackgroundPush.on_checkpoint
 
     def counted(self: BackgroundPush, checkpoint: Path) -> None:
         real(self, checkpoint)
         most.append(len(self.waiting()))
 
-    monkeypatch.setattr(BackgroundPush, "enqueue", counted)
+    monkeypatch.setattr(BackgroundPush, "on_checkpoint", counted)
     monkeypatch.setattr(
         BackgroundPush, "finish", lambda self, _: over.set() or self.stop() or False
     )

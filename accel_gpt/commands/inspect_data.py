@@ -21,9 +21,8 @@ import numpy as np
 
 from accel_gpt.config.data import DataConfig
 from accel_gpt.data.cache import RemoteFolder
-from accel_gpt.data.foreign import ENDINGS, of_split
 from accel_gpt.data.remote import is_url
-from accel_gpt.data.shards import INDEX, Split, read_index
+from accel_gpt.data.shards import INDEX, NoSplit, Split, read_index
 from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, require
@@ -44,16 +43,20 @@ def inspect_data(
     `UserError` when the path does not exist or its tokenizer is not known, `DataError` when no
     split can be opened; what else is wrong is listed in `problems`.
     """
-    names, prepared = find_splits(path, data)
+    require(
+        is_url(path) or Path(path).is_dir(),
+        f"{path} does not exist; give a data folder or its URL, or the folder of a run or of a "
+        "checkpoint",
+    )
     opened: list[tuple[Split, Tokenizer]] = []
-    problems: list[str] = []
-    for name in names:
+    missing, problems = list[str](), list[str]()
+    for name in ("train", "val", "test"):
         try:
             opened.append(open_data(path, name, data))
         except DataError as error:
-            problems.append(str(error))
+            (missing if isinstance(error, NoSplit) else problems).append(str(error))
     if not opened:
-        raise DataError("; ".join(problems) or f"{path} has no splits")
+        raise DataError("; ".join(dict.fromkeys(problems or missing[:1])))
     splits = {split.name: describe(split) for split, _ in opened}
     if not quick:
         size = sum(split.tokens * split.dtype.itemsize for split, _ in opened)
@@ -69,6 +72,7 @@ def inspect_data(
         if isinstance(split.store, RemoteFolder):
             split.store.close()
     first = opened[0][0]
+    ours = (first.folder / INDEX).exists()
     return {
         "kind": "data",
         "place": path,
@@ -76,37 +80,10 @@ def inspect_data(
         "vocab_size": first.vocab_size,
         "eot_id": first.eot_id,
         "dtype": first.dtype.name,
-        "prepared": prepared,
+        "prepared": read_index(first.folder).get("prepared") if ours else None,
         "splits": splits,
         "problems": problems,
     }
-
-
-def find_splits(path: str, data: DataConfig) -> tuple[list[str], dict[str, Any] | None]:
-    """The names of the splits at `path`, and how its index says that they were prepared."""
-    folder = Path(path)
-    if is_url(path):
-        remote = RemoteFolder(path, data.cache_dir, data.cache_gb)
-        folder = remote.folder
-        files = [INDEX] if remote.has(INDEX) else list(remote.sizes())
-        if INDEX in files:
-            remote.fetch(INDEX)
-        remote.close()
-    else:
-        require(
-            folder.is_dir(),
-            f"{path} does not exist; give a data folder or its URL, or the folder of a run or of "
-            "a checkpoint",
-        )
-        files = [file.name for file in folder.iterdir()]
-    if INDEX in files:
-        index = read_index(folder)
-        splits, prepared = index.get("splits"), index.get("prepared")
-        if not isinstance(splits, dict):
-            raise DataError(f"{folder / INDEX} lists no splits; prepare the data again")
-        return list(splits), prepared if isinstance(prepared, dict) else None
-    shards = [name for name in files if name.endswith(ENDINGS)]
-    return [s for s in ("train", "val", "test") if of_split(shards, s)] or ["train"], None
 
 
 def describe(split: Split) -> dict[str, Any]:
@@ -152,29 +129,23 @@ def read_split(
     largest, tokens = -1, 0
     for number, shard in enumerate(split.shards):
         split.prefetch([number], range(number + 1, min(number + PREFETCH, len(split.shards))))
-        most = -1
+        path, most = split.folder / shard.name, -1
         try:
             for first in range(0, shard.tokens, CHUNK):
                 ids = split.read(number, first, min(CHUNK, shard.tokens - first))
                 most = max(most, int(ids.max()))
                 counts += np.bincount(np.minimum(ids, split.vocab_size), minlength=len(counts))
                 progress.add(ids.nbytes)
-            path = split.store.locate(shard) if split.store else split.folder / shard.name
-            same = sha256(path) == shard.sha256 if shard.sha256 else None
+            different = shard.sha256 is not None and sha256(path) != shard.sha256
         except AccelGPTError as error:
             problems.append(str(error))
             continue
         tokens, largest = tokens + shard.tokens, max(largest, most)
-        hashes[{True: "equal", False: "different", None: "unknown"}[same]] += 1
-        if same is False:
+        hashes["different" if different else "equal" if shard.sha256 else "unknown"] += 1
+        if different:
             problems.append(
                 f"shard {path} is damaged: its SHA-256 is not that of the index; restore it, or "
                 "prepare the data again"
-            )
-        elif shard.max_token not in (None, most):
-            problems.append(
-                f"shard {path} has {most} as its largest token, but its index says "
-                f"{shard.max_token}; prepare the data again"
             )
         if most >= split.vocab_size:
             problems.append(
@@ -206,7 +177,7 @@ def read_split(
 def data_lines(report: dict[str, Any]) -> list[str]:
     """The report of `inspect_data` for people."""
     tokenizer, splits = report["tokenizer"], report["splits"]
-    made = report["prepared"] or {}
+    made = report["prepared"] if isinstance(report["prepared"], dict) else {}
     how = ", ".join(f"{key} {value}" for key, value in made.items() if value not in (None, ""))
     rows = [["split", "shards", "tokens", "documents", "bytes", "bytes/token", "fingerprint"]]
     for name, split in splits.items():

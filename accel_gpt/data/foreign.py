@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from accel_gpt.data.safe_pickle import read_vocabulary
-from accel_gpt.data.shards import INDEX, Shard, Split, Store, npy_header, token_dtype
+from accel_gpt.data.shards import INDEX, NoSplit, Shard, Split, Store, npy_header, token_dtype
 from accel_gpt.data.tokenizer import (
     CharsTokenizer,
     Tokenizer,
@@ -117,7 +117,7 @@ def find(folder: DataFolder, split: str) -> list[TokenFile]:
     files = list(describe(folder, of_split(candidates, split)))
     if not files:
         remedy = "; set data.val to a folder that has them" if split == "val" else ""
-        raise DataError(
+        raise NoSplit(
             f"{folder.path} has no {INDEX}, and no {split} shards of another project that are "
             "read: train.bin and val.bin of nanoGPT, .bin of llm.c and modded-nanogpt, .npy of "
             f"build-nanogpt, .ds of datatrove, with {split} as a word of the name (of letters, "

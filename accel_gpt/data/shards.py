@@ -32,6 +32,10 @@ HEADER = 128  # bytes before the tokens in a shard of ours
 OPEN_FILES = 256  # of a split; a process may have 1,024 on many systems
 
 
+class NoSplit(DataError):
+    """A data folder has no shards of a split."""
+
+
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """What ids are stored as: 2 bytes when the vocabulary is below 65,536, else 4."""
     return np.dtype("<u2" if vocab_size < 65536 else "<u4")
@@ -245,7 +249,7 @@ def open_split(folder: str | Path, split: str, store: Store | None = None) -> Sp
             raise
         raise DataError(f"{where} is damaged ({error!r}); prepare the data again") from None
     if not shards:
-        raise DataError(f"{where} lists no shards of split {split}; it has: {known or 'none'}")
+        raise NoSplit(f"{where} lists no shards of split {split}; it has: {known or 'none'}")
     content = json.dumps([tokenizer, [(shard.tokens, shard.sha256) for shard in shards]])
     fingerprint = hashlib.sha256(content.encode()).hexdigest()
     return Split(

@@ -36,7 +36,6 @@ with Dashboard(Path("curves"), None, lambda text: print(text, flush=True)) as bo
     while board.thread.is_alive() and sys.stdin.readline() != "end\\n":
         pass
     """
-# charts of a page, also in shadow trees: how many marks each has drawn
 
 
 def fetch(url: str) -> Any:

@@ -14,7 +14,7 @@ from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training import metrics
-from accel_gpt.training.metrics import COLUMNS, MetricsLog, Speed, Stopwatch
+from accel_gpt.training.metrics import COLUMNS, MetricsLog, Speed
 from tests.conftest import tiny
 
 
@@ -43,19 +43,6 @@ def test_resume_cuts_both_files_back_and_repeats_nothing(tmp_path: Path) -> None
     assert rows[-1]["tokens_this_launch"] == "500"
     assert float(rows[-1]["train/perplexity"]) == pytest.approx(7.389, abs=1e-3)
     assert rows[-1]["eval/val_loss"] == ""
-
-
-def test_pauses_do_not_count_as_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    watch = Stopwatch(seconds_before=50.0, step=0)
-    now[0] += 10
-    with watch.pause():
-        now[0] += 1000
-    assert watch.lap(5) == 2.0
-    assert watch.elapsed() == 1060.0
-    now[0] += 3
-    assert watch.lap(6) == 3.0
 
 
 def test_mfu_is_a_share_of_the_peak_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:

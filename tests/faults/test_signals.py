@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from accel_gpt.training.stopping import SIGNALS
@@ -210,10 +208,10 @@ def test_launcher_that_dies_while_its_processes_start_leaves_none(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_second_signal_ends_at_once_though_a_checkpoint_is_being_written(
-    number: int, server: Server, argv: list[str], tmp_path: Path
+    server: Server, argv: list[str], tmp_path: Path
 ) -> None:
+    number = signal.SIGTERM
     log = tmp_path / "points.txt"
     stuck = {0: {"ACCEL_GPT_FAULT": "manifest.due=hang", "ACCEL_GPT_FAULT_LOG": str(log)}}
     launch = Direct(server, tmp_path, argv, environment=stuck)
@@ -229,7 +227,7 @@ def test_second_signal_ends_at_once_though_a_checkpoint_is_being_written(
     assert "another process of the run has gone" in launch.shown(1)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_after_the_save_leave_the_exit_code(
     number: int, server: Server, argv: list[str], tmp_path: Path
 ) -> None:
@@ -316,21 +314,6 @@ def test_a_process_that_fails_takes_the_other_along(
     assert "Traceback" not in survivor
 
 
-def test_data_error_on_one_process(
-    server: Server, argv: list[str], prepared: Path, tmp_path: Path
-) -> None:
-    bad = tmp_path / "bad"
-    shutil.copytree(prepared / "corpus", bad)
-    for shard in bad.glob("train_*.npy"):
-        np.save(shard, np.full_like(np.load(shard), 60_000))
-    launch = Direct(server, tmp_path, argv, own_argv={1: ["--data.train", str(bad)]})
-    assert launch.wait(30) == [70, 3]
-    assert "[process 1] error: " in launch.shown(1)
-    assert "holds token 60000" in launch.shown(1)
-    assert launch.shown(0).count("error: another process of the run has gone") == 1
-    assert "Traceback" not in launch.shown(0) + launch.shown(1)
-
-
 def test_nothing_is_renamed_before_every_process_has_its_files_on_disk(
     server: Server, argv: list[str], tmp_path: Path
 ) -> None:
@@ -360,14 +343,8 @@ def test_time_limit(server: Server, whole: Path, argv: list[str], tmp_path: Path
     slow = {rank: {"ACCEL_GPT_FAULT": "file.written:1=sleep"} for rank in (0, 1)}
     began = time.monotonic()
     endless = ["--train.max_steps", "100000", "--schedule.name", "constant"]
-    limited = [
-        *argv,
-        *endless,
-        "--train.time_limit",
-        f"{limit}s",
-        "--out_dir",
-        str(tmp_path / "long"),
-    ]
+    limited = [*argv, *endless, "--train.time_limit", f"{limit}s"]
+    limited += ["--out_dir", str(tmp_path / "long")]
     launch = Direct(server, tmp_path, limited, environment=slow)
     assert launch.wait() == [75, 75]
     assert time.monotonic() - began < limit

@@ -10,15 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate import PartialState
 from safetensors.torch import load_file
 
 from accel_gpt import train
-from accel_gpt.config.experiment import Config
 from accel_gpt.cost import devices
-from accel_gpt.training import accelerator as environment
 from accel_gpt.training import auto
-from tests.conftest import launch
+from tests.conftest import QUIET, launch
 
 Arguments = Callable[..., list[str]]
 AUTO = ("--train.mixed_precision", "auto", "--train.compile", "auto", "--sample.every", "0")
@@ -66,30 +63,34 @@ def test_instructions_are_those_that_onednn_may_use(
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    ("flag", "precision", "reason", "options"),
     [
-        (("avx2",), ("no", "this CPU has no bf16 instructions")),
-        (("amx_bf16",), ("bf16", r"this CPU has matrix units for it \(amx_bf16\)")),
-        (("avx512_bf16",), ("no", "the run is too short to try avx512_bf16")),
+        ("avx2", "no", "this CPU has no bf16 instructions", ()),
+        ("amx_bf16", "bf16", r"this CPU has matrix units for it \(amx_bf16\)", ()),
+        ("avx512_bf16", "no", "the run is too short to try avx512_bf16", ()),
+        ("avx512_bf16", "no", "what avx512_bf16 gains is not", ("--train.reproducible", "true")),
+        ("avx2", "bf16", "set by accelerate launch", ()),
     ],
 )
 def test_the_cpu_decides_and_the_reason_is_printed(
-    flags: tuple[str, ...],
-    expected: tuple[str, str],
-    cpu: Callable[..., None],
-    small_run: Arguments,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    cpu(*flags)
-    assert launch(small_run(*AUTO, "--train.max_steps", "4", "--schedule.warmup_steps", "0")) == 0
-    assert saved(tmp_path) == (expected[0], False)
+    flag: str, precision: str, reason: str, options: tuple[str, ...], cpu: Callable[..., None],
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    cpu(flag)
+    by_launcher = "launch" in reason
+    if by_launcher:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert launch(small_run(*AUTO, *options, "--train.max_steps", "3")) == 0
+    assert saved(tmp_path) == (precision, False)
     shown = capsys.readouterr().err
-    assert re.search(rf"auto +precision (fp32|bf16): {expected[1]}", shown)
-    assert re.search("auto +not compiled: .* the run is estimated at 0 s", shown)
-    computed = {"no": "fp32", "bf16": "bf16"}[expected[0]]
-    assert f"precision {computed}, " in shown  # what Accelerate computes in
-    assert "WARNING" not in shown
+    printed = {"no": "fp32", "bf16": "bf16"}[precision]
+    assert re.search(rf"auto +precision {printed}: {reason}", shown)
+    why = "train.reproducible excludes it" if options else ".* the run is estimated at 0 s"
+    assert re.search(f"auto +not compiled: {why}", shown)
+    assert f"precision {printed}, " in shown  # what Accelerate computes in
+    slow = "WARNING: mixed_precision is bf16, for which this CPU has no"
+    assert shown.count(slow) == int(by_launcher)
 
 
 @pytest.mark.parametrize("faster", ["no", "bf16"])
@@ -134,22 +135,6 @@ def test_a_resumed_run_keeps_the_choice_and_its_bits(
         assert all(torch.equal(other[name], expected) for other in weights[1:])
 
 
-def test_what_the_launcher_asks_for_goes_before_the_table(
-    cpu: Callable[..., None],
-    small_run: Arguments,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cpu("avx2")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert launch(small_run(*AUTO, "--train.max_steps", "4")) == 0
-    assert saved(tmp_path)[0] == "bf16"
-    shown = capsys.readouterr().err
-    assert "precision bf16: set by accelerate launch" in shown
-    assert shown.count("WARNING: mixed_precision is bf16, for which this CPU has no") == 1
-
-
 @pytest.mark.parametrize("compiler", ["works", "fails"])
 def test_a_long_run_is_compiled_where_a_compiler_works(
     compiler: str,
@@ -172,23 +157,19 @@ def test_a_long_run_is_compiled_where_a_compiler_works(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile uses torch.jit
-@pytest.mark.parametrize("asked", ["true", "auto"])
+@pytest.mark.parametrize("requested", ["true", "auto"])
 def test_a_broken_compiler_is_one_sentence(
-    asked: str, small_run: Arguments, tmp_path: Path
+    requested: str, small_run: Arguments, tmp_path: Path
 ) -> None:
-    script = "from accel_gpt.training import auto as a; a.run_seconds = lambda *_: 1e6; "
-    script += (
-        "import sys; from accel_gpt.train import main; from accel_gpt.console import run_main; "
+    script = (
+        "import sys; from accel_gpt.training import auto; auto.run_seconds = lambda *_: 1e6\n"
+        "from accel_gpt.train import main, run_main\nsys.exit(run_main(main, sys.argv[1:]))"
     )
-    words = small_run("--train.compile", asked, "--train.max_steps", "4")
-    environment = {
-        **os.environ,
-        "CXX": "/bin/false",
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "c"),
-    }
-    command = [sys.executable, "-c", script + "sys.exit(run_main(main, sys.argv[1:]))", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == (2 if asked == "true" else 0)
+    words = small_run("--train.compile", requested, "--train.max_steps", "4")
+    broken = {**os.environ, "CXX": "/bin/false", auto.CACHE: str(tmp_path / "c")}
+    command = [sys.executable, "-c", script, *words]
+    done = subprocess.run(command, env=broken, capture_output=True, text=True, check=False)
+    assert done.returncode == (2 if requested == "true" else 0)
     assert done.stderr.count("torch.compile does not work here (InvalidCxxCompiler") == 1
     assert "Traceback" not in done.stderr
 
@@ -204,39 +185,7 @@ def test_float32_products_on_a_cpu_are_exact_by_default(
         update(run)
 
     monkeypatch.setattr(train, "update", looked)
-    for asked in ("high", "auto"):
-        words = ("--train.matmul_precision", asked, "--train.max_steps", "4")
-        assert launch(small_run(*words, "--out_dir", str(tmp_path / asked))) == 0
-    assert found == 4 * ["high"] + 4 * ["highest"]
-
-
-@pytest.mark.usefixtures("settings_kept")
-def test_use_cpu_of_the_accelerate_config_holds_where_there_is_a_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[bool] = []
-
-    def state(cpu: bool, **_: object) -> PartialState:
-        asked.append(cpu)
-        return PartialState(cpu=True)
-
-    monkeypatch.setattr(environment, "PartialState", state)
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    for use_cpu in ("false", "true"):
-        monkeypatch.setenv("ACCELERATE_USE_CPU", use_cpu)
-        environment.start_processes(Config())
-    assert asked == [False, True]
-
-
-def test_a_reproducible_run_never_chooses_by_the_clock(
-    cpu: Callable[..., None],
-    small_run: Arguments,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cpu("avx512_bf16")
-    monkeypatch.setattr(auto, "SHORT", 0.0)
-    monkeypatch.setattr(auto, "step_seconds", None)
-    words = (*AUTO, "--train.reproducible", "true", "--train.max_steps", "4")
-    assert launch(small_run(*words)) == 0
-    assert saved(tmp_path) == ("no", False)
+    for option in ("high", "auto"):
+        words = ("--train.matmul_precision", option, "--train.max_steps", "3", *QUIET)
+        assert launch(small_run(*words, "--out_dir", str(tmp_path / option))) == 0
+    assert found == 3 * ["high"] + 3 * ["highest"]

@@ -1,0 +1,203 @@
+"""What no test covers is refused by name; compiled code is kept where only we write."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+
+from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.optim import OptimConfig
+from accel_gpt.errors import UserError
+from accel_gpt.model.gpt import GPT
+from accel_gpt.optim.groups import make_optimizer
+from accel_gpt.training import accelerator, auto
+from tests.conftest import QUIET, launch, tiny
+
+Arguments = Callable[..., list[str]]
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+FP8 = Config(train=TrainConfig(mixed_precision="fp8"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "has DeepSpeed, which is not supported"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "has Megatron-LM"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP version 1, .*set fsdp_version: 2"),
+        ({**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params"),
+        ({**FSDP2, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "activation_checkpointing blocks"),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tensor parallelism over 2 processes"),
+        ({**FSDP2, "PARALLELISM_CONFIG_CP_SIZE": "2"}, "context parallelism over 2"),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, "a parallelism_config without FSDP"),
+        ({**FSDP2, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}, "over 3 processes, .* 1 were started"),
+        ({"ACCELERATE_MIXED_PRECISION": "int3"}, "mixed_precision int3, .*; set one of no, bf16"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "INDUCTOR, .* set train.compile"),
+    ],
+)
+def test_what_the_accelerate_config_asks_for_is_refused_by_name(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = {**FSDP2, "FSDP_OFFLOAD_PARAMS": "false", "ACCELERATE_DYNAMO_BACKEND": "NO"}
+    with monkeypatch.context() as patch:
+        for key, value in {**defaults, "PARALLELISM_CONFIG_TP_SIZE": "1"}.items():
+            patch.setenv(key, value)
+        accelerator.check_accelerate_config()
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match=message):
+        accelerator.check_accelerate_config()
+
+
+@pytest.mark.slow
+def test_fsdp_without_gpus_is_refused(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Accelerate would train with plain processes, in silence."""
+    for key, value in FSDP2.items():
+        monkeypatch.setenv(key, value)
+    assert launch(small_run()) == 2
+    assert "asks for FSDP but Accelerate started NO on cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "device", "exact", "message"),
+    [
+        ("MULTI_XPU", "no", "xpu", False, "started MULTI_XPU, which is not supported"),
+        ("MULTI_CPU", "fp16", "cpu", False, "no fp16 training"),
+        ("FSDP", "fp16", "cuda", False, "fp16 but the model is sharded by FSDP"),
+        (
+            "FSDP",
+            "no",
+            "cuda",
+            True,
+            "reproducible is true but the accelerate config asks",
+        ),
+        ("MULTI_CPU", "fp8", "cpu", True, "reproducible is true but the precision is fp8"),
+        ("MULTI_CPU", "no", "mps", True, "mps, which has no float64"),
+    ],
+)
+def test_what_accelerate_started_is_refused_by_name(
+    kind: str, precision: str, device: str, exact: bool, message: str
+) -> None:
+    def check(kind: str, precision: str, device: str, exact: bool) -> None:
+        started: Any = SimpleNamespace(
+            distributed_type=DistributedType(kind), mixed_precision=precision,
+            device=torch.device(device),
+        )  # fmt: skip
+        accelerator.check_engine(started, Config(train=TrainConfig(reproducible=exact)))
+
+    for fine in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
+        check(fine, "bf16", "cuda", exact=False)
+    check("MULTI_CPU", "bf16", "cpu", exact=True)
+    with pytest.raises(UserError, match=message):
+        check(kind, precision, device, exact)
+
+
+@pytest.mark.usefixtures("settings_kept")
+def test_use_cpu_of_the_accelerate_config_holds_where_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[bool] = []
+
+    def state(cpu: bool, **_: object) -> PartialState:
+        started.append(cpu)
+        return PartialState(cpu=True)
+
+    monkeypatch.setattr(accelerator, "PartialState", state)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    for use_cpu in ("false", "true"):
+        monkeypatch.setenv("ACCELERATE_USE_CPU", use_cpu)
+        accelerator.start_processes(Config())
+    assert started == [False, True]
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    model = GPT(tiny(), 64)
+    optimizer = make_optimizer(model, OptimConfig())
+    accelerator.check_parameters(model, optimizer)
+    replaced = model.blocks[0].attn.qkv  # as torchao's all-gather in fp8 does
+    replaced.weight = torch.nn.Parameter(replaced.weight.detach().clone())
+    with pytest.raises(UserError, match=r"holds 27 of the model's 28 .*blocks\.0\.attn\.qkv\.w"):
+        accelerator.check_parameters(model, optimizer)
+    with pytest.raises(UserError, match="the optimizer holds 0 of"):
+        accelerator.check_parameters(GPT(tiny(n_layer=1), 64), optimizer)
+
+
+# --------------------------------------------------------------------------- fp8
+
+
+@pytest.mark.slow
+def test_fp8_without_all_gathers_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those replace the weights by new parameters, which the optimizer does not hold."""
+    pytest.importorskip("torchao", reason="fp8 needs torchao")
+    assert accelerator.fp8_recipe(Config()) == []
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    (recipe,) = accelerator.fp8_recipe(Config())
+    assert recipe.config.enable_fsdp_float8_all_gather is False
+    assert recipe.config.pad_inner_dim
+
+
+def test_fp8_on_a_cpu_is_refused(
+    small_run: Arguments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert launch(small_run("--train.mixed_precision", "fp8")) == 2
+    error = capsys.readouterr().err
+    assert "needs a GPU of compute capability 8.9 or more, of which there is none" in error
+    assert "set train.mixed_precision to bf16" in error
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")  # of accelerate launch
+    assert launch(small_run()) == 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "torchao", "message"),
+    [
+        ((8, 0), True, "where A100 has 8.0; set"),
+        ((8, 0), False, "A100 has 8.0 and the package torchao"),
+        ((9, 0), False, "needs the package torchao"),
+        ((8, 9), True, None),
+    ],
+)
+def test_what_fp8_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], torchao: bool, message: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    monkeypatch.setattr(accelerator, "find_spec", lambda name: object() if torchao else None)
+    if message is None:
+        accelerator.check_fp8(FP8)
+        return
+    with pytest.raises(UserError, match=message):
+        accelerator.check_fp8(FP8)
+
+
+# --------------------------------------------------------------------------- compiled code
+
+
+def test_a_compiled_run_keeps_its_code_where_nobody_else_writes(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache" / "accel_gpt" / "compiled"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(auto.CACHE, "given")
+    auto.use_compile_cache()
+    assert os.environ[auto.CACHE] == "given"
+    assert not cache.exists()
+    monkeypatch.delenv(auto.CACHE)
+    folders: list[str] = []
+    monkeypatch.setattr(GPT, "compile", lambda model: folders.append(os.environ[auto.CACHE]))
+    monkeypatch.setattr(auto, "compiler_error", lambda device: None)
+    assert launch(small_run(*QUIET, "--train.max_steps", "3", "--train.compile")) == 0
+    assert folders == [str(cache)]
+    assert cache.stat().st_mode & 0o777 == 0o700
+    monkeypatch.delenv(auto.CACHE, raising=False)
+    cache.chmod(0o770)
+    with pytest.raises(UserError, match="can be written by others; chmod 700 it"):
+        auto.use_compile_cache()
+    assert auto.CACHE not in os.environ

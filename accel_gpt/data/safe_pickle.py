@@ -7,7 +7,6 @@ no class or function, which every call that a pickle asks for has to name.
 import io
 import pickle
 import pickletools
-import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +33,23 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
+def read_vocabulary(path: Path) -> str:
+    """The characters of nanoGPT's meta.pkl in the order of their ids.
+
+    Raises `DataError` when it holds something else (data/shakespeare_char/prepare.py writes it).
+    """
+    meta = read_plain(path)
+    itos = meta.get("itos") if isinstance(meta, dict) else None
+    chars: list[Any] = [itos.get(i) for i in range(len(itos))] if isinstance(itos, dict) else []
+    plain = all(isinstance(c, str) and len(c) == 1 and not "\ud800" <= c <= "\udfff" for c in chars)
+    if not chars or not plain or len({*chars}) < len(chars):
+        raise DataError(
+            f"{path} is no vocabulary of characters; expected a dict with itos, which gives each "
+            "id from 0 on its character: remove it and set data.tokenizer"
+        )
+    return "".join(chars)
+
+
 def read_plain(path: Path) -> Any:
     """The dicts, strings and numbers that a pickle file holds.
 
@@ -47,40 +63,16 @@ def read_plain(path: Path) -> Any:
     if len(content) > LARGEST:
         raise DataError(f"{path} has more than {LARGEST:,} bytes; such a pickle is not read")
     try:
-        with warnings.catch_warnings(action="ignore"):  # of strings with odd escapes
-            for opcode, argument, _ in pickletools.genops(content):
-                if opcode.name not in OPCODES:
-                    raise DataError(
-                        f"{path} uses the pickle opcode {opcode.name}, which makes more than plain "
-                        "values; only dicts, strings and numbers are read: nothing is run"
-                    )
-                if "PUT" in opcode.name and int(argument or 0) > len(content):  # or memory
-                    raise ValueError(f"value {argument} of a file of {len(content)} bytes")
-            return PlainUnpickler(io.BytesIO(content)).load()
+        for opcode, argument, _ in pickletools.genops(content):
+            if opcode.name not in OPCODES:
+                raise DataError(
+                    f"{path} uses the pickle opcode {opcode.name}, which makes more than plain "
+                    "values; only dicts, strings and numbers are read: nothing is run"
+                )
+            if "PUT" in opcode.name and int(argument or 0) > len(content):  # it takes memory
+                raise ValueError(f"value {argument} of a file of {len(content)} bytes")
+        return PlainUnpickler(io.BytesIO(content)).load()
     except DataError:
         raise
     except Exception as error:  # whatever pickle raises for what it does not understand
         raise DataError(f"{path} is a damaged pickle: {str(error)[:200]}") from None
-
-
-def read_vocabulary(path: Path) -> str:
-    """The characters of nanoGPT's meta.pkl in the order of their ids.
-
-    Raises `DataError` when it holds something else (data/shakespeare_char/prepare.py writes it).
-    """
-    meta = read_plain(path)
-    itos = meta.get("itos") if isinstance(meta, dict) else None
-    whole = isinstance(itos, dict) and all(type(i) is int for i in itos)
-    found = [itos.get(i) for i in range(len(itos))] if isinstance(itos, dict) and whole else []
-    chars = "".join(c for c in found if isinstance(c, str) and len(c) == 1)
-    unpaired = any("\ud800" <= char <= "\udfff" for char in chars)
-    if not chars or unpaired or len(chars) < len(found) or len(set(chars)) < len(chars):
-        raise DataError(
-            f"{path} is no vocabulary of characters; expected a dict with itos, which gives each "
-            "id from 0 on its character: remove it and set data.tokenizer"
-        )
-    stoi = {char: i for i, char in enumerate(chars)}
-    for key, expected in (("stoi", stoi), ("vocab_size", len(chars))):
-        if meta.get(key, expected) != expected:
-            raise DataError(f"{path} contradicts itself: its itos and its {key} differ")
-    return chars

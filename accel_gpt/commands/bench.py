@@ -3,6 +3,7 @@
 Runs `train.update` in a temporary folder, without evaluation, samples, checkpoints and trackers.
 """
 
+import contextlib
 import copy
 import json
 import statistics
@@ -20,11 +21,12 @@ import tyro
 from accel_gpt.config.checks import NotNegative, Positive, Section
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config, parse_command
-from accel_gpt.config.plan import in_steps, make_plan, plural
+from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import exit_on_sigterm, write_out
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.errors import require
-from accel_gpt.launcher import world_size
+from accel_gpt.launcher import is_main, world_size
+from accel_gpt.tables import table
 
 if TYPE_CHECKING:  # torch is imported once the options are right
     import torch
@@ -33,6 +35,14 @@ if TYPE_CHECKING:  # torch is imported once the options are right
 
 PARTS = ("data", "forward and loss", "backward", "clip and optimizer")
 Report = dict[str, Any]
+STEP_ALONE = (  # over the config: nothing but the training step
+    *("--train.profile=0", "--schedule.warmup_steps=0", "--schedule.warmup_tokens=null"),
+    *("--eval.every=0", "--eval.only=false", "--eval.hellaswag=null", "--sample.every=0"),
+    *("--checkpoint.every=0", "--checkpoint.every_tokens=null", "--checkpoint.resume=never"),
+    *("--checkpoint.async_save=false", "--log.trackers=[]", "--log.dashboard=false"),
+    *("--log.batch_hash=false", "--log.layer_stats_every=0", "--log.level=warning"),
+    "--hub.push=never",
+)
 
 
 @dataclass(frozen=True)
@@ -63,18 +73,18 @@ def main(argv: Sequence[str]) -> int:
 
     keys: list[str] = []
     options = parse_command(BenchCommand, argv, "accel-gpt bench", keys)
-    config = load_config([options.config, *keys], "accel-gpt bench", inherit)
+    config = load_config([options.config, *keys, *STEP_ALONE], "accel-gpt bench", inherit)
     exit_on_sigterm()
     if options.compare:
-        write_out(compare(options, keys))
+        write_out(compare_precisions(options, keys))
     elif report := bench(options, config):
-        write_out(json.dumps(report, indent=1) + "\n" if options.json else as_text(report))
+        write_out(json.dumps(report, indent=1) + "\n" if options.json else bench_text(report))
     return 0
 
 
 def bench(options: BenchCommand, config: Config) -> Report | None:
     """Measure the training step; returns None on all ranks but 0."""
-    from accel_gpt import train
+    from accel_gpt.train import start
     from accel_gpt.training.accelerator import resolve_auto, start_accelerator
     from accel_gpt.training.ranks import peers
     from accel_gpt.training.setup import ensure_data
@@ -82,51 +92,23 @@ def bench(options: BenchCommand, config: Config) -> Report | None:
     from accel_gpt.training.terminal import Display
 
     die_with_launcher()
+    length, steps = make_plan(config, 1).max_steps, options.warmup + options.steps + options.parts
+    train = replace(config.train, max_steps=max(length, steps), max_tokens=None)
     with peers(world_size()), tempfile.TemporaryDirectory() as out:
-        config = bare(config, out, options.warmup + options.steps + options.parts)
+        config = replace(config, out_dir=out, train=train)
         plan = make_plan(config, world_size())
         ensure_data(config.data)
         config, accelerator = start_accelerator(config, plan)
         config, plan = resolve_auto(config, plan, accelerator)
         with Display(False, config, plan) as display:
-            run = train.start(config, plan, accelerator, display)
-        try:
-            report = measure(options, run)
-        finally:
-            run.loader.close()
-            run.writer.close()
-        main = accelerator.is_main_process
+            run = start(config, plan, accelerator, display)
+        with contextlib.closing(run.loader), contextlib.closing(run.writer):
+            report = measure_steps(options, run)
         accelerator.end_training()
-    return report if main else None
+    return report if is_main() else None
 
 
-def bare(config: Config, out: str, steps: int) -> Config:
-    """`config` with nothing but the training step, for at least so many of them."""
-    train = config.train
-    length = train.max_steps or in_steps(train.max_tokens, train.tokens_per_step)
-    return replace(
-        config,
-        out_dir=out,
-        train=replace(train, profile=0, max_steps=max(length, steps), max_tokens=None),
-        schedule=replace(config.schedule, warmup_steps=0, warmup_tokens=None),
-        eval=replace(config.eval, every=0, only=False, hellaswag=None),
-        sample=replace(config.sample, every=0),
-        checkpoint=replace(
-            config.checkpoint, every=0, every_tokens=None, resume="never", async_save=False
-        ),
-        log=replace(
-            config.log,
-            trackers=(),
-            dashboard=False,
-            batch_hash=False,
-            layer_stats_every=0,
-            level="warning",
-        ),
-        hub=replace(config.hub, push="never"),
-    )
-
-
-def measure(options: BenchCommand, run: "Run") -> Report:
+def measure_steps(options: BenchCommand, run: "Run") -> Report:
     """Warm up, time whole steps, then the parts of further ones."""
     from accel_gpt import train
     from accel_gpt.training.machine import code_versions, describe_machine, memory_gb
@@ -138,7 +120,7 @@ def measure(options: BenchCommand, run: "Run") -> Report:
     first = timed(step, device)
     for _ in range(options.warmup - 1):
         step()
-    seconds = step_seconds(step, device, options.steps)
+    seconds = seconds_of_each(step, device, options.steps)
     memory = memory_gb(device)
     parts = part_seconds(run, options.parts) if options.parts else {}
     median = statistics.median(seconds)
@@ -185,7 +167,7 @@ def timed(work: Callable[[], object], device: "torch.device") -> float:
     return time.perf_counter() - start
 
 
-def step_seconds(step: Callable[[], None], device: "torch.device", steps: int) -> list[float]:
+def seconds_of_each(step: Callable[[], None], device: "torch.device", steps: int) -> list[float]:
     """Seconds of each of `steps` steps in a row; on CUDA nothing waits between them."""
     import torch
 
@@ -204,62 +186,57 @@ def step_seconds(step: Callable[[], None], device: "torch.device", steps: int) -
     return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]
 
 
-class Timed:
-    """Wraps an object of a run and adds the seconds of some of its methods to the parts of a step.
+class TimedLoader:
+    """The loader of a run; `following` stands for its `__next__`."""
 
-    `parts`: the part of a step by the name of a method; `__call__` and `__next__` count, too.
-    """
-
-    def __init__(
-        self, wrapped: Any, seconds: dict[str, float], device: "torch.device", **parts: str
-    ) -> None:
-        self.wrapped, self.seconds, self.device, self.parts = wrapped, seconds, device, parts
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.wrapped, name)
-        if name not in self.parts:
-            return found
-
-        def method(*args: Any, **kwargs: Any) -> Any:
-            results = []
-            spent = timed(lambda: results.append(found(*args, **kwargs)), self.device)
-            self.seconds[self.parts[name]] += spent
-            return results[0]
-
-        return method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__getattr__("__call__")(*args, **kwargs)
+    def __init__(self, loader: Any, following: Callable[[], Any]) -> None:
+        self.loader, self.following = loader, following
 
     def __next__(self) -> Any:
-        return self.__getattr__("__next__")()
+        return self.following()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
 
 
 def part_seconds(run: "Run", steps: int) -> dict[str, float]:
-    """Mean seconds of each part of a step, and of the rest, over `steps` steps."""
+    """Mean seconds of each part of a step, and of the rest, over the last `steps` steps of a run.
+
+    Each part is waited for: the objects of `run` get methods that do so.
+    """
     from accel_gpt import train
 
     seconds, device = dict.fromkeys(PARTS, 0.0), run.accelerator.device
+
+    def part(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_work(*args: Any, **kwargs: Any) -> Any:
+            results = []
+            seconds[name] += timed(lambda: results.append(work(*args, **kwargs)), device)
+            return results[0]
+
+        return timed_work
+
     data, forward, backward, optimizer = PARTS
-    observed: Any = copy.copy(run)  # shares its state
-    observed.loader = Timed(run.loader, seconds, device, __next__=data)
-    observed.model = Timed(run.model, seconds, device, __call__=forward)
-    observed.gradients = Timed(run.gradients, seconds, device, backward=backward, clip=optimizer)
-    observed.optimizer = Timed(run.optimizer, seconds, device, step=optimizer, zero_grad=optimizer)
+    observed: Any = copy.copy(run)  # `run` keeps its loader, which is closed
+    observed.loader = TimedLoader(run.loader, part(data, run.loader.__next__))
+    observed.model = part(forward, run.model)
+    observed.gradients.backward = part(backward, run.gradients.backward)
+    observed.gradients.clip = part(optimizer, run.gradients.clip)
+    observed.optimizer.step = part(optimizer, run.optimizer.step)
+    observed.optimizer.zero_grad = part(optimizer, run.optimizer.zero_grad)
     whole = sum(timed(lambda: train.update(observed), device) for _ in range(steps))
     seconds["rest"] = whole - sum(seconds.values())
-    return {part: spent / steps for part, spent in seconds.items()}
+    return {name: spent / steps for name, spent in seconds.items()}
 
 
-def compare(options: BenchCommand, keys: Sequence[str]) -> str:
+def compare_precisions(options: BenchCommand, keys: Sequence[str]) -> str:
     """The speed in float32 and bf16, compiled or not, each in a process of its own: a table, or
     with `--json` one object. `keys` are the options set over the config.
     """
     require(world_size() == 1, "--compare measures one process; start it without a launcher")
     reports: dict[str, Any] = {}
     for precision, compiled in product(("no", "bf16"), ("false", "true")):
-        name = "float32" if precision == "no" else precision
-        name += ", compiled" if compiled == "true" else ""
+        name = precision.replace("no", "float32") + (", compiled" if compiled == "true" else "")
         words = [sys.executable, "-m", "accel_gpt.cli", "bench", options.config, *keys, "--json"]
         words += ["--warmup", str(options.warmup), "--steps", str(options.steps), "--parts", "0"]
         words += ["--train.mixed_precision", precision, "--train.compile", compiled]
@@ -269,56 +246,61 @@ def compare(options: BenchCommand, keys: Sequence[str]) -> str:
         reports[name] = {"error": lines[-1]} if done.returncode else json.loads(done.stdout)
     if options.json:
         return json.dumps(reports, indent=1) + "\n"
-    return "".join(
-        f"{name:<18} {report['error']}\n"
+    rows = [
+        (name, report["error"], "")
         if "error" in report
-        else f"{name:<18} {report['tokens_per_second']:>12,.0f} tokens/s "
-        f"{report['step_ms']:>10,.1f} ms a step, the first {report['first_step_seconds']:.1f} s\n"
+        else (
+            name,
+            f"{report['tokens_per_second']:,.0f} tokens/s",
+            f"{report['step_ms']:,.1f} ms a step, the first {report['first_step_seconds']:.1f} s",
+        )
         for name, report in reports.items()
-    )
-
-
-def as_text(report: Report) -> str:
-    """The report as text."""
-    plan = report["plan"]
-    low, high = report["tokens_per_second_quartiles"]
-    lines = [
-        f"model      {report['parameters']:,} parameters, "
-        f"{report['flops_per_token'] / 1e6:,.1f} MFLOP a token",
-        f"step       {plan['tokens_per_step']:,} tokens = "
-        f"{plural(plan['micro_batch_size'], 'sequence')} x {plan['block_size']:,} tokens x "
-        f"{plural(plan['accumulation_steps'], 'micro-step')} x "
-        f"{plural(plan['world_size'], 'process', 'processes')}",
-        f"device     {report['processes']} x {report['device']}, precision "
-        f"{report['mixed_precision']}, {'' if report['compiled'] else 'not '}compiled, "
-        f"{report['threads_per_process']} threads",
-        f"speed      {report['tokens_per_second']:,.0f} tokens/s, median of "
-        f"{plural(report['steps'], 'step')}; middle half {low:,.0f} to {high:,.0f}",
-        f"           {report['step_ms']:,.1f} ms a step; the first took "
-        f"{report['first_step_seconds']:.2f} s",
-        f"MFU        {mfu_line(report)}",
-        f"memory     {report['memory_gb']:.2f} GB at most, of the {report['memory_of']}",
     ]
-    if report["parts_ms"]:
-        whole = sum(report["parts_ms"].values())
-        lines += [
-            "",
-            f"where a step's time goes ({plural(report['parts_steps'], 'further step')}, each part "
-            f"waited for: {whole:,.1f} ms)",
-            *(
-                f"  {n:<20} {ms / whole:>6.1%} {ms:>10,.2f} ms"
-                for n, ms in report["parts_ms"].items()
-            ),
-        ]
-    return "\n".join(lines) + "\n"
+    return table(rows, "<18", ">12", ">10")
 
 
-def mfu_line(report: Report) -> str:
-    """The share of the peak that is reached, with its formula, or why there is none."""
-    if report["mfu"] is None:
-        return f"not known: no {report['dtype']} peak of this device is kept"
-    return (
-        f"{report['mfu']:.1%} = {report['tokens_per_second']:,.0f} tokens/s x "
-        f"{report['flops_per_token'] / 1e6:,.1f} MFLOP / ({report['processes']} x "
-        f"{report['peak_flops'] / 1e12:,.1f} TFLOP/s of {report['dtype']})"
+def bench_text(report: Report) -> str:
+    """The report as text."""
+    plan, parts = report["plan"], report["parts_ms"]
+    low, high = report["tokens_per_second_quartiles"]
+    work = f"{report['flops_per_token'] / 1e6:,.1f} MFLOP"
+    speed = f"{report['tokens_per_second']:,.0f} tokens/s"
+    reached = f"not known: no {report['dtype']} peak of this device is kept"
+    if report["mfu"] is not None:
+        peak = f"{report['peak_flops'] / 1e12:,.1f} TFLOP/s of {report['dtype']}"
+        reached = f"{report['mfu']:.1%} = {speed} x {work} / ({report['processes']} x {peak})"
+    step = (
+        f"{plan['tokens_per_step']:,} tokens = {plural(plan['micro_batch_size'], 'sequence')} x "
+        f"{plan['block_size']:,} tokens x {plural(plan['accumulation_steps'], 'micro-step')} x "
+        f"{plural(plan['world_size'], 'process', 'processes')}"
     )
+    rows = [
+        ("model", f"{report['parameters']:,} parameters, {work} a token"),
+        ("step", step),
+        (
+            "device",
+            f"{report['processes']} x {report['device']}, precision {report['mixed_precision']}, "
+            f"{'' if report['compiled'] else 'not '}compiled, "
+            f"{report['threads_per_process']} threads",
+        ),
+        (
+            "speed",
+            f"{speed}, median of {plural(report['steps'], 'step')}; middle half {low:,.0f} to "
+            f"{high:,.0f}",
+        ),
+        (
+            "",
+            f"{report['step_ms']:,.1f} ms a step; the first took "
+            f"{report['first_step_seconds']:.2f} s",
+        ),
+        ("MFU", reached),
+        ("memory", f"{report['memory_gb']:.2f} GB at most, of the {report['memory_of']}"),
+    ]
+    text = table(rows, "<9", "<")
+    if parts:
+        whole = sum(parts.values())
+        further = plural(report["parts_steps"], "further step")
+        text += f"\nwhere a step's time goes ({further}, each waited for: {whole:,.1f} ms)\n"
+        shares = [(f"  {n}", f"{ms / whole:.1%}", f"{ms:,.2f} ms") for n, ms in parts.items()]
+        text += table(shares, "<22", ">6", ">13")
+    return text

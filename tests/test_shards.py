@@ -110,6 +110,7 @@ def test_open_files_are_limited_and_closed_with_the_split(
     monkeypatch.setattr(shards, "OPEN_FILES", 64)
     write(tmp_path, [[i] for i in range(100)], 1)
     split = open_split(tmp_path, "train")
+    gc.collect()
     before = open_descriptors()
     assert [int(split.read(i, 0, 1)[0]) for i in (*range(100), 0, 50)] == [*range(100), 0, 50]
     assert open_descriptors() == before + 64

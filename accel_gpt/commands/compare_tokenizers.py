@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from accel_gpt.config.data import DataConfig
-from accel_gpt.data.remote import is_url
-from accel_gpt.data.sources import open_data
+from accel_gpt.data.sources import is_url, open_data
 from accel_gpt.data.tokenizer import Tokenizer, clean, named_tokenizer
 from accel_gpt.data.tokenizer_json import FILE
 from accel_gpt.errors import AccelGPTError, UserError, require

@@ -20,10 +20,8 @@ from typing import Any
 import numpy as np
 
 from accel_gpt.config.data import DataConfig
-from accel_gpt.data.cache import RemoteFolder
-from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import INDEX, NoSplit, Split, read_index
-from accel_gpt.data.sources import open_data
+from accel_gpt.data.sources import is_url, open_data
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, require
 from accel_gpt.files import sha256
@@ -69,8 +67,8 @@ def inspect_data(
                     texts = first_texts(split, tokenizer, windows, block_size)
                     splits[split.name]["windows"] = texts
     for split, _ in opened:
-        if isinstance(split.store, RemoteFolder):
-            split.store.close()
+        if split.remote:
+            split.remote.close()
     first = opened[0][0]
     ours = (first.folder / INDEX).exists()
     return {

@@ -199,7 +199,7 @@ def eval_splits(
     for source in sources:
         split, share = source.split, source.weight / total
         budget = None if tokens is None else max(1, round(tokens * (1 if named else share)))
-        if split.store is not None:
+        if split.remote is not None:
             if budget is None:
                 raise UserError(
                     f"eval.tokens is null, the whole split, but {source.path} is remote; give a "
@@ -234,7 +234,7 @@ def document_end(data: DataConfig, tokenizer: Tokenizer) -> int | None:
 
 def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
     """`UserError` where a shuffle over all shards does not fit the cache."""
-    remote = [source.split for source in sources if source.split.store is not None]
+    remote = [source.split for source in sources if source.split.remote is not None]
     need = sum(split.tokens * split.dtype.itemsize for split in remote) / 1e9
     require(
         data.shuffle not in ("global", "replacement") or need <= data.cache_gb,

@@ -8,15 +8,18 @@ ids, described by NAME.ds.metadata and NAME.ds.index. The name tells the split.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from accel_gpt.data.remote import FileInfo
 from accel_gpt.data.safe_pickle import read_vocabulary
-from accel_gpt.data.shards import INDEX, NoSplit, Shard, Split, Store, npy_header, token_dtype
+from accel_gpt.data.shards import INDEX, NoSplit, Shard, Split, npy_header, token_dtype
 from accel_gpt.data.tokenizer import (
     CharsTokenizer,
     Tokenizer,
@@ -25,6 +28,9 @@ from accel_gpt.data.tokenizer import (
     named_tokenizer,
 )
 from accel_gpt.errors import DataError, UserError
+
+if TYPE_CHECKING:
+    from accel_gpt.data.cache import RemoteFolder
 
 META, TOKENIZER, CONFIG = "meta.pkl", "tokenizer.json", "tokenizer_config.json"
 GPT2 = frozenset({"gpt2", "openai-community/gpt2"})  # as files of others name it
@@ -55,14 +61,21 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class DataFolder:
-    """A folder, here or remote, of which `fetch` brings files here by name."""
+    """A folder of this machine, or behind a URL: then `remote` brings its files to `path`."""
 
     path: Path
-    sizes: Mapping[str, int]
-    """Bytes of each file."""
-    fetch: Callable[[str], Path]
-    store: Store | None = None
-    """Where shards are downloaded from; None: they are here."""
+    remote: "RemoteFolder | None" = None
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file; `UserError` where a remote folder cannot be listed."""
+        if self.remote:
+            return {name: info.size or 0 for name, info in self.remote.list().items()}
+        return {file.name: file.stat().st_size for file in self.path.iterdir() if file.is_file()}
+
+    def fetch(self, name: str) -> Path:
+        """Where a file lies, once it is downloaded."""
+        return self.remote.fetch(name) if self.remote else self.path / name
 
 
 def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple[Split, Tokenizer]:
@@ -73,16 +86,12 @@ def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple
     of one format, `UserError` when the tokenizer is not known.
     """
     files = find(folder, split)
+    require_one(folder, split, "formats", {file.project: file.name for file in files})
     made_by = find_tokenizer(folder, files, tokenizer)
     dtypes = {file.dtype or token_dtype(made_by.vocab_size): file.name for file in files}
-    if len(dtypes) > 1:
-        several = ", ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
-        raise DataError(
-            f"{folder.path} holds {split} shards of several types: {several}; part them"
-        )
+    require_one(folder, split, "types", {str(dtype): name for dtype, name in dtypes.items()})
     (dtype,) = dtypes
     unsigned = np.dtype(f"<u{dtype.itemsize}")
-    tags: Mapping[str, str] = getattr(folder.store, "tags", {})
     shards, content = [], []
     for file in files:
         tokens = count(folder.path, file, dtype)
@@ -93,28 +102,46 @@ def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple
         if blocks:
             check_ids(file, blocks, unsigned, made_by.vocab_size)
         digest = hashlib.sha256(b"".join(blocks)).hexdigest()
-        remote = [file.name, file.size, tags.get(file.name, ""), digest]
-        content.append(remote if folder.store else [tokens, digest])
+        if folder.remote:
+            info = folder.remote.info(file.name) or FileInfo()
+            content.append([file.name, file.size, info.sha256 or info.tag, digest])
+        else:
+            content.append([tokens, digest])
     if not shards:
         raise DataError(f"the {split} shards of {folder.path} are all empty; make them again")
     identity = json.dumps([made_by.fingerprint, content])
     opened = Split(
         *(folder.path, split, tuple(shards), unsigned, made_by.vocab_size, made_by.eot_id),
         *(made_by.kind, made_by.fingerprint, hashlib.sha256(identity.encode()).hexdigest()),
-        *(np.array([shard.tokens for shard in shards], np.int64), folder.store),
+        remote=folder.remote,
     )
     return opened, made_by
+
+
+def require_one(folder: DataFolder, split: str, what: str, found: Mapping[str, str]) -> None:
+    """`DataError` where the files of a split are of several kinds; `found`: a file of each."""
+    if len(found) > 1:
+        several = ", ".join(f"{kind} ({name})" for kind, name in found.items())
+        raise DataError(f"{folder.path} holds {split} shards of several {what}: {several}")
 
 
 # --------------------------------------------------------------------------- which files
 
 
 def find(folder: DataFolder, split: str) -> list[TokenFile]:
-    """The token files of a split in order, all of one project's format."""
+    """The token files of a split in order; of a remote series only the first file is read."""
     pattern = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
     named = (name for name in folder.sizes if name.endswith(ENDINGS) and pattern.fullmatch(name))
     candidates = sorted(named, key=natural)
-    files = list(describe(folder, of_split(candidates, split)))
+    series: dict[str, TokenFile | None] = {}
+    files = []
+    for name in of_split(candidates, split):
+        key = re.sub("[0-9]+", "0", name)
+        if not folder.remote or key not in series:
+            series[key] = file = READERS[Path(name).suffix](folder, name)
+        elif file := series[key]:
+            file = replace(file, name=name, size=folder.sizes[name], tokens=None, path=None)
+        files += [file] if file else []
     if not files:
         remedy = "; set data.val to a folder that has them" if split == "val" else ""
         raise NoSplit(
@@ -122,12 +149,6 @@ def find(folder: DataFolder, split: str) -> list[TokenFile]:
             "read: train.bin and val.bin of nanoGPT, .bin of llm.c and modded-nanogpt, .npy of "
             f"build-nanogpt, .ds of datatrove, with {split} as a word of the name (of letters, "
             f"digits, '.', '_', '-'); it has: {', '.join(candidates[:5]) or 'none'}{remedy}"
-        )
-    projects = {file.project: file.name for file in files}
-    if len(projects) > 1:
-        several = ", ".join(f"{project} ({name})" for project, name in projects.items())
-        raise DataError(
-            f"{folder.path} holds {split} shards of several formats: {several}; part them"
         )
     return files
 
@@ -156,38 +177,24 @@ def of_split(names: Sequence[str], split: str) -> list[str]:
     return [name for name in others if name.endswith(".ds") or not any(splits)]
 
 
-def describe(folder: DataFolder, names: Sequence[str]) -> Iterator[TokenFile]:
-    """The header of each file; of a remote folder, the first of a series stands for the others."""
-    series: dict[str, TokenFile | None] = {}
-    for name in names:
-        key = re.sub("[0-9]+", "0", name)
-        if not folder.store or key not in series:
-            series[key] = file = read_header(folder, name)
-        elif file := series[key]:
-            file = replace(file, name=name, size=folder.sizes[name], tokens=None, path=None)
-        if file:
-            yield file
-
-
 # --------------------------------------------------------------------------- the formats
+# of each a function that returns what a file says of its tokens, None when it holds something else
 
 
-def read_header(folder: DataFolder, name: str) -> TokenFile | None:
-    """What a file says of its tokens; None when it holds something else."""
-    if name.endswith(".ds"):
-        return datatrove(folder, name)
-    path, size = folder.fetch(name), folder.sizes[name]
-    if name.endswith(".bin"):
-        return bin_file(path, name, size)
+def read_npy(folder: DataFolder, name: str) -> TokenFile | None:
+    """A one-dimensional array of numpy's."""
+    path = folder.fetch(name)
     dtype, tokens, offset = npy_header(path)
     if dtype.str not in ("<u2", "<u4", "<i4"):
         read = "uint16, uint32 and int32, little-endian"
         raise DataError(f"{path} holds {dtype} ({dtype.str}); save it as what is read: {read}")
+    size = folder.sizes[name]
     return TokenFile(name, size, "build-nanogpt .npy", offset, dtype, tokens, None, path)
 
 
-def bin_file(path: Path, name: str, size: int) -> TokenFile | None:
+def read_bin(folder: DataFolder, name: str) -> TokenFile | None:
     """A file of llm.c when its header says so, else of nanoGPT when its name does."""
+    path, size = folder.fetch(name), folder.sizes[name]
     raw = TokenFile(name, size, "nanoGPT", path=path) if name in RAW else None
     start = read_at(path, 0, 12) if size >= HEADER_BYTES else bytes(12)
     magic, version, tokens = np.frombuffer(start, "<i4").tolist()
@@ -207,9 +214,9 @@ def bin_file(path: Path, name: str, size: int) -> TokenFile | None:
     return raw
 
 
-def datatrove(folder: DataFolder, name: str) -> TokenFile:
+def read_datatrove(folder: DataFolder, name: str) -> TokenFile | None:
     """A .ds file, by its .metadata (tokenizer|token size, then tokens) and .index (uint64 ends)."""
-    path = None if folder.store else folder.fetch(name)
+    path = None if folder.remote else folder.fetch(name)
     file = TokenFile(name, folder.sizes[name], "datatrove .ds", path=path)
     if f"{name}.metadata" in folder.sizes:
         path = folder.fetch(f"{name}.metadata")
@@ -224,13 +231,16 @@ def datatrove(folder: DataFolder, name: str) -> TokenFile:
         named = None if described[1].startswith("Unknown Tokenizer") else described[1] or None
         file = replace(file, dtype=dtype, tokens=tokens, tokenizer=named)
     size = folder.sizes.get(f"{name}.index", 0)
-    if size >= 8 and not (folder.store and file.dtype):
+    if size >= 8 and not (folder.remote and file.dtype):
         path = folder.fetch(f"{name}.index")
         tokens = int.from_bytes(read_at(path, size - 8, 8), "little")
         if file.tokens not in (None, tokens):
             raise DataError(f"{path} ends at token {tokens}, its .metadata says {file.tokens}")
         file = replace(file, tokens=tokens)
     return file
+
+
+READERS = MappingProxyType({".npy": read_npy, ".bin": read_bin, ".ds": read_datatrove})
 
 
 def read_at(path: Path, start: int, length: int) -> bytes:

@@ -9,18 +9,20 @@ import json
 import os
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.files import is_count, read_json
+
+if TYPE_CHECKING:
+    from accel_gpt.data.cache import RemoteFolder
 
 Tokens = NDArray[Any]
 Ints = NDArray[np.int64]
@@ -58,16 +60,6 @@ class Shard:
     """Bytes before the first token."""
 
 
-class Store(Protocol):
-    """Where shards are downloaded from before they are read."""
-
-    def locate(self, shard: Shard) -> Path:
-        """The local file of a shard, downloaded if need be; `DataError` when that fails."""
-
-    def prefetch(self, now: Sequence[Shard], then: Sequence[Shard] = ()) -> None:
-        """Download in the background what is needed now, then next as far as there is room."""
-
-
 @dataclass(frozen=True)
 class Split:
     """The shards of one split, open for reading; safe to use from several threads."""
@@ -83,23 +75,23 @@ class Split:
     tokenizer_fingerprint: str
     fingerprint: str
     """SHA-256 (hex) of the tokenizer's fingerprint and each shard's tokens and content."""
-    lengths: NDArray[np.int64] = field(compare=False)
-    """Tokens in each shard."""
-    store: "Store | None" = field(default=None, compare=False)
+    remote: "RemoteFolder | None" = field(default=None, compare=False)
     """Where the files are downloaded from; None: they are in `folder`."""
     memory: Tokens | None = field(default=None, repr=False, compare=False)
     """The tokens of all shards in memory, in place of files."""
-    lock: Any = field(default_factory=threading.RLock, repr=False, compare=False)
+    lock: Any = field(default_factory=threading.RLock, init=False, repr=False, compare=False)
+    opened: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Descriptors of the shards that were opened last."""
+
+    @cached_property
+    def lengths(self) -> Ints:
+        """Tokens in each shard."""
+        return np.array([shard.tokens for shard in self.shards], np.int64)
 
     @property
     def tokens(self) -> int:
         """Tokens in all shards."""
         return int(self.lengths.sum())
-
-    @cached_property
-    def files(self) -> "OpenFiles":
-        """The files that are open now."""
-        return OpenFiles(self)
 
     def read(self, shard: int, start: int, length: int) -> Tokens:
         """Tokens `start` to `start + length` of a shard; see `read_many`."""
@@ -119,71 +111,51 @@ class Split:
         tokens = np.empty((len(shard), length), self.dtype)
         begin = start * self.dtype.itemsize
         with self.lock:  # so that no file is closed while it is read
-            for row, number, offset in zip(tokens, shard.tolist(), begin.tolist(), strict=True):
-                self.files.read(number, offset, row)
+            for row, number, skip in zip(tokens, shard.tolist(), begin.tolist(), strict=True):
+                one = self.shards[number]
+                try:
+                    if number not in self.opened:
+                        self.open(number)
+                    found = os.preadv(self.opened[number], [row.data], one.offset + skip)
+                except OSError as error:
+                    raise DataError(
+                        f"shard {self.folder / one.name} cannot be read: {error.strerror}; "
+                        "restore it"
+                    ) from None
+                if found != row.nbytes:
+                    raise DataError(
+                        f"shard {self.folder / one.name} was cut short while it was being read; "
+                        "restore it and launch again"
+                    )
         return tokens
+
+    def open(self, number: int) -> None:
+        """Open a shard's file once its header is checked; of many, close the one opened first."""
+        shard = self.shards[number]
+        path = self.remote.fetch(shard.name) if self.remote else self.folder / shard.name
+        if shard.name.endswith(".npy"):
+            dtype, tokens, _ = npy_header(path)
+            if (dtype.itemsize, tokens) != (self.dtype.itemsize, shard.tokens):
+                raise DataError(
+                    f"shard {path} holds {tokens} tokens of {dtype}, expected {shard.tokens} of "
+                    f"{self.dtype}; prepare the data again"
+                )
+        self.opened[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if len(self.opened) > OPEN_FILES:
+            os.close(self.opened.pop(next(iter(self.opened))))
 
     def prefetch(self, now: Sequence[int], then: Sequence[int] = ()) -> None:
         """Have the shards needed now and next downloaded, in this order; closes the others."""
-        if self.store is not None:
+        if self.remote is not None:
             with self.lock:  # of a file that the cache removes, an open descriptor keeps the room
-                self.files.close(keep=[*now, *then])
-            needed, rest = ([self.shards[number] for number in part] for part in (now, then))
-            self.store.prefetch(needed, rest)
-
-
-class OpenFiles:
-    """The files of a split that were read last, at most `OPEN_FILES`."""
-
-    def __init__(self, split: Split) -> None:
-        self.shards, self.dtype = split.shards, split.dtype
-        self.folder, self.store = split.folder, split.store
-        self.descriptors: OrderedDict[int, int] = OrderedDict()
-        self.known: set[int] = set()  # shards whose header was checked
-
-    def read(self, number: int, offset: int, tokens: Tokens) -> None:
-        """Fill `tokens` from `offset` bytes behind the first token of a shard on."""
-        if number not in self.descriptors:
-            self.descriptors[number] = self.open(number)
-            if len(self.descriptors) > OPEN_FILES:
-                os.close(self.descriptors.popitem(last=False)[1])
-        self.descriptors.move_to_end(number)
-        shard = self.shards[number]
-        try:
-            found = os.preadv(self.descriptors[number], [tokens.data], shard.offset + offset)
-        except OSError as error:
-            raise DataError(
-                f"shard {self.folder / shard.name} cannot be read: {error.strerror}"
-            ) from None
-        if found != tokens.nbytes:
-            raise DataError(
-                f"shard {self.folder / shard.name} was cut short while it was being read; restore "
-                "it and launch again"
-            )
-
-    def open(self, number: int) -> int:
-        """A descriptor of a shard's file, downloaded if need be and checked."""
-        shard = self.shards[number]
-        path = self.store.locate(shard) if self.store else self.folder / shard.name
-        if number not in self.known:
-            check_size(path, shard.offset + shard.tokens * self.dtype.itemsize)
-            if shard.name.endswith(".npy"):
-                dtype, tokens, _ = npy_header(path)
-                if (dtype.itemsize, tokens) != (self.dtype.itemsize, shard.tokens):
-                    raise DataError(
-                        f"shard {path} holds {tokens} tokens of {dtype}, expected {shard.tokens} "
-                        f"of {self.dtype}; prepare the data again"
-                    )
-            self.known.add(number)
-        try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise DataError(f"shard {path} cannot be read: {error.strerror}; restore it") from None
+                self.close(keep=[*now, *then])
+            needed, rest = ([self.shards[number].name for number in part] for part in (now, then))
+            self.remote.prefetch(needed, rest)
 
     def close(self, keep: Sequence[int] = ()) -> None:
         """Close all files but those of the shards `keep`."""
-        for number in self.descriptors.keys() - set(keep):
-            os.close(self.descriptors.pop(number))
+        for number in self.opened.keys() - set(keep):
+            os.close(self.opened.pop(number))
 
     def __del__(self) -> None:
         self.close()
@@ -201,7 +173,7 @@ def resident(split: Split, tokens: int | None) -> Split:
         replace(shard, tokens=length, bytes=(shard.bytes or 0) * length // shard.tokens)
         for shard, length in shards
     )
-    return replace(split, shards=kept, lengths=lengths, store=None, memory=memory)
+    return replace(split, shards=kept, remote=None, memory=memory)
 
 
 def npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
@@ -222,10 +194,10 @@ def npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 # --------------------------------------------------------------------------- opening
 
 
-def open_split(folder: str | Path, split: str, store: Store | None = None) -> Split:
+def open_split(folder: str | Path, split: str, remote: "RemoteFolder | None" = None) -> Split:
     """Open a split of a data folder of ours after checks that read no shard.
 
-    With a `store` the folder holds the index alone, and the shards come when they are needed.
+    With a `remote` the folder holds the index alone, and the shards come when they are needed.
     Raises `UserError` when there is no folder, `DataError` when it cannot be trained on.
     """
     folder = Path(folder)
@@ -237,13 +209,15 @@ def open_split(folder: str | Path, split: str, store: Store | None = None) -> Sp
         if not (is_count(vocab_size, 1) and (eot_id is None or is_count(eot_id))):
             raise ValueError(f"vocab_size {vocab_size!r}, eot_id {eot_id!r}")
         kind, tokenizer = str(index["tokenizer"]["kind"]), str(index["tokenizer"]["fingerprint"])
-        lengths = np.array([shard.tokens for shard in shards], np.int64)
         dtype = token_dtype(vocab_size)
         known = ", ".join(index["splits"])
         for shard in shards:
             check_entry(folder, shard, vocab_size)
-            if store is None:
-                check_size(folder / shard.name, HEADER + shard.tokens * dtype.itemsize)
+            size = HEADER + shard.tokens * dtype.itemsize
+            if remote is None:
+                check_size(folder / shard.name, size)
+            else:
+                remote.expect(shard.name, size, shard.sha256)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, DataError):
             raise
@@ -254,7 +228,7 @@ def open_split(folder: str | Path, split: str, store: Store | None = None) -> Sp
     fingerprint = hashlib.sha256(content.encode()).hexdigest()
     return Split(
         *(folder, split, shards, dtype, vocab_size, eot_id),
-        *(kind, tokenizer, fingerprint, lengths, store),
+        *(kind, tokenizer, fingerprint, remote),
     )
 
 

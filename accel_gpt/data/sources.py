@@ -1,14 +1,12 @@
 """Where training data comes from: a folder of this machine or a URL, ours or of another project."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from accel_gpt.config.data import DataConfig, TextStream, Weighted
-from accel_gpt.data.cache import RemoteFolder
-from accel_gpt.data.foreign import DataFolder, open_foreign
-from accel_gpt.data.remote import is_url
-from accel_gpt.data.shards import INDEX, Split, open_split, read_index
+from accel_gpt.data.shards import INDEX, Split, open_split
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import DataError, require
 from accel_gpt.redact import redact_url
@@ -56,36 +54,39 @@ def open_data(
     tokenizer of a folder of ours, if it is loaded already. Raises `UserError` when there is no such
     folder or no tokenizer, `DataError` for unusable data.
     """
+    remote = None
     if is_url(path):
+        from accel_gpt.data.cache import RemoteFolder
+
         remote = RemoteFolder(path, data.cache_dir, data.cache_gb)
-        if not remote.has(INDEX):
-            theirs = DataFolder(remote.folder, remote.sizes(), remote.fetch, remote)
-            return open_foreign(theirs, split, data.tokenizer)
-        for name in (INDEX, "tokenizer.json", "tokenizer_config.json"):
-            if remote.has(name):
+        folder, ours = remote.folder, remote.info(INDEX) is not None
+        for name in (INDEX, "tokenizer.json", "tokenizer_config.json") if ours else ():
+            if remote.info(name):
                 remote.fetch(name)
-        opened = open_split(remote.folder, split, remote)
-        return same_folder(opened, load_tokenizer(remote.folder))
-    folder = Path(path)
-    if folder.is_dir() and not (folder / INDEX).exists():
-        sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
-        return open_foreign(DataFolder(folder, sizes, folder.joinpath), split, data.tokenizer)
-    read_index(folder)
-    return same_folder(open_split(folder, split), known or load_tokenizer(folder))
+    else:
+        folder = Path(path)
+        ours = not folder.is_dir() or (folder / INDEX).exists()
+    if not ours:
+        from accel_gpt.data.foreign import DataFolder, open_foreign
 
-
-def same_folder(split: Split, tokenizer: Tokenizer) -> tuple[Split, Tokenizer]:
-    """Raise `DataError` unless the index of the folder names the tokenizer that lies in it."""
-    if split.tokenizer_fingerprint != tokenizer.fingerprint:
+        return open_foreign(DataFolder(folder, remote), split, data.tokenizer)
+    opened = open_split(folder, split, remote)
+    tokenizer = known or load_tokenizer(folder)
+    if opened.tokenizer_fingerprint != tokenizer.fingerprint:
         raise DataError(
-            f"the {split.name} shards of {split.folder} were made with another tokenizer "
-            f"({split.tokenizer_kind}, {split.tokenizer_fingerprint[:12]}) than the one beside them"
-            f" ({tokenizer.kind}, {tokenizer.fingerprint[:12]}); prepare them again"
+            f"the {split} shards of {folder} were made with another tokenizer "
+            f"({opened.tokenizer_kind}, {opened.tokenizer_fingerprint[:12]}) than the one beside "
+            f"them ({tokenizer.kind}, {tokenizer.fingerprint[:12]}); prepare them again"
         )
-    return split, tokenizer
+    return opened, tokenizer
 
 
 # --------------------------------------------------------------------------- what the config names
+
+
+def is_url(path: str) -> bool:
+    """Whether `path` is a URL (scheme://...) and not a folder of this machine."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
 
 
 def train_paths(data: DataConfig) -> list[Weighted]:

@@ -9,8 +9,7 @@ from accelerate import Accelerator
 from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config
 from accel_gpt.data.corpus import Corpus
-from accel_gpt.data.remote import is_url
-from accel_gpt.data.sources import train_paths, val_paths
+from accel_gpt.data.sources import is_url, train_paths, val_paths
 from accel_gpt.errors import require
 from accel_gpt.evals.validation import evaluate_splits
 from accel_gpt.model.gpt import GPT

@@ -18,8 +18,8 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import build, changed_keys
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
-from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import INDEX, open_split, read_index
+from accel_gpt.data.sources import is_url
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.hub.public import (

@@ -3,6 +3,7 @@
 Downloads go to ~/.cache/accel_gpt (or $XDG_CACHE_HOME/accel_gpt).
 """
 
+import base64
 import glob
 import hashlib
 import http.client
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import cast
 
 from accel_gpt.config.data import PrepareConfig, SourceKind
-from accel_gpt.data.remote import http_request, is_url
+from accel_gpt.data.sources import is_url
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import read_json
 
@@ -214,6 +215,19 @@ def guess_source(path: str) -> SourceKind:
     return cast(SourceKind, best)
 
 
+def http_request(url: str) -> urllib.request.Request:
+    """A request for a URL, whose user and password go to its server alone."""
+    parts = urllib.parse.urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    address = urllib.parse.urlunsplit(parts._replace(netloc=host, fragment=""))
+    headers = {"User-Agent": "accel_gpt", "Accept-Encoding": "identity"}
+    request = urllib.request.Request(address, headers=headers)
+    if user:
+        token = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
+        request.add_unredirected_header("Authorization", f"Basic {token}")
+    return request
+
+
 def download(url: str) -> Path:
     """The file at `url`, downloaded once."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accel_gpt"
@@ -224,7 +238,7 @@ def download(url: str) -> Path:
     temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        request = http_request(urllib.parse.urlsplit(url))
+        request = http_request(url)
         with urllib.request.urlopen(request, timeout=DOWNLOAD_TIMEOUT) as body:
             with temporary.open("wb") as file:
                 shutil.copyfileobj(body, file)

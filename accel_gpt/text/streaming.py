@@ -106,7 +106,6 @@ class Text:
             *(Path("streamed text"), name, (Shard("memory", len(tokens)),), tokens.dtype),
             *(made_by.vocab_size, made_by.eot_id, made_by.kind, made_by.fingerprint),
             fingerprint=self.digest(),
-            lengths=np.array([len(tokens)]),
             memory=tokens,
         )
 

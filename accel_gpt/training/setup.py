@@ -13,7 +13,7 @@ from accel_gpt.config.data import DataConfig, TextStream
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat
 from accel_gpt.data.corpus import Corpus, open_shards
-from accel_gpt.data.remote import is_url
+from accel_gpt.data.sources import is_url
 from accel_gpt.errors import require
 from accel_gpt.launcher import local_rank
 from accel_gpt.training.machine import code_versions

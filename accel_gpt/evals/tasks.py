@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,19 @@ def run_tasks(
     limit: int | None,
     batch_size: int,
 ) -> dict[str, float]:
-    """Evaluate the exported model in `folder` on `tasks`; a collective.
+    """Evaluate the exported model in `folder` on `tasks`; a collective. Seeds all generators.
 
     Returns `eval/TASK_METRIC` on all ranks. `manager`: the result of `open_tasks`. `limit`: only
     so many questions of each task. Raises `UserError` for a task whose data cannot be loaded.
     """
     from lm_eval.evaluator import evaluate
 
-    with seeded(), quiet(), warnings.catch_warnings():
+    os.environ["DISABLE_MULTIPROC"] = "1"  # lm_eval would fork a process per core
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    random.seed(SEEDS[0])  # as tasks shuffle answers
+    np.random.seed(SEEDS[1])
+    torch.manual_seed(SEEDS[1])
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers and lm_eval
         loaded = load_tasks(tasks, manager, accelerator)
         check_shares(loaded["tasks"], limit, accelerator.num_processes)
@@ -196,39 +201,3 @@ def check_shares(tasks: Mapping[str, Any], limit: int | None, processes: int) ->
             f"task {name} has {count} questions (limit {limit}) for {processes} processes; start "
             "fewer, or raise the limit",
         )
-
-
-# --------------------------------------------------------------------------- surroundings
-
-
-@contextlib.contextmanager
-def seeded() -> Iterator[None]:
-    """Seed the generators as lm_eval does, as tasks shuffle answers; restore their states."""
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        random.seed(SEEDS[0])
-        np.random.seed(SEEDS[1])
-        torch.default_generator.manual_seed(SEEDS[1])
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep lm_eval from forking a process per core, and its prints out of standard output."""
-    name, logger = "DISABLE_MULTIPROC", logging.getLogger("lm_eval")
-    before, level = os.environ.get(name), logger.level
-    os.environ[name] = "1"
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        logger.setLevel(level)
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

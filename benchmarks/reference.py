@@ -11,7 +11,7 @@ from typing import Any
 from accel_gpt.config.parse import changed_keys
 from accel_gpt.report.page import hardware
 from accel_gpt.report.references import config_name, shape
-from accel_gpt.report.runs import Run, open_runs
+from accel_gpt.report.runs import NamedRun, open_runs
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     args.json.write_text(json.dumps(reference(run), indent=1) + "\n", encoding="utf-8")
 
 
-def reference(run: Run) -> dict[str, Any]:
+def reference(run: NamedRun) -> dict[str, Any]:
     """The content of a file that `accel_gpt/report/references.py` reads."""
     rows, losses = run.metrics.columns["eval/val_loss"]
     command = str(run.last_launch("command") or "")

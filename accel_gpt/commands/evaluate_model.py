@@ -59,10 +59,10 @@ def evaluate(options: EvaluateCommand) -> str:
             "--tasks",
         )
         config = run_config(source, run)
-        accelerator = start_accelerator(config, run)
+        accelerator = start_evaluation(config, run)
         name = str(source.folder) if source.is_checkpoint else options.run
         model, tokenizer = load_pretrained(name, "last", options.allow_pickle, accelerator.device)
-        as_run, others = measure(options, name, config, model, tokenizer, accelerator)
+        as_run, others = evaluate_model(options, name, config, model, tokenizer, accelerator)
         if not accelerator.is_main_process:
             return ""
         state = read_state(source.folder) if source.is_checkpoint else None
@@ -78,7 +78,7 @@ def evaluate_only(config: Config) -> int:
     if config.train.micro_batch_size == "auto":
         config = with_batch_size(config)
     out = Path(config.out_dir)
-    accelerator = start_accelerator(config, out)
+    accelerator = start_evaluation(config, out)
     name, state = str(out), TrainState()
     if checkpoint_steps(out / "checkpoints"):
         name = str(find_checkpoint(out))
@@ -94,7 +94,7 @@ def evaluate_only(config: Config) -> int:
         tokenizer = corpus.tokenizer
         model = load_initial_model(config, corpus, lambda _: None).to(accelerator.device)
     set_up_model(model, config.train)
-    metrics, _ = measure(EvaluateCommand(name), name, config, model, tokenizer, accelerator)
+    metrics, _ = evaluate_model(EvaluateCommand(name), name, config, model, tokenizer, accelerator)
     if accelerator.is_main_process:
         precision = accelerator.mixed_precision
         kept = keep(out, state, metrics, {}, precision, contextlib.nullcontext)
@@ -138,7 +138,7 @@ def launched_precision(run: Path | None) -> Literal["no", "bf16", "fp16"] | None
     return EVALUATED_IN.get(str(found))
 
 
-def start_accelerator(config: Config, run: Path | None) -> Accelerator:
+def start_evaluation(config: Config, run: Path | None) -> Accelerator:
     """Ranks, device and precision as in training; all cores of a CPU, which has no fp16.
 
     Without `train.mixed_precision` the precision is that of the run's last launch.
@@ -156,7 +156,7 @@ def start_accelerator(config: Config, run: Path | None) -> Accelerator:
     return Accelerator(cpu=cpu, mixed_precision="no" if no_fp16 else evaluated_in)
 
 
-def measure(
+def evaluate_model(
     options: EvaluateCommand,
     name: str,
     config: Config,

@@ -42,14 +42,14 @@ def interact(
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives `input` its history
-    write(USAGE)
+    show(USAGE)
     while True:
         try:
             line = input(PROMPT)
         except (EOFError, KeyboardInterrupt):
             break
         except UnicodeDecodeError as error:
-            write(f"a prompt is not valid {error.encoding} ({error.reason}); convert it\n")
+            show(f"a prompt is not valid {error.encoding} ({error.reason}); convert it\n")
             continue
         prompt = re.sub(r"\\([n\\])", lambda found: "\n" if found[1] == "n" else "\\", line)
         try:
@@ -58,16 +58,16 @@ def interact(
             ids = torch.tensor([start], device=generator.device)
             ends = tokenizer.eot_id, tokenizer.vocab_size
             for number in range(config.num):
-                write(SEPARATOR if number else "")
+                show(SEPARATOR if number else "")
                 tokens = map(int, stream(model, ids, config, generator, *ends))
                 for text in decode_stream(tokenizer, tokens, context=start if prompt else ()):
-                    write(text)
+                    show(text)
         except AccelGPTError as error:  # a character that the tokenizer does not know
-            write(str(error))
+            show(str(error))
         except KeyboardInterrupt:
             pass
-        write("\n")
-    write("\n")
+        show("\n")
+    show("\n")
 
 
 def decode_stream(
@@ -99,7 +99,7 @@ def decode_stream(
     yield tokenizer.decode(ids)[shown:]
 
 
-def write(text: str) -> None:
+def show(text: str) -> None:
     """Write to the terminal at once."""
     write_out(text)
     sys.stdout.flush()

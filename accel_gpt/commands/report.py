@@ -19,9 +19,9 @@ from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.report.page import build_page
 from accel_gpt.report.payload import payload
-from accel_gpt.report.plots import draw_panels
+from accel_gpt.report.plots import draw_plots
 from accel_gpt.report.references import find_reference
-from accel_gpt.report.runs import Run, open_runs
+from accel_gpt.report.runs import NamedRun, open_runs
 
 CHUNK = 10_000  # rows of the CSV file that are put together at once
 
@@ -83,14 +83,14 @@ def report(options: ReportCommand) -> str:
             lines.append(f"metrics    {options.csv}")
         if options.png:
             Path(options.png).mkdir(parents=True, exist_ok=True)
-            drawn = draw_panels(payload(runs, reference), Path(options.png))
+            drawn = draw_plots(payload(runs, reference), Path(options.png))
             lines.append(f"plots      {options.png} ({', '.join(drawn)})")
     except OSError as error:
         raise UserError(f"{error.filename or out} cannot be written: {error.strerror}") from None
     return "".join(f"{line}\n" for line in lines)
 
 
-def write_csv(runs: Sequence[Run], path: Path) -> None:
+def write_csv(runs: Sequence[NamedRun], path: Path) -> None:
     """Write every record of all runs: a column for the run, then one for each key."""
     keys = list(dict.fromkeys(key for run in runs for key in run.metrics.keys("")))
     with path.open("w", encoding="utf-8", newline="") as file:

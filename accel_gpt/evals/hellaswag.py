@@ -99,18 +99,18 @@ def parse(record: Any) -> tuple[str, list[str], int]:
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         named, a, b = (record.get(key) for key in ("activity_label", "ctx_a", "ctx_b"))
         whole = all(isinstance(text, str) for text in (named, a, b))
-        query = clean(f"{named}: {a} {b.capitalize()}" if whole else record["ctx"])
+        query = remove_artifacts(f"{named}: {a} {b.capitalize()}" if whole else record["ctx"])
         texts, label = record["endings"], int(str(record["label"]))
         enough = isinstance(texts, list) and len(texts) > 1 and all(texts)
         if enough and query.strip() and 0 <= label < len(texts):
-            return query, [clean(text) for text in texts], label
+            return query, [remove_artifacts(text) for text in texts], label
     raise ValueError(
         "not a question; expected an object with the texts ctx_a, ctx_b and activity_label, or "
         "ctx, a list of texts `endings`, and `label`, the number of the right one, from 0"
     )
 
 
-def clean(text: str) -> str:
+def remove_artifacts(text: str) -> str:
     """`text` without what WikiHow's pages left in it."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")

@@ -139,13 +139,13 @@ def open_tasks(names: Sequence[str], include_path: str | None) -> Any:
     if manager is None or not set(names) <= set(manager.all_subtasks):  # its own are thousands
         manager = TaskManager(include_path=include_path)
     for name in names:
-        matches(name, manager)
+        matching_tasks(name, manager)
     return manager
 
 
 def load_tasks(names: Sequence[str], manager: Any, accelerator: Accelerator) -> dict[str, Any]:
     """Load the tasks, groups and tags of these names with their data; the first rank goes first."""
-    known = [match for name in names for match in matches(name, manager)]
+    known = [match for name in names for match in matching_tasks(name, manager)]
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     with accelerator.main_process_first():
         for name in known:
@@ -167,7 +167,7 @@ def load_tasks(names: Sequence[str], manager: Any, accelerator: Accelerator) -> 
     return loaded
 
 
-def matches(name: str, manager: Any) -> list[str]:
+def matching_tasks(name: str, manager: Any) -> list[str]:
     """Names of the tasks that match a name, a pattern as mmlu_*, or the path of a YAML file."""
     found: list[str] = manager.match_tasks([name])
     if not found and Path(name).is_file():

@@ -25,13 +25,13 @@ from accel_gpt.report.payload import (
     HELLASWAG,
     MOST_MARKS,
     MOST_POINTS,
-    PANELS,
+    PLOTS,
     all_marks,
     is_thinned,
     payload,
 )
 from accel_gpt.report.plots import short
-from accel_gpt.report.runs import Run
+from accel_gpt.report.runs import NamedRun
 
 MOST_STEPS = 12  # of samples, of one run
 MOST_TEXTS = 8  # of one step
@@ -43,7 +43,7 @@ SHOWN = ("eval/train_loss", "eval/val_loss", "eval/val_perplexity", "eval/val_bi
 HERE = Path(__file__).parent
 
 
-def build_page(runs: Sequence[Run], reference: Mapping[str, Any] | None) -> str:
+def build_page(runs: Sequence[NamedRun], reference: Mapping[str, Any] | None) -> str:
     """The whole page."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
@@ -88,7 +88,7 @@ def content_hash(content: str) -> str:
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
-def notes(runs: Sequence[Run]) -> list[str]:
+def notes(runs: Sequence[NamedRun]) -> list[str]:
     """How to read the curves."""
     found: list[str] = []
     if empty := [run.name for run in runs if not len(run.metrics.steps)]:
@@ -124,7 +124,7 @@ class Result(NamedTuple):
     loss: float = math.nan  # to compare runs by
 
 
-def results(run: Run) -> list[Result]:
+def results(run: NamedRun) -> list[Result]:
     """The final metrics of a run."""
     metrics, found = run.metrics, []
     steps, losses = metrics.curve("eval/val_loss")
@@ -157,7 +157,7 @@ def results(run: Run) -> list[Result]:
     return found
 
 
-def comparison(runs: Sequence[Run]) -> dict[str, Any]:
+def comparison(runs: Sequence[NamedRun]) -> dict[str, Any]:
     """The results of several runs: labels, and for each run the values and which are the best."""
     each = [{result.label: result for result in results(run)} for run in runs]
     labels = list(dict.fromkeys(label for one in each for label in one))
@@ -175,14 +175,14 @@ def comparison(runs: Sequence[Run]) -> dict[str, Any]:
 # --------------------------------------------------------------------------- tables
 
 
-def facts_table(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def facts_table(runs: Sequence[NamedRun]) -> list[tuple[str, list[str]]]:
     """What ran, on what and where: a row each, with one value if all runs agree."""
-    each = [facts(run) for run in runs]
+    each = [run_facts(run) for run in runs]
     rows = [(name, [one[name] for one in each]) for name in each[0]]
     return [(name, values[:1] if len(set(values)) == 1 else values) for name, values in rows]
 
 
-def facts(run: Run) -> dict[str, str]:
+def run_facts(run: NamedRun) -> dict[str, str]:
     """Model, data, hardware, commit, versions and command, as the last launch recorded them."""
     parameters, vocabulary = (run.last_launch("model", k) for k in ("parameters", "vocab_size"))
     model = [in_one_line(run.config.get("model.preset", "not recorded"))]
@@ -215,7 +215,7 @@ def facts(run: Run) -> dict[str, str]:
     }
 
 
-def hardware(run: Run) -> str:
+def hardware(run: NamedRun) -> str:
     """`8 x NVIDIA H100, precision bf16, torch 2.13.0`."""
     processes, device = run.last_launch("processes"), run.last_launch("device")
     if not isinstance(device, str) or not isinstance(processes, int):
@@ -229,9 +229,9 @@ def hardware(run: Run) -> str:
     return ", ".join([*parts, f"torch {torch}"])
 
 
-def evaluations(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def evaluations(runs: Sequence[NamedRun]) -> list[tuple[str, list[str]]]:
     """The newest values of HellaSwag and of other tasks: a row each, a value for each run."""
-    drawn = {key for panel in PANELS for key in panel.keys} - {"eval/hellaswag_acc_norm"}
+    drawn = {key for panel in PLOTS for key in panel.keys} - {"eval/hellaswag_acc_norm"}
     keys = [
         key
         for key in dict.fromkeys(key for run in runs for key in run.metrics.keys("eval/"))
@@ -240,7 +240,7 @@ def evaluations(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return [(key.removeprefix("eval/"), [newest(run, key) for run in runs]) for key in keys]
 
 
-def newest(run: Run, key: str) -> str:
+def newest(run: NamedRun, key: str) -> str:
     """The last value of a metric with its standard error, and its step unless that is the last."""
     steps, values = run.metrics.curve(key)
     if not len(values):
@@ -252,7 +252,7 @@ def newest(run: Run, key: str) -> str:
     return text + (f" (step {steps[-1]:,.0f})" if steps[-1] != run.step else "")
 
 
-def samples(run: Run, number: int) -> dict[str, Any]:
+def samples(run: NamedRun, number: int) -> dict[str, Any]:
     """The texts that a run sampled, at up to `MOST_STEPS` steps spread evenly."""
     steps = list(run.samples)
     chosen = sorted({round(i) for i in np.linspace(0, len(steps) - 1, MOST_STEPS)})
@@ -269,7 +269,7 @@ def samples(run: Run, number: int) -> dict[str, Any]:
     return {"run": run.name, "number": number, "columns": columns, "steps": len(steps)}
 
 
-def config(runs: Sequence[Run]) -> dict[str, Any]:
+def config(runs: Sequence[NamedRun]) -> dict[str, Any]:
     """The settings of one run that are not the default, and all; of several those that differ."""
     configs = [run.config for run in runs]
     names = list(dict.fromkeys(name for one in configs for name in one))

@@ -12,12 +12,13 @@ and the highest value of each bucket; `m` has the means, which are smoothed, at 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from accel_gpt.report.runs import Run
+from accel_gpt.report.runs import NamedRun
 from accel_gpt.training.run_folder import Floats, Metrics
 
 MOST_POINTS = 1600  # of a curve, drawn on some 1,200 pixels
@@ -25,7 +26,7 @@ MOST_MARKS = 400  # of a run
 
 
 @dataclass(frozen=True)
-class Panel:
+class Plot:
     """One plot. A key that ends with a slash stands for all keys that begin with it."""
 
     name: str
@@ -46,18 +47,23 @@ class Panel:
 
 
 LOSSES = ("train/loss", "eval/train_loss", "eval/val_loss")
-LOSS = Panel("loss", "Loss", "nats per token", LOSSES, smooth=True, low=True)
-PANELS = (
+LOSS = Plot("loss", "Loss", "nats per token", LOSSES, smooth=True, low=True)
+PLOTS = (
     LOSS,
-    Panel("val_sets", "Val loss by set", "nats per token", ("eval/val_loss/",), low=True),
-    Panel("bits_per_byte", "Val bits per byte", "", ("eval/val_bits_per_byte",), low=True),
-    Panel("hellaswag", "HellaSwag", "% acc_norm", ("eval/hellaswag_acc_norm",), factor=100),
-    Panel("lr", "Learning rate", "", ("train/lr",)),
-    Panel("grad_norm", "Gradient norm", "", ("train/grad_norm",), log=True, smooth=True),
-    Panel("throughput", "Throughput", "tokens/s", ("perf/tokens_per_second",), smooth=True),
-    Panel("mfu", "MFU", "% of the peak", ("perf/mfu",), factor=100, smooth=True),
-    Panel("memory", "Peak memory", "GB", ("perf/memory_gb",)),
+    Plot("val_sets", "Val loss by set", "nats per token", ("eval/val_loss/",), low=True),
+    Plot("bits_per_byte", "Val bits per byte", "", ("eval/val_bits_per_byte",), low=True),
+    Plot("hellaswag", "HellaSwag", "% acc_norm", ("eval/hellaswag_acc_norm",), factor=100),
+    Plot("lr", "Learning rate", "", ("train/lr",)),
+    Plot("grad_norm", "Gradient norm", "", ("train/grad_norm",), log=True, smooth=True),
+    Plot("throughput", "Throughput", "tokens/s", ("perf/tokens_per_second",), smooth=True),
+    Plot("mfu", "MFU", "% of the peak", ("perf/mfu",), factor=100, smooth=True),
+    Plot("memory", "Peak memory", "GB", ("perf/memory_gb",)),
 )
+# of curves in a plot of several keys; of a report of one run, in which val has the same everywhere
+NAMES = MappingProxyType(
+    {"train/loss": "train", "eval/train_loss": "train, evaluated", "eval/val_loss": "val"}
+)
+COLORS = MappingProxyType({"eval/val_loss": 1, "eval/val_bits_per_byte": 1, "eval/train_loss": 2})
 HELLASWAG = (
     (25.0, "random", ""),
     (29.55, "GPT-2 124M", "https://github.com/karpathy/build-nanogpt/blob/master/hellaswag.py"),
@@ -66,10 +72,10 @@ HELLASWAG = (
 """acc_norm in percent: one of four endings; completion style; table H.1, zero-shot."""
 
 
-def payload(runs: Sequence[Run], reference: Mapping[str, Any] | None) -> dict[str, Any]:
+def payload(runs: Sequence[NamedRun], reference: Mapping[str, Any] | None) -> dict[str, Any]:
     """Everything that is drawn, as the module describes it."""
     by_name = {run.name: run.metrics for run in runs}
-    panels = [panel_entry(panel, by_name, reference) for panel in PANELS]
+    plots = [plot_entry(plot, by_name, reference) for plot in PLOTS]
     return {
         "runs": [
             {
@@ -80,7 +86,7 @@ def payload(runs: Sequence[Run], reference: Mapping[str, Any] | None) -> dict[st
             }
             for run in runs
         ],
-        "panels": [panel for panel in panels if panel["curves"]],
+        "panels": [plot for plot in plots if plot["curves"]],
         "reference": reference_entry(reference),
     }
 
@@ -90,77 +96,61 @@ def clock_entry(metrics: Metrics) -> dict[str, Any]:
     kept = np.unique(np.linspace(0, max(len(metrics.steps) - 1, 0), MOST_POINTS).astype(int))
     clocks = {"step": metrics.steps, "tokens": metrics.tokens, "seconds": metrics.seconds}
     known = {name: v for name, v in clocks.items() if len(v) and np.isfinite(v).all()}
-    return {name: rounded(values[kept]) for name, values in known.items()}
+    return {name: six_digits(values[kept]) for name, values in known.items()}
 
 
-def panel_entry(
-    panel: Panel, runs: Mapping[str, Metrics], reference: Mapping[str, Any] | None = None
+def plot_entry(
+    plot: Plot, runs: Mapping[str, Metrics], reference: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """One plot of runs by their names."""
-    keys = list(dict.fromkeys(key for metrics in runs.values() for key in panel.present(metrics)))
-    keys.sort(key=lambda key: panel.keys.index(key) if key in panel.keys else 0)
+    keys = list(dict.fromkeys(key for metrics in runs.values() for key in plot.present(metrics)))
+    keys.sort(key=lambda key: plot.keys.index(key) if key in plot.keys else 0)
     curves, single = [], len(runs) == 1
-    for key in keys:
-        name = key_name(key) if len(panel.keys) > 1 or key not in panel.keys else ""
+    for place, key in enumerate(keys):
+        several = len(plot.keys) > 1 or key not in plot.keys
+        name = NAMES.get(key, key.split("/", 2)[-1]) if several else ""
         dots = key.startswith("eval/") and key != "eval/train_loss"
         for number, (run, metrics) in enumerate(runs.items()):
             if key not in metrics.columns:
                 continue
+            own_color = place if plot.name == "val_sets" else COLORS.get(key, 0)
             curve: dict[str, Any] = {
                 "run": number,
                 "key": key,
                 "name": name,
                 "label": name if single else ", ".join(filter(None, (run, name))),
-                "color": color(panel, key, keys) if single else number,
+                "color": own_color if single else number,
                 "style": "dots" if dots else "dashed" if key.startswith("eval/") else "line",
-                "best": single and dots and panel.low and panel.name != "val_sets",
+                "best": single and dots and plot.low and plot.name != "val_sets",
             }
-            curves.append(curve | points(metrics, key, panel))
-    return {
-        "name": panel.name,
-        "title": panel.title,
-        "unit": panel.unit,
-        "log": panel.log,
-        "smooth": panel.smooth,
-        "low": panel.low,
-        "guides": guides(panel, reference),
-        "curves": curves,
-    }
+            curves.append(curve | points(metrics, key, plot))
+    fields = ("name", "title", "unit", "log", "smooth", "low")
+    entry = {field: getattr(plot, field) for field in fields}
+    return entry | {"guides": guides(plot, reference), "curves": curves}
 
 
-def key_name(key: str) -> str:
-    """What a curve is called in a plot that shows several keys."""
-    names = {"train/loss": "train", "eval/train_loss": "train, evaluated", "eval/val_loss": "val"}
-    return names.get(key) or key.split("/", 2)[-1]
-
-
-def color(panel: Panel, key: str, keys: Sequence[str]) -> int:
-    """The number of a curve's color in a report of one run: val has the same in every plot."""
-    if panel.name == "val_sets":
-        return keys.index(key)
-    fixed = {"eval/val_loss": 1, "eval/val_bits_per_byte": 1, "eval/train_loss": 2}
-    return fixed.get(key, 0)
-
-
-def points(metrics: Metrics, key: str, panel: Panel) -> dict[str, Any]:
+def points(metrics: Metrics, key: str, plot: Plot) -> dict[str, Any]:
     """Steps and values of a curve, thinned."""
     steps, values = metrics.curve(key)
-    values = np.clip(values, -1e200, 1e200) * panel.factor  # so that no mean or axis overflows
+    values = np.clip(values, -1e200, 1e200) * plot.factor  # so that no mean or axis overflows
     if len(values) <= MOST_POINTS:
-        return {"s": rounded(steps), "v": rounded(values)}
+        return {"s": six_digits(steps), "v": six_digits(values)}
     kept = thin(values, MOST_POINTS)
-    found = {"s": rounded(steps[kept]), "v": rounded(values[kept])}
-    if panel.smooth:
+    found = {"s": six_digits(steps[kept]), "v": six_digits(values[kept])}
+    if plot.smooth:
         buckets = MOST_POINTS // 2
-        found |= {"ms": rounded(means(steps, buckets)), "m": rounded(means(values, buckets))}
+        found |= {
+            "ms": six_digits(bucket_means(steps, buckets)),
+            "m": six_digits(bucket_means(values, buckets)),
+        }
     return found
 
 
-def guides(panel: Panel, reference: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+def guides(plot: Plot, reference: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """Horizontal lines to compare with."""
-    if panel.name == "hellaswag":
+    if plot.name == "hellaswag":
         return [{"value": value, "label": f"{name} {value:g} %"} for value, name, _ in HELLASWAG]
-    if panel.name == "loss" and reference:
+    if plot.name == "loss" and reference:
         return [
             {"value": point["val_loss"], "label": f"{point['label']}: {point['val_loss']:.2f}"}
             for point in reference["points"]
@@ -181,7 +171,7 @@ def reference_entry(reference: Mapping[str, Any] | None) -> dict[str, Any] | Non
     }
 
 
-def all_marks(run: Run) -> list[dict[str, Any]]:
+def all_marks(run: NamedRun) -> list[dict[str, Any]]:
     """Where the run was resumed, where updates were skipped, and where the loss spiked."""
     found: list[dict[str, Any]] = []
     for step, times in run.resumes():
@@ -202,7 +192,7 @@ def all_marks(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def is_thinned(run: Run) -> bool:
+def is_thinned(run: NamedRun) -> bool:
     """Whether a curve has more points than are drawn."""
     return any(len(rows) > MOST_POINTS for rows, _ in run.metrics.columns.values())
 
@@ -225,7 +215,7 @@ def thin(values: Floats, most: int) -> npt.NDArray[np.int64]:
     return np.array(sorted(kept))
 
 
-def means(values: Floats, buckets: int) -> Floats:
+def bucket_means(values: Floats, buckets: int) -> Floats:
     """The mean of each bucket, shape (buckets,)."""
     edges = bucket_edges(len(values), buckets)
     return np.asarray(np.add.reduceat(values, edges[:-1]) / np.diff(edges))
@@ -236,6 +226,6 @@ def bucket_edges(count: int, buckets: int) -> list[int]:
     return [count * i // buckets for i in range(buckets + 1)]
 
 
-def rounded(values: Floats) -> list[float | int]:
+def six_digits(values: Floats) -> list[float | int]:
     """Values with six digits, which is more than a plot shows; whole numbers stay whole."""
     return [int(v) if v == int(v) and abs(v) < 1e15 else float(f"{v:.6g}") for v in values.tolist()]

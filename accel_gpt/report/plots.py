@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from accel_gpt.report.payload import LOSS, clock_entry, panel_entry
+from accel_gpt.report.payload import LOSS, clock_entry, plot_entry
 from accel_gpt.training.run_folder import read_metrics
 
 if TYPE_CHECKING:
@@ -22,21 +22,21 @@ NEIGHBORS = 60  # smoothing averages 1 / 60 of the points on both sides, as the 
 Entry = Mapping[str, Any]  # a part of the payload
 
 
-def draw_panels(content: Entry, folder: Path) -> list[str]:
+def draw_plots(content: Entry, folder: Path) -> list[str]:
     """Write `NAME.png` for each plot of a payload; returns the names."""
     for panel in content["panels"]:
-        draw(panel, content["runs"], content["reference"], folder / f"{panel['name']}.png")
+        draw_plot(panel, content["runs"], content["reference"], folder / f"{panel['name']}.png")
     return [panel["name"] for panel in content["panels"]]
 
 
 def loss_curves(records: Iterable[Mapping[str, Any]], path: Path) -> None:
     """Write train and val loss of the records of a metrics.jsonl as a PNG."""
     metrics = read_metrics(dict(record) for record in records)
-    panel = panel_entry(replace(LOSS, keys=("train/loss", "eval/val_loss")), {"": metrics})
-    draw(panel, [{"clock": clock_entry(metrics)}], None, path)
+    panel = plot_entry(replace(LOSS, keys=("train/loss", "eval/val_loss")), {"": metrics})
+    draw_plot(panel, [{"clock": clock_entry(metrics)}], None, path)
 
 
-def draw(panel: Entry, runs: Sequence[Entry], reference: Entry | None, path: Path) -> None:
+def draw_plot(panel: Entry, runs: Sequence[Entry], reference: Entry | None, path: Path) -> None:
     """Write one plot over tokens, or over steps if a run has no token counts."""
     from matplotlib.figure import Figure
 
@@ -45,7 +45,7 @@ def draw(panel: Entry, runs: Sequence[Entry], reference: Entry | None, path: Pat
     figure.subplots_adjust(left=0.1, right=0.975, top=0.965, bottom=0.105)
     axes = figure.add_subplot()
     if panel["name"] == "loss" and reference:
-        xs = positions(reference, reference["s"], clock)
+        xs = clock_positions(reference, reference["s"], clock)
         axes.plot(xs, reference["v"], color=GREY, linewidth=2, label="reference")
     for curve in panel["curves"]:
         if len(runs) == 1 or curve["style"] != "dashed":  # which the page hides at first, too
@@ -55,15 +55,15 @@ def draw(panel: Entry, runs: Sequence[Entry], reference: Entry | None, path: Pat
         focus(axes, [guide["value"] for guide in panel["guides"]])
     for guide in panel["guides"]:
         axes.axhline(guide["value"], color=GREY, linestyle=":")
-        write(axes, 0.99, guide["value"], guide["label"], axes.get_yaxis_transform(), "bottom")
+        annotate(axes, 0.99, guide["value"], guide["label"], axes.get_yaxis_transform(), "bottom")
     if not panel["curves"]:
-        write(axes, 0.5, 0.5, "nothing recorded", axes.transAxes)
+        annotate(axes, 0.5, 0.5, "nothing recorded", axes.transAxes)
     if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(loc="upper right", frameon=False, fontsize=13, labelcolor=INK)
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
-def positions(owner: Entry, steps: Sequence[float], clock: str) -> Any:
+def clock_positions(owner: Entry, steps: Sequence[float], clock: str) -> Any:
     """The values (n,) of a clock of a run or reference at steps (n,)."""
     return np.interp(steps, owner["clock"]["step"], owner["clock"][clock])
 
@@ -74,14 +74,14 @@ def draw_curve(axes: "Axes", panel: Entry, curve: Entry, run: Entry, clock: str)
     look: dict[str, Any] = {"color": COLORS[curve["color"] % len(COLORS)]}
     if curve["style"] == "line":
         if panel["smooth"]:
-            axes.plot(positions(run, steps, clock), values, alpha=0.3, linewidth=1.2, **look)
+            axes.plot(clock_positions(run, steps, clock), values, alpha=0.3, linewidth=1.2, **look)
             steps, values = curve.get("ms", steps), smoothed(curve.get("m", values))
         look |= {"linewidth": 2.2, "zorder": 3, "marker": "o" if len(values) == 1 else ""}
     elif curve["style"] == "dashed":
         look |= {"linestyle": "--"}
     elif len(values) <= 60:
         look |= {"marker": "o", "markersize": 6, "markeredgecolor": "white", "zorder": 4}
-    xs = positions(run, steps, clock)
+    xs = clock_positions(run, steps, clock)
     axes.plot(xs, values, label=curve["label"] or panel["title"], **look)
     if curve["best"]:
         label_best(axes, xs, values, look["color"])
@@ -152,12 +152,14 @@ def focus(axes: "Axes", guides: Sequence[float]) -> None:
     low, high = min([values.min(), *guides]), max([late.max(), *guides])
     margin = 0.06 * (high - low or abs(high) or 1)
     axes.set_ylim(low - margin, high + margin)
-    write(
+    annotate(
         axes, 0.6, 0.985, f"the first values, up to {values.max():.2f}, lie above", axes.transAxes
     )
 
 
-def write(axes: "Axes", x: float, y: float, text: str, coordinates: Any, va: str = "top") -> None:
+def annotate(
+    axes: "Axes", x: float, y: float, text: str, coordinates: Any, va: str = "top"
+) -> None:
     """Write a small note that ends at `x`."""
     axes.text(x, y, text, transform=coordinates, ha="right", va=va, fontsize=11, color=SOFT)
 

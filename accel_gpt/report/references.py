@@ -21,7 +21,7 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.shipped import shipped_folder
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import read_json
-from accel_gpt.report.runs import Run
+from accel_gpt.report.runs import NamedRun
 from accel_gpt.training.run_folder import is_number
 
 # fields of the config that change neither the shape of a model nor how it is initialized
@@ -34,7 +34,7 @@ FOLDERS = (Path("configs/references"), shipped_folder() / "references")
 CURVE = ("step", "tokens", "seconds", "val_loss")
 
 
-def find_reference(requested: str, runs: Sequence[Run]) -> Mapping[str, Any] | None:
+def find_reference(requested: str, runs: Sequence[NamedRun]) -> Mapping[str, Any] | None:
     """The reference of that name or path; for `auto` the one that the first run matches, if any.
 
     Raises `UserError` for an unknown name and for a file that is not a reference.
@@ -44,7 +44,7 @@ def find_reference(requested: str, runs: Sequence[Run]) -> Mapping[str, Any] | N
     known = {path.stem: path for folder in reversed(FOLDERS) for path in folder.glob("*.json")}
     if requested == "auto":
         found = [read_reference(path) for _, path in sorted(known.items())]
-        return next((one for one in found if matches(one["match"], runs[0])), None)
+        return next((one for one in found if fits(one["match"], runs[0])), None)
     if requested.endswith(".json"):
         return read_reference(Path(requested))
     require(
@@ -83,7 +83,7 @@ def read_reference(path: Path) -> dict[str, Any]:
     }
 
 
-def matches(match: Mapping[str, Any], run: Run) -> bool:
+def fits(match: Mapping[str, Any], run: NamedRun) -> bool:
     """Whether a reference was measured for runs like this one."""
     folder = run.config.get("data.train")
     found = {
@@ -101,7 +101,7 @@ def matches(match: Mapping[str, Any], run: Run) -> bool:
     )
 
 
-def shape(run: Run) -> dict[str, Any]:
+def shape(run: NamedRun) -> dict[str, Any]:
     """The fields of the config that decide the shape of the model and its initial weights."""
     return {name: run.config.get(f"model.{name}", value) for name, value in DEFAULTS.items()}
 

@@ -8,7 +8,7 @@ from accel_gpt.errors import UserError
 from accel_gpt.training.run_folder import RunFolder, is_number
 
 
-class Run(RunFolder):
+class NamedRun(RunFolder):
     """A run's folder under a name that no other run of the report has."""
 
     def __init__(self, path: Path, name: str) -> None:
@@ -52,7 +52,7 @@ class Run(RunFolder):
         return sorted(times.items())
 
 
-def open_runs(folders: Sequence[str]) -> list[Run]:
+def open_runs(folders: Sequence[str]) -> list[NamedRun]:
     """The runs in `folders`; `UserError` for a folder that is not a run."""
     paths = [Path(folder) for folder in folders]
     for path in paths:
@@ -63,7 +63,7 @@ def open_runs(folders: Sequence[str]) -> list[Run]:
                 f"{path} is not a run: it has neither metrics.jsonl nor run.json; "
                 "give the out_dir of a run"
             )
-    return [Run(path, name) for path, name in zip(paths, unique_names(paths), strict=True)]
+    return [NamedRun(path, name) for path, name in zip(paths, unique_names(paths), strict=True)]
 
 
 def unique_names(paths: Sequence[Path]) -> list[str]:

@@ -64,7 +64,7 @@ def test_scaling_parameters_are_those_of_blocks_and_head() -> None:
         counts = parameter_counts(config, 64)
         head = 64 * config.n_embd
         wanted = counts["attention"] + counts["mlp"] + head
-        assert scaling_parameters(config, {"model.vocab_size": 64}) == wanted
+        assert scaling_parameters(config, 64) == wanted
 
 
 def test_what_is_set_goes_before_what_follows_and_the_rest_follows_from_it(load: Load) -> None:

@@ -42,7 +42,7 @@ RECIPE: Mapping[str, Any] = MappingProxyType(
         "optim.muon_cautious_decay": True,
     }
 )
-VOCABULARIES: Mapping[str, int] = MappingProxyType({"gpt2": 50257, "bytes": 257})
+KNOWN_VOCABULARIES: Mapping[str, int] = MappingProxyType({"gpt2": 50257, "bytes": 257})
 
 
 def depth_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,10 +77,16 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
     found["model.n_embd"] = -(-depth * CHANNELS_PER_LAYER // HEAD_DIM) * HEAD_DIM
     found["model.n_head"] = max(1, value("model.n_embd") // HEAD_DIM)
     shape = {key[6:]: item for key, item in (found | dict(given)).items() if key[:6] == "model."}
-    tokens = TOKENS_PER_PARAMETER * scaling_parameters(ModelConfig(**shape), given)
-    reference = TOKENS_PER_PARAMETER * reference_parameters(ModelConfig(**shape), given)
-    batch = REFERENCE_BATCH * (tokens / reference) ** BATCH_EXPONENT
-    found["train.tokens_per_step"] = 2 ** round(math.log2(batch))
+    model, vocab_size = ModelConfig(**shape), vocabulary(given)
+    reference = ModelConfig(
+        mlp=model.mlp,
+        n_embd=REFERENCE_WIDTH,
+        n_head=REFERENCE_WIDTH // HEAD_DIM,
+        n_layer=REFERENCE_DEPTH,
+    )
+    N = scaling_parameters(model, vocab_size)
+    tokens, ratio = TOKENS_PER_PARAMETER * N, N / scaling_parameters(reference, vocab_size)
+    found["train.tokens_per_step"] = 2 ** round(math.log2(REFERENCE_BATCH * ratio**BATCH_EXPONENT))
     B, T = value("train.tokens_per_step"), value("model.block_size") or ModelConfig.block_size
     found["train.micro_batch_size"] = max(1, min(MICRO_BATCH, B // T))
     steps = value("train.max_steps") or max(1, round(tokens / B))
@@ -93,12 +99,12 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
     if not value("schedule.warmup_tokens"):
         found["schedule.warmup_steps"] = min(WARMUP, steps // 10)
     if value("model.preset") == "fast" and value("optim.name") == "muon":
-        found |= learning_rates(value, B, reference / tokens, steps)
+        found |= learning_rates(value, B, ratio, steps)
     return found
 
 
-def learning_rates(value: Any, B: int, token_ratio: float, steps: int) -> dict[str, Any]:
-    """Learning rates and weight decay of the `fast` recipe; `token_ratio` is the reference's D / D.
+def learning_rates(value: Any, B: int, ratio: float, steps: int) -> dict[str, Any]:
+    """Learning rates and weight decay of the `fast` recipe; `ratio` is D over the reference's D.
 
     All learning rates grow as the square root of B (Malladi et al. 2022 for Adam; for Muon an
     assumption of nanochat's), AdamW's shrink as that of the width. The weight decay keeps
@@ -113,7 +119,7 @@ def learning_rates(value: Any, B: int, token_ratio: float, steps: int) -> dict[s
     found["optim.embedding_lr"] = rounded(EMBEDDING_LR * spread * by_batch * by_width)
     if (value("optim.muon_scale") or RECIPE["optim.muon_scale"]) == "original":
         found["optim.muon_lr"] = rounded(MUON_LR * by_batch)
-    found["optim.muon_weight_decay"] = rounded(MUON_DECAY * by_batch * token_ratio)
+    found["optim.muon_weight_decay"] = rounded(MUON_DECAY * by_batch / ratio)
     found["optim.muon_momentum_warmup"] = min(MOMENTUM_WARMUP, steps // 10)
     found["schedule.min_lr"] = rounded(FLOOR * (value("optim.lr") or found["optim.lr"]))
     return found
@@ -124,41 +130,35 @@ def rounded(number: float) -> float:
     return float(f"{number:.4g}")
 
 
-def scaling_parameters(model: ModelConfig, given: Mapping[str, Any]) -> int:
+def scaling_parameters(model: ModelConfig, vocab_size: int) -> int:
     """N: the matrices of the blocks, and the head, tied or not.
 
     They give the cleanest scaling laws (nanochat dev/LOG.md, January 2026).
     """
     heads = (2 * model.n_head + 2 * model.kv_heads) * model.head_size
     mlp = (3 if model.mlp == "swiglu" else 2) * model.hidden_size
-    return model.n_embd * (model.n_layer * (heads + mlp) + vocabulary(given))
-
-
-def reference_parameters(model: ModelConfig, given: Mapping[str, Any]) -> int:
-    """N of the reference, 12 layers with all heads of 128 channels, and the same vocabulary."""
-    heads = REFERENCE_WIDTH // HEAD_DIM
-    reference = ModelConfig(
-        mlp=model.mlp, n_embd=REFERENCE_WIDTH, n_head=heads, n_layer=REFERENCE_DEPTH
-    )
-    return scaling_parameters(reference, given)
+    return model.n_embd * (model.n_layer * (heads + mlp) + vocab_size)
 
 
 def vocabulary(given: Mapping[str, Any]) -> int:
     """The vocabulary size that the config sets or implies, else `UserError`."""
-    if size := given.get("model.vocab_size"):
-        return int(size)
     tokenizer = given.get("data.tokenizer")
     if tokenizer is None and given.get("data.prepare.source"):
         tokenizer = given.get("data.prepare.tokenizer", PrepareConfig.tokenizer)
-    if tokenizer == "bpe":
-        return int(given.get("data.prepare.vocab_size", PrepareConfig.vocab_size))
+    trained = given.get("data.prepare.vocab_size", PrepareConfig.vocab_size)
+    size = given.get("model.vocab_size") or tokenizer_vocabulary(tokenizer, trained)
     require(
-        tokenizer in VOCABULARIES,
+        size is not None,
         f"model.depth is {given['model.depth']}, from which the batch follows with the size of the "
         f"vocabulary, but the config does not have that of tokenizer {tokenizer}; set "
         "model.vocab_size",
     )
-    return VOCABULARIES[str(tokenizer)]
+    return int(size or 0)
+
+
+def tokenizer_vocabulary(name: str | None, trained: int) -> int | None:
+    """Tokens of a tokenizer by its name, of bpe the `trained` ones; None where no name tells it."""
+    return trained if name == "bpe" else KNOWN_VOCABULARIES.get(str(name))
 
 
 def describe_depth(flat: Mapping[str, Any]) -> Sequence[str]:

@@ -240,8 +240,6 @@ def test_data_behind_a_url(data: Path, capsys: Printed, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere"], "nowhere does not exist; give a data folder"),
-        ([], "PATH or --text FILE missing"),
         (["x", "--tokenizers", "gpt2"], "--tokenizers needs --text"),
         (["x", "--block-size", "0"], "inspect.block_size is 0; it must be above 0"),
         (["--text", "nowhere.txt"], "--text is nowhere.txt, which is no file"),

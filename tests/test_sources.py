@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -58,10 +57,7 @@ def test_a_folder_gives_its_text_files_in_order(tree: Path) -> None:
     assert read(tree) == ["a/b/c.py", "a/z.md", "a.TXT", "b.txt"]
     config = PrepareConfig(source="text", path=str(tree))
     assert expected_bytes(config) == sum(map(len, read(tree)))
-
-
-def test_a_file_or_a_glob_may_have_any_ending(tree: Path) -> None:
-    assert read(tree / "skip.bin") == ["skip.bin"]
+    assert read(tree / "skip.bin") == ["skip.bin"]  # a file or a glob may have any ending
     assert read(tree / "*.[bt]*") == ["b.txt", "skip.bin"]
     assert read(tree / "**/*.py") == ["a/b/c.py"]
 
@@ -72,13 +68,15 @@ def test_text_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_named(tree: Path) -> None:
-    with pytest.raises(UserError, match=r"none\.txt, which does not exist \(looked for /"):
-        read(tree / "none.txt")
-    with pytest.raises(UserError, match=r"\*\.gone, which matches no file"):
-        read(tree / "*.gone")
     (tree / "empty").mkdir()
-    with pytest.raises(UserError, match=r"which holds no file ending in \.txt"):
-        read(tree / "empty")
+    for name, problem in (
+        ("none.txt", r"none\.txt, which does not exist \(looked for /"),
+        ("*.gone", r"\*\.gone, which matches no file"),
+        ("empty", r"which holds no file ending in \.txt"),
+        ("x" * 5000, "does not exist"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            read(tree / name)
     with pytest.raises(UserError, match=r"data\.prepare\.source is not set"):
         documents(PrepareConfig())
 
@@ -157,15 +155,6 @@ def test_a_failed_download_leaves_nothing(
     with pytest.raises(UserError, match=rf"{name} could not be downloaded.*{message}.*by hand"):
         read(f"{server.url}/{name}")
     assert list((tmp_path / "cache/accel_gpt").iterdir()) == []
-
-
-def test_a_machine_without_network_says_so(server: Any) -> None:
-    server.shutdown()
-    server.server_close()
-    with pytest.raises(
-        UserError, match=r"could not be downloaded.*check the address and the network"
-    ):
-        read(f"{server.url}/good.txt")
 
 
 # --------------------------------------------------------------------------- data sets
@@ -295,10 +284,10 @@ def test_many_texts_are_held_out_whole_by_their_content(tmp_path: Path) -> None:
     assert all(split_of(key_of(text), 0.5) == "val" for text in more)  # keeps those it had
 
 
-@pytest.mark.parametrize("fraction", [0.0005, 0.001, 0.01, 0.3, 0.999])
+@pytest.mark.parametrize("fraction", [0.001, 0.3])
 def test_the_share_held_out_is_that_asked_for(fraction: float) -> None:
     """To a two-thousandth, not in 256ths: within five standard deviations of the binomial."""
-    texts = 200_000
+    texts = 50_000
     found = sum(split_of(key_of(f"document {i}"), fraction) == "val" for i in range(texts))
     deviation = (texts * fraction * (1 - fraction)) ** 0.5
     assert abs(found - texts * fraction) < 5 * deviation
@@ -361,12 +350,17 @@ def check_resume(config: PrepareConfig, **part: int) -> None:
 
 
 @pytest.mark.parametrize("source", FILES)
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("count", "world", "few"), [(3, 1, 100), (3, 2, 2), (1, 2, 100)])
 def test_reading_goes_on_after_any_piece(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: SourceKind, count: int, world: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: SourceKind,
+    count: int,
+    world: int,
+    few: int,
 ) -> None:
     monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 12)
+    monkeypatch.setattr("accel_gpt.text.documents.FEW_TEXTS", few)
     monkeypatch.setattr("accel_gpt.text.readers.CHUNK", 7)
     config = make(tmp_path / "made", source, count)
     for rank in range(world):
@@ -374,13 +368,7 @@ def test_reading_goes_on_after_any_piece(
             check_resume(config, rank=rank, world=world)
     pieces = list(split_pieces(config, True))
     assert not all(p.first and p.last for p in pieces)
-    assert {p.split for p in pieces} == {"train", "val"}
-
-
-def test_many_texts_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 12)
-    monkeypatch.setattr("accel_gpt.text.documents.FEW_TEXTS", 2)
-    check_resume(make(tmp_path / "made", "text"))
+    assert {p.split for p in pieces} == {"train", "val"} or few == 2
 
 
 def whole(pieces: Iterator[Piece]) -> list[tuple[str, str, bytes]]:
@@ -393,7 +381,7 @@ def whole(pieces: Iterator[Piece]) -> list[tuple[str, str, bytes]]:
 
 
 @pytest.mark.parametrize("source", FILES)
-@pytest.mark.parametrize("world", [2, 3, 7])
+@pytest.mark.parametrize("world", [3, 7])
 def test_machines_together_read_each_document_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: SourceKind, world: int
 ) -> None:
@@ -548,11 +536,8 @@ def test_bare_json_describes_other_files_and_what_is_left_out_is_told(
 @pytest.mark.parametrize(
     "state",
     [
-        {"_data_files": ["a.arrow"]},
-        {"_data_files": [{}]},
         {"_data_files": [{"filename": "gone.arrow"}]},
         {"_data_files": [{"filename": "../there.arrow"}]},
-        {"_data_files": [{"filename": 5}]},
         {"_data_files": 5},
     ],
 )
@@ -563,14 +548,6 @@ def test_a_damaged_state_of_save_to_disk_is_named(tmp_path: Path, state: object)
     (folder / "state.json").write_text(json.dumps(state))
     with pytest.raises(DataError, match=r"state\.json"):
         read(folder, "arrow")
-
-
-def test_a_path_that_cannot_be_looked_up_is_a_users_error() -> None:
-    for path in ("x" * 5000, "~no_such_user_here/x"):
-        with pytest.raises(UserError, match=r"cannot be looked up|does not exist"):
-            guess_source(path)
-        with pytest.raises(UserError, match=r"cannot be looked up|does not exist"):
-            read(path)
 
 
 def test_what_cannot_be_decoded_is_skipped_and_counted(
@@ -614,16 +591,3 @@ def test_text_that_cannot_be_cut_has_a_limit(monkeypatch: pytest.MonkeyPatch) ->
         list(pieces(("a" * 100 for _ in range(100)), 10, "x.txt"))
     words = ["a" * 90 + " " for _ in range(100)]
     assert "".join(pieces(words, 10, "x.txt")) == "".join(words)
-
-
-def test_nothing_heavy_is_imported() -> None:
-    code = (
-        "import sys, accel_gpt.prepare.prepare as p; print(sorted({'torch', 'datasets', 'tiktoken',"
-    )
-    code += " 'pyarrow', 'tokenizers', 'rich'} & set(sys.modules)))"
-    root = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": root}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n"

@@ -250,3 +250,41 @@ def test_the_plan_predicts_what_a_run_grows_by(
     assert code == 0
     planned = forecast(PlanCommand(str(path)), load_config([str(path)], "test"))["memory"]["total"]
     assert planned - LIBRARIES_CPU + KERNELS == pytest.approx(highest - before, rel=0.15)
+
+
+EVALUATE = r"""
+import json, re
+from pathlib import Path
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accel_gpt.config.model import PRESETS, ModelConfig
+from accel_gpt.evals.validation import score_sequences
+from accel_gpt.model.gpt import GPT
+from accel_gpt.training.accelerator import keep_freed_memory
+
+keep_freed_memory()
+torch.set_num_threads(1)
+shape = {**PRESETS["fast"], "n_layer": 1, "n_head": 1, "n_embd": 64, "block_size": 128}
+gpt = GPT(ModelConfig(**shape), 4096)
+resident = []
+
+def measure():
+    status = Path("/proc/self/status").read_text()
+    resident.append(int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024)
+
+batches = [(range(32 * i, 32 * i + 32), 32, 128) for i in range(24)]
+read = lambda number: (np.arange(129) + number, 128)
+score_sequences(gpt, batches, read, Accelerator(cpu=True), np.ones(4096), beat=measure)
+print(json.dumps(resident))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_an_evaluation_takes_no_more_memory_the_longer_it_is() -> None:
+    """Nothing that is kept of a batch lies in memory that the batch frees."""
+    command = [sys.executable, "-c", EVALUATE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
+    resident = json.loads(done.stdout.splitlines()[-1])
+    assert resident[-1] - resident[4] < 3 * 32 * 128 * 4096 * 4  # three batches of logits

@@ -371,8 +371,8 @@ def wrong_metadata(text: str) -> Callable[[Path], None]:
          r" pytorch_model\.bin$"),
         (lambda f: raw(f / "x_train_0.bin", [1]), r"x_train_0\.bin has no header of llm\.c .1024 by"
          r"tes that begin with 20240520 or 20240801.; raw uint16 is read from files named train"),
-        (lambda f: llmc(f / "train_0.bin", [1, 2], count=3), r"train_0\.bin has 1028 bytes, not 103"
-         r"0 for 3 tokens of uint16; it was cut short or changed"),
+        (lambda f: llmc(f / "train_0.bin", [1, 2], count=3), r"train_0\.bin has 1028 bytes, expecte"
+         r"d 1030 for 3 tokens of uint16; it was cut short or changed"),
         (lambda f: llmc(f / "train_0.bin", [1], version=2), r"has version 2 of llm\.c's format, not"
          " 1"),
         (lambda f: npy(f / "train_0.npy", [1], "<i8"), r"train_0\.npy holds int64 .<i8.; save it as"
@@ -385,11 +385,11 @@ def wrong_metadata(text: str) -> Callable[[Path], None]:
          r"several formats: build-nanogpt \.npy \(e_train_1\.npy\), nanoGPT \(train\.bin\)"),
         (types, r"several types: uint16 \(train_1\.npy\), uint32 \(train_2\.npy\)"),
         (wrong_index, r"a\.ds\.index ends at token 4, its \.metadata says 3"),
-        (wrong_metadata("gpt2|2\n5"), r"a\.ds has 6 bytes, not 10 for 5 tokens of uint16"),
+        (wrong_metadata("gpt2|2\n5"), r"a\.ds has 6 bytes, expected 10 for 5 tokens of uint16"),
         (wrong_metadata("gpt2|8\n5"), r"metadata begins with 'gpt2\|8'; expected tokenizer\|2 or "),
-        (wrong_metadata("gpt2|4\n"), r"a\.ds has 6 bytes, 2 more than whole tokens of uint32"),
-        (lambda f: (f / "train.bin").write_bytes(b"123"), r"train\.bin has 3 bytes, 1 more than who"
-         "le tokens of uint16; it was cut short or changed, or its type"),
+        (wrong_metadata("gpt2|4\n"), r"a\.ds has 6 bytes, expected 4 for 1 tokens of uint32"),
+        (lambda f: (f / "train.bin").write_bytes(b"123"), r"train\.bin has 3 bytes, expected 2 for "
+         "1 tokens of uint16; it was cut short or changed, or its type"),
         (lambda f: raw(f / "train.bin", []), "the train shards of .* are all empty"),
         (lambda f: raw(f / "train.bin", [1, 61_234]), r"train\.bin holds token 61234 beyond the voc"
          r"abulary of 50257; its type may be another than uint16, or set data\.tokenizer"),
@@ -452,13 +452,13 @@ def test_the_folders_tokenizer_and_data_tokenizer_must_agree(tmp_path: Path) -> 
     assert open_folder(tmp_path, tokenizer="bytes")[1].kind == "bytes"
     assert open_folder(tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))[1].kind == "bytes"
     with pytest.raises(
-        DataError, match=r"data\.tokenizer is gpt2, another than tokenizer\.json in"
+        DataError, match=r"data\.tokenizer gpt2 has another tokenizer .* than the one in"
     ):
         open_folder(tmp_path, tokenizer="gpt2")
     meta(tmp_path / "meta.pkl", "ab")
     assert open_folder(tmp_path)[1].kind == "chars"
     with pytest.raises(
-        DataError, match=r"data\.tokenizer is gpt2, another than meta\.pkl in .*2 to"
+        DataError, match=r"data\.tokenizer gpt2 .* than the one in .* \(chars of 2, "
     ):
         open_folder(tmp_path, tokenizer="gpt2")
 

@@ -261,16 +261,15 @@ def read_at(path: Path, start: int, length: int) -> bytes:
 
 def count(folder: Path, file: TokenFile, dtype: np.dtype[Any]) -> int:
     """Tokens in a file, once its size is what the file says."""
-    body = file.size - file.offset
-    where = f"{folder / file.name} has {file.size} bytes"
-    cause = "it was cut short or changed, or its type is another than the tokenizer's"
-    if file.tokens is not None and file.tokens * dtype.itemsize != body:
-        expected = file.offset + file.tokens * dtype.itemsize
-        raise DataError(f"{where}, not {expected} for {file.tokens} tokens of {dtype}; {cause}")
-    if body < 0 or (odd := body % dtype.itemsize):
-        wrong = f"{odd} more than whole tokens of {dtype}" if body >= 0 else "less than its header"
-        raise DataError(f"{where}, {wrong}; {cause}")
-    return body // dtype.itemsize
+    whole = max(file.size - file.offset, 0) // dtype.itemsize
+    tokens = whole if file.tokens is None else file.tokens
+    expected = file.offset + tokens * dtype.itemsize
+    if file.size != expected:
+        raise DataError(
+            f"{folder / file.name} has {file.size} bytes, expected {expected} for {tokens} tokens "
+            f"of {dtype}; it was cut short or changed, or its type is another than the tokenizer's"
+        )
+    return tokens
 
 
 def sample(path: Path, file: TokenFile) -> Iterator[bytes]:
@@ -312,12 +311,8 @@ def find_tokenizer(folder: DataFolder, files: Sequence[TokenFile], spec: str | N
         if CONFIG in folder.sizes:
             folder.fetch(CONFIG)
         beside = load_tokenizer(folder.fetch(TOKENIZER))
-    if beside and given and beside.fingerprint != given.fingerprint:
-        raise DataError(
-            f"data.tokenizer is {spec}, another than {META if META in folder.sizes else TOKENIZER} "
-            f"in {folder.path} ({beside.kind} of {beside.vocab_size} tokens); leave data.tokenizer"
-            " out, or remove the file"
-        )
+    if beside and given:
+        given.require_same(beside, f"data.tokenizer {spec}", f"the one in {folder.path}")
     if known := beside or given:
         return known
     named = {file.tokenizer for file in files}

@@ -7,6 +7,7 @@ Legend: B micro-batch, T block_size.
 """
 
 import hashlib
+import itertools
 import queue
 import threading
 import time
@@ -25,10 +26,9 @@ from accel_gpt.errors import DataError
 
 Sequences = npt.NDArray[np.unsignedinteger[Any]]
 PREFETCH = 4  # chunks
-CHUNK = 1 << 18  # bytes handed over at once, or one micro-batch: it costs a switch of threads
+CHUNK = 1 << 18  # bytes read at once, or one micro-batch; locating takes 1 ms however many
 CLOSE_SECONDS = 2.0  # a stopping run has 30 s in all; assumption
 HASH_BITS = 48  # also exact as a float64, and in the JSON of any language
-LOCATE = 8192  # sequences located at once, 2 us each; one at a time takes 1000 us
 
 
 class Loader:
@@ -104,22 +104,16 @@ def read_sequences(
     `(m * world_size + rank) * B + b`: the same set of sequences a step at any world size.
     """
     size, world, length = plan.micro_batch_size, plan.world_size, plan.block_size + 1
-    chunk = max(1, CHUNK // (size * length * mixture.dtype.itemsize)) * size  # sequences
-    located = -(-LOCATE // chunk) * chunk // size  # micro-steps
-    steps = np.arange(located, dtype=np.int64)[:, None] * world * size
-    first = position + rank * size
-    while True:
-        numbers = (first + steps + np.arange(size)).reshape(-1)
+    micro_steps = max(1, CHUNK // (size * length * mixture.dtype.itemsize))
+    chunk = np.arange(micro_steps)[:, None] * world * size + np.arange(size)
+    names = ", ".join(source.name for source in mixture.sources)
+    for first in itertools.count(position + rank * size, micro_steps * world * size):
+        numbers = (first + chunk).reshape(-1)
         source, shard, start = mixture.locate(numbers)
-        for begin in range(0, len(numbers), chunk):
-            part = slice(begin, begin + chunk)
-            if mixture.remote:
-                mixture.prefetch(int(numbers[part][-1]), source[part], shard[part])
-            tokens = mixture.read(source[part], shard[part], start[part], length)
-            names = ", ".join(one.name for one in mixture.sources)
-            check_tokens(tokens, vocab_size, names)
-            yield tokens, None
-        first += located * world * size
+        mixture.prefetch(int(numbers[-1]), source, shard)
+        tokens = mixture.read(source, shard, start, length)
+        check_tokens(tokens, vocab_size, names)
+        yield tokens, None
 
 
 def batch_hash(batches: Iterable[Tensor]) -> int:

@@ -165,15 +165,10 @@ class Mixture:
         each = zip(self.counts(k), self.orders, strict=True)
         return [count / order.sequences_per_epoch for count, order in each]
 
-    @property
-    def remote(self) -> bool:
-        """Whether shards are downloaded while they are read."""
-        return any(source.split.remote is not None for source in self.sources)
-
     def prefetch(self, k: int, source: Ints, shard: Ints) -> None:
         """Have the shards of the sequences up to number `k` downloaded, and then the next ones."""
-        counts = self.counts(k)
         for number, (one, order) in enumerate(zip(self.sources, self.orders, strict=True)):
             if one.split.remote is not None:
                 now = list(dict.fromkeys(shard[source == number].tolist()))
-                one.split.prefetch(now, order.upcoming(counts[number], PREFETCH_SHARDS))
+                then = order.upcoming(self.counts(k)[number], PREFETCH_SHARDS)
+                one.split.prefetch(now, then)

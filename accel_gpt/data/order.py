@@ -73,24 +73,16 @@ class Order:
         shards = self.shard_order(epoch)
         counts = self.counts[shards]
         ends = np.cumsum(counts)
-        if counts[0] and (counts[:-1] == counts[0]).all():  # all shards but the last are alike
-            slot = np.minimum(index // counts[0], len(counts) - 1)
-        else:
-            slot = np.searchsorted(ends, index, side="right")
+        slot = np.searchsorted(ends, index, side="right")
         shard, number = shards[slot], index - (ends - counts)[slot]
         return shard, self.offset(epoch, shard) + number * self.block_size
-
-    @cached_property
-    def used(self) -> list[int]:
-        """Shards that have sequences."""
-        return [int(shard) for shard in np.flatnonzero(self.counts)]
 
     def upcoming(self, k: int, count: int) -> list[int]:
         """Shards of the sequences from number `k` on, in order: the next `count` of them, or all
         where the order jumps between shards.
         """
         if self.shuffle in ("global", "replacement"):
-            return self.used
+            return np.flatnonzero(self.counts).tolist()
         epoch, index = divmod(k, self.sequences_per_epoch)
         found: list[int] = []
         while len(found) < count and epoch <= k // self.sequences_per_epoch + 1:

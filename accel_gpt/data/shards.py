@@ -82,6 +82,8 @@ class Split:
     lock: Any = field(default_factory=threading.RLock, init=False, repr=False, compare=False)
     opened: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Descriptors of the shards that were opened last."""
+    checked: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
+    """Shards whose header is right."""
 
     @cached_property
     def lengths(self) -> Ints:
@@ -130,16 +132,17 @@ class Split:
         return tokens
 
     def open(self, number: int) -> None:
-        """Open a shard's file once its header is checked; of many, close the one opened first."""
+        """Open a shard's file, checking its header the first time; of many, close the oldest."""
         shard = self.shards[number]
         path = self.remote.fetch(shard.name) if self.remote else self.folder / shard.name
-        if shard.name.endswith(".npy"):
+        if shard.name.endswith(".npy") and number not in self.checked:
             dtype, tokens, _ = npy_header(path)
             if (dtype.itemsize, tokens) != (self.dtype.itemsize, shard.tokens):
                 raise DataError(
                     f"shard {path} holds {tokens} tokens of {dtype}, expected {shard.tokens} of "
                     f"{self.dtype}; prepare the data again"
                 )
+        self.checked.add(number)
         self.opened[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         if len(self.opened) > OPEN_FILES:
             os.close(self.opened.pop(next(iter(self.opened))))

@@ -36,7 +36,7 @@ from tests.faults.disk import Disk
 from tests.hermetic import sync_nothing
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-CHUNK, LOCATE = 4096, 64  # sequences are prefetched in small chunks: a launch reads few
+CHUNK = 4096  # sequences are prefetched in small chunks: a launch reads few
 ABORT_SECONDS = 5.0
 FACTS = ("commit", "package_versions", "device_name")  # of the machine: asked once
 
@@ -71,7 +71,7 @@ def main() -> None:
     os.dup2(2, 1)  # what else is printed is no answer
     for name in FACTS:
         setattr(machine, name, functools.cache(getattr(machine, name)))
-    loader.CHUNK, loader.LOCATE = CHUNK, LOCATE
+    loader.CHUNK = CHUNK
     sync_nothing()
     machine.commit(), machine.package_versions()
     warm: set[tuple[int, str]] = set()  # numbers of processes, and the command

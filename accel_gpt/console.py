@@ -12,16 +12,16 @@ from typing import TextIO
 from accel_gpt.errors import AccelGPTError, UserError, first_line
 from accel_gpt.redact import redact
 
-# all but line ends and tabs; bytes that are no UTF-8; what turns the direction of text around
+# all but tabs and ends of lines; bytes that are no UTF-8; what turns the direction of text around
 CONTROL = re.compile(
-    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\udc80-\udcff\u202a-\u202e\u2066-\u2069]"
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\udc80-\udcff\u2028-\u202e\u2066-\u2069]|\r(?!\n)"
 )
 LONGEST_SENTENCE = 1500  # characters of an error that are printed
 
 
 def printable(text: str) -> str:
     """`text` without what steers a terminal, as a name in a file of others or a sample could."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def open_closed_streams() -> None:
@@ -37,8 +37,7 @@ def open_closed_streams() -> None:
 
 def visible(text: str, out: TextIO) -> str:
     """`text` as it may be written to `out`: a terminal would obey control characters."""
-    shown = CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
-    return shown if out.isatty() else text
+    return printable(text) if out.isatty() else text
 
 
 def write_out(text: str) -> None:
@@ -66,18 +65,18 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     try:
         return main(argv)
     except AccelGPTError as error:
-        told = redact(printable(str(error)))
-        if len(told) > LONGEST_SENTENCE:  # a value out of a file
-            told = f"{told[: LONGEST_SENTENCE // 2]} [...] {told[-LONGEST_SENTENCE // 2 :]}"
-        sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {told}\n")
+        text = redact(printable(str(error)))
+        if len(text) > LONGEST_SENTENCE:  # a value out of a file
+            text = f"{text[: LONGEST_SENTENCE // 2]} [...] {text[-LONGEST_SENTENCE // 2 :]}"
+        sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {text}\n")
         return error.exit_code
     except (MemoryError, RuntimeError) as error:  # torch raises the second where malloc fails
         if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
             raise
-        told = first_line(error)
         sys.stderr.write(
-            f"error: there is not enough memory ({printable(told)[-120:]}); lower the model's "
-            "size, train.micro_batch_size or sample.num: accel-gpt plan shows what they take\n"
+            f"error: there is not enough memory ({printable(first_line(error))[-120:]}); lower "
+            "the model's size, train.micro_batch_size or sample.num: accel-gpt plan shows what "
+            "they take\n"
         )
         return UserError.exit_code
     except BrokenPipeError:  # whoever read our output has enough, as `| head`

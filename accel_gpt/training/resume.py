@@ -47,49 +47,26 @@ from accel_gpt.training.saving import remove_checkpoint, remove_debris
 from accel_gpt.training.state import TrainState
 
 FREE = (
-    "out_dir",
+    *("out_dir", "data.tokenizer", "data.cache_", "data.allow_change", "data.prepare."),
     "data.train",  # the fingerprint of its content decides
-    "data.tokenizer",
-    "data.cache_",
-    "data.allow_change",
-    "data.prepare.",
-    "model.init_from",
-    "model.allow_pickle",
-    "model.zero_init",
+    *("model.init_from", "model.allow_pickle", "model.zero_init"),
     "model.depth",  # the keys that it sets are compared themselves
-    "train.micro_batch_size",
-    "train.mixed_precision",
-    "train.matmul_precision",
-    "train.compile",
-    "train.activation_checkpointing",
-    "train.cpu_threads",
-    "train.time_limit",
-    "train.step_timeout",
-    "train.profile",
-    "eval.every",
-    "eval.only",
-    "eval.hellaswag",
-    "sample.",
-    "checkpoint.",
-    "log.",
-    "hub.",
+    *("train.micro_batch_size", "train.mixed_precision", "train.matmul_precision"),
+    *("train.compile", "train.activation_checkpointing", "train.cpu_threads"),
+    *("train.time_limit", "train.step_timeout", "train.profile"),
+    *("eval.every", "eval.only", "eval.hellaswag", "sample.", "checkpoint.", "log.", "hub."),
 )
 IDENTITY = (
     "model.",  # tensors would not fit
-    "optim.name",
-    "tokenizer",
-    "seed",
-    "data.shuffle",
+    *("optim.name", "tokenizer", "seed", "data.shuffle"),
     "train.tokens_per_step",  # it maps steps to data
 )
 # Set or not set, these divide the parameters into other groups of the optimizer.
 GROUPS = ("optim.embedding_lr", "optim.head_lr")
 # The free keys that decide the bits which train.reproducible promises.
 BITS = (
-    "train.micro_batch_size",
-    "train.mixed_precision",
-    "train.matmul_precision",
-    "train.cpu_threads",
+    *("train.micro_batch_size", "train.mixed_precision"),
+    *("train.matmul_precision", "train.cpu_threads"),
 )
 NOT_TOLD = "not told"  # stands for a path in the config of a checkpoint from the Hub
 

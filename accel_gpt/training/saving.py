@@ -94,9 +94,9 @@ class CheckpointWriter:
         try:
             self.save_tensors(temporary, gpt, optimizer)
         except Exception as error:  # torch, safetensors and Accelerate raise no common class
+            if self.fsdp:  # other ranks still gather for this one
+                raise not_written(state.step, save_error(error)) from None
             failed = error
-        if failed and self.fsdp:  # other ranks still gather for this one
-            raise not_written(state.step, save_error(failed))
 
         def finish() -> None:
             self.problem = "its thread ended early"  # in case it does
@@ -164,60 +164,59 @@ class CheckpointWriter:
     def complete(
         self, folder: Path, content: dict[str, Any], gpt: GPT, failed: Exception | None
     ) -> str | None:
-        """Do `write_and_publish`; returns why it failed on any rank. A collective."""
+        """Write the other files of a checkpoint and publish it; returns why it failed on any rank.
+        A collective.
+        """
+        own: Files = {}
         try:
-            try:
-                self.write_and_publish(folder, content, gpt, failed)
-            except AccelGPTError as error:
+            with self.phase(folder):
+                if failed:
+                    raise failed
                 if self.main:
-                    shutil.rmtree(folder, ignore_errors=True)
-                all_gather(None, self.group)  # no rank saves there again before it is removed
-                return str(error)
+                    self.write_shared(folder, content, gpt)
+                random = f"random_states_{self.accelerator.process_index}.pkl"
+                for path in sorted(folder.iterdir()):
+                    mine = self.main and not path.name.startswith("random_states_")
+                    if mine or path.name == random:
+                        own[path.name] = sealed(path)
+            files = {n: entry for part in all_gather(own, self.group) for n, entry in part.items()}
+            with self.phase(folder):
+                if self.main:
+                    check_shared(folder, files, self.accelerator.num_processes)
+                    publish_checkpoint(folder, folder.with_name(step_name(content["step"])), files)
+        except AccelGPTError as error:
+            return str(error)
         except RuntimeError as error:  # of the group: another rank has gone
             self.lost = str(error)
         return self.lost
 
-    def write_and_publish(
-        self, folder: Path, content: dict[str, Any], gpt: GPT, failed: Exception | None
-    ) -> None:
-        """Write the rest and publish; raises `UserError` on all ranks if any of them fails."""
-        with self.phase():
-            if failed:
-                raise failed
-            if self.main:
-                if self.snapshot:
-                    fault_point("save.copied")
-                    self.snapshot.write(folder)
-                write_json(folder / "trainer_state.json", content)
-                shape = {"config": asdict(gpt.config), "vocab_size": gpt.vocab_size}
-                write_json(folder / "model.json", {"format": FORMAT, **shape})
-                self.tokenizer.save(folder)
-                self.before_publish()
-        own: Files = {}
-        with self.phase():
-            random = f"random_states_{self.accelerator.process_index}.pkl"
-            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-                mine = self.main and not path.name.startswith("random_states_")
-                if mine or path.name == random:
-                    own[path.name] = sealed(path)
-        files = {
-            name: entry for part in all_gather(own, self.group) for name, entry in part.items()
-        }
-        with self.phase():
-            if self.main:
-                check_shared(folder, files, self.accelerator.num_processes)
-                publish_checkpoint(folder, folder.with_name(step_name(content["step"])), files)
+    def write_shared(self, folder: Path, content: dict[str, Any], gpt: GPT) -> None:
+        """Write the files that do not belong to one rank; on rank 0."""
+        if self.snapshot:
+            fault_point("save.copied")
+            self.snapshot.write(folder)
+        write_json(folder / "trainer_state.json", content)
+        shape = {"config": asdict(gpt.config), "vocab_size": gpt.vocab_size}
+        write_json(folder / "model.json", {"format": FORMAT, **shape})
+        self.tokenizer.save(folder)
+        self.before_publish()
 
     @contextlib.contextmanager
-    def phase(self) -> Iterator[None]:
-        """Turn an error on any rank into a `UserError` on all, so that a `RuntimeError` is left to
-        mean a lost rank; a collective.
+    def phase(self, folder: Path) -> Iterator[None]:
+        """Turn an error on any rank into an `AccelGPTError` on all, so that a `RuntimeError` is
+        left to mean a lost rank; `folder` is removed then. A collective.
         """
-        with all_ranks(self.group):
-            try:
-                yield
-            except Exception as error:
-                raise CheckpointError(save_error(error)) from error
+        try:
+            with all_ranks(self.group):
+                try:
+                    yield
+                except Exception as error:
+                    raise CheckpointError(save_error(error)) from error
+        except AccelGPTError:
+            if self.main:
+                shutil.rmtree(folder, ignore_errors=True)
+            all_gather(None, self.group)  # no rank saves there again before it is removed
+            raise
 
     def follow_up(self, content: dict[str, Any], needed: int) -> None:
         """Report the new checkpoint and prune, or warn once why there is none; on rank 0."""

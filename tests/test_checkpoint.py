@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_gpt.config.experiment import CheckpointConfig
-from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
+from accel_gpt.errors import CheckpointError, NewerFormatError
 from accel_gpt.training.checkpoint import (
     find_checkpoint,
     load_model,
@@ -22,7 +22,6 @@ from accel_gpt.training.resume import find_resume
 from accel_gpt.training.run_folder import checkpoint_steps, step_name
 from accel_gpt.training.saving import prune, remove_debris
 from accel_gpt.training.state import TrainState
-from tests.conftest import launch
 
 Arguments = Callable[..., list[str]]
 Trained = Callable[..., Path]
@@ -118,15 +117,6 @@ def test_damage_is_named(run: Path) -> None:
         verify(newest)
 
 
-def test_all_damaged_never_starts_over_silently(
-    run: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for path in (run / "checkpoints").glob("step_*/model.json"):
-        path.write_text("{}")
-    assert launch(small_run("--train.max_steps", "20")) == 4
-    assert "all checkpoints of" in capsys.readouterr().err
-
-
 # what the first versions wrote: no spikes, no sources, no position in text
 FORMAT_1 = """{"format": 1, "step": 3, "sequences": 24, "tokens": 768, "seconds": 1.5,
  "val_loss": null, "best_val_loss": 2.25, "best_step": 2, "world_size": 1, "data_fingerprint": "a1",
@@ -164,17 +154,6 @@ def test_loaded_model_is_the_saved_one(run: Path) -> None:
     assert tokenizer.kind == "bytes"
     ids = torch.tensor([tokenizer.encode("the king of")])
     assert tokenizer.decode([int(model(ids)[0, -1].argmax())]) == " "
-
-
-def test_what_is_missing_is_named(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for path, which, message in (
-        (tmp_path / "nowhere", "last", "does not exist"),
-        (tmp_path / "empty", "last", "holds no checkpoint"),
-        (run, "7", "no checkpoint '7'; choose last, best or one of 8, 12"),
-    ):
-        with pytest.raises(UserError, match=message):
-            find_checkpoint(path, which)
 
 
 def test_intervals_in_steps_and_tokens() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_gpt.cli import COMMANDS, dispatch
+from accel_gpt.cli import dispatch
 from accel_gpt.console import run_main
 from accel_gpt.errors import UserError
 from tests.conftest import run_here
@@ -19,66 +19,28 @@ def call(*words: str) -> int:
     return run_here(dispatch, words)
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call() == call("--help") == 0
-    shown = capsys.readouterr().out
-    assert all(f"  {name} " in shown for name in COMMANDS)
-
-
-@pytest.mark.parametrize("command", list(COMMANDS))
-def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        call(command, "--help")
-    assert not stopped.value.code
-    assert f"usage: accel-gpt {command}" in capsys.readouterr().out
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("--version") == 0
-    assert capsys.readouterr().out.startswith("accel-gpt 0.")
-
-
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words",
     [
-        (["smple"], "unknown command 'smple'; did you mean sample?"),
-        (["sample"], "RUN missing; see --help"),
-        (["sample", "x", "--temprature", "1"], "did you mean temperature?"),
-        (["sample", "./nowhere"], "./nowhere is neither a folder nor a repository on the Hub"),
-        (
-            ["sample", "x", "--temperature", "-1"],
-            "sample.temperature is -1.0; it must be 0 or more",
-        ),
-        (["sample", "x", "--top-p", "0"], "sample.top_p is 0.0; it must lie in (0, 1]"),
-        (["evaluate", "x", "--tokens", "²"], "--tokens is ²; expected a whole number above 0"),
-        (["sample", "x", "y"], "unexpected argument 'y'"),
-        (["prepare", "--path", "nowhere.txt", "--out", "o"], "nowhere.txt"),
-        (["prepare", "--tokenizer", "bpe", "--vocab-size", "12"], "vocab_size is 12"),
-        (
-            ["prepare", "--source", "stdlib", "--path", "x.txt"],
-            "source is stdlib but x.txt is given",
-        ),
-        (["verify-resume", "--steps", "1", "x.yaml"], "steps is 1; it must be 2 or more"),
-        (["verify-resume", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
-        (["train"], "no config file given"),
-        (["train", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
-        (["train", "quickstart", "--out_dir", " "], "out_dir is ' '; name the run's folder"),
+        ["smple"],
+        ["sample", "x", "--temprature", "1"],
+        ["prepare", "--source", "stdlib", "--path", "x.txt", "--out", "o"],
+        ["train", "quickstart", "--out_dir", " "],
     ],
 )
-def test_mistake_is_one_sentence_and_exit_code_2(
+def test_a_mistake_is_one_sentence_and_leaves_nothing(
     words: list[str],
-    message: str,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The sentences themselves are golden."""
     monkeypatch.chdir(tmp_path)
     assert call(*words) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
-    assert message in error
     assert error.count("\n") == 1
-    assert not list(tmp_path.glob("o*"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_closed_streams_lead_nowhere(tmp_path: Path) -> None:

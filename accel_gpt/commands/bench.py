@@ -22,11 +22,10 @@ from accel_gpt.config.checks import NotNegative, Positive, Section
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config, parse_command
 from accel_gpt.config.plan import make_plan, plural
-from accel_gpt.console import exit_on_sigterm, write_out
+from accel_gpt.console import exit_on_sigterm, table, write_out
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.errors import require
 from accel_gpt.launcher import is_main, world_size
-from accel_gpt.tables import table
 
 if TYPE_CHECKING:  # torch is imported once the options are right
     import torch

@@ -12,10 +12,9 @@ import tyro
 from accel_gpt.config.checks import NotNegative, Positive, Section
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.parse import parse_command
-from accel_gpt.console import write_out
+from accel_gpt.console import table, write_out
 from accel_gpt.errors import CheckpointError, DataError, require
 from accel_gpt.redact import redact
-from accel_gpt.tables import table
 
 MARKS = ("checkpoints", "manifest.json", "trainer_state.json")  # of a run or a checkpoint
 

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from accel_gpt.config.data import DataConfig
+from accel_gpt.console import table
 from accel_gpt.data.shards import INDEX, NoSplit, Split, read_index
 from accel_gpt.data.sources import is_url, open_data
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, require
 from accel_gpt.files import sha256
 from accel_gpt.prepare.progress import Progress
-from accel_gpt.tables import table
 
 CHUNK = 1 << 20  # tokens counted at once
 PREFETCH = 3  # shards of a URL that are downloaded before they are read

@@ -20,10 +20,10 @@ from types import MappingProxyType
 from typing import Any
 
 from accel_gpt.config.parse import changed_keys
+from accel_gpt.console import table
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.errors import AccelGPTError
-from accel_gpt.tables import table
 from accel_gpt.training.checkpoint import (
     find_checkpoint,
     is_checkpoint,

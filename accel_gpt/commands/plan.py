@@ -19,7 +19,7 @@ from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config, parse_command, read_yaml, to_flat
 from accel_gpt.config.plan import Plan, make_plan, plural
-from accel_gpt.console import write_out
+from accel_gpt.console import table, write_out
 from accel_gpt.cost.devices import (
     DEVICES,
     MATRIX_UNITS,
@@ -38,7 +38,6 @@ from accel_gpt.cost.memory import (
     with_size,
 )
 from accel_gpt.errors import require
-from accel_gpt.tables import table
 
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3

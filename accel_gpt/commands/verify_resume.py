@@ -29,11 +29,10 @@ from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config, LogConfig
 from accel_gpt.config.parse import load_config, parse_command, to_yaml
 from accel_gpt.config.plan import in_steps, make_plan, plural
-from accel_gpt.console import exit_on_sigterm, write_err
+from accel_gpt.console import exit_on_sigterm, table, write_err
 from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.files import write_file
 from accel_gpt.launcher import environment_without_launcher
-from accel_gpt.tables import table
 from accel_gpt.training.run_folder import RunFolder
 
 LAST_LINES = 30  # of a launch that failed; torchrun adds some 20 to the trainer's

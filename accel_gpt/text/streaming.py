@@ -8,11 +8,11 @@ Legend: B micro-batch, T block_size.
 """
 
 import hashlib
-from collections import deque
+import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from accel_gpt.data.loader import Loader, Sequences
 from accel_gpt.data.shards import Shard, Split, Tokens
 from accel_gpt.data.sources import open_sources, val_names, val_paths
 from accel_gpt.data.tokenizer import Tokenizer, named_tokenizer
-from accel_gpt.errors import DataError, require
+from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.redact import redact
 from accel_gpt.text.documents import Piece, Position, split_pieces
 from accel_gpt.text.files import describe_source, guess_source
@@ -41,8 +41,7 @@ from accel_gpt.text.files import describe_source, guess_source
 MOST_CHARACTERS = 100_000_000  # read at most to gather what is evaluated; assumption
 
 
-@dataclass(frozen=True)
-class TextPosition:
+class TextPosition(NamedTuple):
     """Where the next sequence of a rank begins."""
 
     epoch: int = 0
@@ -66,13 +65,9 @@ class Text:
         parts = [describe_source(config, times), config.text_field, config.val_fraction]
         return hashlib.sha256(repr([*parts, self.tokenizer.fingerprint]).encode()).hexdigest()
 
-    def pieces(
-        self, start: Position = (0, 0, 0), rank: int = 0, world: int = 1
-    ) -> Iterator[tuple[Position, Piece]]:
-        """Each piece from `start` on, with the position before it."""
-        for piece in split_pieces(self.config, self.tokenizer.cuts_at_lines, start, rank, world):
-            yield start, piece
-            start = piece.after
+    def read(self, start: Position = (0, 0, 0), rank: int = 0, world: int = 1) -> Iterator[Piece]:
+        """The pieces of the documents of a rank from `start` on."""
+        return split_pieces(self.config, self.tokenizer.cuts_at_lines, start, rank, world)
 
     def encode(self, piece: Piece) -> Tokens:
         """Tokens of a piece, end-of-text included where it ends a document."""
@@ -88,7 +83,7 @@ class Text:
         """
         found: list[Tokens] = []
         held = read = 0
-        for _, piece in self.pieces():
+        for piece in self.read():
             read += len(piece.text)
             if piece.split == name:
                 found.append(self.encode(piece))
@@ -100,14 +95,32 @@ class Text:
                 f"the first {read:,} characters of the streamed text hold no {name} text; set "
                 "data.val to a prepared folder, or give more and smaller documents"
             )
-        tokens = np.concatenate(found)[:count]
-        made_by = self.tokenizer
+        tokens, by = np.concatenate(found)[:count], self.tokenizer
         return Split(
             *(Path("streamed text"), name, (Shard("memory", len(tokens)),), tokens.dtype),
-            *(made_by.vocab_size, made_by.eot_id, made_by.kind, made_by.fingerprint),
+            *(by.vocab_size, by.eot_id, by.kind, by.fingerprint),
             fingerprint=self.digest(),
             memory=tokens,
         )
+
+    def train_tokens(
+        self, start: TextPosition, rank: int, world: int
+    ) -> Iterator[tuple[TextPosition, Tokens]]:
+        """Tokens of each train piece of a rank, epoch after epoch, with the position of the first.
+
+        Raises `DataError` when there are none.
+        """
+        at, skip = start.piece, start.token
+        for epoch in itertools.count(start.epoch):
+            found = at != (0, 0, 0)
+            for piece in self.read(at, rank, world):
+                if piece.split == "train":
+                    yield TextPosition(epoch, at, skip), self.encode(piece)[skip:]
+                    found, skip = True, 0
+                at = piece.after
+            if not found:
+                raise DataError("the streamed text holds no train document for this process")
+            at = (0, 0, 0)
 
 
 @dataclass(kw_only=True)
@@ -175,17 +188,15 @@ def open_text(config: Config) -> TextCorpus:
     """
     data, stream, tokens = config.data, config.data.train, config.eval.tokens
     assert isinstance(stream, TextStream)
-    require(
-        data.tokenizer is not None,
-        "data.train streams text but data.tokenizer is not set; give gpt2, bytes or the path of a "
-        "tokenizer.json",
-    )
-    require(
-        tokens is not None,
-        "eval.tokens is null, the whole split, but streamed text has no end; give a number",
-    )
-    assert data.tokenizer is not None
-    assert tokens is not None
+    if data.tokenizer is None:
+        raise UserError(
+            "data.train streams text but data.tokenizer is not set; give gpt2, bytes or the path "
+            "of a tokenizer.json"
+        )
+    if tokens is None:
+        raise UserError(
+            "eval.tokens is null, the whole split, but streamed text has no end; give a number"
+        )
     tokenizer = named_tokenizer(data.tokenizer)
     settings = {k: v for k, v in asdict(stream).items() if k != "streaming"}
     source = "dataset" if stream.dataset else guess_source(str(stream.path))
@@ -207,59 +218,30 @@ def open_text(config: Config) -> TextCorpus:
     )
 
 
-# --------------------------------------------------------------------------- packing
-
-
 def read_text(
     text: Text, start: TextPosition, plan: Plan, rank: int
 ) -> Iterator[tuple[Sequences, TextPosition]]:
     """Micro-batches (B, T + 1) of one rank from `start` on, each with the position after it."""
-    batch = np.empty((plan.micro_batch_size, plan.block_size + 1), np.uint32)
-    filled = 0
-    for sequence, after in pack(text, start, batch.shape[1], rank, plan.world_size):
-        batch[filled] = sequence
-        filled += 1
-        if filled == len(batch):
-            yield batch.copy(), after
-            filled = 0
+    sequences = pack(text.train_tokens(start, rank, plan.world_size), plan.block_size + 1)
+    while batch := list(itertools.islice(sequences, plan.micro_batch_size)):
+        yield np.stack([tokens for tokens, _ in batch]).astype(np.uint32), batch[-1][1]
 
 
 def pack(
-    text: Text, start: TextPosition, length: int, rank: int, world: int
+    pieces: Iterator[tuple[TextPosition, Tokens]], length: int
 ) -> Iterator[tuple[Tokens, TextPosition]]:
-    """Endless sequences of `length` tokens, each beginning with the last token of the one before;
-    with each the position where the next one begins.
+    """Sequences of `length` tokens, each beginning with the last token of the one before; with each
+    the position where the next one begins.
     """
-    held: deque[tuple[TextPosition, Tokens]] = deque()
-    count, skip, epoch, at = 0, start.token, start.epoch, start.piece
-    while True:
-        found = False
-        for before, piece in text.pieces(at, rank, world):
-            if piece.split != "train":
-                continue
-            found = True
-            tokens = text.encode(piece)[skip:]
-            held.append((TextPosition(epoch, before, skip), tokens))
-            count, skip = count + len(tokens), 0
-            while count >= length:
-                yield take(held, length)
-                count -= length - 1
-        if not found and at == (0, 0, 0):
-            raise DataError("the streamed text holds no train document for this process")
-        epoch, at = epoch + 1, (0, 0, 0)
-
-
-def take(held: deque[tuple[TextPosition, Tokens]], length: int) -> tuple[Tokens, TextPosition]:
-    """The first `length` of the tokens held; all but the last are used up."""
-    parts: list[Tokens] = []
-    missing = length
-    while missing > len(held[0][1]):
-        _, tokens = held.popleft()
-        parts.append(tokens)
-        missing -= len(tokens)
-    position, tokens = held[0]
-    parts.append(tokens[:missing])
-    used = missing - 1
-    after = TextPosition(position.epoch, position.piece, position.token + used)
-    held[0] = (after, tokens[used:])
-    return np.concatenate(parts), after
+    held = np.empty(0, np.uint32)
+    starts: list[tuple[int, TextPosition]] = []  # index in `held` at which each piece begins
+    for position, tokens in pieces:
+        starts.append((len(held), position))
+        held = np.concatenate([held, tokens])
+        while len(held) >= length:
+            sequence, held = held[:length], held[length - 1 :]
+            starts = [(index - length + 1, at) for index, at in starts]
+            while len(starts) > 1 and starts[1][0] <= 0:
+                del starts[0]
+            index, first = starts[0]
+            yield sequence, first._replace(token=first.token - index)

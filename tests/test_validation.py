@@ -1,6 +1,7 @@
 """Validation: the whole split exactly once, the same figure at any batch or number of processes."""
 
 import copy
+import gc
 import json
 import math
 import re
@@ -115,6 +116,18 @@ def test_evaluation_leaves_no_trace(corpus: Path, model: GPT) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
     assert model.training
     assert score(model, open_split(corpus, "val")) == first  # dropout is off
+
+
+def test_nothing_is_kept_of_a_batch(corpus: Path, model: GPT) -> None:
+    """A tensor kept of each would grow the memory on a CPU: see `score_sequences`."""
+    alive: list[int] = []
+
+    def beat() -> None:
+        alive.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()))
+
+    score(model, open_split(corpus, "val"), Accelerator(cpu=True), beat=beat)
+    assert len(alive) > 4
+    assert alive[-1] == alive[1]
 
 
 def test_metrics_of_a_score() -> None:

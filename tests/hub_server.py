@@ -1,12 +1,16 @@
 """A Hugging Face Hub on the loopback address, for the real `huggingface_hub` client.
 
-`with HubServer() as hub:` serves what `hub_routes.py` answers, and fails as the test asks. A client
-that has hf_xet uses it without asking what the server offers, so HF_HUB_DISABLE_XET must be set:
-`point_at` does that for this process, `environment` for another one.
+`with HubServer() as hub:` keeps models, named `user/name`, in memory, answers the requests by which
+they are pushed and loaded, and fails as the test asks. A client that has hf_xet uses it without
+asking what the server offers, so HF_HUB_DISABLE_XET must be set: `point_at` does that for this
+process, `environment` for another one.
 """
 
+import base64
+import hashlib
 import importlib
 import json
+import re
 import socket
 import sys
 import threading
@@ -14,18 +18,80 @@ import time
 import types
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
+import yaml
 
-from tests.hub_routes import Blob, Hub, Request, is_lfs
+LFS = re.compile(r"\.(safetensors|bin|png|pkl)$|tfevents")
+API, REVISION = r"/api/models/(?P<name>[^/]+/[^/]+)", "(?P<revision>[^/]+)"
+ROUTES = (  # method, path, method of Handler; all but GET and /storage/ need the token
+    ("GET", rf"{API}(?:/revision/{REVISION})?", "info"),
+    ("GET", rf"{API}/tree/{REVISION}", "tree"),
+    ("GET", rf"{API}/refs", "refs"),
+    ("GET", rf"/(?P<name>[^/]+/[^/]+)/resolve/{REVISION}/(?P<path>.+)", "resolve"),
+    ("POST", "/api/validate-yaml", "validate_yaml"),
+    ("POST", "/api/repos/create", "create_repo"),
+    ("POST", rf"{API}/preupload/{REVISION}", "preupload"),
+    ("POST", rf"{API}/commit/{REVISION}", "commit"),
+    ("POST", rf"{API}/branch/(?P<ref>[^/]+)", "create_branch"),
+    ("POST", rf"{API}/tag/{REVISION}", "create_tag"),
+    ("DELETE", rf"{API}/tag/(?P<ref>[^/]+)", "delete_tag"),
+    ("POST", r"/(?P<name>[^/]+/[^/]+)\.git/info/lfs/objects/batch", "lfs_batch"),
+    ("POST", r"/(?P<name>[^/]+/[^/]+)\.git/info/lfs/verify", "lfs_verify"),
+    ("PUT", r"/storage/(?P<name>[^/]+/[^/]+)/(?P<oid>[0-9a-f]{64})", "lfs_upload"),
+)
+Files = dict[str, bytes]
+Reply = tuple[int, Any, dict[str, str]]  # status, body (bytes, or what becomes JSON), headers
 
 
-class HubServer(Hub):
-    """The Hub, what was asked of it, and what goes wrong next.
+class Refusal(Exception):
+    """An error of the Hub; `code` is its X-Error-Code, where it has one."""
+
+    def __init__(self, status: int, message: str, code: str = "", **more: str) -> None:
+        headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
+        self.reply = status, {"error": message, **more}, headers
+
+
+def oid(path: str, data: bytes) -> str:
+    """What the client compares its own file with: that of LFS or of git."""
+    if LFS.search(path):
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+@dataclass
+class Repo:
+    """Files by commit id, titles of the commits, newest last; branches and tags -> commit ids."""
+
+    private: bool = False
+    files: dict[str, Files] = field(default_factory=dict)
+    titles: dict[str, list[str]] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    objects: Files = field(default_factory=dict)  # of LFS, by SHA-256
+
+    def find(self, revision: str) -> str:
+        """The commit id of a branch, a tag or a commit id."""
+        found = self.branches.get(revision) or self.tags.get(revision) or revision
+        if found not in self.files:
+            raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return found
+
+    def commit(self, branch: str, title: str, files: Files) -> str:
+        """The id of a new commit with exactly these files."""
+        titles = [*self.titles.get(self.branches.get(branch, ""), []), title]
+        made = hashlib.sha1(json.dumps([len(self.files), titles]).encode()).hexdigest()
+        self.files[made], self.titles[made], self.branches[branch] = files, titles, made
+        return made
+
+
+class HubServer:
+    """The repos, who may write, what was requested, and what goes wrong next.
 
     `requests` are (method, path without query) in order; `lfs_uploads` are (SHA-256, bytes) of
     every object that arrived whole; `upload_delay` is in seconds, for each object.
@@ -34,9 +100,12 @@ class HubServer(Hub):
     def __init__(self) -> None:
         self.server = Server(("127.0.0.1", 0), Handler)
         self.server.hub = self
-        super().__init__(f"http://127.0.0.1:{self.server.server_address[1]}")
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.token = "hf_" + "t" * 34
+        self.repos: dict[str, Repo] = {}
         self.requests: list[tuple[str, str]] = []
-        self.upload_delay = 0.0
+        self.lfs_uploads: list[tuple[str, int]] = []
+        self.upload_delay, self.refused = 0.0, 0
         self.drops: list[int] = []
         self.failures: list[tuple[int, str, dict[str, str]]] = []
         self.lock = threading.RLock()
@@ -60,36 +129,31 @@ class HubServer(Hub):
 
     # ----------------------------------------------------------------------- contents
 
-    def add(self, repo: str, files: Mapping[str, bytes], revision: str = "main") -> None:
-        """Commits files to a branch; makes the repo and the branch where they are missing."""
+    def create(self, name: str, private: bool = False) -> Repo:
+        """A repo with the one file and the one commit that the Hub begins with."""
+        made = self.repos[name] = Repo(private)
+        made.commit("main", "initial commit", {".gitattributes": b"*.bin -text\n"})
+        return made
+
+    def add(self, repo: str, files: Mapping[str, bytes]) -> None:
+        """Commits files to main; makes the repo where it is missing."""
         there = self.repos.get(repo) or self.create(repo)
-        there.branch.setdefault(revision, there.branch["main"])
-        blobs = {p: Blob(data, is_lfs(p, data[:512], len(data))) for p, data in files.items()}
-        there.commit(revision, "Add files", {**there.at(revision).files, **blobs})
+        there.commit("main", "Add files", there.files[there.branches["main"]] | dict(files))
 
-    def files(self, repo: str, revision: str = "main") -> dict[str, bytes]:
+    def files(self, repo: str, revision: str = "main") -> Files:
         """What was put there: all but the `.gitattributes` with which the Hub begins a repo."""
-        found = self.repos[repo].at(revision).files
-        return {path: blob.data for path, blob in found.items() if path != ".gitattributes"}
+        there = self.repos[repo]
+        found = there.files[there.find(revision)]
+        return {path: data for path, data in found.items() if path != ".gitattributes"}
 
-    def branches(self, repo: str) -> dict[str, str]:
-        return dict(self.repos[repo].branch)
+    def commits(self, repo: str) -> list[str]:
+        """Titles on main, newest first; the last is the Hub's own `initial commit`."""
+        there = self.repos[repo]
+        return there.titles[there.branches["main"]][::-1]
 
     def tags(self, repo: str) -> dict[str, str]:
-        return dict(self.repos[repo].tag)
-
-    def refs(self, repo: str) -> dict[str, str]:
-        """Branches and tags -> commit ids."""
-        return self.branches(repo) | self.tags(repo)
-
-    def commits(self, repo: str, revision: str = "main") -> list[str]:
-        """Titles, newest first; the last is the Hub's own `initial commit`."""
-        there = self.repos[repo]
-        return [there.all[made].title for made in there.at(revision).history]
-
-    @property
-    def private(self) -> dict[str, bool]:
-        return {name: repo.private for name, repo in self.repos.items()}
+        """Tags -> commit ids."""
+        return dict(self.repos[repo].tags)
 
     # ----------------------------------------------------------------------- faults
 
@@ -136,7 +200,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection."""
+    """One connection; the methods that ROUTES names return the reply."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -146,67 +210,211 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing."""
 
     def handle_any(self) -> None:
-        hub, (path, _, query) = self.server.hub, self.path.partition("?")
-        fault, headers = self.fault(unquote(path))
-        fails = fault not in (None, 0)
-        body = self.receive(as_upload=self.command == "PUT" and not fails)
-        if body is None:
-            self.hang_up()
-        elif fault:
-            self.respond(fault, {"error": f"The test asked for {fault}"}, headers)
-        else:
-            token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        hub, path = self.server.hub, unquote(self.path.partition("?")[0])
+        upload = self.command == "PUT"
+        with hub.lock:
+            hub.requests.append((self.command, path))
+            due = [i for i, (_, text, _) in enumerate(hub.failures) if text in path]
+            status, _, headers = hub.failures.pop(due[0]) if due else (None, "", {})
+            drop = hub.drops.pop(0) if upload and hub.drops and not status else None
+        self.body = self.receive(drop, hub.upload_delay if upload else 0.0)
+        if status:
+            self.respond(status, {"error": f"The test asked for {status}"}, headers)
+        elif drop is None:
             with hub.lock:
-                reply = hub.answer(Request(self.command, path, query, body, token))
-            if fault is None:
+                reply = self.answer(path)
+            if status is None:
                 self.respond(*reply)
-            else:
-                self.hang_up()
+        if status == 0 or drop is not None:  # hang up
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_any
 
-    def fault(self, path: str) -> tuple[int | None, dict[str, str]]:
-        """Notes the request, and takes the failure that was ordered for it."""
-        hub = self.server.hub
-        with hub.lock:
-            hub.requests.append((self.command, path))
-            for i, (status, text, headers) in enumerate(hub.failures):
-                if text in path:
-                    del hub.failures[i]
-                    return status, headers
-        return None, {}
-
-    def receive(self, as_upload: bool) -> bytes | None:
-        """The body, read as slowly as the test asked; none where it asked for a part of it."""
-        hub, size = self.server.hub, int(self.headers.get("Content-Length") or 0)
-        with hub.lock:
-            drop = hub.drops.pop(0) if as_upload and hub.drops else None
-        left, pieces = size if drop is None else min(size, drop), []
+    def receive(self, drop: int | None, seconds: float) -> bytes:
+        """The body, or so many of its bytes, read in so many seconds."""
+        size, pieces = int(self.headers.get("Content-Length") or 0), []
+        left = size if drop is None else min(size, drop)
         while left:
             pieces.append(self.rfile.read(min(left, 1 << 16)))
             if not pieces[-1]:
                 raise ConnectionResetError("the client hung up")
             left -= len(pieces[-1])
-            if as_upload:
-                time.sleep(hub.upload_delay * len(pieces[-1]) / size)
-        return b"".join(pieces) if drop is None else None
-
-    def hang_up(self) -> None:
-        self.close_connection = True
-        self.connection.shutdown(socket.SHUT_RDWR)
+            time.sleep(seconds * len(pieces[-1]) / size)
+        return b"".join(pieces)
 
     def respond(self, status: int, body: Any, headers: Mapping[str, str]) -> None:
         """Sends a body of bytes, or anything else as JSON."""
-        binary = isinstance(body, bytes)
-        data = body if binary else json.dumps(body).encode()
-        kind = "application/octet-stream" if binary else "application/json"
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
         self.send_response(status)
-        told = {"Content-Length": str(len(data)), "Content-Type": kind}
-        for name, value in {**told, **headers}.items():
+        sizes = {"Content-Length": str(len(data)), "Content-Type": kind}
+        for name, value in {**sizes, **headers}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
+
+    def answer(self, path: str) -> Reply:
+        """The reply to a request, an error too."""
+        method = "GET" if self.command == "HEAD" else self.command
+        try:
+            for verb, pattern, answer in ROUTES:
+                match = re.fullmatch(pattern, path)
+                if match and verb == method:
+                    named = {key: value for key, value in match.groupdict().items() if value}
+                    self.name = named.pop("name", "")
+                    if verb != "PUT":  # the address of an upload is its permission
+                        self.admit(writes=verb != "GET")
+                    reply: Reply = getattr(self, answer)(**named)
+                    return reply
+            raise Refusal(404, f"The test Hub does not know {method} {path}.")
+        except Refusal as error:
+            return error.reply
+
+    def admit(self, writes: bool) -> None:
+        """Refuses whoever may not ask this, and what is not there."""
+        hub, token = self.server.hub, self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if writes and hub.refused:
+            raise Refusal(hub.refused, "Forbidden: you must use a write token to upload.")
+        if token not in (hub.token, "") or (writes and not token):
+            raise Refusal(401, "Invalid credentials in Authorization header")
+        there = hub.repos.get(self.name)
+        if self.name and (not there or (there.private and not token)):
+            raise Refusal(404 if token else 401, "Repository not found", "RepoNotFound")
+
+    @property
+    def repo(self) -> Repo:
+        return self.server.hub.repos[self.name]
+
+    @property
+    def given(self) -> Any:
+        return json.loads(self.body)
+
+    # ----------------------------------------------------------------------- reading
+
+    def info(self, revision: str = "main") -> Reply:
+        made = self.repo.find(revision)
+        siblings = [{"rfilename": path} for path in self.repo.files[made]]
+        reply = {"id": self.name, "sha": made, "private": self.repo.private, "tags": []}
+        return 200, {**reply, "downloads": 0, "likes": 0, "siblings": siblings}, {}
+
+    def tree(self, revision: str) -> Reply:
+        """All files; what the client asks for is always recursive."""
+        found = []
+        for path, data in sorted(self.repo.files[self.repo.find(revision)].items()):
+            entry = {"type": "file", "path": path, "size": len(data), "oid": oid(path, data)}
+            if LFS.search(path):
+                entry["lfs"] = {"oid": oid(path, data), "size": len(data), "pointerSize": 130}
+            found.append(entry)
+        return 200, found, {}
+
+    def refs(self) -> Reply:
+        tags, branches = (
+            [
+                {"name": name, "ref": f"refs/{kind}/{name}", "targetCommit": commit}
+                for name, commit in names.items()
+            ]
+            for kind, names in (("tags", self.repo.tags), ("heads", self.repo.branches))
+        )
+        return 200, {"branches": branches, "tags": tags, "converts": [], "pullRequests": []}, {}
+
+    def resolve(self, revision: str, path: str) -> Reply:
+        made = self.repo.find(revision)
+        data = self.repo.files[made].get(path)
+        if data is None:
+            raise Refusal(404, "Entry not found", "EntryNotFound")
+        headers = {"ETag": f'"{oid(path, data)}"', "X-Repo-Commit": made}
+        if LFS.search(path):
+            headers |= {"X-Linked-Etag": headers["ETag"], "X-Linked-Size": str(len(data))}
+        return 200, data, headers
+
+    # ----------------------------------------------------------------------- writing
+
+    def validate_yaml(self) -> Reply:
+        """Metadata of a model card: the Hub would refuse what is not a mapping."""
+        found = re.match(r"---\n(.*?)\n---\n", self.given["content"], re.DOTALL)
+        good = found and isinstance(yaml.safe_load(found[1]), dict)
+        errors = [] if good else [{"message": "metadata must be a mapping"}]
+        return 400 if errors else 200, {"errors": errors, "warnings": []}, {}
+
+    def create_repo(self) -> Reply:
+        hub, given = self.server.hub, self.given
+        name = f"{given.get('organization', 'tester')}/{given['name']}"
+        url = f"{hub.url}/{name}"
+        if name in hub.repos:
+            raise Refusal(409, f"You already created this model repo: {name}", url=url)
+        hub.create(name, given.get("visibility") == "private" or given.get("private", False))
+        return 200, {"url": url, "name": name}, {}
+
+    def preupload(self, revision: str) -> Reply:
+        there = self.repo.files[self.repo.find(revision)]
+        reply: list[dict[str, Any]] = []
+        for path in (file["path"] for file in self.given["files"]):
+            mode = "lfs" if LFS.search(path) else "regular"
+            reply.append({"path": path, "uploadMode": mode, "shouldIgnore": False})
+            if path in there:
+                reply[-1]["oid"] = oid(path, there[path])
+        return 200, {"files": reply}, {}
+
+    def lfs_batch(self) -> Reply:
+        objects, url = [], self.server.hub.url
+        for wanted in self.given["objects"]:
+            reply: dict[str, Any] = {"oid": wanted["oid"], "size": wanted["size"]}
+            if wanted["oid"] not in self.repo.objects:
+                upload = {"href": f"{url}/storage/{self.name}/{wanted['oid']}"}
+                verify = {"href": f"{url}/{self.name}.git/info/lfs/verify"}
+                reply["actions"] = {"upload": upload, "verify": verify}
+            objects.append(reply)
+        headers = {"Content-Type": "application/vnd.git-lfs+json"}
+        return 200, {"transfer": "basic", "objects": objects}, headers
+
+    def lfs_upload(self, oid: str) -> Reply:
+        if hashlib.sha256(self.body).hexdigest() != oid:
+            raise Refusal(400, f"These {len(self.body)} bytes are not the object {oid}")
+        self.repo.objects[oid] = self.body
+        self.server.hub.lfs_uploads.append((oid, len(self.body)))
+        return 200, b"", {"ETag": f'"{oid}"'}
+
+    def lfs_verify(self) -> Reply:
+        assert len(self.repo.objects[self.given["oid"]]) == self.given["size"]
+        return 200, {}, {}
+
+    def commit(self, revision: str) -> Reply:
+        repo, title = self.repo, ""
+        if revision not in repo.branches:
+            raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        files = dict(repo.files[repo.find(revision)])
+        for line in self.body.splitlines():
+            kind, value = (json.loads(line)[key] for key in ("key", "value"))
+            if kind == "header":
+                title = value["summary"]
+            elif kind == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif kind == "lfsFile":
+                files[value["path"]] = repo.objects[value["oid"]]
+            else:
+                assert kind == "deletedFile"
+                del files[value["path"]]
+        made = repo.commit(revision, title, files)
+        url = f"{self.server.hub.url}/{self.name}/commit/{made}"
+        return 200, {"success": True, "commitOid": made, "commitUrl": url}, {}
+
+    def create_branch(self, ref: str) -> Reply:
+        return self.point(self.repo.branches, ref, "main")
+
+    def create_tag(self, revision: str) -> Reply:
+        return self.point(self.repo.tags, self.given["tag"], revision)
+
+    def point(self, names: dict[str, str], ref: str, revision: str) -> Reply:
+        if ref in names:
+            raise Refusal(409, f"Reference already exists: {ref}")
+        names[ref] = self.repo.find(revision)
+        return 200, {}, {}
+
+    def delete_tag(self, ref: str) -> Reply:
+        del self.repo.tags[ref]
+        return 200, b"", {}
 
 
 # --------------------------------------------------------------------------- the client

@@ -71,7 +71,7 @@ def test_a_push_holds_everything_and_a_second_one_sends_what_changed(
     assert b'license: "mit"' in files["README.md"]
     state = run / "checkpoints" / "step_00000008" / "model.safetensors"
     assert files["checkpoint/model.safetensors"] == state.read_bytes()
-    assert hub.private == {REPO: True}
+    assert hub.repos[REPO].private
     assert hub.tags(REPO).keys() == {"step-8"}
     ours, again = load_pretrained(str(run))[0], load_pretrained(f"hf://{REPO}@step-8")[0]
     tokens = torch.randint(257, (2, 32))
@@ -95,7 +95,7 @@ def test_steps_and_branches_are_named(run: Path, hub: HubServer) -> None:
     assert push(run, "--revision", "step-4") == 0  # a branch, with the step that it names
     assert push(run, "--revision", "try", "--checkpoint", "last") == 0
     assert hub.tags(REPO).keys() == {"step-4", "step-8"}
-    assert hub.branches(REPO).keys() == {"main", "step-4", "try"}
+    assert hub.repos[REPO].branches.keys() == {"main", "step-4", "try"}
     assert hub.commits(REPO) == ["step 8", "step 4", "initial commit"]
     four, eight = (load_pretrained(str(run), step)[0].state_dict() for step in ("4", "8"))
     for place, expected in ((f"{REPO}@step-4", four), (f"{REPO}@try", eight), (REPO, eight)):

@@ -43,17 +43,6 @@ def test_shares_leave_out_our_own_processes(common: Any) -> None:
     assert after.shares_since(before) == pytest.approx({"steal": 0.1, "others": 0.2})
 
 
-def test_own_load_alone_is_not_busy(
-    common: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    idle, full = (common.CpuTimes.parse(stat(n), own=n / 100) for n in (100, 2100))
-    sampled(common, monkeypatch, idle, idle, full)
-    load = common.OtherLoad(options(None))
-    assert load.lap("round 0") == {"steal": 0.0, "others": 0.0}
-    assert not load.busy
-    assert capsys.readouterr().out == ""
-
-
 def test_a_busy_round_is_marked_and_its_report_refused(
     common: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -91,20 +80,6 @@ def test_a_machine_busy_before_the_start_is_not_measured_for_a_report(
         common.OtherLoad(options(tmp_path / "report.json"))
     sampled(common, monkeypatch, idle, busy)
     assert not common.OtherLoad(options(None)).busy  # a table may be printed
-
-
-def test_without_proc_it_says_that_it_cannot_tell(
-    common: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setattr(common, "STAT", tmp_path / "stat")
-    load = common.OtherLoad(options(tmp_path / "report.json"))
-    assert "cannot tell whether the machine is busy" in capsys.readouterr().out
-    assert load.lap("round 0") == {}
-    common.save(tmp_path / "report.json", {}, load)
-    assert (tmp_path / "report.json").exists()
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs Linux's /proc/stat")

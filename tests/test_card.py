@@ -16,7 +16,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from accel_gpt.config.parse import load_config, to_flat
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
-from accel_gpt.errors import CheckpointError
 from accel_gpt.hub.model_card import usable_prompt, write_card
 from accel_gpt.hub.public import hub_dataset, write_logs
 from accel_gpt.redact import public_metric, public_name
@@ -254,18 +253,6 @@ def test_a_checkpoint_without_its_run_shows_what_it_can(make: Make, tmp_path: Pa
     assert not (tmp_path / "card" / "loss.png").exists()
 
 
-def test_damaged_files_of_the_run_are_skipped(make: Make, tmp_path: Path) -> None:
-    checkpoint = make()
-    run = checkpoint.parent.parent
-    (run / "run.json").write_text('{"launches": 3')
-    bad = '{"step": 30, "tokens": 1, "eval/val_loss": null}\nNaN\n[]\n{"step": "x"}\n{"st'
-    (run / "metrics.jsonl").write_text(bad)
-    assert "3.1000" in write(checkpoint, tmp_path / "card")
-    (checkpoint / "model.json").write_text('{"format": 1}')
-    with pytest.raises(CheckpointError, match=r"model\.json is damaged"):
-        write(checkpoint, tmp_path / "card")
-
-
 def test_hub_data_sets_are_linked_and_folders_are_not(make: Make, tmp_path: Path) -> None:
     hub = {"data.prepare.source": "dataset", "data.prepare.dataset": "roneneldan/TinyStories"}
     write(make({"data.train": "data/stories", **hub}), tmp_path / "card")
@@ -350,12 +337,6 @@ def test_logs_hold_the_metrics_and_samples_and_nothing_private(make: Make, tmp_p
     texts = found.Tensors("samples/text_summary")
     assert [one.step for one in texts] == [5, 10, 20, 40]
     assert b"once upon ***" in texts[2].tensor_proto.string_val[0]
-
-
-def test_a_run_without_logs_gives_none(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    write_logs(RunFolder(tmp_path / "run"), tmp_path / "out")
-    assert not list((tmp_path / "out").iterdir())
 
 
 def size(path: Path) -> tuple[int, int]:

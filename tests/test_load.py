@@ -1,7 +1,6 @@
 """Starting from a model of another: folders of transformers, runs, the Hub; and what is refused."""
 
 import json
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,14 @@ from torch import Tensor
 from accel_gpt import cli
 from accel_gpt.config.parse import load_config
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
-from accel_gpt.errors import AccelGPTError, CheckpointError, UserError
+from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.hub.export import save_tokenizer
 from accel_gpt.hub.load import load_initial_model, load_pretrained
 from accel_gpt.hub.pretrained import inherit
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.setup import open_corpus
 from tests.conftest import launch, run_here
+from tests.faults.attack import zipped
 from tests.hub_server import HubServer, point_at
 from tests.test_convert import make_theirs
 from tests.test_export import QUICK
@@ -114,23 +114,6 @@ def test_another_tokenizer_is_refused_and_a_missing_one_assumed(
         load_pretrained(str(folder))
 
 
-def test_absurd_sizes_are_refused_before_memory_is_allocated(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    for key in ("n_layer", "n_embd", "n_inner", "vocab_size"):
-        for size in (10**9, 10**30):
-            (folder / "config.json").write_text(json.dumps(config | {key: size}))
-            with pytest.raises(CheckpointError, match=r"more than the|at most"):
-                load_pretrained(str(folder))
-
-
-def test_weights_that_are_no_floats_are_refused(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    name = "transformer.h.1.mlp.c_fc.weight"
-    save_file(tensors | {name: tensors[name].to(torch.int64)}, folder / "model.safetensors")
-    with pytest.raises(AccelGPTError, match=rf"has {name} as torch.int64; expected floats"):
-        load_pretrained(str(folder))
-
-
 def test_ids_without_a_spelling_are_never_written(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,26 +188,6 @@ def test_weights_in_several_files(folder: Path) -> None:
             load_pretrained(str(folder))
 
 
-def test_a_damaged_file_of_weights_is_one_sentence(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
-        load_pretrained(str(folder))
-    file.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
-        load_pretrained(str(folder))
-
-
-class Payload:
-    """Writes a file when it is unpickled carelessly."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
 def test_pickled_weights_are_refused_unless_allowed_and_never_run(
     folder: Path, saved: tuple[Any, Path], small_run: Arguments, tmp_path: Path
 ) -> None:
@@ -239,64 +202,43 @@ def test_pickled_weights_are_refused_unless_allowed_and_never_run(
     torch.testing.assert_close(model(tokens), saved[0](tokens).logits, atol=1e-5, rtol=1e-5)
     started(small_run("--model.init_from", str(folder), "--model.allow_pickle"))
     trap = tmp_path / "executed"
-    torch.save({"x": Payload(trap)}, folder / "pytorch_model.bin")
+    (folder / "pytorch_model.bin").write_bytes(zipped(trap))
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read") as refusal:
         load_pretrained(str(folder), allow_pickle=True)
     assert "nothing in it was run" in str(refusal.value)  # torch recommends weights_only=False
     assert "weights_only" not in str(refusal.value)
     assert not trap.exists()
-    pickle.loads(pickle.dumps(Payload(trap)))
+    torch.load(folder / "pytorch_model.bin", weights_only=False)
     assert trap.exists()  # the trap works
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "t5", "architectures": ["T5Model"]}, "is a T5Model; the classes that can"),
-        ({"n_layer": 3}, "lacks 12 of the tensors of a GPT2LMHeadModel"),
-        ({"n_embd": 64}, r"wte\.weight has shape \(257, 32\), expected \(257, 64\)"),
-    ],
-)
-def test_what_does_not_fit_its_config_is_named(
-    folder: Path, change: dict[str, Any], message: str
+DAMAGED: dict[str, tuple[str, dict[str, Any] | bytes | None, str]] = {
+    "class": ("config.json", {"model_type": "t5", "architectures": ["T5Model"]}, "is a T5Model"),
+    "layers": ("config.json", {"n_layer": 3}, "lacks 12 of the tensors of a GPT2LMHeadModel"),
+    "width": ("config.json", {"n_embd": 64}, r"wte\.weight has shape \(257, 32\), expected"),
+    "huge": ("config.json", {"n_layer": 10**9}, "at most"),
+    "absurd": ("config.json", {"vocab_size": 10**30}, "at most|more than"),
+    "large": ("config.json", {"n_inner": 10**6}, "parameters, more than the .* bytes"),
+    "no JSON": ("config.json", b"{", "cannot be read"),
+    "no config": ("config.json", None, "is not an accel-gpt run or transformers model folder"),
+    "no weights": ("model.safetensors", None, r"has no model\.safetensors"),
+    "empty": ("model.safetensors", b"", r"model\.safetensors cannot be read"),
+    "cut": ("model.safetensors", b"\x10" + bytes(500), r"model\.safetensors cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "message"), DAMAGED.values(), ids=DAMAGED)
+def test_a_folder_that_cannot_be_loaded_is_one_sentence(
+    folder: Path, name: str, content: dict[str, Any] | bytes | None, message: str
 ) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(AccelGPTError, match=message):
+    file = folder / name
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(file.read_text()) | content).encode()
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises((UserError, CheckpointError), match=message):  # before memory is allocated
         load_pretrained(str(folder))
-
-
-def test_a_config_that_is_no_json_and_a_folder_without_one(folder: Path, tmp_path: Path) -> None:
-    (folder / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load_pretrained(str(folder))
-    (folder / "config.json").unlink()
-    with pytest.raises(UserError, match="is not an accel-gpt run or transformers model folder"):
-        load_pretrained(str(folder))
-    with pytest.raises(UserError, match="neither a folder nor a repository"):
-        load_pretrained(str(tmp_path / "nowhere"))
-
-
-def test_nothing_in_a_checkpoint_of_others_is_unpickled(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch(small_run(*QUICK)) == 0
-    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000002"
-    trap, parts = tmp_path / "executed", checkpoint / "pytorch_model_fsdp_0"
-    parts.mkdir()
-    for name in (".metadata", "__0_0.distcp"):
-        (parts / name).write_bytes(pickle.dumps(Payload(trap)))
-    (checkpoint / "random_states_0.pkl").write_bytes(pickle.dumps(Payload(trap)))
-    load_pretrained(str(checkpoint))
-    (checkpoint / "model.safetensors").unlink()
-    for file in checkpoint.glob("*.bin"):
-        file.write_bytes(pickle.dumps(Payload(trap)))
-    with pytest.raises(CheckpointError):
-        load_pretrained(str(checkpoint))
-    (checkpoint / "model.json").write_text('{"format": 1}')
-    assert run_here(cli.dispatch, ["sample", str(checkpoint)]) == 4
-    assert "model.json has 13 bytes" in capsys.readouterr().err
-    assert not trap.exists()
 
 
 def test_names_without_a_prefix_and_old_buffers(folder: Path, saved: tuple[Any, Path]) -> None:

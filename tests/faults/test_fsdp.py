@@ -16,10 +16,24 @@ from torch import Tensor
 
 from accel_gpt import train
 from tests.conftest import run_here
-from tests.test_export import SHARDED
 from tests.test_train import assert_same_weights, records, weights
 
 Arguments = Callable[..., list[str]]
+SHARDED = """
+import os, sys
+os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+def backend(self, cpu=False, sagemaker_dp=False, backend=None):
+    return "gloo", DistributedType.MULTI_GPU
+PartialState._prepare_backend = backend  # Accelerate offers FSDP on GPUs alone
+import accel_gpt.training.accelerator
+accel_gpt.training.accelerator.Accelerator = lambda cpu, **given: Accelerator(**given)
+accel_gpt.training.accelerator.PartialState = lambda cpu=None, **given: PartialState(**given)
+from accel_gpt import train
+sys.exit(train.main(sys.argv[1:]))
+"""
 ALIKE = ["--train.max_steps", "6", "--sample.every", "0", "--train.micro_batch_size", "2"]
 ALIKE += ["--eval.every", "3", "--checkpoint.every", "1", "--checkpoint.keep_last", "9"]
 # a signal to one process while step STOP_AT is under way; a loss that is no number on the other

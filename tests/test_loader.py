@@ -46,6 +46,7 @@ def take(loader: Loader, count: int) -> list[Tensor]:
         assert torch.equal(tokens[:, 1:], targets[:, :-1])
         rows.extend(torch.cat([tokens, targets[:, -1:]], dim=1))
     loader.close()
+    assert not loader.thread.is_alive()
     return rows
 
 
@@ -58,43 +59,33 @@ def test_windows_are_those_of_the_order(start: Start, corpus: Path) -> None:
 
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 4), (2, 6), (3, 4), (4, 3)])
-def test_global_batch_is_the_same_at_any_layout(start: Start, world: int, micro: int) -> None:
-    alone = torch.stack(take(start(), 6))  # 72 windows, over an epoch's end? no: see the next test
-    steps = 72 // (world * micro)
-    ranks = [take(start(rank, world, micro), steps) for rank in range(world)]
-    woven = [
-        ranks[rank][step * micro + row]
-        for step in range(steps)
-        for rank in range(world)
-        for row in range(micro)
-    ]
-    assert torch.equal(torch.stack(woven), alone)
-
-
-@pytest.mark.parametrize(("world", "micro"), [(1, 4), (2, 6), (4, 3)])
-def test_batch_hash_is_the_same_at_any_layout(start: Start, world: int, micro: int) -> None:
-    """The parts add up, whatever the order of the rows; one token more or less is another hash."""
-
-    def hashed(rank: int, world: int, micro: int, position: int = 0) -> int:
-        loader = start(rank, world, micro, position)
+def test_global_batch_and_its_hash_are_the_same_at_any_layout(
+    start: Start, world: int, micro: int
+) -> None:
+    """The hashes of the ranks add up."""
+    steps, rows, hashes = 72 // (world * micro), [], []
+    for rank in range(world):
+        loader = start(rank, world, micro)
         loader.keep_sequences = True
-        take(loader, 24 // (world * micro))
-        return batch_hash(loader.kept)
+        rows.append(take(loader, steps))
+        hashes.append(batch_hash(loader.kept))
+    woven = [
+        rows[r][step * micro + i]
+        for step in range(steps)
+        for r in range(world)
+        for i in range(micro)
+    ]
+    alone = start()
+    assert torch.equal(torch.stack(woven), torch.stack(take(alone, 6)))
+    assert not alone.kept
+    assert sum(hashes) % 2**HASH_BITS == batch_hash([torch.stack(woven)]) < 2**HASH_BITS
 
-    alone = hashed(0, 1, 12)
-    parts = [hashed(rank, world, micro) for rank in range(world)]
-    assert sum(parts) % 2**HASH_BITS == alone < 2**HASH_BITS
-    assert hashed(0, 1, 12, position=24) != alone
-    rows = start().__next__()[0]
+
+def test_a_batch_hash_changes_with_a_token_and_not_with_the_order() -> None:
+    rows = torch.arange(60).reshape(4, 15)
     changed = rows.clone()
     changed[3, -1] += 1
     assert batch_hash([rows.flip(0)]) == batch_hash([rows]) != batch_hash([changed])
-
-
-def test_sequences_are_kept_only_on_request(start: Start) -> None:
-    loader = start()
-    take(loader, 2)
-    assert not loader.kept
 
 
 @pytest.mark.parametrize("position", [12, 552, 2400])  # also across epochs: 549 windows each
@@ -103,18 +94,9 @@ def test_starting_anywhere_equals_reading_up_to_there(start: Start, position: in
     assert torch.equal(torch.stack(take(start(position=position), 2)), torch.stack(through))
 
 
-def test_token_beyond_the_vocabulary_is_refused(start: Start) -> None:
+def test_error_of_the_reading_thread_arrives(start: Start) -> None:
     with pytest.raises(DataError, match=r"holds token 1\d\d, beyond the vocabulary of 100"):
         next(start(vocab=100))
-
-
-def test_error_of_the_reading_thread_arrives(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise OSError("disk gone")
-
-    monkeypatch.setattr(Mixture, "read", broken)
-    with pytest.raises(OSError, match="disk gone"):
-        next(start())
 
 
 def test_the_thread_pins_memory_for_the_device_of_its_process(
@@ -143,10 +125,3 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
     loader = Loader(rows, 1, torch.device("cuda"))
     loader.thread.join()
     assert not isinstance(loader.ready.get(), Exception)
-
-
-def test_close_ends_the_thread(start: Start) -> None:
-    loader = start()
-    next(loader)
-    loader.close()
-    assert not loader.thread.is_alive()

@@ -253,15 +253,6 @@ def size(path: Path) -> tuple[int, int]:
     return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
 
 
-@pytest.mark.slow
-def test_a_png_of_each_plot(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / name, seed=number) for number, name in enumerate("ab")]
-    assert report(*runs, "--out", tmp_path / "r.html", "--png", tmp_path / "png") == 0
-    names = {path.stem for path in (tmp_path / "png").iterdir()}
-    assert names == {"loss", "bits_per_byte", "lr", "grad_norm", "throughput", "memory"}
-    assert size(tmp_path / "png" / "loss.png") == (1200, 700)
-
-
 def test_the_png_of_the_model_card(tmp_path: Path) -> None:
     long = [record(step) | {"train/loss": 11.0 if step < 9 else 3.0} for step in range(1, 400)]
     short = [{"step": 1, "train/loss": 2.0}, {"step": 2, "eval/val_loss": None}]

@@ -90,6 +90,8 @@ def test_several_texts_of_a_prompt_differ_and_keep_it() -> None:
 def test_the_last_step_has_samples_where_any_are_asked_for() -> None:
     config = SampleConfig(every=10)
     assert [step for step in range(1, 26) if samples_due(config, step, step == 25)] == [10, 20, 25]
+    growing = SampleConfig(every=10, growth=1.5)
+    assert [step for step in range(1, 99) if samples_due(growing, step, False)] == [10, 25, 47, 81]
     assert not samples_due(SampleConfig(every=0), 25, True)
 
 

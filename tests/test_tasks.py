@@ -144,6 +144,7 @@ def test_the_command_keeps_the_metrics_of_tasks_with_the_run(
 
 
 @needs_lm_eval
+@pytest.mark.slow
 def test_what_cannot_be_evaluated_is_refused(tasks: Path, tmp_path: Path) -> None:
     (tasks / "away.yaml").write_text(
         "task: away\ndataset_path: json\ndataset_kwargs: {data_files: {test: none.jsonl}}\n"

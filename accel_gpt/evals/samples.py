@@ -19,22 +19,16 @@ QUOTED = 40  # characters of a prompt in a message
 
 
 def samples_due(config: SampleConfig, step: int, last: bool) -> bool:
-    """Whether samples are due at a completed step; unless disabled, at the last one, too."""
-    return bool(config.every) and (last or is_sample_step(step, config.every, config.growth))
+    """Whether samples are due at a completed step; unless disabled, at the last one, too.
 
-
-def is_sample_step(step: int, every: int, growth: float) -> bool:
-    """Whether samples are due at a completed step: a pure function, so there is no state to save.
-
-    The i-th interval is `every * growth**i` steps, rounded.
+    A pure function, so there is no state to save: the i-th interval is `every * growth**i` steps,
+    rounded.
     """
-    if not every or step < every:
-        return False
-    if growth == 1:
-        return step % every == 0
-    due, interval = every, float(every)
+    if not config.every or last or config.growth == 1:
+        return bool(config.every) and (last or step % config.every == 0)
+    due, interval = config.every, float(config.every)
     while due < step:
-        interval *= growth
+        interval *= config.growth
         due += round(interval)
     return due == step
 

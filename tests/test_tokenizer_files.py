@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_gpt.data import tokenizer_json, trial
+from accel_gpt.data.hf_tokenizer import HFTokenizer
 from accel_gpt.data.tokenizer import (
     BytesTokenizer,
     CharsTokenizer,
-    HFTokenizer,
     RankTokenizer,
     Tokenizer,
     load_gpt2,
@@ -498,7 +498,7 @@ def test_a_panic_of_the_library_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a text that the trial did not think of; a panic is a BaseException."""
-    monkeypatch.setattr(trial, "find_problem", lambda _: None)
+    monkeypatch.setattr("accel_gpt.data.hf_tokenizer.find_problem", lambda _: None)
     tokenizer = load_tokenizer(other(tmp_path, pre_tokenizer=split("(a+)+$")))
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
         with pytest.raises(DataError, match=r"tokenizer\.json failed"):

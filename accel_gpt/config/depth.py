@@ -48,10 +48,8 @@ KNOWN_VOCABULARIES: Mapping[str, int] = MappingProxyType({"gpt2": 50257, "bytes"
 def depth_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """The options that `model.depth` sets: those that `config` lacks or has as null, by dotted key.
 
-    Empty without a depth. Raises `UserError` where the shape comes from other weights.
+    Raises `UserError` where the shape comes from other weights.
     """
-    if config.get("model.depth") is None:
-        return {}
     start = config.get("model.init_from", "scratch")
     require(
         start == "scratch",

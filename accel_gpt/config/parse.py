@@ -18,7 +18,6 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import tyro
 import yaml
 
-from accel_gpt.config.depth import depth_defaults
 from accel_gpt.config.experiment import NANOGPT_NAMES, Config
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.shipped import resolve_config
@@ -45,7 +44,10 @@ def load_config(
     values = read_values(Config, str(resolve_config(path)), words)
     if values.get("model.init_from", "scratch") != "scratch":
         values.update(inherit(values))
-    values |= depth_defaults(values)
+    if values.get("model.depth") is not None:
+        from accel_gpt.config.depth import depth_defaults
+
+        values |= depth_defaults(values)
     for key, value in PRESETS[values.get("model.preset", "gpt2")].items():
         values.setdefault(f"model.{key}", value)
     return build(Config, values)

@@ -7,11 +7,8 @@ versions; writes tokenizer.json so that `tokenizers` and transformers open it as
 import hashlib
 import json
 import re
-import sys
-import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -31,13 +28,6 @@ if TYPE_CHECKING:
 Ids = NDArray[Any]
 
 OLD_FORMAT = "accel_gpt-tokenizer"  # which earlier versions wrote
-LARGEST_VOCABULARY = 1 << 24  # tokens; the largest of published models have 2^18
-# of what tokenizers change or lack: a text's first letter, white space, letters of many scripts
-PROBES = (
-    "a",
-    " A  b\n\n\tc. ",
-    unicodedata.normalize("NFC", "".join(map(chr, range(0xA0, 0xD7FF, 97))) + "ÉİßﬁＡ½🙂"),
-)
 
 
 class Tokenizer(ABC):
@@ -46,6 +36,8 @@ class Tokenizer(ABC):
     kind: str
     vocab_size: int
     eot_id: int | None
+    eot = EOT
+    """Spelling of end-of-text, if there is one."""
     fingerprint: str
     """SHA-256 (hex) of kind, vocabulary, pattern and special tokens."""
     token_bytes: NDArray[np.int64]
@@ -208,89 +200,6 @@ class RankTokenizer(Tokenizer):
         return self.encoding.decode(list(ids))
 
 
-class HFTokenizer(Tokenizer):
-    """Any tokenizer.json of Hugging Face `tokenizers`, without template, padding, truncation."""
-
-    kind = "hf"
-    cuts_at_lines = False
-
-    def __init__(self, text: str, where: Path, config: Mapping[str, Any]) -> None:
-        import tokenizers
-
-        from accel_gpt.data.trial import find_problem
-
-        self.where = where
-        if wrong := find_problem(text):
-            raise DataError(f"{where} is no tokenizer.json that can be read: {wrong}")
-        content = json.loads(text)
-        if content["model"].get("dropout"):  # draws the merges of each text anew
-            sys.stderr.write(
-                f"WARNING: {where} has a model with dropout {content['model']['dropout']}, which "
-                "gives a text other tokens each time; it is switched off\n"
-            )
-            content["model"]["dropout"] = None
-            text = to_json(content)
-        self.file_text = text
-        with self.explained():
-            self.tokenizer = tokenizers.Tokenizer.from_str(text)
-        self.tokenizer.post_processor = None  # a template may drop or repeat the text itself
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
-        self.tokenizer.encode_special_tokens = True
-        ids = self.tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(ids.values()) + 1
-        if self.vocab_size > LARGEST_VOCABULARY:
-            raise DataError(
-                f"{where} has a token of id {self.vocab_size - 1:,}, expected less than "
-                f"{LARGEST_VOCABULARY:,}"
-            )
-        self.eot = tokenizer_json.find_eot(ids, where, config)
-        self.eot_id: int = ids[self.eot]
-        parts = {k: v for k, v in content.items() if k not in ("truncation", "padding")}
-        self.fingerprint = digest("hf", json.dumps(parts, sort_keys=True), [self.eot], [])
-        self.token_bytes = self.count_bytes(parts.get("decoder"))
-        try:  # many put a space before a text, drop spaces or accents, or lack characters
-            lengths = [self.token_bytes[self.encode(text)].sum() for text in PROBES]
-            self.bytes_add_up = lengths == [len(text.encode()) for text in PROBES]
-        except DataError:
-            self.bytes_add_up = False
-
-    def encode_array(self, text: str) -> Ids:
-        """Ids without the tokens that a template would add."""
-        with self.explained():
-            (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(found.ids, np.uint32)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text by the decoder of the file."""
-        with self.explained():
-            return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Turn what the library raises, a bare Exception or a panic that is none, into an error."""
-        try:
-            yield
-        except BaseException as error:
-            if type(error) is not Exception and type(error).__name__ != "PanicException":
-                raise
-            raise DataError(f"the tokenizer of {self.where} failed: {error}") from None
-
-    def count_bytes(self, decoder: object) -> NDArray[np.int64]:
-        """Bytes of each token by its spelling, which depends on the decoder: of SentencePiece and
-        WordPiece, or where a character stands for a byte.
-        """
-        sizes = np.zeros(self.vocab_size, np.int64)
-        byte_level = '"ByteLevel"' in json.dumps(decoder)
-        for token, i in self.tokenizer.get_vocab(with_added_tokens=False).items():
-            plain = re.sub(r"^<0x..>$|\u2581", " ", token).removeprefix("##")
-            sizes[i] = len(token) if byte_level else len(plain.encode())
-        for i, added in self.tokenizer.get_added_tokens_decoder().items():
-            sizes[i] = 0 if added.special else len(added.content.encode())
-        sizes[self.eot_id] = 0
-        return sizes
-
-
 def digest(kind: str, pattern: str, specials: list[str], vocabulary: Iterable[bytes]) -> str:
     """SHA-256 (hex) of everything that decides which ids a text gets."""
     tokens = [token.hex() for token in vocabulary]
@@ -357,6 +266,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if isinstance(content, dict) and content.get("format") == OLD_FORMAT:
         tokenizer = old_tokenizer(content, where)
     elif (found := tokenizer_json.recognize(content)) is None:
+        from accel_gpt.data.hf_tokenizer import HFTokenizer
+
         tokenizer = HFTokenizer(text, where, config)
     else:
         kind, vocabulary = found

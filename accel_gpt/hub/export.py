@@ -29,7 +29,7 @@ from accel_gpt.config.data import DataConfig
 from accel_gpt.data import tokenizer_json
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.sources import open_data
-from accel_gpt.data.tokenizer import HFTokenizer, Tokenizer
+from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data.tokenizer_json import EOT
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import write_file
@@ -307,9 +307,8 @@ def tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
     }
     if tokenizer.eot_id is None:
         return config
-    end = tokenizer.eot if isinstance(tokenizer, HFTokenizer) else EOT
-    if tokenizer_json.spelling(config.get("eos_token")) != end:
-        config["eos_token"] = end
-    if not isinstance(tokenizer, HFTokenizer):
+    if tokenizer_json.spelling(config.get("eos_token")) != tokenizer.eot:
+        config["eos_token"] = tokenizer.eot
+    if tokenizer.kind != "hf":
         config.setdefault("bos_token", EOT)  # as GPT-2: the end of a document begins the next
     return config

@@ -4,7 +4,7 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_yaml
 from accel_gpt.config.plan import Plan
@@ -107,6 +106,11 @@ class Reporter:
         unknown = "" if speed.peak else f"; no MFU: its {speed.dtype} peak is not known"
         precision = "fp32" if machine["mixed_precision"] == "no" else machine["mixed_precision"]
         default = " (default)" if config.train.mixed_precision is None else ""
+        depth: Sequence[str] = ()
+        if config.model.depth:
+            from accel_gpt.config.depth import describe_depth
+
+            depth = describe_depth(to_flat(config))
         return "\n".join(
             [
                 f"model    {config.model.preset}, {parameters:,} parameters, "
@@ -114,7 +118,7 @@ class Reporter:
                 *corpus.lines(self.plan),
                 *corpus.lines_on_bytes(),
                 *(f"plan     {line}" for line in self.plan.describe().splitlines()),
-                *(f"plan     {line}" for line in describe_depth(to_flat(config))),
+                *(f"plan     {line}" for line in depth),
                 f"device   {machine['processes']} x {machine['device']}, precision {precision}"
                 f"{default}, {machine['threads_per_process']} threads{unknown}",
             ]

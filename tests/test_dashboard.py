@@ -86,7 +86,7 @@ def test_a_port_in_use_is_one_sentence(
 def test_what_cannot_be_served_is_refused() -> None:
     with pytest.raises(UserError, match=r"log.trackers has wandb; add tensorboard, whose curves"):
         LogConfig(dashboard=True, trackers=("wandb",))
-    with pytest.raises(UserError, match="dashboard_port is 70000; it must lie between 1 and 65535"):
+    with pytest.raises(UserError, match="dashboard_port is 70000; it must be at most 65,535"):
         LogConfig(dashboard_port=70000)
 
 

@@ -93,16 +93,21 @@ def encode_all(
     """
     cached_tokenizer.cache_clear()
     cached_tokenizer(folder)  # here, so that processes that fork inherit it
-    waiting: deque[tuple[Future[list[Encoded]], dict[str, Any]]] = deque()
+    waiting: deque[tuple[list[Piece], dict[str, Any], Future[list[Tokens]]]] = deque()
 
     def first() -> Batch:
-        future, journal = waiting.popleft()
-        return Batch(future.result(), journal)
+        batch, journal, future = waiting.popleft()
+        encoded = [
+            Encoded(piece.split, tokens, int(piece.first), len(piece.text.encode()))
+            for piece, tokens in zip(batch, future.result(), strict=True)
+        ]
+        return Batch(encoded, journal)
 
     with child_processes(workers) as pool:
         for batch in batches(pieces):
             journal = {"position": batch[-1].after, **counts()}
-            waiting.append((pool.submit(encode_batch, folder, batch), journal))
+            texts = [(piece.text, piece.last) for piece in batch]  # of a `Piece` 10 % slower
+            waiting.append((batch, journal, pool.submit(encode_batch, folder, texts)))
             if len(waiting) >= 2 * workers:
                 yield first()
         while waiting:
@@ -123,15 +128,16 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def encode_batch(folder: Path, batch: list[Piece]) -> list[Encoded]:
-    """The work of a tokenizing process."""
+def encode_batch(folder: Path, texts: list[tuple[str, bool]]) -> list[Tokens]:
+    """The work of a tokenizing process: tokens of each (text, whether it ends a document)."""
     tokenizer = cached_tokenizer(folder)
-    encoded = []
-    for piece, tokens in zip(batch, tokenizer.encode_batch([p.text for p in batch]), strict=True):
-        if piece.last and tokenizer.eot_id is not None:
-            tokens = np.append(tokens, tokens.dtype.type(tokenizer.eot_id))
-        encoded.append(Encoded(piece.split, tokens, int(piece.first), len(piece.text.encode())))
-    return encoded
+    encoded = tokenizer.encode_batch([text for text, _ in texts])
+    if tokenizer.eot_id is None:
+        return encoded
+    return [
+        np.append(tokens, tokens.dtype.type(tokenizer.eot_id)) if last else tokens
+        for tokens, (_, last) in zip(encoded, texts, strict=True)
+    ]
 
 
 @functools.cache

@@ -3,19 +3,14 @@
 Downloads go to ~/.cache/accel_gpt (or $XDG_CACHE_HOME/accel_gpt).
 """
 
-import base64
 import glob
 import hashlib
-import http.client
 import json
 import os
 import re
-import shutil
 import sys
 import sysconfig
 import types
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -39,7 +34,6 @@ SUFFIXES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
 STDLIB_SKIP = frozenset(
     ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled")
 )
-DOWNLOAD_TIMEOUT = 60  # seconds without a byte before a download is given up
 
 
 def check_source(config: PrepareConfig) -> None:
@@ -215,41 +209,29 @@ def guess_source(path: str) -> SourceKind:
     return cast(SourceKind, best)
 
 
-def http_request(url: str) -> urllib.request.Request:
-    """A request for a URL, whose user and password go to its server alone."""
-    parts = urllib.parse.urlsplit(url)
-    user, _, host = parts.netloc.rpartition("@")
-    address = urllib.parse.urlunsplit(parts._replace(netloc=host, fragment=""))
-    headers = {"User-Agent": "accel_gpt", "Accept-Encoding": "identity"}
-    request = urllib.request.Request(address, headers=headers)
-    if user:
-        token = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
-        request.add_unredirected_header("Authorization", f"Basic {token}")
-    return request
-
-
 def download(url: str) -> Path:
     """The file at `url`, downloaded once."""
+    from accel_gpt.data.remote import Store, Unreachable
+
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accel_gpt"
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", url.split("?")[0].rstrip("/").rpartition("/")[2])
-    target = cache / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{name}"
+    address, mark, query = url.partition("?")
+    folder, _, name = address.rstrip("/").rpartition("/")
+    number = hashlib.sha256(url.encode()).hexdigest()[:16]
+    target = cache / f"{number}-{re.sub(r'[^A-Za-z0-9._-]', '_', name)}"
     if target.exists():
         return target
     temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        request = http_request(url)
-        with urllib.request.urlopen(request, timeout=DOWNLOAD_TIMEOUT) as body:
-            with temporary.open("wb") as file:
-                shutil.copyfileobj(body, file)
-            done, size = temporary.stat().st_size, body.headers.get("Content-Length")
-        if size is not None and done != int(size):
-            raise OSError(f"it broke off after {done} of {size} bytes")
+        store = Store(f"{folder}{mark}{query}")
+        with temporary.open("wb") as file:
+            for _, data in store.read(name, 0, store.info(name).size):
+                file.write(data)
         temporary.rename(target)
-    except (OSError, ValueError, http.client.HTTPException) as error:
+    except (OSError, AccelGPTError, Unreachable) as error:
         raise UserError(
-            f"{url} could not be downloaded to {cache}: {error}; check the address and the "
-            "network, or fetch it by hand and give data.prepare.path the file"
+            f"{url} could not be downloaded to {cache}: {error}; if the network does not let you, "
+            "fetch it by hand and give data.prepare.path the file"
         ) from None
     finally:
         temporary.unlink(missing_ok=True)

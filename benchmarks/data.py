@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -179,15 +180,10 @@ def make_shards(folder: Path, count: int, tokens: int) -> None:
 
 def index(folder: Path, shards: list[Shard]) -> None:
     """Write dataset.json beside shards that are there."""
-    write_index(
-        folder,
-        kind="gpt2",
-        fingerprint="0" * 64,
-        vocab_size=VOCAB,
-        eot_id=VOCAB - 1,
-        splits={"train": shards},
-        prepared={},
+    gpt2: Any = SimpleNamespace(
+        kind="gpt2", fingerprint="0" * 64, vocab_size=VOCAB, eot_id=VOCAB - 1
     )
+    write_index(folder, gpt2, {"train": shards}, {})
 
 
 def nanogpt_get_batch(nanogpt: Path, data: Path) -> Callable[[], object]:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,10 @@ from accel_gpt.prepare.shard_writer import ShardWriter, write_index
 
 
 def index(folder: Path, written: list[Shard], vocab_size: int = 1000) -> None:
-    write_index(
-        folder,
-        kind="bytes",
-        fingerprint="f" * 64,
-        vocab_size=vocab_size,
-        eot_id=256,
-        splits={"train": written},
-        prepared={},
+    made_by: Any = SimpleNamespace(
+        kind="bytes", fingerprint="f" * 64, vocab_size=vocab_size, eot_id=256
     )
+    write_index(folder, made_by, {"train": written}, {})
 
 
 def write(folder: Path, documents: list[list[int]], shard_tokens: int, vocab: int = 1000) -> None:

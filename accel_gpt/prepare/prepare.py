@@ -20,7 +20,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,11 +115,8 @@ def fill(config: PrepareConfig, folder: Path, source: str, rank: int, world: int
         check_same(folder, read_index(folder)["prepared"], requested)
         return
     work = begin(config, folder, requested, source)
-    try:
+    with closing(work.seen.database) if work.seen else nullcontext():
         work.write_shards(rank, world)
-    finally:
-        if work.seen is not None:
-            work.seen.database.close()
     splits = {name: writer.finish() for name, writer in work.writers.items()}
     if world == 1:
         try:
@@ -130,15 +127,8 @@ def fill(config: PrepareConfig, folder: Path, source: str, rank: int, world: int
             raise
     left_out = {"dropped": config.dedupe, "skipped": config.skip_invalid}
     sync(folder)
-    write_index(
-        folder,
-        kind=work.tokenizer.kind,
-        fingerprint=work.tokenizer.fingerprint,
-        vocab_size=work.tokenizer.vocab_size,
-        eot_id=work.tokenizer.eot_id,
-        splits=splits,
-        prepared=requested | {k: v for k, v in work.counts().items() if left_out.get(k)},
-    )
+    counts = {key: count for key, count in work.counts().items() if left_out.get(key)}
+    write_index(folder, work.tokenizer, splits, requested | counts)
 
 
 def check_tokens(tokens: Mapping[str, int], val_fraction: float) -> None:
@@ -206,18 +196,17 @@ class Work:
         shards = self.config.source == "shards"
         total = None if shards else expected_bytes(self.config, rank, world)
         done = sum(w.bytes + sum(s.bytes or 0 for s in w.shards) for w in self.writers.values())
-        full = self.full_shards()
         with (
             closing(self.batches(rank, world, total)) as batches,
             Progress("tokenizing", total, done) as progress,
         ):
             for batch in batches:
-                for one in batch.encoded:
-                    self.writers[one.split].add(one.tokens, one.documents, one.utf8_bytes)
-                    progress.add(one.utf8_bytes)
-                if self.full_shards() > full:
+                full = False
+                for split, tokens, begun, utf8_bytes in batch.encoded:
+                    full |= self.writers[split].add(tokens, begun, utf8_bytes)
+                    progress.add(utf8_bytes)
+                if full:
                     self.save(batch.journal)
-                    full = self.full_shards()
 
     def batches(self, rank: int, world: int, total: int | None) -> Generator[Batch, None, None]:
         """What is to be appended, in order."""
@@ -243,10 +232,6 @@ class Work:
         """Documents in the database, dropped; things skipped: as far as the source was read."""
         documents, dropped = (self.seen.documents, self.seen.dropped) if self.seen else (0, 0)
         return {"documents": documents, "dropped": dropped, "skipped": self.skipped.count}
-
-    def full_shards(self) -> int:
-        """Shards that are complete."""
-        return sum(len(writer.shards) for writer in self.writers.values())
 
     def save(self, changes: Mapping[str, Any]) -> None:
         """Make all that was added safe on disk, then write the journal with `changes`."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from accel_gpt.data.shards import FORMAT, HEADER, INDEX, VERSION, Shard, Tokens
+from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError
 from accel_gpt.files import sha256, sync, write_file
 
@@ -44,10 +45,11 @@ class ShardWriter:
         """File of the shard being written."""
         return self.folder / f"{self.split}_{len(self.shards):06d}.npy"
 
-    def add(self, tokens: Tokens, documents: int, utf8_bytes: int) -> None:
+    def add(self, tokens: Tokens, documents: int, utf8_bytes: int) -> bool:
         """Append `documents` documents of `utf8_bytes` bytes, which count for the shard in which
-        they begin; a document is cut only where a shard is full.
+        they begin; a document is cut only where a shard is full. Returns whether one became full.
         """
+        before = len(self.shards)
         self.documents += documents
         self.bytes += utf8_bytes
         while len(tokens):
@@ -61,6 +63,7 @@ class ShardWriter:
                 self.close_shard()
             elif len(self.buffer) >= BUFFER_BYTES:
                 self.flush()
+        return len(self.shards) > before
 
     def save(self) -> dict[str, Any]:
         """The state from which to resume, once all that was added survives a power cut."""
@@ -113,21 +116,17 @@ class ShardWriter:
 
 def write_index(
     folder: str | Path,
-    *,
-    kind: str,
-    fingerprint: str,
-    vocab_size: int,
-    eot_id: int | None,
+    tokenizer: Tokenizer,
     splits: Mapping[str, Sequence[Shard]],
     prepared: Mapping[str, Any],
 ) -> None:
-    """Write dataset.json: tokenizer (`kind`, `fingerprint`), shards, and how they were made."""
+    """Write dataset.json: the tokenizer, the shards, and how they were made."""
     index = {
         "format": FORMAT,
         "version": VERSION,
-        "tokenizer": {"kind": kind, "fingerprint": fingerprint},
-        "vocab_size": vocab_size,
-        "eot_id": eot_id,
+        "tokenizer": {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint},
+        "vocab_size": tokenizer.vocab_size,
+        "eot_id": tokenizer.eot_id,
         "prepared": dict(prepared),
         "splits": {name: [entry(shard) for shard in shards] for name, shards in splits.items()},
     }

@@ -30,6 +30,11 @@ def test_importing_the_trainer_brings_nothing_heavy() -> None:
     assert imported_by("import accel_gpt.train") == []
 
 
+def test_a_model_that_is_loaded_brings_no_compiler() -> None:
+    code = "from accel_gpt.model.gpt import GPT, ModelConfig\nGPT.allocate(ModelConfig(), 9)"
+    assert "torch._dynamo" not in imported_by(code)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_run_without_trackers_brings_nothing_heavy(

@@ -6,10 +6,12 @@ Shapes: B batch, T tokens, C channels (n_embd), D head size, V vocabulary.
 import contextlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from accel_gpt.config.model import ModelConfig
@@ -18,6 +20,17 @@ from accel_gpt.errors import require
 from accel_gpt.model.documents import attention_mask, positions
 from accel_gpt.model.layers import Block, KVCache, ResidualProjection, build_norm, rotary_table
 from accel_gpt.model.loss import Head
+
+
+class _SkipInit(TorchFunctionMode):
+    """Leaves out torch.nn.init, which for a meta tensor imports torch._dynamo: 1 to 2 s."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(function, "__module__", "") == "torch.nn.init":
+            return None
+        return function(*args, **(kwargs or {}))
 
 
 class GPT(nn.Module):
@@ -50,7 +63,7 @@ class GPT(nn.Module):
     @classmethod
     def allocate(cls, config: ModelConfig, vocab_size: int) -> "GPT":
         """A model on the CPU with uninitialized weights, which the caller loads."""
-        with torch.device("meta"):
+        with torch.device("meta"), _SkipInit():
             model = cls(config, vocab_size)
         model.to_empty(device="cpu")  # unties tied weights
         model.tie_weights()

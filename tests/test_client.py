@@ -9,7 +9,7 @@ import pytest
 from accel_gpt.errors import UserError
 from accel_gpt.hub.client import (
     UnreachableError,
-    download,
+    download_repo,
     hub_errors,
     parse_repo,
 )
@@ -40,18 +40,18 @@ def test_what_is_uploaded_is_downloaded_again_from_the_cache(hub: HubServer) -> 
     upload(FILES)
     upload(FILES)  # no new commit, and nothing is sent twice
     assert (hub.commits(REPO), len(hub.lfs_uploads)) == (["up", "initial commit"], 1)
-    folder = download(f"hf://{REPO}@main", "*")
+    folder = download_repo(f"hf://{REPO}@main", "*")
     assert {name: (folder / name).read_bytes() for name in FILES} == FILES == hub.files(REPO)
     hub.stop()
-    assert download(REPO, "*") == folder
+    assert download_repo(REPO, "*") == folder
 
 
 def test_each_failure_of_the_client_is_one_sentence(hub: HubServer) -> None:
     upload(FILES)
     with pytest.raises(UserError, match="tester/model on the Hub has no revision v9"):
-        download(f"{REPO}@v9", "*")
+        download_repo(f"{REPO}@v9", "*")
     with pytest.raises(UserError, match="neither a local folder nor a repository on the Hub that"):
-        download("tester/none", "*")
+        download_repo("tester/none", "*")
     other = {"sub/model.safetensors": b"other" * 300}
     for status, sentence in ((401, "does not know you"), (403, "needs the write role")):
         hub.refuse(status)
@@ -70,7 +70,7 @@ def test_each_failure_of_the_client_is_one_sentence(hub: HubServer) -> None:
             upload(other)
     hub.stop()
     with pytest.raises(UnreachableError, match="not a local folder, and cannot be read: the Hub"):
-        download("tester/other", "*")
+        download_repo("tester/other", "*")
 
 
 def test_failures_of_this_machine_are_not_blamed_on_the_hub() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.errors import UserError
-from accel_gpt.hub.hf_config import CLASSES, matching_preset, read_shape, write_shape
+from accel_gpt.hub.hf_config import HF_CLASSES, matching_preset, read_hf_config, write_hf_config
 from accel_gpt.hub.hf_weights import export_tensors, load_weights
 from accel_gpt.model.generate import generate
 from accel_gpt.model.gpt import GPT
@@ -77,7 +77,7 @@ def make_theirs(name: str, settings: dict[str, Any]) -> Any:
 
 
 def imported(theirs: Any) -> GPT:
-    shape = read_shape(theirs.config.to_dict(), "the test")
+    shape = read_hf_config(theirs.config.to_dict(), "the test")
     vocab_size = shape.pop("vocab_size")
     model = GPT.allocate(ModelConfig(**shape), vocab_size).eval()
     tensors = {k: (lambda v=v: v) for k, v in theirs.state_dict().items()}
@@ -89,7 +89,7 @@ def exported(model: GPT) -> Any:
     """Our model as a class of transformers; every parameter of it must be given, and no other."""
     import transformers
 
-    content = write_shape(model.config, model.vocab_size, 7, "float32")
+    content = write_hf_config(model.config, model.vocab_size, 7, "float32")
     config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
     theirs = getattr(transformers, content["architectures"][0])(config).eval()
     tensors = export_tensors(model, matching_preset(model.config), torch.float32)
@@ -161,7 +161,7 @@ def test_ours_to_theirs_and_back_gives_equal_logits(config: ModelConfig) -> None
     theirs = exported(ours)
     torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(imported(theirs)(tokens), ours(tokens), atol=1e-6, rtol=1e-6)
-    assert type(theirs).__name__ == CLASSES[config.preset]
+    assert type(theirs).__name__ == HF_CLASSES[config.preset]
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def shape_of(**changes: Any) -> dict[str, Any]:
     import transformers
 
     content = transformers.LlamaConfig(**COMMON).to_dict()
-    return read_shape(content | changes, "somewhere")
+    return read_hf_config(content | changes, "somewhere")
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,8 @@ def test_a_config_of_transformers_4_gives_the_same_shape() -> None:
     old = {k: v for k, v in new.items() if k != "rope_parameters"}
     scaling = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
     old |= {"rope_theta": 500.0, "rope_scaling": scaling}
-    assert read_shape(old, "") == read_shape(new, "")
-    assert read_shape(new, "")["rope_scaling"] == "llama3"
+    assert read_hf_config(old, "") == read_hf_config(new, "")
+    assert read_hf_config(new, "")["rope_scaling"] == "llama3"
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_shape_that_no_class_computes_is_refused(changes: dict[str, Any], word
 
 def test_tied_weights_may_be_stored_under_either_name_but_not_differ() -> None:
     theirs = make_theirs("Llama", COMMON | {"tie_word_embeddings": True})
-    shape = read_shape(theirs.config.to_dict(), "x")
+    shape = read_hf_config(theirs.config.to_dict(), "x")
     model = GPT(ModelConfig(**shape), VOCAB)
     tensors = {k: (lambda v=v: v) for k, v in theirs.state_dict().items()}
     embedding = tensors.pop("model.embed_tokens.weight")
@@ -249,13 +249,13 @@ def test_tied_weights_may_be_stored_under_either_name_but_not_differ() -> None:
 def test_a_sliding_window_limits_the_context() -> None:
     from transformers import MistralConfig
 
-    shape = read_shape(MistralConfig(**COMMON, sliding_window=24).to_dict(), "x")
+    shape = read_hf_config(MistralConfig(**COMMON, sliding_window=24).to_dict(), "x")
     assert shape["block_size"] == 24
 
 
 def test_missing_extra_and_misshapen_tensors_are_named() -> None:
     theirs = make_theirs("Llama", COMMON)
-    shape = read_shape(theirs.config.to_dict(), "x")
+    shape = read_hf_config(theirs.config.to_dict(), "x")
     model = GPT(ModelConfig(**(shape | {"vocab_size": None})), VOCAB)
     tensors = {k: (lambda v=v: v) for k, v in theirs.state_dict().items()}
     gone = "model.layers.1.mlp.up_proj.weight"

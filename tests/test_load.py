@@ -14,7 +14,7 @@ from accel_gpt import cli
 from accel_gpt.config.parse import load_config
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
 from accel_gpt.errors import CheckpointError, UserError
-from accel_gpt.hub.export import save_tokenizer
+from accel_gpt.hub.export import export_tokenizer
 from accel_gpt.hub.load import load_initial_model, load_pretrained
 from accel_gpt.hub.pretrained import inherit
 from accel_gpt.model.gpt import GPT
@@ -35,7 +35,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     folder = tmp_path_factory.mktemp("saved") / "gpt2"
     theirs = make_theirs("GPT2", SHAPE)
     theirs.save_pretrained(folder)
-    save_tokenizer(BytesTokenizer(), folder, 64)
+    export_tokenizer(BytesTokenizer(), folder, 64)
     return theirs, folder
 
 
@@ -103,7 +103,7 @@ def test_a_shape_that_does_not_fit_is_refused(folder: Path) -> None:
 def test_another_tokenizer_is_refused_and_a_missing_one_assumed(
     folder: Path, small_run: Arguments
 ) -> None:
-    save_tokenizer(CharsTokenizer("abc"), folder, 64)
+    export_tokenizer(CharsTokenizer("abc"), folder, 64)
     with pytest.raises(UserError, match=r"another tokenizer \(chars of 3,.*bytes of 257"):
         started(small_run("--model.init_from", str(folder)))
     (folder / "tokenizer.json").unlink()
@@ -118,7 +118,7 @@ def test_ids_without_a_spelling_are_never_written(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A vocabulary that is larger than the tokenizer's, as those padded to a multiple of 64."""
-    save_tokenizer(CharsTokenizer("abc"), folder, 64)
+    export_tokenizer(CharsTokenizer("abc"), folder, 64)
     options = ["--max_new_tokens", "60", "--top_k", "null", "--temperature", "2"]
     assert run_here(cli.dispatch, ["sample", str(folder), "--prompt", "ab", *options]) == 0
     assert set(capsys.readouterr().out) <= set("abc\n")
@@ -128,7 +128,7 @@ def test_a_prompt_that_the_model_has_no_rows_for_is_one_sentence(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     many = CharsTokenizer("".join(map(chr, range(1000, 1300))))
-    save_tokenizer(many, folder, 64)
+    export_tokenizer(many, folder, 64)
     assert run_here(cli.dispatch, ["sample", str(folder), "--prompt", chr(1290)]) == 2
     assert "token 290" in capsys.readouterr().err
 
@@ -156,7 +156,7 @@ def test_the_same_tokenizer_at_another_place_is_no_other_preparation(
     folder.rename(tmp_path / "moved")
     second = ["--model.init_from", str(tmp_path / "moved"), "--out_dir", str(tmp_path / "second")]
     assert launch(small_run(*QUICK, *data, *second)) == 0
-    save_tokenizer(CharsTokenizer("ab"), tmp_path / "moved", 64)
+    export_tokenizer(CharsTokenizer("ab"), tmp_path / "moved", 64)
     third = [*second, "--out_dir", str(tmp_path / "third")]
     assert launch(small_run(*QUICK, *data, *third)) == 2
     assert "prepared with other settings (tokenizer:" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """`test_export.py` shows what the comparison does; here it costs seconds."""
     same = {"difference": 0.0, "transformers": "5"}
-    monkeypatch.setattr("accel_gpt.hub.export.compare", lambda *_: same)
+    monkeypatch.setattr("accel_gpt.hub.export.prove_equal", lambda *_: same)
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer, load_tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.evals import tasks as module
 from accel_gpt.evals.tasks import metrics_of, open_tasks, run_tasks
-from accel_gpt.hub.export import save_tokenizer
-from accel_gpt.hub.hf_config import write_shape
+from accel_gpt.hub.export import export_tokenizer
+from accel_gpt.hub.hf_config import write_hf_config
 from accel_gpt.hub.hf_weights import export_tensors
 from accel_gpt.launcher import environment_without_launcher
 from accel_gpt.model.gpt import GPT
@@ -46,10 +46,10 @@ def export(folder: Path, tokenizer: Tokenizer) -> Path:
         for weight in model.parameters():
             weight.mul_(6 if weight.ndim > 1 else 1)
     folder.mkdir()
-    shape = write_shape(model.config, model.vocab_size, tokenizer.eot_id, "float32")
+    shape = write_hf_config(model.config, model.vocab_size, tokenizer.eot_id, "float32")
     (folder / "config.json").write_text(json.dumps(shape))
     save_file(export_tensors(model, "gpt2", torch.float32), folder / "model.safetensors")
-    save_tokenizer(tokenizer, folder, BLOCK_SIZE)
+    export_tokenizer(tokenizer, folder, BLOCK_SIZE)
     return folder
 
 

@@ -28,7 +28,7 @@ from accel_gpt.data.tokenizer import (
     load_tokenizer,
 )
 from accel_gpt.errors import AccelGPTError, DataError, UserError
-from accel_gpt.hub.export import save_tokenizer
+from accel_gpt.hub.export import export_tokenizer
 from accel_gpt.prepare.bpe import train_bpe
 
 BLOCK_SIZE = 100_000
@@ -95,7 +95,7 @@ def folders(
     written = {}
     for kind, tokenizer in tokenizers.items():
         written[kind] = tmp_path_factory.mktemp(kind)
-        save_tokenizer(tokenizer, written[kind], BLOCK_SIZE)
+        export_tokenizer(tokenizer, written[kind], BLOCK_SIZE)
     return written
 
 
@@ -217,7 +217,7 @@ def test_the_files_give_the_equal_tokenizer_back(
     loaded = load_tokenizer(folders[kind])
     assert type(loaded) is type(tokenizers[kind])
     assert equal(loaded, tokenizers[kind])
-    save_tokenizer(loaded, tmp_path, BLOCK_SIZE)
+    export_tokenizer(loaded, tmp_path, BLOCK_SIZE)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / name).read_text() == (folders[kind] / name).read_text()
 
@@ -365,7 +365,7 @@ def test_the_settings_of_an_imported_tokenizer_are_taken_along(tmp_path: Path) -
         (tmp_path / name).mkdir()
     load_tokenizer(tmp_path / "source").save(tmp_path / "data")
     load_tokenizer(tmp_path / "data").save(tmp_path / "checkpoint")
-    save_tokenizer(load_tokenizer(tmp_path / "checkpoint"), tmp_path / "export", 64)
+    export_tokenizer(load_tokenizer(tmp_path / "checkpoint"), tmp_path / "export", 64)
     assert equal(load_tokenizer(tmp_path / "export"), source)
 
     for name in ("data", "checkpoint", "export"):
@@ -389,7 +389,7 @@ def test_an_end_of_text_that_only_the_settings_name_keeps_its_form(tmp_path: Pat
     end = {"__type": "AddedToken", "content": "<stop>", "special": True, "lstrip": False}
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
     tokenizer = load_tokenizer(source)
-    save_tokenizer(tokenizer, tmp_path, 64)
+    export_tokenizer(tokenizer, tmp_path, 64)
     assert equal(load_tokenizer(tmp_path), tokenizer)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == end
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -409,7 +409,7 @@ def test_truncation_and_padding_of_a_file_stop_nobody(tmp_path: Path) -> None:
     (source / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = load_tokenizer(source)
     assert isinstance(tokenizer, HFTokenizer)
-    save_tokenizer(tokenizer, tmp_path, 64)
+    export_tokenizer(tokenizer, tmp_path, 64)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = "the return of the self"
     assert theirs.encode(text) == tokenizer.encode(text)

@@ -52,7 +52,7 @@ def parse_repo(name: str) -> tuple[str, str | None]:
     return f"openai-community/{repo}" if repo in OPENAI else repo, revision or None
 
 
-def download(name: str, *patterns: str) -> Path:
+def download_repo(name: str, *patterns: str) -> Path:
     """Download the files of a repository that match `patterns`, unless cached; return the folder.
 
     Raises `UserError` if there is no such repository or it cannot be reached.

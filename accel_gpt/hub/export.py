@@ -33,7 +33,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data.tokenizer_json import EOT
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import write_file
-from accel_gpt.hub.hf_config import CLASSES, matching_preset, write_shape
+from accel_gpt.hub.hf_config import HF_CLASSES, matching_preset, write_hf_config
 from accel_gpt.hub.hf_weights import export_tensors
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
@@ -54,7 +54,9 @@ COMPARED_LOGITS = 128  # of the last tokens: of all of them they could take giga
 # The class that takes tokenizer.json as it is. transformers 5 calls it TokenizersBackend and knows
 # this name too; transformers 4 and the servers built on it know no other.
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
-DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
+EXPORT_DTYPES = MappingProxyType(
+    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+)
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,9 @@ def write_model(
     """
     from huggingface_hub import save_torch_state_dict
 
-    torch_dtype, preset = DTYPES[dtype], matching_preset(model.config)
+    torch_dtype, preset = EXPORT_DTYPES[dtype], matching_preset(model.config)
     dtype_name = str(torch_dtype).removeprefix("torch.")
-    shape = write_shape(model.config, model.vocab_size, tokenizer.eot_id, dtype_name)
+    shape = write_hf_config(model.config, model.vocab_size, tokenizer.eot_id, dtype_name)
     generation = {key: shape[key] for key in ("bos_token_id", "eos_token_id")}
     generation["pad_token_id"] = tokenizer.eot_id
     for name, content in (("config.json", shape), ("generation_config.json", generation)):
@@ -171,10 +173,10 @@ def write_model(
     del tensors
     for file in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", file)  # it is readable by its owner only
-    save_tokenizer(tokenizer, folder, model.config.block_size)
-    report = compare(reference, tokenizer, folder)
+    export_tokenizer(tokenizer, folder, model.config.block_size)
+    report = prove_equal(reference, tokenizer, folder)
     return Exported(
-        *(CLASSES[preset], parameters, size, dtype, report["difference"]),
+        *(HF_CLASSES[preset], parameters, size, dtype, report["difference"]),
         *(compared_on, report["transformers"]),
     )
 
@@ -245,7 +247,7 @@ def compute_reference(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
     return {"tokens": tokens, "logits": logits, **numbered}
 
 
-def compare(reference: dict[str, Tensor], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+def prove_equal(reference: dict[str, Tensor], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     """Let a new process open `folder` with transformers and compare it with `reference`.
 
     Raises `CheckpointError` with the first difference, `UserError` if the process failed.
@@ -277,7 +279,7 @@ def compare(reference: dict[str, Tensor], tokenizer: Tokenizer, folder: Path) ->
 # --------------------------------------------------------------------------- tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
+def export_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
     """Write the tokenizer as files that `AutoTokenizer` opens: tokenizer.json and
     tokenizer_config.json, with the chat template that it came with, if any.
 

@@ -11,7 +11,7 @@ from typing import Any
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.errors import UserError, require
 
-CLASSES = MappingProxyType(
+HF_CLASSES = MappingProxyType(
     {
         "gpt2": "GPT2LMHeadModel",
         "llama": "LlamaForCausalLM",
@@ -70,7 +70,7 @@ def last_line(error: Exception) -> str:
 # --------------------------------------------------------------------------- transformers -> ours
 
 
-def read_shape(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+def read_hf_config(content: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Convert the content of a config.json to fields of `ModelConfig`, `vocab_size` among them.
 
     `name`: of the model, for errors. Raises `UserError` for a class or setting that our model does
@@ -81,7 +81,7 @@ def read_shape(content: Mapping[str, Any], name: str) -> dict[str, Any]:
         found = (content.get("architectures") or [f"model of type {model_type}"])[0]
         raise UserError(
             f"{name} is a {found}; the classes that can be loaded are "
-            f"{', '.join(CLASSES.values())} and MistralForCausalLM"
+            f"{', '.join(HF_CLASSES.values())} and MistralForCausalLM"
         )
     require(
         not content.get("quantization_config"),
@@ -151,15 +151,15 @@ def read_rope(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def matching_preset(config: ModelConfig) -> str:
-    """Return the preset whose class in `CLASSES` computes a model of this shape.
+    """Return the preset whose class in `HF_CLASSES` computes a model of this shape.
 
     Raises `UserError` if there is none, with what the nearest class needs.
     """
-    unmet = {preset: unmet_needs(config, preset) for preset in CLASSES}
+    unmet = {preset: unmet_needs(config, preset) for preset in HF_CLASSES}
     nearest = min(unmet, key=lambda preset: len(unmet[preset]))
     require(
         not unmet[nearest],
-        f"no class of transformers computes this shape; the nearest, {CLASSES[nearest]}, needs "
+        f"no class of transformers computes this shape; the nearest, {HF_CLASSES[nearest]}, needs "
         + ", ".join(unmet[nearest]),
     )
     return nearest
@@ -187,7 +187,7 @@ def unmet_needs(config: ModelConfig, preset: str) -> list[str]:
     return unmet
 
 
-def write_shape(
+def write_hf_config(
     config: ModelConfig, vocab_size: int, eot_id: int | None, dtype: str
 ) -> dict[str, Any]:
     """Return the content of config.json for a model of this shape over `vocab_size` tokens.
@@ -204,12 +204,12 @@ def write_shape(
     }
     fields = {t: resolved.get(ours, getattr(config, ours)) for ours, t in field_names(preset)}
     fields |= write_gpt2(config) if preset == "gpt2" else write_rope(config, preset)
-    fields |= {"architectures": [CLASSES[preset]], "dtype": dtype}
+    fields |= {"architectures": [HF_CLASSES[preset]], "dtype": dtype}
     fields |= {"bos_token_id": eot_id, "eos_token_id": eot_id, "pad_token_id": None}
     try:
         hf_config = CONFIG_MAPPING["nanochat" if preset == "fast" else preset](**fields)
     except Exception as error:
-        raise UserError(f"{CLASSES[preset]} refuses this shape: {last_line(error)}") from None
+        raise UserError(f"{HF_CLASSES[preset]} refuses this shape: {last_line(error)}") from None
     content: dict[str, Any] = hf_config.to_diff_dict()
     content["torch_dtype"] = dtype  # transformers 4 reads this name, and the two of rope below
     if rope := content.get("rope_parameters"):

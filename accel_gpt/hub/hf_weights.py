@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.errors import UserError
-from accel_gpt.hub.hf_config import CLASSES
+from accel_gpt.hub.hf_config import HF_CLASSES
 from accel_gpt.model.gpt import GPT
 
 Tensors = Mapping[str, Callable[[], Tensor]]
@@ -127,7 +127,7 @@ def load_weights(model: GPT, preset: str, tensors: Tensors, name: str) -> None:
     if config.tie_embeddings:
         drop_tied_head(found, table[0].name, name)
     expected = {part.name for part in table}
-    kind = f"tensors of a {CLASSES[preset]} with its config.json"
+    kind = f"tensors of a {HF_CLASSES[preset]} with its config.json"
     if missing := sorted(expected - found.keys()):
         raise UserError(f"{name} lacks {len(missing)} of the {kind}: {', '.join(missing[:3])}")
     if extra := sorted(found.keys() - expected):

@@ -19,7 +19,7 @@ from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError, first_line, require
 from accel_gpt.files import read_json
-from accel_gpt.hub.client import download
+from accel_gpt.hub.client import download_repo
 from accel_gpt.hub.hf_weights import Tensors, load_weights
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.model.gpt import GPT
@@ -115,7 +115,7 @@ def weight_files(pretrained: Pretrained, allow_pickle: bool) -> list[Path]:
     for single in (SAFETENSORS, PICKLE)[: 1 + allow_pickle]:
         folder = pretrained.folder
         if pretrained.on_hub:  # the single file, or parts and their index
-            folder = download(pretrained.name, single.replace(".", "*.") + "*")
+            folder = download_repo(pretrained.name, single.replace(".", "*.") + "*")
         if (folder / single).is_file():
             return [folder / single]
         index = folder / f"{single}.index.json"
@@ -160,7 +160,7 @@ def download_checkpoint(config: Config) -> Config:
     if RunFolder(config.out_dir).checkpoints:
         return config
     name = config.checkpoint.resume
-    folder = download(name, f"{STATE}/*") / STATE
+    folder = download_repo(name, f"{STATE}/*") / STATE
     require(
         is_checkpoint(folder),
         f"{name} has no state to resume from; push it with hub.include_state, or start from its "

@@ -72,7 +72,7 @@ def write_card(
         newest.setdefault("eval/val_loss", (state.step, state.val_loss))
     if has_curve:
         loss_curves(records, folder / "loss.png")
-    values = model_values(checkpoint, state) | run_values(run, state)
+    values = values_of_model(checkpoint, state) | values_of_run(run, state)
     values |= {
         "state": state,
         "newest": newest,
@@ -81,7 +81,7 @@ def write_card(
         "model_class": model_class,
         "model_type": re.sub(r"(LMHeadModel|ForCausalLM)$", "", model_class).lower(),
         "dtype": dtype,
-        "license": one_line(license or ""),
+        "license": single_line(license or ""),
         "data_license": data_license,
         "tokenizer": tokenizer.kind,
         "prompt": json.dumps(usable_prompt(tokenizer), ensure_ascii=False),
@@ -89,7 +89,7 @@ def write_card(
     (folder / "README.md").write_text(redact_tokens(render(values)), encoding="utf-8")
 
 
-def model_values(checkpoint: Path, state: TrainState) -> dict[str, Any]:
+def values_of_model(checkpoint: Path, state: TrainState) -> dict[str, Any]:
     """Return the values of the template that describe the model and where its weights came from."""
     model, vocab_size = read_shape(checkpoint)
     parameters = parameter_counts(model, vocab_size)
@@ -106,7 +106,7 @@ def model_values(checkpoint: Path, state: TrainState) -> dict[str, Any]:
     }
 
 
-def run_values(run: RunFolder, state: TrainState) -> dict[str, Any]:
+def values_of_run(run: RunFolder, state: TrainState) -> dict[str, Any]:
     """Return the values of the template that describe the run up to the checkpoint."""
     config, sources = public_config(state.config), sources_of(state)
     hub_ids = list(dict.fromkeys(one["hub_id"] for one in sources if one.get("hub_id")))
@@ -218,12 +218,12 @@ def to_markdown(value: object) -> Markup:
         return value
     if isinstance(value, int):
         return Markup(f"{value:,}")
-    return Markup(re.sub(r"([\\`*_{}\[\]<>|#~&$!])", r"\\\1", one_line(str(value))))
+    return Markup(re.sub(r"([\\`*_{}\[\]<>|#~&$!])", r"\\\1", single_line(str(value))))
 
 
 def code(text: str) -> Markup:
     """Quote a name as code."""
-    return Markup(f"`{one_line(text).replace('`', '')}`")
+    return Markup(f"`{single_line(text).replace('`', '')}`")
 
 
 def fenced(text: str, language: str) -> Markup:
@@ -235,7 +235,7 @@ def fenced(text: str, language: str) -> Markup:
     return Markup(f"{fence}{language}\n{text}\n{fence}")
 
 
-def one_line(text: str) -> str:
+def single_line(text: str) -> str:
     """Return text without line breaks, control characters and tokens."""
     return " ".join(UNSEEN.sub(" ", redact_tokens(text)).split())
 

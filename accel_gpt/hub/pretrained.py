@@ -12,8 +12,8 @@ from typing import Any
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import CheckpointError, require
 from accel_gpt.files import read_json
-from accel_gpt.hub.client import SCHEME, download
-from accel_gpt.hub.hf_config import read_shape
+from accel_gpt.hub.client import SCHEME, download_repo
+from accel_gpt.hub.hf_config import read_hf_config
 
 SMALL_FILES = ("config.json", "tokenizer*.json", "chat_template.jinja", "vocab.json", "merges.txt")
 TOKENIZER_KEYS = ("data.tokenizer", "data.prepare.tokenizer")
@@ -41,9 +41,9 @@ class Pretrained:
     def shape(self) -> dict[str, Any]:
         """Read the fields of `ModelConfig` that describe its shape, `vocab_size` among them."""
         if self.is_checkpoint:
-            from accel_gpt.training.checkpoint import read_shape as read_checkpoint_shape
+            from accel_gpt.training.checkpoint import read_shape
 
-            config, vocab_size = read_checkpoint_shape(self.folder)
+            config, vocab_size = read_shape(self.folder)
             fields = {key: v for key, v in asdict(config).items() if key not in NOT_SHAPE}
             return fields | {"vocab_size": vocab_size}
         try:
@@ -51,7 +51,7 @@ class Pretrained:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"config.json of {self.name} cannot be read: {error}") from None
         require(isinstance(content, Mapping), f"config.json of {self.name} is not a JSON object")
-        return read_shape(content, self.name)
+        return read_hf_config(content, self.name)
 
 
 def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
@@ -61,7 +61,7 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
     """
     folder = Path(name).expanduser()
     if name.startswith(SCHEME) or not folder.exists():
-        folder = download(name, *SMALL_FILES)
+        folder = download_repo(name, *SMALL_FILES)
         require(
             (folder / "config.json").is_file(),
             f"{name} on the Hub has no config.json; expected a model in transformers format",

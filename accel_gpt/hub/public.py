@@ -26,8 +26,8 @@ from accel_gpt.training.run_folder import RunFolder, number
 from accel_gpt.training.trackers import as_code
 
 SECTIONS = ("seed", "data.", "model.", "train.", "optim.", "schedule.", "eval.", "sample.")
-HUB_IDS = ("data.prepare.dataset", "data.train.dataset", "eval.hellaswag")
-NAMES = (
+HUB_ID_KEYS = ("data.prepare.dataset", "data.train.dataset", "eval.hellaswag")
+NAMED_KEYS = (
     *("data.prepare.path", "data.prepare.dataset_config", "data.prepare.dataset_split"),
     *("data.prepare.text_field", "data.prepare.tokenizer", "data.train.path"),
     *("data.train.dataset_config", "data.train.dataset_split", "data.train.text_field"),
@@ -35,9 +35,9 @@ NAMES = (
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 METRIC = re.compile(r"step|tokens|time|(?:train|data|perf|eval)/\w{1,60}(?:/.+)?")
 NUMBER = re.compile(r"-?[0-9][0-9.]*(?:e[+-]?[0-9]+)?|-?inf|nan")
-VERSION = re.compile(r"[\w.+!-]{1,40}")
-COMMIT = re.compile(r"[0-9a-f]{7,64}(-dirty)?")
-DEVICE = re.compile(r"[\w .,()@+-]{1,80}")
+VERSION_TEXT = re.compile(r"[\w.+!-]{1,40}")
+COMMIT_TEXT = re.compile(r"[0-9a-f]{7,64}(-dirty)?")
+DEVICE_TEXT = re.compile(r"[\w .,()@+-]{1,80}")
 EVENTS = "events.out.tfevents.0000000000.accel_gpt"
 
 
@@ -93,13 +93,13 @@ def public_value(key: str, hint: Any, value: Any) -> Any:
         return None
     if key == "model.init_from":
         return initial_model_name(value)
-    if key in HUB_IDS:
+    if key in HUB_ID_KEYS:
         return hub_dataset(value)
     if value.startswith("hf://") and (repo := hub_dataset(value)):
         return f"hf://datasets/{repo}"
     if key == "data.train":
         return public_name(value) or "data"
-    return public_name(value) if key in NAMES else None
+    return public_name(value) if key in NAMED_KEYS else None
 
 
 def choices(hint: Any) -> set[str]:
@@ -118,10 +118,10 @@ def public_launch(launch: Mapping[str, Any]) -> dict[str, Any]:
     commit, device = str(launch.get("commit")), str(launch.get("device", ""))
     precision, processes = launch.get("mixed_precision"), launch.get("processes")
     return {
-        "versions": {name: text for name, text in found.items() if VERSION.fullmatch(text)},
-        "commit": commit if COMMIT.fullmatch(commit) else None,
+        "versions": {name: text for name, text in found.items() if VERSION_TEXT.fullmatch(text)},
+        "commit": commit if COMMIT_TEXT.fullmatch(commit) else None,
         "mixed_precision": precision if precision in ("no", "bf16", "fp16", "fp8") else None,
-        "device": device if DEVICE.fullmatch(device) else None,
+        "device": device if DEVICE_TEXT.fullmatch(device) else None,
         "processes": processes if isinstance(processes, int) else 1,
     }
 

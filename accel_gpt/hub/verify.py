@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 DIFFERENT = 3  # an exit code that no crash has
-TOLERANCE = 1e-4  # absolute, and relative to the largest value: float32, in another order
+EXPORT_TOLERANCE = 1e-4  # absolute, and relative to the largest value: float32, in another order
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,7 +66,7 @@ def first_difference(ours: dict[str, Tensor], states: list[Tensor], logits: Tens
     pairs = [(layer, ours[f"{i:04d}"], states[i]) for i, layer in enumerate(layers)]
     for layer, expected, found in (*pairs, ("the head", ours["logits"], logits)):
         gap = difference(expected, found)
-        if gap > TOLERANCE * max(1.0, expected.abs().max().item()):
+        if gap > EXPORT_TOLERANCE * max(1.0, expected.abs().max().item()):
             return f"its values differ from ours in {layer}, by up to {gap:.2e}"
     return None
 

@@ -120,7 +120,7 @@ def test_planted_pickles_are_never_executed_by_a_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     same = {"difference": 0.0, "transformers": "5"}
-    monkeypatch.setattr("accel_gpt.hub.export.compare", lambda *_: same)
+    monkeypatch.setattr("accel_gpt.hub.export.prove_equal", lambda *_: same)
     canary, files = tmp_path / "executed", {p: p.read_bytes() for p in checkpoint.iterdir()}
     place, elsewhere = str(checkpoint.parents[1]), ["--out_dir", str(tmp_path / "other")]
     commands: list[tuple[Any, list[str]]] = [

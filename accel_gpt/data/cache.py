@@ -118,11 +118,12 @@ class RemoteFolder:
             with lock(self.folder / f".{name}.lock") as held:  # others wait for the file
                 if not matches(path, info):
                     path.unlink(missing_ok=True)
-                    digest = self.download(name, info, wait)
+                    part = self.folder / f".{name}.part"
+                    digest = self.download(name, info, part, wait)
                     held.truncate(0)
-                    held.write(json.dumps({"sha256": digest, "version": info.tag or info.changed}))
+                    held.write(json.dumps({"sha256": digest, "version": info.version}))
                     held.flush()
-                    self.part(name).rename(path)
+                    part.rename(path)
                 mark(path)
         except OSError as error:
             raise DataError(f"{name} cannot be kept in {self.folder}: {error}") from None
@@ -187,17 +188,12 @@ class RemoteFolder:
             )
         return self.folder / name
 
-    def part(self, name: str) -> Path:
-        """Where a file is kept while it is downloaded."""
-        return self.folder / f".{name}.part"
-
-    def download(self, name: str, info: FileInfo, wait: bool) -> str:
+    def download(self, name: str, info: FileInfo, part: Path, wait: bool) -> str:
         """Download a file to `part`; its SHA-256 (hex), which is that of `info`.
 
         Raises `UserError` where the file may not be read, `DataError` where it never came right; an
         `OSError` is one of the local disk.
         """
-        part = self.part(name)
         try:
             self.make_room(part, info.size or 0, wait)
             with part.open("r+b", buffering=0) as file:
@@ -325,7 +321,7 @@ def matches(path: Path, info: FileInfo) -> bool:
     """Whether the file `path` in the cache is what `info` describes."""
     if not path.is_file() or info.size not in (None, path.stat().st_size):
         return False
-    known, version = record(path), info.tag or info.changed
+    known = record(path)
     if info.sha256 is not None:
         return bool(known.get("sha256") == info.sha256)
-    return not version or bool(known.get("version") == version)
+    return not info.version or bool(known.get("version") == info.version)

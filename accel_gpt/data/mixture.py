@@ -16,14 +16,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from accel_gpt.data.order import Order, Shuffle
-from accel_gpt.data.shards import Tokens
+from accel_gpt.data.shards import Ints, Tokens
 from accel_gpt.data.sources import Source
 from accel_gpt.errors import UserError
 
-Ints = npt.NDArray[np.int64]
 LONGEST_PATTERN = 100_000  # sequences; its table takes a tenth of a second and 1 MB a source
 PREFETCH_SHARDS = 4  # of a remote source, before they are needed
 

@@ -16,10 +16,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from accel_gpt.data.shards import Ints
 from accel_gpt.errors import DataError
 
 Shuffle = Literal["global", "shards", "none", "replacement"]
-Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 ROUNDS = 6  # Feistel rounds, even so that the halves end where they began; 4 suffice (Luby-Rackoff)
 

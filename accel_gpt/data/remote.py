@@ -26,6 +26,11 @@ class FileInfo(NamedTuple):
     changed: str = ""
     """When the file changed, for stores without tags."""
 
+    @property
+    def version(self) -> str:
+        """Another after each change, as far as the store tells."""
+        return self.tag or self.changed
+
 
 class Unreachable(Exception):
     """A failure that may be gone at the next try."""

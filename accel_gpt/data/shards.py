@@ -262,24 +262,22 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 def check_entry(folder: Path, shard: Shard, vocab_size: int) -> None:
     """Check the name, the number of tokens and the largest token of one shard."""
-    path = folder / shard.name
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", shard.name):
         raise DataError(
             f"{folder / INDEX} names a shard {shard.name!r}; expected a plain file name of letters,"
             " digits, '.', '_' and '-'"
         )
-    whole = all(map(is_count, (shard.tokens, shard.documents, shard.bytes, shard.max_token)))
+    counts = (shard.documents, shard.bytes, shard.max_token)
+    whole = is_count(shard.tokens, 1) and all(map(is_count, counts))
     if not whole or not isinstance(shard.sha256, str) or shard.offset != HEADER:
         raise DataError(
-            f"{folder / INDEX} is damaged ({shard.name} has no sha256, documents, bytes or "
+            f"{folder / INDEX} is damaged ({shard.name} has no tokens, sha256, documents, bytes or "
             "max_token, or one that is no such number); prepare the data again"
         )
-    if shard.tokens < 1:
-        raise DataError(f"shard {path} has {shard.tokens} tokens, expected at least 1")
     if (shard.max_token or 0) >= vocab_size:
         raise DataError(
-            f"shard {path} holds token {shard.max_token}, expected less than vocab_size "
-            f"{vocab_size}; it was made with another tokenizer"
+            f"shard {folder / shard.name} holds token {shard.max_token}, expected less than "
+            f"vocab_size {vocab_size}; it was made with another tokenizer"
         )
 
 

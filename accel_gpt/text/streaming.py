@@ -168,10 +168,6 @@ class TextCorpus(Corpus):
         start = self.positions[rank] if self.positions else TextPosition()
         return Loader(read_text(self.text, start, plan, rank), plan.micro_batch_size, device)
 
-    def epoch_metrics(self, sequences: int) -> dict[str, float]:
-        """None: the tokens of the text are not counted beforehand."""
-        return {}
-
     def lines(self, plan: Plan) -> list[str]:
         """Where the text comes from."""
         path = self.text.config.dataset or self.text.config.path

@@ -17,7 +17,6 @@ from accel_gpt.config.plan import Plan
 from accel_gpt.data.corpus import sequences_given, source_changes
 from accel_gpt.errors import UserError
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.text import streaming
 from accel_gpt.text.files import files
 from accel_gpt.text.streaming import TextCorpus, TextPosition
 from accel_gpt.training.setup import open_corpus
@@ -108,28 +107,20 @@ def test_another_mixture_is_refused_with_what_differs_or_accepted_and_logged(
     assert "it was" not in capsys.readouterr().err
 
 
+def opened(arguments: list[str]) -> Any:
+    return open_corpus(load_config(arguments, "train.py"))
+
+
 def test_a_changed_mixture_goes_on_where_each_source_was(
-    small_run: Arguments,
-    two: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    small_run: Arguments, two: tuple[Path, Path]
 ) -> None:
-    """A source that is alone from step 6 on gives the windows that it would have given next."""
-    both = mixture((two[0], 1), (two[1], 1))
-    stopped(small_run(*both), monkeypatch, 6)
-    read: list[list[int]] = []
-    from accel_gpt.data import mixture as room
-
-    locate = room.Order.locate
-
-    def noted(order: room.Order, k: room.Ints) -> tuple[room.Ints, room.Ints]:
-        read.append(k.tolist())
-        return locate(order, k)
-
-    monkeypatch.setattr(room.Order, "locate", noted)
-    alone = ["--data.train", str(two[0]), "--data.allow_change"]
-    assert launch(small_run(*alone)) == 0
-    assert read[0][0] == 24
+    """A source that is alone from sequence 48 on gives those that it would have given next."""
+    both = opened(small_run(*mixture((two[0], 1), (two[1], 1))))
+    alone = opened(small_run("--data.train", str(two[0])))
+    alone.load_state_dict(both.state_dict() | {"sequences": 48})
+    number = [source.path for source in both.train.sources].index(str(two[0]))
+    expected = both.train.orders[number].locate(np.arange(24, 40))
+    assert np.array_equal(alone.train.locate(np.arange(48, 64))[1:], expected)
 
 
 def test_sources_come_and_go_and_each_goes_on_where_it_was() -> None:
@@ -231,21 +222,20 @@ def test_streamed_text_trains_stops_and_goes_on_exactly(
     assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 1
 
 
-def test_streamed_text_refuses_another_number_of_processes(
-    small_run: Arguments,
-    streamed: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_streamed_text_resumes_on_as_many_processes_and_another_begins_at_its_beginning(
+    small_run: Arguments, streamed: list[str]
 ) -> None:
-    stopped(small_run(*streamed), monkeypatch, 4)
-    path = tmp_path / "run/checkpoints/step_00000004"
-    state = json.loads((path / "trainer_state.json").read_text())
-    assert len(state["text_places"]) == 1
-    corpus = open_corpus(load_config(small_run(*streamed), "train.py"))
-    corpus.load_state_dict(state)
+    first = opened(small_run(*streamed))
+    state = first.state_dict() | {"sequences": 16, "text_places": [[0, [0, 1, 2], 3]]}
+    first.load_state_dict(state)
+    assert first.positions == (TextPosition(0, (0, 1, 2), 3),)
     with pytest.raises(UserError, match="on 1 processes and cannot go on with 2"):
-        corpus.loader(Plan(2, 1, 32, 1, 1, 0, 1), 0, torch.device("cpu"), 0)
+        first.loader(Plan(2, 1, 32, 1, 1, 0, 1), 0, torch.device("cpu"), 0)
+    changed = [option.replace("val_fraction: 0.1", "val_fraction: 0.2") for option in streamed]
+    other = opened(small_run(*changed))
+    other.load_state_dict(state)
+    assert other.positions == ()
+    assert source_changes(state, other.state_dict())  # refused without data.allow_change
 
 
 @pytest.mark.slow
@@ -262,8 +252,7 @@ def test_copies_of_a_streamed_text_are_the_same_on_all_machines(
     small_run: Arguments, streamed: list[str], tmp_path: Path
 ) -> None:
     """The time of a file's change differs between machines."""
-    config = load_config(small_run(*streamed), "train.py")
-    first = open_corpus(config)
+    first = opened(small_run(*streamed))
     assert isinstance(first, TextCorpus)
     before = first.identity(), first.fingerprint
     (text,) = {Path(path) for path in files(first.text.config)}
@@ -272,28 +261,6 @@ def test_copies_of_a_streamed_text_are_the_same_on_all_machines(
     assert first.fingerprint != before[1]
     text.write_text(text.read_text() + "more")
     assert first.identity() != before[0]
-
-
-def test_another_streamed_text_begins_at_its_beginning(
-    small_run: Arguments,
-    streamed: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    stopped(small_run(*streamed), monkeypatch, 4)
-    changed = [option.replace("val_fraction: 0.1", "val_fraction: 0.2") for option in streamed]
-    assert launch(small_run(*changed)) == 2
-    assert "--data.allow_change" in capsys.readouterr().err
-    begun: list[object] = []
-    read = streaming.read_text
-    monkeypatch.setattr(
-        streaming,
-        "read_text",
-        lambda text, place, *a: begun.append(place) or read(text, place, *a),
-    )
-    assert launch(small_run(*changed, "--data.allow_change")) == 0
-    assert begun == [TextPosition()]
 
 
 # --------------------------------------------------------------------------- documents

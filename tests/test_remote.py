@@ -19,9 +19,8 @@ import pytest
 from accel_gpt.config.data import DataConfig
 from accel_gpt.data import cache, remote
 from accel_gpt.data.cache import RemoteFolder
-from accel_gpt.data.order import Order
 from accel_gpt.data.remote import Missing, Refused, Store, reason
-from accel_gpt.data.shards import HEADER, Shard, Split, open_split, resident
+from accel_gpt.data.shards import HEADER, Split, open_split, resident
 from accel_gpt.data.sources import is_url, open_data
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.redact import redact_url
@@ -376,23 +375,6 @@ def test_reader_that_is_slower_than_the_server_never_waits(server: Server, opene
     assert set(server.requests.values()) == {1}
     folder.close()
     assert until(lambda: not folder.thread.is_alive())
-
-
-def test_random_order_of_many_shards_is_prefetched_in_no_time(
-    server: Server, tmp_path: Path
-) -> None:
-    many = tuple(Shard(f"{i}.npy", TOKENS) for i in range(10_000))
-    folder = RemoteFolder(server.url, str(tmp_path / "cache"), 1.0)
-    for shard in many:
-        folder.expect(shard.name, 1, "")
-    folder.work = lambda: None  # type: ignore[method-assign]
-    split = Split(tmp_path, "train", many, np.dtype("<u2"), 9, None, "", "", "", remote=folder)
-    order = Order(split.lengths, 100, "global", 0, "")
-    started = time.process_time()
-    for k in range(20):
-        split.prefetch([k, 7 * k], order.upcoming(k, 4))
-    assert time.process_time() - started < 1
-    assert len(folder.wanted) == len(many)
 
 
 # --------------------------------------------------------------------------- processes

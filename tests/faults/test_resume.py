@@ -39,17 +39,6 @@ def test_resumed_anywhere_in_an_epoch(
     assert_same(run, whole)
 
 
-@pytest.mark.slow
-def test_resumed_again_and_again_within_an_epoch(
-    server: Server, tiny: Tiny, whole: Path, tmp_path: Path
-) -> None:
-    run = rewound(whole, tmp_path / "run", EPOCH_STEPS + 1)
-    for step in range(EPOCH_STEPS + 1, EPOCH_STEPS + 4):
-        forget_after(run, step)
-        assert f"from step {step} " in finish(server, tiny.arguments(run, *EVERY_STEP)).outputs[0]
-        assert_same(run, whole)
-
-
 def test_clock_that_jumps_back_has_no_influence(
     server: Server, tiny: Tiny, whole: Path, tmp_path: Path
 ) -> None:
@@ -106,9 +95,7 @@ def test_two_runs_in_one_folder(server: Server, tiny: Tiny, tmp_path: Path) -> N
     finish(server, tiny.arguments(run))
 
 
-@pytest.mark.parametrize(
-    "name", ["file", "file/run", "x" * 300, "/proc/run", "/dev/null/run"], ids=lambda n: n[:9]
-)
+@pytest.mark.parametrize("name", ["file", "x" * 300, "/proc/run"], ids=lambda n: n[:9])
 def test_out_dir_that_cannot_be_ends_at_once(
     name: str, server: Server, tiny: Tiny, tmp_path: Path
 ) -> None:

@@ -17,7 +17,6 @@ from accel_gpt.data.tokenizer import (
     BytesTokenizer,
     CharsTokenizer,
     Tokenizer,
-    clean,
     load_tokenizer,
 )
 from accel_gpt.errors import AccelGPTError, DataError, UserError
@@ -83,15 +82,6 @@ def tokenizer(request: pytest.FixtureRequest, tokenizers: dict[str, Tokenizer]) 
     return tokenizers[request.param]
 
 
-def hugging_face(tokenizer: Tokenizer, text: str) -> list[int]:
-    import tokenizers as library
-
-    loaded = library.Tokenizer.from_str(tokenizer.file_text)
-    loaded.encode_special_tokens = True
-    ids: list[int] = loaded.encode(text).ids
-    return ids
-
-
 def test_hostile_text_survives_a_round_trip(tokenizer: Tokenizer) -> None:
     for name, text in HOSTILE.items():
         ids = tokenizer.encode(text)
@@ -99,13 +89,6 @@ def test_hostile_text_survives_a_round_trip(tokenizer: Tokenizer) -> None:
         assert tokenizer.token_bytes[ids].sum() == len(text.encode()), name
         assert tokenizer.eot_id is None or tokenizer.eot_id not in ids, name
     assert tokenizer.bytes_add_up
-
-
-@settings(max_examples=100)
-@given(text=st.text(st.sampled_from("the rn\n\r\t_.12é дa👍\u0301\x00<|endoftext>"), max_size=200))
-def test_trained_bpe_encodes_any_text_as_hugging_face_does(trained: Tokenizer, text: str) -> None:
-    assert trained.encode(text) == hugging_face(trained, text)
-    assert trained.decode(trained.encode(text)) == text
 
 
 def test_trained_ids_are_bytes_then_merges_then_end_of_text(trained: Tokenizer) -> None:
@@ -117,43 +100,10 @@ def test_trained_ids_are_bytes_then_merges_then_end_of_text(trained: Tokenizer) 
     assert trained.decode([VOCAB_SIZE - 1]) == "<|endoftext|>"
 
 
-def test_training_is_repeatable(trained: Tokenizer) -> None:
-    assert train_bpe(corpus(), VOCAB_SIZE).fingerprint == trained.fingerprint
-
-
-def test_words_keep_one_leading_character_and_digits_stay_in_groups_of_three() -> None:
-    import tiktoken
-
-    singles = {bytes([b]): b for b in range(256)}
-    words = (b" the", b"_name", b".py", b"12345", b"\n\n", b"  ")
-    merged = {word[:n]: 0 for word in words for n in range(2, len(word) + 1)}
-    ranks = singles | {word: 256 + i for i, word in enumerate(sorted(merged, key=len))}
-    pattern = tokenizer_json.PATTERN
-    encoding = tiktoken.Encoding("t", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-
-    def split(text: str) -> list[str]:
-        return [encoding.decode([i]) for i in encoding.encode_ordinary(text)]
-
-    assert split(" the_name.py") == [" the", "_name", ".py"]
-    assert split("12345") == ["123", "4", "5"]
-    assert split("\n\n   the") == ["\n\n", "  ", " the"]
-
-
 def test_batches_give_the_same_ids_in_the_smallest_type(tokenizer: Tokenizer) -> None:
     batch = tokenizer.encode_batch(list(HOSTILE.values()))
     assert [ids.tolist() for ids in batch] == [tokenizer.encode(t) for t in HOSTILE.values()]
     assert {ids.dtype for ids in batch} == {np.dtype("uint16")}
-
-
-def test_saving_and_loading_gives_an_equal_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    tokenizer.save(tmp_path)
-    for path in (tmp_path, tmp_path / "tokenizer.json"):
-        loaded = load_tokenizer(path)
-        assert type(loaded) is type(tokenizer)
-        assert loaded.fingerprint == tokenizer.fingerprint
-        assert (loaded.kind, loaded.vocab_size) == (tokenizer.kind, tokenizer.vocab_size)
-        assert loaded.eot_id == tokenizer.eot_id
-        assert loaded.encode(HOSTILE["code"]) == tokenizer.encode(HOSTILE["code"])
 
 
 def test_fingerprints_tell_tokenizers_apart(tokenizers: dict[str, Tokenizer]) -> None:
@@ -184,28 +134,16 @@ def test_text_in_pieces_gives_the_ids_of_the_whole(tokenizers: dict[str, Tokeniz
             assert ids == tokenizer.encode(text), kind
 
 
-@settings(max_examples=300)
-@given(text=st.text(st.sampled_from("ab1.\n\n\r \t'"), max_size=60), size=st.integers(1, 10))
-def test_any_text_in_pieces_gives_the_ids_of_the_whole(
-    tokenizers: dict[str, Tokenizer], text: str, size: int
-) -> None:
-    for kind in {"bpe", "gpt2"} & set(tokenizers):
-        tokenizer = tokenizers[kind]
-        parts = [tokenizer.encode(part) for part in pieces([text], size)]
-        assert [i for part in parts for i in part] == tokenizer.encode(text)
-
-
 ANY = "ab1.\n\n\r \t'\u3000" + "中文的。\uff0c\uff01" + "é²한ア😀" + "\u0301\x1c"
 
 
-@pytest.mark.slow
-@settings(max_examples=1000)
+@settings(max_examples=200)
 @given(
     text=st.text(st.sampled_from(ANY), max_size=60),
     size=st.integers(1, 10),
     step=st.integers(1, 20),
 )
-def test_text_without_spaces_in_pieces_gives_the_ids_of_the_whole(
+def test_any_text_in_pieces_gives_the_ids_of_the_whole(
     tokenizers: dict[str, Tokenizer], text: str, size: int, step: int
 ) -> None:
     cut = list(pieces([text], size))
@@ -223,22 +161,13 @@ def test_text_without_spaces_is_cut(end: str) -> None:
     assert max(map(len, pieces([text], 50))) < 160
 
 
-def test_millions_of_spaces_are_encoded(trained: Tokenizer) -> None:
-    text = "a" + " " * 2_500_000 + "b"
+def test_a_million_spaces_are_encoded(trained: Tokenizer) -> None:
+    text = "a" + " " * 1_100_000 + "b"
     assert trained.decode(trained.encode(text)) == text
 
 
 def test_lone_surrogates_become_the_replacement_character(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
-
-
-@settings(max_examples=50)
-@given(st.text())
-def test_bytes_survive_any_text(text: str) -> None:
-    tokenizer = make_tokenizer("bytes", 0, corpus)
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == clean(text)
-    assert ids == list(clean(text).encode())
 
 
 def test_chars_are_sorted_and_an_unknown_one_is_named() -> None:

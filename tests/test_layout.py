@@ -40,7 +40,7 @@ INNER = {
 INNER_LINES = 9_350  # goal: 8,000
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
-    "": 1_000,
+    "": 900,
     "config": 1_500,  # 1,160
     "cost": 550,  # 420
     "model": 950,
@@ -52,7 +52,7 @@ LINES = {
     "evals": 1_050,  # 760
     "report": 900,  # 740
     "hub": 2_040,  # 1,800
-    "commands": 2_800,  # 1,680
+    "commands": 2_600,  # 1,680
 }
 AMBIGUOUS = 38  # public names that several files define; goal: 10
 # what could execute a file's content, or shows a wish to hide behaviour

@@ -30,17 +30,6 @@ def test_a_recipe_says_what_where_and_how_long(path: Path) -> None:
     assert any("estimate" in line or "seconds" in line for line in comment)
 
 
-def test_there_are_six() -> None:
-    assert [path.stem for path in RECIPES] == [
-        "fineweb10b_gpt2",
-        "fineweb_edu_10bt",
-        "openwebtext",
-        "shakespeare",
-        "shakespeare_char",
-        "tinystories",
-    ]
-
-
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     for i in range(4):

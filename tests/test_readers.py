@@ -79,8 +79,8 @@ def test_a_bad_line_is_named_by_its_number_or_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, message: str
 ) -> None:
     limit = 200 if len(line) < 9999 else 10**6
-    monkeypatch.setattr("accel_gpt.text.readers.LONGEST_LINE", limit)
-    monkeypatch.setattr("accel_gpt.text.readers.CHUNK", 16)
+    monkeypatch.setattr("accel_gpt.text.readers.LONGEST_JSON_LINE", limit)
+    monkeypatch.setattr("accel_gpt.text.readers.CHUNK_BYTES", 16)
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "ab"}\n' + line + b'{"text": "b"}\n')
     with pytest.raises(DataError, match=message):
@@ -95,7 +95,7 @@ def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
 
 
 def test_line_numbers_and_offsets_go_on_after_a_bomb(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_gpt.text.readers.LONGEST_LINE", 20)
+    monkeypatch.setattr("accel_gpt.text.readers.LONGEST_JSON_LINE", 20)
     told: list[str] = []
     data = b"x" * 21 + b"\n" + b"y" * 99 + b"\n\n" + b'{"t": "\xff"}\n' + b'{"t": "a"}\n'
     rows = json_lines(io.BytesIO(data), "it", "t", row_numbers(0), told.append)

@@ -17,7 +17,7 @@ RECIPES = sorted((Path(__file__).parents[1] / "configs/data").glob("*.yaml"))
 
 
 def load(path: Path, *words: str) -> PrepareCommand:
-    return parse_recipe(PrepareCommand, [str(path), *words], "accel-gpt prepare")
+    return parse_recipe([str(path), *words])
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

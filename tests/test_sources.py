@@ -28,8 +28,8 @@ from accel_gpt.text.documents import (
     documents,
     expected_bytes,
     sample_texts,
+    split_by_hash,
     split_hash,
-    split_of,
     split_pieces,
 )
 from accel_gpt.text.files import SUFFIXES, describe_source, file_share, guess_source, stdlib_files
@@ -284,14 +284,14 @@ def test_many_texts_are_held_out_whole_by_their_content(tmp_path: Path) -> None:
     assert len(set(found)) == 200  # equal texts are in one split
     assert 20 <= sum(split == "val" for split, _ in set(found)) <= 60
     more = {text for split, text in set(found) if split == "val"}
-    assert all(split_of(key_of(text), 0.5) == "val" for text in more)  # keeps those it had
+    assert all(split_by_hash(key_of(text), 0.5) == "val" for text in more)  # keeps those it had
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.3])
 def test_the_share_held_out_is_that_asked_for(fraction: float) -> None:
     """To a two-thousandth, not in 256ths: within five standard deviations of the binomial."""
     texts = 50_000
-    found = sum(split_of(key_of(f"document {i}"), fraction) == "val" for i in range(texts))
+    found = sum(split_by_hash(key_of(f"document {i}"), fraction) == "val" for i in range(texts))
     deviation = (texts * fraction * (1 - fraction)) ** 0.5
     assert abs(found - texts * fraction) < 5 * deviation
 
@@ -364,7 +364,7 @@ def test_reading_goes_on_after_any_piece(
 ) -> None:
     monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 12)
     monkeypatch.setattr("accel_gpt.text.documents.FEW_TEXTS", few)
-    monkeypatch.setattr("accel_gpt.text.readers.CHUNK", 7)
+    monkeypatch.setattr("accel_gpt.text.readers.CHUNK_BYTES", 7)
     config = make(tmp_path / "made", source, count)
     for rank in range(world):
         if source != "text" or count >= world:

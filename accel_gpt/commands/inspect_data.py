@@ -26,10 +26,10 @@ from accel_gpt.data.sources import is_url, open_data
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, require
 from accel_gpt.files import sha256
+from accel_gpt.prepare.copying import KEPT_SHARDS
 from accel_gpt.prepare.progress import Progress
 
-CHUNK = 1 << 20  # tokens counted at once
-PREFETCH = 3  # shards of a URL that are downloaded before they are read
+COUNTED_TOKENS = 1 << 20  # at once
 
 
 def inspect_data(
@@ -126,11 +126,11 @@ def read_split(
     hashes = {"equal": 0, "different": 0, "unknown": 0}
     largest, tokens = -1, 0
     for number, shard in enumerate(split.shards):
-        split.prefetch([number], range(number + 1, min(number + PREFETCH, len(split.shards))))
+        split.prefetch([number], range(number + 1, min(number + KEPT_SHARDS, len(split.shards))))
         path, most = split.folder / shard.name, -1
         try:
-            for first in range(0, shard.tokens, CHUNK):
-                ids = split.read(number, first, min(CHUNK, shard.tokens - first))
+            for first in range(0, shard.tokens, COUNTED_TOKENS):
+                ids = split.read(number, first, min(COUNTED_TOKENS, shard.tokens - first))
                 most = max(most, int(ids.max()))
                 counts += np.bincount(np.minimum(ids, split.vocab_size), minlength=len(counts))
                 progress.add(ids.nbytes)

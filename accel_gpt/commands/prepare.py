@@ -3,15 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeVar
 
 from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.config.parse import build, parse_command, read_values
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import write_out
 from accel_gpt.errors import require
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class PrepareCommand(PrepareConfig):
 
 def main(argv: Sequence[str]) -> int:
     """Make a data folder, or a part of one, or join the parts."""
-    options = parse_recipe(PrepareCommand, argv, "accel-gpt prepare")
+    options = parse_recipe(argv)
     values = {f.name: getattr(options, f.name) for f in fields(PrepareConfig)}
     if options.merge:
         require(bool(options.out), "--merge needs --out, the folder whose parts are joined")
@@ -63,10 +60,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse_recipe(cls: type[T], argv: Sequence[str], prog: str) -> T:
-    """Parse `[RECIPE] --key value ...` into the dataclass `cls`, whose fields both may set."""
+def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
+    """Parse `[RECIPE] --key value ...`, both of which may set any option."""
     words = list(argv)
     path = words.pop(0) if words and not words[0].startswith("-") else None
     if path is None or {"-h", "--help"} & set(words):
-        return parse_command(cls, words, f"{prog} [RECIPE]")
-    return build(cls, read_values(cls, str(resolve_config(path, "data")), words))
+        return parse_command(PrepareCommand, words, "accel-gpt prepare [RECIPE]")
+    values = read_values(PrepareCommand, str(resolve_config(path, "data")), words)
+    return build(PrepareCommand, values)

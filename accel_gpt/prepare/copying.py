@@ -8,11 +8,11 @@ from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.data.shards import Split, token_dtype
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError
-from accel_gpt.prepare.workers import Batch, Encoded
+from accel_gpt.prepare.workers import Encoded, Tokenized
 from accel_gpt.text.documents import SPLITS, Position
 
 CHUNK_TOKENS = 1 << 20  # copied at once
-PREFETCH = 2  # shards behind a URL that are kept: the one being read and the next
+KEPT_SHARDS = 2  # shards behind a URL that are kept: the one being read and the next
 
 
 def open_source(config: PrepareConfig, split: str) -> tuple[Split, Tokenizer]:
@@ -23,7 +23,7 @@ def open_source(config: PrepareConfig, split: str) -> tuple[Split, Tokenizer]:
     return open_data(config.path, split, DataConfig(train=config.path, tokenizer=config.tokenizer))
 
 
-def copy_shards(config: PrepareConfig, start: Position) -> Generator[Batch, None, None]:
+def copy_shards(config: PrepareConfig, start: Position) -> Generator[Tokenized, None, None]:
     """The tokens in chunks from `start` (split, shard, token) on.
 
     A chunk ends where a shard of `config.shard_tokens` will be full. Raises `DataError` for an id
@@ -37,7 +37,7 @@ def copy_shards(config: PrepareConfig, start: Position) -> Generator[Batch, None
         first, offset = start[1:] if start[0] == number else (0, 0)
         previous = token_before(split, first, offset, eot_id)
         for shard in range(first, len(split.shards)):
-            split.prefetch([shard], range(shard + 1, min(shard + PREFETCH, len(split.shards))))
+            split.prefetch([shard], range(shard + 1, min(shard + KEPT_SHARDS, len(split.shards))))
             done = int(split.lengths[:shard].sum())
             while offset < split.lengths[shard]:
                 room = config.shard_tokens - (done + offset) % config.shard_tokens
@@ -54,7 +54,7 @@ def copy_shards(config: PrepareConfig, start: Position) -> Generator[Batch, None
                 offset, previous = offset + length, int(tokens[-1])
                 tokens, utf8_bytes = tokens.astype(token_dtype(tokenizer.vocab_size)), sizes[tokens]
                 encoded = Encoded(split.name, tokens, documents, int(utf8_bytes.sum()))
-                yield Batch([encoded], {"position": (number, shard, offset)})
+                yield Tokenized([encoded], {"position": (number, shard, offset)})
             offset = 0
 
 

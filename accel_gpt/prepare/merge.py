@@ -14,7 +14,7 @@ from typing import Any
 from accel_gpt.data.shards import HEADER, INDEX, check_size, read_index, token_dtype
 from accel_gpt.errors import require
 from accel_gpt.files import link, write_file
-from accel_gpt.prepare.prepare import check_tokens, part_folder, publish, summary, writing
+from accel_gpt.prepare.prepare import check_enough_text, part_folder, publish, summary, writing
 from accel_gpt.prepare.recipe import differences
 from accel_gpt.prepare.shard_writer import save_index
 from accel_gpt.text.documents import SPLITS
@@ -112,7 +112,7 @@ def merged_index(parts: list[Path], indexes: list[Index]) -> tuple[Index, dict[s
                 sources[name] = part / shard["name"]
     prepared = {k: v for k, v in indexes[0]["prepared"].items() if k not in ("rank", "world")}
     tokens = {split: sum(shard["tokens"] for shard in shards) for split, shards in splits.items()}
-    check_tokens(tokens, prepared["val_fraction"])
+    check_enough_text(tokens, prepared["val_fraction"])
     if any("skipped" in index["prepared"] for index in indexes):
         prepared["skipped"] = sum(index["prepared"].get("skipped", 0) for index in indexes)
     return {**indexes[0], "prepared": prepared, "splits": splits}, sources

@@ -42,7 +42,7 @@ from accel_gpt.prepare.recipe import (
     source_fingerprint,
 )
 from accel_gpt.prepare.shard_writer import ShardWriter, write_index
-from accel_gpt.prepare.workers import Batch, child_processes, encode_all, worker_count
+from accel_gpt.prepare.workers import Tokenized, child_processes, encode_all, worker_count
 from accel_gpt.text.documents import (
     SPLITS,
     Piece,
@@ -55,7 +55,7 @@ from accel_gpt.text.readers import Skipped
 
 JOURNAL = "progress.json"
 JOURNAL_VERSION = 1
-NAMED = ("bytes", "chars", "bpe", "gpt2")  # tokenizers that are no file of the user's
+TOKENIZER_NAMES = ("bytes", "chars", "bpe", "gpt2")  # tokenizers that are no file of the user's
 # What may be in an unfinished folder; earlier versions added .part to the names of shards.
 OURS = rf"((train|val)_\d+\.npy(\.part)?|tokenizer(_config)?\.json|{INDEX}|{JOURNAL}|{DATABASE})"
 RESUMES = "run the same command again: it resumes"
@@ -121,7 +121,7 @@ def fill(config: PrepareConfig, folder: Path, source: str, rank: int, world: int
     if world == 1:
         try:
             tokens = {name: sum(shard.tokens for shard in splits[name]) for name in SPLITS}
-            check_tokens(tokens, config.val_fraction)
+            check_enough_text(tokens, config.val_fraction)
         except UserError:
             shutil.rmtree(folder)
             raise
@@ -131,7 +131,7 @@ def fill(config: PrepareConfig, folder: Path, source: str, rank: int, world: int
     write_index(folder, work.tokenizer, splits, requested | counts)
 
 
-def check_tokens(tokens: Mapping[str, int], val_fraction: float) -> None:
+def check_enough_text(tokens: Mapping[str, int], val_fraction: float) -> None:
     """`UserError` unless each split holds a token and its successor."""
     if min(tokens.values()) < 2:
         raise UserError(
@@ -208,7 +208,7 @@ class Work:
                 if full:
                     self.save(batch.journal)
 
-    def batches(self, rank: int, world: int, total: int | None) -> Generator[Batch, None, None]:
+    def batches(self, rank: int, world: int, total: int | None) -> Generator[Tokenized, None, None]:
         """What is to be appended, in order."""
         first, second, third = self.journal["position"]
         start = (first, second, third)
@@ -259,9 +259,9 @@ def begin(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], sou
     try:
         if config.tokenizer == "bpe":  # its trainer's threads stay out of the process that forks
             with child_processes(1) as pool:
-                pool.submit(save_tokenizer, config, folder).result()
+                pool.submit(create_tokenizer, config, folder).result()
         else:
-            save_tokenizer(config, folder)
+            create_tokenizer(config, folder)
         for path in folder.iterdir():
             sync(path)
         journal = {"version": JOURNAL_VERSION, "asked": requested, "source": source, "splits": {}}
@@ -283,7 +283,7 @@ def resume(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], so
     if not source:
         raise DataError("standard input cannot be read again")
     given = None
-    if config.tokenizer not in NAMED and config.source != "shards":
+    if config.tokenizer not in TOKENIZER_NAMES and config.source != "shards":
         given = load_tokenizer(config.tokenizer).fingerprint
     try:
         journal = read_json(folder / JOURNAL)
@@ -305,7 +305,7 @@ def resume(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], so
     return work
 
 
-def save_tokenizer(config: PrepareConfig, folder: Path) -> None:
+def create_tokenizer(config: PrepareConfig, folder: Path) -> None:
     """Make the tokenizer of the config and save it in `folder`."""
     if config.source == "shards":
         tokenizer = open_source(config, "train")[1]

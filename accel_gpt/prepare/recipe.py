@@ -22,12 +22,12 @@ from accel_gpt.text.files import describe_source
 
 # Not `workers`; not `skip_invalid`: a folder that can be made without it is the same with it, and a
 # preparation that stopped at an invalid byte resumes with it.
-LEFT_OUT = ("workers", "skip_invalid")
+NOT_RECORDED = ("workers", "skip_invalid")
 
 
 def recipe(config: PrepareConfig, rank: int = 0, world: int = 1) -> dict[str, Any]:
     """All settings that the content depends on; those of a part, where it is one."""
-    kept = {key: value for key, value in asdict(config).items() if key not in LEFT_OUT}
+    kept = {key: value for key, value in asdict(config).items() if key not in NOT_RECORDED}
     part = {"rank": rank, "world": world} if world > 1 else {}
     return {**kept, "path": path_without_secrets(config.path), **part}
 

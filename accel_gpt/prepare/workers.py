@@ -37,7 +37,7 @@ class Encoded(NamedTuple):
     utf8_bytes: int
 
 
-class Batch(NamedTuple):
+class Tokenized(NamedTuple):
     """Encoded pieces, and what the journal says once they are written."""
 
     encoded: list[Encoded]
@@ -87,7 +87,7 @@ def start_child() -> None:
 
 def encode_all(
     pieces: Iterable[Piece], counts: Callable[[], dict[str, int]], folder: Path, workers: int
-) -> Generator[Batch, None, None]:
+) -> Generator[Tokenized, None, None]:
     """The pieces in their order, encoded by the tokenizer in `folder`, with at most two batches in
     flight for each of the `workers` processes; with the `counts` when they had been read.
     """
@@ -95,13 +95,13 @@ def encode_all(
     cached_tokenizer(folder)  # here, so that processes that fork inherit it
     waiting: deque[tuple[list[Piece], dict[str, Any], Future[list[Tokens]]]] = deque()
 
-    def first() -> Batch:
+    def first() -> Tokenized:
         batch, journal, future = waiting.popleft()
         encoded = [
             Encoded(piece.split, tokens, int(piece.first), len(piece.text.encode()))
             for piece, tokens in zip(batch, future.result(), strict=True)
         ]
-        return Batch(encoded, journal)
+        return Tokenized(encoded, journal)
 
     with child_processes(workers) as pool:
         for batch in batches(pieces):

@@ -27,8 +27,8 @@ from accel_gpt.text.readers import (
     decoded,
     json_lines,
     read_rows,
-    read_text,
     row_numbers,
+    text_chunks,
     text_start,
 )
 
@@ -175,7 +175,7 @@ def text_pieces(
             begin = max(part.start, start[1] if unit == start[0] else 0)
             if begin >= part.end:
                 continue
-            chunks = read_text(path, begin, part.end)
+            chunks = text_chunks(path, begin, part.end)
             long = pieces(chunks, BATCH_CHARACTERS, path) if cut_long else None
             for text in long or ["".join(chunks)]:
                 first, begin = begin == part.start, begin + len(text.encode())
@@ -188,9 +188,9 @@ def text_parts(path: Path, val_fraction: float, few: bool) -> list[Part]:
     """The documents in a text file that are not empty: the file, or of `few` its train and val."""
     begin, cut = text_start(path), sys.maxsize
     if few:
-        cut = int(sum(map(len, read_text(path, begin))) * (1 - val_fraction))
+        cut = int(sum(map(len, text_chunks(path, begin))) * (1 - val_fraction))
     hashes, sizes = (split_hash(), split_hash()), [0, 0]
-    for chunk in read_text(path, begin):
+    for chunk in text_chunks(path, begin):
         for i, text in enumerate((chunk[:cut], chunk[cut:])):
             data = text.encode()
             hashes[i].update(data)
@@ -199,7 +199,7 @@ def text_parts(path: Path, val_fraction: float, few: bool) -> list[Part]:
     train, val = (one.digest() for one in hashes)
     middle = begin + sizes[0]
     parts = [
-        Part("train" if few else split_of(train, val_fraction), begin, middle, train),
+        Part("train" if few else split_by_hash(train, val_fraction), begin, middle, train),
         Part("val", middle, middle + sizes[1], val),
     ]
     return [part for part in parts if part.start < part.end]
@@ -266,7 +266,7 @@ def document_pieces(
     for split, part in parts:
         if part:
             key = split_hash(part.encode()).digest()
-            named = split or split_of(key, config.val_fraction)
+            named = split or split_by_hash(key, config.val_fraction)
             texts = list(pieces([part], BATCH_CHARACTERS)) if cut_long else [part]
             for i, one in enumerate(texts):
                 after = (unit, row, len(found) + 1)
@@ -288,11 +288,11 @@ def all_texts(config: PrepareConfig, size: int) -> Iterator[str]:
         try:
             begin = text_start(path)
             if config.skip_invalid:  # nothing of a file that is skipped
-                sum(map(len, read_text(path, begin)))
+                sum(map(len, text_chunks(path, begin)))
         except DataError as error:
             skipped.add(str(error))
             continue
-        yield from filter(None, pieces(read_text(path, begin), size, path))
+        yield from filter(None, pieces(text_chunks(path, begin), size, path))
 
 
 # --------------------------------------------------------------------------- splits
@@ -308,6 +308,6 @@ def as_fraction(key: bytes) -> float:
     return int.from_bytes(key, "big") / 2**64
 
 
-def split_of(key: bytes, val_fraction: float) -> str:
+def split_by_hash(key: bytes, val_fraction: float) -> str:
     """val for a share `val_fraction` of all documents, decided by the hash alone."""
     return "val" if as_fraction(key) < val_fraction else "train"

@@ -125,7 +125,7 @@ def walk(root: Path, suffixes: tuple[str, ...], skip: frozenset[str] = frozenset
 def find_files(path: str, suffixes: tuple[str, ...]) -> list[Path]:
     """The files that `path` (file, folder, glob or URL) stands for, sorted."""
     if is_url(path):
-        return [download(path)]
+        return [download_text(path)]
     given, remedy = os.path.expanduser(path), "give a file, a folder, a glob or an http(s) URL"
     if os.path.isfile(given):
         return [Path(given)]
@@ -209,7 +209,7 @@ def guess_source(path: str) -> SourceKind:
     return cast(SourceKind, best)
 
 
-def download(url: str) -> Path:
+def download_text(url: str) -> Path:
     """The file at `url`, downloaded once."""
     from accel_gpt.data.remote import Store, Unreachable
 

@@ -23,12 +23,12 @@ from accel_gpt.errors import AccelGPTError, DataError, UserError
 Skip = Callable[[str], None]
 Rows = Iterator[tuple[int, str]]
 
-CHUNK = 1 << 20  # bytes of a text file read at once
+CHUNK_BYTES = 1 << 20  # bytes of a text file read at once
 BATCH_BYTES = 8 << 20  # of a Parquet column, decoded at once
 BATCH_ROWS = 256
 # What gzip and Arrow raise for files that are damaged.
 DAMAGE = (EOFError, OSError, zlib.error, ValueError, NotImplementedError, KeyError, MemoryError)
-LONGEST_LINE = 64 << 20  # bytes; assumption: a longer line is no document but a bomb or a blob
+LONGEST_JSON_LINE = 64 << 20  # bytes; assumption: a longer line is no document but a bomb or a blob
 TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "null")
 
 
@@ -62,7 +62,7 @@ def text_start(path: Path) -> int:
         return len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
 
 
-def read_text(path: Path, start: int, end: int | None = None) -> Iterator[str]:
+def text_chunks(path: Path, start: int, end: int | None = None) -> Iterator[str]:
     """Bytes `start` to `end` of a text file as text, line ends included, in chunks.
 
     Raises `DataError` naming the first byte that is not UTF-8.
@@ -77,7 +77,7 @@ def decoded(file: BinaryIO, where: object, start: int, end: int | None = None) -
     decoder = codecs.getincrementaldecoder("utf-8")()
     data = b"first"
     while data:
-        data = file.read(CHUNK if end is None else min(CHUNK, end - start))
+        data = file.read(CHUNK_BYTES if end is None else min(CHUNK_BYTES, end - start))
         start += len(data)
         try:
             text = decoder.decode(data, final=not data)
@@ -145,7 +145,9 @@ def jsonl_file(path: Path, field: str, rows: range, skip: Skip) -> Rows:
         elif path.name.lower().endswith(".zst"):
             import pyarrow as pa
 
-            file = cast(BinaryIO, io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), CHUNK))
+            file = cast(
+                BinaryIO, io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), CHUNK_BYTES)
+            )
         with file:
             yield from json_lines(file, path, field, rows, skip)
 
@@ -153,9 +155,9 @@ def jsonl_file(path: Path, field: str, rows: range, skip: Skip) -> Rows:
 def json_lines(file: BinaryIO, where: object, field: str, rows: range, skip: Skip) -> Rows:
     """Rows of JSON lines; a line ends with a line feed, and one of white space is no row."""
     number = row = offset = 0
-    while line := file.readline(LONGEST_LINE + 1):
+    while line := file.readline(LONGEST_JSON_LINE + 1):
         number += 1
-        size, too_long = len(line), len(line) > LONGEST_LINE
+        size, too_long = len(line), len(line) > LONGEST_JSON_LINE
         if too_long or not line.isspace():
             if row in rows:
                 try:
@@ -164,16 +166,16 @@ def json_lines(file: BinaryIO, where: object, field: str, rows: range, skip: Ski
                     skip(str(error))
             row += 1
         while too_long and line and not line.endswith(b"\n"):
-            line = file.readline(CHUNK)
+            line = file.readline(CHUNK_BYTES)
             size += len(line)
         offset += size
 
 
 def json_text(line: bytes, offset: int, number: int, where: object, field: str) -> str:
     """Text of line `number`, which begins at `offset`; `DataError` where there is none."""
-    if len(line) > LONGEST_LINE:
+    if len(line) > LONGEST_JSON_LINE:
         raise DataError(
-            f"line {number} of {where} is longer than {LONGEST_LINE:,} bytes; expected a JSON "
+            f"line {number} of {where} is longer than {LONGEST_JSON_LINE:,} bytes; expected a JSON "
             "object in each line"
         )
     try:
@@ -204,7 +206,7 @@ def parquet_file(path: Path, field: str, rows: range, skip: Skip) -> Rows:
     """Rows of a Parquet file; row groups before the start are not read."""
     from pyarrow.parquet import ParquetFile
 
-    with ParquetFile(path, buffer_size=CHUNK, pre_buffer=False) as file:
+    with ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
         check_type(file.schema_arrow, field, path)
         number = 0
         for index in range(file.num_row_groups):

@@ -219,7 +219,8 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
         if logging:
             fraction = fraction_at(state.step - 1, config, run.plan)
             record = metrics | {"train/lr": config.optim.lr * fraction}
-            record |= reporter.pace(state.step) | reporter.batch_hash(run.loader)
+            record |= reporter.speed.metrics(reporter.watch.lap(state.step))
+            record |= reporter.batch_hash(run.loader)
     with reporter.watch.pause() if evaluating or saving or sampling else contextlib.nullcontext():
         if evaluating:
             record |= run.evaluation.metrics(run.gpt, run.accelerator, reporter.beat)

@@ -153,10 +153,6 @@ class Reporter:
         self.display.advance(step)
         self.profile_step()
 
-    def pace(self, step: int) -> Record:
-        """The speed since the last call."""
-        return self.speed.metrics(self.watch.lap(step))
-
     def batch_hash(self, loader: Loader) -> Record:
         """The hash of the last global batch, with `log.batch_hash`; an all-reduce."""
         if not loader.keep_sequences:

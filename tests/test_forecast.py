@@ -108,6 +108,14 @@ def test_the_arithmetic_of_gpt2(capsys: pytest.CaptureFixture[str]) -> None:
     assert disk["checkpoints_kept"] == 3
 
 
+def test_a_shape_other_than_that_of_init_from_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As by training; the published sizes of GPT-2 need no network."""
+    told = mistake(capsys, GPT2, "--model.init_from", "gpt2-xl")
+    assert "model.n_layer is 12, but gpt2-xl, which model.init_from names, has 48" in told
+
+
 def held(capsys: pytest.CaptureFixture[str], *words: Any) -> dict[str, int]:
     parts: dict[str, int] = plan(capsys, GPT2, *words)["memory"]["parts"]
     return parts

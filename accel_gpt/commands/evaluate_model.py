@@ -148,7 +148,7 @@ def start_evaluation(config: Config, run: Path | None) -> Accelerator:
     train = replace(config.train, reproducible=False)  # whose one thread training alone needs
     state = start_processes(replace(config, train=train))
     if config.train.mixed_precision == "auto":
-        from accel_gpt.training.auto import resolve_precision
+        from accel_gpt.training.precision import resolve_precision
 
         config = resolve_precision(config)
     cpu, evaluated_in = state.device.type == "cpu", EVALUATED_IN.get(requested_precision(config))

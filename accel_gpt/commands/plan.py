@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from accel_gpt.commands.plan_vocabulary import data_folders, inherit_known, vocabulary
+from accel_gpt.commands.plan_vocabulary import data_folders, inherit_known, vocabulary_size
 from accel_gpt.config.checks import Positive, Section, Share
 from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
 def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
     """All that follows from a config and a machine, as JSON; `UserError` where they do not fit."""
     machine = make_machine(options, config)
-    vocab_size, source = vocabulary(config, options.vocab_size)
+    vocab_size, source = vocabulary_size(config, options.vocab_size)
     if config.train.micro_batch_size == "auto":
         config = with_size(config, largest_size(config, vocab_size, machine) or 1)
     plan = make_plan(config, machine.devices)

@@ -25,17 +25,17 @@ GPT2_SHAPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
 
 def inherit_known(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """What `model.init_from` brings; the published sizes of GPT-2 need no network for that."""
+    from accel_gpt.hub.pretrained import inherit, inherit_shape
+
     name = str(given["model.init_from"])
     shape = GPT2_SHAPES.get(name.removeprefix("openai-community/"))
     if shape is None or Path(name).exists():
-        from accel_gpt.hub.pretrained import inherit
-
         return inherit(given)
-    brought = {**shape, "block_size": 1024, "vocab_size": KNOWN_VOCABULARIES["gpt2"]}
-    return {f"model.{k}": v for k, v in brought.items() if f"model.{k}" not in given}
+    rest = {"block_size": 1024, "vocab_size": KNOWN_VOCABULARIES["gpt2"]}
+    return inherit_shape(name, {**shape, **rest}, given)
 
 
-def vocabulary(config: Config, given: int | None) -> tuple[int, str]:
+def vocabulary_size(config: Config, given: int | None) -> tuple[int, str]:
     """Tokens in the vocabulary, and what says so; `UserError` where nothing does."""
     data = config.data
     if size := given or config.model.vocab_size:

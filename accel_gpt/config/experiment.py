@@ -21,6 +21,7 @@ NANOGPT_NAMES: Mapping[str, str] = MappingProxyType(
         "always_save_checkpoint": "checkpoint.every",
         "batch_size": "train.micro_batch_size",
         "dataset": "data.train",
+        "decay_lr": "schedule.name",
         "dtype": "train.mixed_precision",
         "eval_interval": "eval.every",
         "eval_iters": "eval.tokens",
@@ -30,6 +31,7 @@ NANOGPT_NAMES: Mapping[str, str] = MappingProxyType(
         "lr_decay_iters": "schedule.decay_steps",
         "max_iters": "train.max_steps",
         "warmup_iters": "schedule.warmup_steps",
+        "wandb_log": "log.trackers",
     }
 )
 

@@ -96,8 +96,20 @@ def inherit(given: Mapping[str, Any]) -> dict[str, Any]:
             if (key.startswith("model.") or key in TOKENIZER_KEYS) and given.get(key) is None
         }
     pretrained = find_pretrained(name)
+    inherited = inherit_shape(name, pretrained.shape(), given)
+    if pretrained.tokenizer:
+        unset = (key for key in TOKENIZER_KEYS if given.get(key) is None)
+        inherited |= dict.fromkeys(unset, str(pretrained.tokenizer))
+    return inherited
+
+
+def inherit_shape(name: str, shape: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that the shape of the model `name` brings to a config in which `given` are set.
+
+    Raises `UserError` if one of those contradicts it.
+    """
     inherited: dict[str, Any] = {}
-    for field, value in pretrained.shape().items():
+    for field, value in shape.items():
         key = f"model.{field}"
         if key not in given:
             inherited[key] = value
@@ -113,7 +125,4 @@ def inherit(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"{key} is {given[key]}, but {name}, which model.init_from names, has {value}; "
                 f"leave {key} unset",
             )
-    if pretrained.tokenizer:
-        unset = (key for key in TOKENIZER_KEYS if given.get(key) is None)
-        inherited |= dict.fromkeys(unset, str(pretrained.tokenizer))
     return inherited

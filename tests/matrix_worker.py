@@ -28,7 +28,7 @@ from accel_gpt import train
 from accel_gpt.console import run_main
 from accel_gpt.optim.adamw import is_sharded
 from accel_gpt.training import accelerator as environment
-from accel_gpt.training import auto, gradients
+from accel_gpt.training import gradients, precision
 
 
 def emulate_fsdp2() -> None:
@@ -123,7 +123,7 @@ def main(engine: str, device: str, tasks: Path) -> None:
             emulate_fsdp2()
         emulate_fp8()
         torch.compile = functools.partial(torch.compile, backend="aot_eager")
-    auto.compiler_error_on_any_machine = lambda: None
+    precision.compiler_error_on_any_machine = lambda: None
     Accelerator.end_training = lambda self: None  # which ends the group of the processes
     witness = Witness()
     before = None

@@ -16,7 +16,7 @@ from accel_gpt.config.optim import OptimConfig
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training import accelerator, auto
+from accel_gpt.training import accelerator, precision
 from tests.conftest import QUIET, launch, tiny
 
 Arguments = Callable[..., list[str]]
@@ -185,19 +185,19 @@ def test_a_compiled_run_keeps_its_code_where_nobody_else_writes(
 ) -> None:
     cache = tmp_path / "cache" / "accel_gpt" / "compiled"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv(auto.CACHE, "given")
-    auto.use_compile_cache()
-    assert os.environ[auto.CACHE] == "given"
+    monkeypatch.setenv(precision.CACHE, "given")
+    precision.use_compile_cache()
+    assert os.environ[precision.CACHE] == "given"
     assert not cache.exists()
-    monkeypatch.delenv(auto.CACHE)
+    monkeypatch.delenv(precision.CACHE)
     folders: list[str] = []
-    monkeypatch.setattr(GPT, "compile", lambda model: folders.append(os.environ[auto.CACHE]))
-    monkeypatch.setattr(auto, "compiler_error", lambda device: None)
+    monkeypatch.setattr(GPT, "compile", lambda model: folders.append(os.environ[precision.CACHE]))
+    monkeypatch.setattr(precision, "compiler_error", lambda device: None)
     assert launch(small_run(*QUIET, "--train.max_steps", "3", "--train.compile")) == 0
     assert folders == [str(cache)]
     assert cache.stat().st_mode & 0o777 == 0o700
-    monkeypatch.delenv(auto.CACHE, raising=False)
+    monkeypatch.delenv(precision.CACHE, raising=False)
     cache.chmod(0o770)
     with pytest.raises(UserError, match="can be written by others; chmod 700 it"):
-        auto.use_compile_cache()
-    assert auto.CACHE not in os.environ
+        precision.use_compile_cache()
+    assert precision.CACHE not in os.environ

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from accel_gpt import train
 from accel_gpt.cost import devices
-from accel_gpt.training import auto
+from accel_gpt.training import precision
 from tests.conftest import QUIET, launch
 
 Arguments = Callable[..., list[str]]
@@ -102,14 +102,14 @@ def test_where_the_flags_do_not_tell_a_step_is_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cpu("avx512_bf16")
-    monkeypatch.setattr(auto, "SHORT", 0.0)
-    timed = auto.step_seconds
+    monkeypatch.setattr(precision, "SHORT", 0.0)
+    timed = precision.step_seconds
 
     def seconds(*given: object) -> float:
         assert timed(*given) > 0  # type: ignore[arg-type]
         return 1.0 if given[-1] == faster else 2.0
 
-    monkeypatch.setattr(auto, "step_seconds", seconds)
+    monkeypatch.setattr(precision, "step_seconds", seconds)
     assert launch(small_run(*AUTO[:2], *AUTO[4:], "--train.max_steps", "4")) == 0
     assert saved(tmp_path) == (faster, False)
 
@@ -143,9 +143,9 @@ def test_a_long_run_is_compiled_where_a_compiler_works(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(auto, "run_seconds", lambda *_: 1000.0)
+    monkeypatch.setattr(precision, "run_seconds", lambda *_: 1000.0)
     error = None if compiler == "works" else "no C++ compiler"
-    monkeypatch.setattr(auto, "compiler_error", lambda device: error)
+    monkeypatch.setattr(precision, "compiler_error", lambda device: error)
     compiled: list[bool] = []
     monkeypatch.setattr("accel_gpt.model.gpt.GPT.compile", lambda _: compiled.append(True))
     assert launch(small_run(*AUTO, "--optim.name", "adamw", "--train.max_steps", "4")) == 0
@@ -162,11 +162,12 @@ def test_a_broken_compiler_is_one_sentence(
     requested: str, small_run: Arguments, tmp_path: Path
 ) -> None:
     script = (
-        "import sys; from accel_gpt.training import auto; auto.run_seconds = lambda *_: 1e6\n"
+        "import sys\nfrom accel_gpt.training import precision\n"
+        "precision.run_seconds = lambda *_: 1e6\n"
         "from accel_gpt.train import main, run_main\nsys.exit(run_main(main, sys.argv[1:]))"
     )
     words = small_run("--train.compile", requested, "--train.max_steps", "4")
-    broken = {**os.environ, "CXX": "/bin/false", auto.CACHE: str(tmp_path / "c")}
+    broken = {**os.environ, "CXX": "/bin/false", precision.CACHE: str(tmp_path / "c")}
     command = [sys.executable, "-c", script, *words]
     done = subprocess.run(command, env=broken, capture_output=True, text=True, check=False)
     assert done.returncode == (2 if requested == "true" else 0)

@@ -87,7 +87,7 @@ def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple
     """
     files = find(folder, split)
     require_one(folder, split, "formats", {file.project: file.name for file in files})
-    made_by = find_tokenizer(folder, files, tokenizer)
+    made_by = foreign_tokenizer(folder, files, tokenizer)
     dtypes = {file.dtype or token_dtype(made_by.vocab_size): file.name for file in files}
     require_one(folder, split, "types", {str(dtype): name for dtype, name in dtypes.items()})
     (dtype,) = dtypes
@@ -98,7 +98,7 @@ def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple
         if not tokens:
             continue
         shards.append(Shard(file.name, tokens, offset=file.offset))
-        blocks = [] if file.path is None else list(sample(file.path, file))
+        blocks = [] if file.path is None else list(sample_blocks(file.path, file))
         if blocks:
             check_ids(file, blocks, unsigned, made_by.vocab_size)
         digest = hashlib.sha256(b"".join(blocks)).hexdigest()
@@ -272,7 +272,7 @@ def count(folder: Path, file: TokenFile, dtype: np.dtype[Any]) -> int:
     return tokens
 
 
-def sample(path: Path, file: TokenFile) -> Iterator[bytes]:
+def sample_blocks(path: Path, file: TokenFile) -> Iterator[bytes]:
     """A few blocks of a file's tokens: the first, the last, and some between."""
     body = file.size - file.offset
     last = max(body - BLOCK, 0)
@@ -301,7 +301,9 @@ def check_ids(file: TokenFile, blocks: list[bytes], dtype: np.dtype[Any], vocab_
 # --------------------------------------------------------------------------- tokenizers
 
 
-def find_tokenizer(folder: DataFolder, files: Sequence[TokenFile], spec: str | None) -> Tokenizer:
+def foreign_tokenizer(
+    folder: DataFolder, files: Sequence[TokenFile], spec: str | None
+) -> Tokenizer:
     """The folder's tokenizer, else the one of data.tokenizer, else what the files name."""
     given = named_tokenizer(spec) if spec else None
     beside: Tokenizer | None = None

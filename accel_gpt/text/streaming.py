@@ -166,7 +166,7 @@ class TextCorpus(Corpus):
             f"{plan.world_size}; use as many, or prepare the text once with accel-gpt prepare",
         )
         start = self.positions[rank] if self.positions else TextPosition()
-        return Loader(read_text(self.text, start, plan, rank), plan.micro_batch_size, device)
+        return Loader(text_batches(self.text, start, plan, rank), plan.micro_batch_size, device)
 
     def lines(self, plan: Plan) -> list[str]:
         """Where the text comes from."""
@@ -214,7 +214,7 @@ def open_text(config: Config) -> TextCorpus:
     )
 
 
-def read_text(
+def text_batches(
     text: Text, start: TextPosition, plan: Plan, rank: int
 ) -> Iterator[tuple[Sequences, TextPosition]]:
     """Micro-batches (B, T + 1) of one rank from `start` on, each with the position after it."""

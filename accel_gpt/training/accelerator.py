@@ -54,7 +54,7 @@ def start_accelerator(config: Config, plan: Plan) -> tuple[Config, Accelerator]:
     """Start the ranks; `config` with a mixed precision in place of auto, and the `Accelerator`."""
     start_processes(config)
     if config.train.mixed_precision == "auto":
-        from accel_gpt.training.auto import resolve_precision
+        from accel_gpt.training.precision import resolve_precision
 
         config = resolve_precision(config)
     return config, make_accelerator(config, plan)
@@ -70,7 +70,7 @@ def resolve_auto(config: Config, plan: Plan, accelerator: Accelerator) -> tuple[
 
         config, plan = resolve_auto_micro_batch(config, plan, accelerator)
     if config.train.compile is not False:
-        from accel_gpt.training.auto import resolve_compile
+        from accel_gpt.training.precision import resolve_compile
 
         config = resolve_compile(config, plan)
     return config, plan
@@ -363,7 +363,7 @@ def set_up_model(gpt: GPT, train: TrainConfig) -> None:
     """Set activation checkpointing and torch.compile of `gpt`, before Accelerate wraps it."""
     gpt.recompute = train.activation_checkpointing == "blocks"
     if train.compile is True:
-        from accel_gpt.training.auto import use_compile_cache
+        from accel_gpt.training.precision import use_compile_cache
 
         use_compile_cache()
         gpt.compile()  # in place: no wrapper, the names of the weights stay

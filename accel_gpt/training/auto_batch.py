@@ -24,7 +24,7 @@ from accel_gpt.launcher import local_world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import REPLICATED, set_up_model
-from accel_gpt.training.auto import earlier_choice
+from accel_gpt.training.precision import earlier_choice
 from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.setup import open_corpus
 

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: its files, whether it is intact, and how a model is loaded from it.
+"""Read a checkpoint: its files, whether it is intact, and the model in it. `saving.py` writes it.
 
     step_00001000/
         model.safetensors            the weights

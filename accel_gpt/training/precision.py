@@ -1,4 +1,4 @@
-"""`train.mixed_precision: auto` and `train.compile: auto`, resolved at the start of a run.
+"""Mixed precision and compilation where they are `auto`, chosen at the start of a run.
 
 A table of devices decides; where it cannot know, a few real steps are timed. Rank 0 decides for all
 ranks. The choice is kept in `config.yaml` of the run, and a resume keeps it.

@@ -47,7 +47,7 @@ def profile(
             folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(folder / f"profile_{accelerator.process_index}.json"))
             if accelerator.is_main_process:
-                text = table(profiler.key_averages(), recorded, device.type)
+                text = operations_table(profiler.key_averages(), recorded, device.type)
                 write_file(folder / "operations.txt", [text.encode()])
                 log(
                     f"{text}profile  {plural(recorded, 'step')}, slower than without: {folder}/, "
@@ -70,7 +70,7 @@ def profile(
         )
 
 
-def table(averages: Any, steps: int, device: str) -> str:
+def operations_table(averages: Any, steps: int, device: str) -> str:
     """The most expensive operations, kernels on CUDA: own time and calls of one step."""
     on_cpu = device != "cuda"
     rows = []

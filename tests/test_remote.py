@@ -199,7 +199,8 @@ def test_bytes_arrive_right_under_every_fault(
 def test_broken_transfer_goes_on_where_it_broke(server: Server, opened: Opener) -> None:
     server.drops = 1
     opened().fetch(NAMES[0])
-    assert server.ranges == [f"bytes={SIZE // 2}-"]
+    (asked,) = server.ranges  # what the client had not yet read when it broke comes again
+    assert 0 < int(asked.removeprefix("bytes=").removesuffix("-")) <= SIZE // 2
 
 
 def test_silent_server_is_given_up_and_can_be_tried_again(server: Server, opened: Opener) -> None:

@@ -11,7 +11,6 @@ from accel_gpt.config.checks import Fraction, NotNegative, Positive, Section
 from accel_gpt.errors import require
 
 SourceKind = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "dataset", "shards"]
-TOKENIZERS = "bytes, chars, bpe, gpt2 or the path of a tokenizer.json"
 
 
 @dataclass(frozen=True)

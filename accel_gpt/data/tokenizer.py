@@ -72,6 +72,13 @@ class Tokenizer(ABC):
         dtype = token_dtype(self.vocab_size)
         return [self.encode_array(clean(text)).astype(dtype) for text in texts]
 
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[Ids]:
+        """Ids of each (text, whether it ends a document), with end-of-text where it does."""
+        encoded = self.encode_batch([text for text, _ in pieces])
+        end = np.array([] if self.eot_id is None else [self.eot_id], token_dtype(self.vocab_size))
+        each = zip(encoded, (last for _, last in pieces), strict=True)
+        return [np.append(ids, end) if last else ids for ids, last in each]
+
     def bytes_within(self, split: Split) -> NDArray[np.float64]:
         """(V,): UTF-8 bytes of the text of `split` that each token of it stands for.
 

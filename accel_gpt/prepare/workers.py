@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from accel_gpt.data.shards import Tokens
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import UserError
@@ -130,14 +128,7 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 def encode_batch(folder: Path, texts: list[tuple[str, bool]]) -> list[Tokens]:
     """The work of a tokenizing process: tokens of each (text, whether it ends a document)."""
-    tokenizer = cached_tokenizer(folder)
-    encoded = tokenizer.encode_batch([text for text, _ in texts])
-    if tokenizer.eot_id is None:
-        return encoded
-    return [
-        np.append(tokens, tokens.dtype.type(tokenizer.eot_id)) if last else tokens
-        for tokens, (_, last) in zip(encoded, texts, strict=True)
-    ]
+    return cached_tokenizer(folder).encode_pieces(texts)
 
 
 @functools.cache

@@ -71,10 +71,7 @@ class Text:
 
     def encode(self, piece: Piece) -> Tokens:
         """Tokens of a piece, end-of-text included where it ends a document."""
-        tokens = self.tokenizer.encode_batch([piece.text])[0]
-        if piece.last and self.tokenizer.eot_id is not None:
-            tokens = np.append(tokens, tokens.dtype.type(self.tokenizer.eot_id))
-        return tokens
+        return self.tokenizer.encode_pieces([(piece.text, piece.last)])[0]
 
     def first_tokens(self, name: str, count: int) -> Split:
         """The first `count` tokens of a split, in memory; fewer where `MOST_CHARACTERS` hold fewer.

@@ -147,8 +147,42 @@ def test_each_setting_changes_the_part_that_it_should(capsys: pytest.CaptureFixt
     assert "gradients" not in exact
     saved = held(capsys, "--checkpoint.async_save", "true")
     assert saved["snapshot of async_save"] == 12 * total
-    report = plan(capsys, GPT2, "--checkpoint.async_save", "true", "--gpu", "h100")
-    assert report["memory"]["host"] == {"snapshot of async_save": 12 * total}
+
+
+def test_the_host_holds_the_models_of_its_processes_and_what_is_being_saved(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """DDP: each rank builds the model, rank 0 copies it; FSDP: each its share and one parameter."""
+    total = parameter_counts(Config().model, 50257)["total"]
+    asked = (GPT2, "--gpu", "h100", "--nodes", 2, "--gpus_per_node", 4, "--distribution")
+    saving = ("--checkpoint.async_save", "true")
+    table = 4 * padded_vocab_size(50257) * 768
+    expected = {
+        "ddp": (4 * 4 * total, 12 * total),
+        "fsdp": (4 * (4 * total // 8 + table), 4 * (12 * total // 8)),
+        "hsdp": (4 * (4 * total // 4 + table), 4 * (12 * total // 4)),
+    }
+    for distribution, (start, saved) in expected.items():
+        host = plan(capsys, *asked, distribution, *saving)["memory"]["host"]
+        assert (host["model at the start"], host["snapshot of async_save"]) == (start, saved)
+    assert "snapshot of async_save" not in plan(capsys, *asked, "ddp")["memory"]["host"]
+    weights = plan(capsys, *asked, "hsdp")["memory"]["parts"]["weights"]
+    assert weights == 4 * total // 4  # a node holds all
+
+
+def test_nodes_and_devices_follow_from_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, machine in (
+        (("--gpus", 8), "8 x h100, ddp, float32"),
+        (("--gpus", 16), "2 nodes of 8 x h100, ddp, float32"),
+        (("--gpus", 16, "--nodes", 1), "16 x h100, ddp, float32"),
+        (("--gpus", 16, "--gpus_per_node", 4), "4 nodes of 4 x h100, ddp, float32"),
+        (("--nodes", 2, "--gpus_per_node", 4), "2 nodes of 4 x h100, ddp, float32"),
+        (
+            ("--gpus", 4, "--nodes", 2, "--distribution", "hsdp"),
+            "2 nodes of 2 x h100, hsdp, float32",
+        ),
+    ):
+        assert plan(capsys, GPT2, "--gpu", "h100", *words)["machine"] == machine
 
 
 def test_a_remedy_is_one_and_the_next_larger_size_is_none(
@@ -167,6 +201,26 @@ def test_a_remedy_is_one_and_the_next_larger_size_is_none(
         if "--train.micro_batch_size" in words:
             words[-1] = str(2 * int(words[-1]))
             assert plan(capsys, *asked, *words)["memory"]["fits"] is False
+
+
+def test_70b_on_512_gpus_fits_once_blocks_are_recomputed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = {"n_layer": 80, "n_head": 64, "n_kv_head": 8, "n_embd": 8192, "mlp_hidden": 28672}
+    shape |= {"preset": "llama", "block_size": 4096, "vocab_size": 32000}
+    asked = [GPT2, *(f"--model.{key}={value}" for key, value in shape.items())]
+    asked += ["--gpus", 512, "--gpu", "h100", "--distribution", "fsdp"]
+    asked += ["--train.mixed_precision=bf16", "--train.tokens_per_step=4194304"]
+    asked += ["--train.micro_batch_size=2"]
+    memory = plan(capsys, *asked)["memory"]
+    assert memory["fits"] is False
+    (remedy,) = memory["remedies"]
+    words, _, size = remedy.partition(": ")
+    assert words == "--train.activation_checkpointing blocks"
+    memory = plan(capsys, *asked, *words.split())["memory"]
+    assert memory["fits"] is True
+    assert f"{memory['total'] / 1e9:.1f} GB" == size
+    assert memory["total"] < 30e9
 
 
 def test_a_run_that_fits_is_told_how_far_it_may_grow(capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,6 +306,14 @@ def test_an_accelerate_config_brings_processes_precision_and_fsdp(
     assert report["machine"] == "4 x h100, fsdp, bf16"
     over = plan(capsys, GPT2, "--config_file", path, "--gpus", 2, "--distribution", "ddp")
     assert over["machine"] == "2 x CPU process, ddp, bf16"
+    two = "num_machines: 2\nparallelism_config: {parallelism_config_dp_replicate_size: %s}\n"
+    path.write_text("distributed_type: FSDP\nnum_processes: 16\n" + two % 2)
+    report = plan(capsys, GPT2, "--config_file", path, "--gpu", "h100")
+    assert report["machine"] == "2 nodes of 8 x h100, hsdp, float32"
+    path.write_text("distributed_type: FSDP\nnum_processes: 16\n" + two % 3)
+    told = mistake(capsys, GPT2, "--config_file", path, "--gpu", "h100")
+    assert "dp_replicate_size in" in told
+    assert "is 3; it must divide the 16 devices" in told
     path.write_text("distributed_type: MULTI_GPU\nnum_processes: many\n")
     assert "num_processes in" in mistake(capsys, GPT2, "--config_file", path)
 
@@ -262,6 +324,8 @@ def test_an_accelerate_config_brings_processes_precision_and_fsdp(
         (("--gpu", "h10"), "--gpu h10 is not in the table of devices; did you mean h100?"),
         (("--gpus", 0), "--gpus is 0; it must be above 0"),
         (("--gpus", 7), "not a multiple of 32 sequences x 1024 tokens x 7 processes"),
+        (("--gpus", 8, "--nodes", 3), "8 devices are not 3 nodes of equal size; give two of"),
+        (("--gpus", 8, "--nodes", 2, "--gpus_per_node", 8), "8 devices are not 2 nodes of 8"),
         (("--mfu", 40, "--gpu", "h100"), "--mfu is 40.0; it must lie in (0, 1]"),
         (("--mfu", 0.4), "none is known for 1 x CPU process, float32; give --tokens_per_second"),
         (

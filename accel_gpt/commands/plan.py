@@ -7,12 +7,13 @@ the formulas of `cost/`.
 import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from accel_gpt.commands.plan_memory import plan_memory
 from accel_gpt.commands.plan_vocabulary import data_folders, inherit_known, vocabulary_size
 from accel_gpt.config.checks import Positive, Section, Share
 from accel_gpt.config.depth import describe_depth
@@ -29,21 +30,14 @@ from accel_gpt.cost.devices import (
     peak_flops,
 )
 from accel_gpt.cost.flops import flops_per_token, mfu, parameter_counts
-from accel_gpt.cost.memory import (
-    Machine,
-    checkpoint_bytes,
-    fitting_sizes,
-    footprint,
-    largest_size,
-    with_size,
-)
+from accel_gpt.cost.memory import Machine, checkpoint_bytes, largest_size, with_size
 from accel_gpt.errors import require
 
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
 ASSUMED_MFU = 0.4  # assumption: llm.c and nanoGPT report 0.4 to 0.5 for GPT-2 on A100 and H100
+NODE = 8  # GPUs of a node where nothing says it: assumption, as in HGX and OAM boards
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step: the backward pass takes two
-LARGEST_GROUP = 4096  # devices
 
 
 @dataclass(frozen=True)
@@ -56,13 +50,18 @@ class PlanCommand(Section, prefix="--"):
     config: Annotated[str, tyro.conf.Positional]
     """YAML file, or name of a shipped config, as for train."""
     gpus: Positive[int | None] = None
-    """Devices, one process each; null: those of --config_file, else 1."""
+    """Devices of all nodes, one process each; null: those of --config_file, else 1."""
+    nodes: Positive[int | None] = None
+    """Machines; null: those of --config_file, else enough for 8 GPUs in each."""
+    gpus_per_node: Positive[int | None] = None
+    """Devices of a machine; null: --gpus divided by --nodes."""
     gpu: str | None = None
     """Their kind: h100, h200, b200, a100-80gb, l40s, 'rtx 4090', ...; null: CPUs."""
     memory_gb: Positive[float | None] = None
     """Memory of a device in 1e9 bytes; null: that of its kind."""
-    distribution: Literal["ddp", "fsdp"] | None = None
-    """ddp: each device holds all; fsdp: its share; null: what --config_file says, else ddp."""
+    distribution: Literal["ddp", "fsdp", "hsdp"] | None = None
+    """ddp: each device holds all; fsdp: its share; hsdp: the devices of a node share, each node
+    holds all; null: what --config_file says, else ddp."""
     config_file: str | None = None
     """What `accelerate config` wrote: number of processes, precision, FSDP."""
     mfu: Share[float | None] = None
@@ -124,11 +123,12 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
             "flops": flops * tokens,
         },
         "depth": list(describe_depth(to_flat(config))),
-        "memory": memory(config, vocab_size, machine),
+        "memory": plan_memory(config, vocab_size, machine),
         "time": speed(options, config, flops, machine, plan),
         "disk": {
             "data_read": sequences * (plan.block_size + 1) * token_bytes,
             "checkpoint": checkpoint,
+            "checkpoint_by_rank": checkpoint // machine.shards,
             "checkpoints_kept": saved.keep_last + saved.keep_best,
             "checkpoints": checkpoint * (saved.keep_last + saved.keep_best),
         },
@@ -151,14 +151,17 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
         near = difflib.get_close_matches(gpu.lower(), DEVICES, n=1, cutoff=0.3)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(DEVICES)}"
         require(device_key(gpu) is not None, f"--gpu {gpu} is not in the table of devices; {hint}")
-    devices = launch.get("num_processes", 1)
-    require(
-        isinstance(devices, int) and devices > 0,
-        f"num_processes in {path} is {devices!r}; expected a number above 0, or give --gpus",
-    )
-    sharded = options.distribution == "fsdp"
+    nodes, devices = planned_nodes(options, launch)
+    sharded = options.distribution in ("fsdp", "hsdp")
+    replicas = nodes if options.distribution == "hsdp" else 1
     if options.distribution is None:
         sharded = str(launch.get("distributed_type")) == "FSDP"
+        axes = launch.get("parallelism_config") or {}
+        replicas = axes.get("parallelism_config_dp_replicate_size", 1) if sharded else 1
+    require(
+        isinstance(replicas, int) and replicas > 0 and devices % replicas == 0,
+        f"dp_replicate_size in {path} is {replicas!r}; it must divide the {devices} devices",
+    )
     memory = options.memory_gb * 1e9 if options.memory_gb else device_memory(gpu) if gpu else None
     precision, source = planned_precision(config, launch, path, gpu)
     require(
@@ -171,7 +174,29 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
         "train.reproducible is true, which goes neither with fsdp, fp16 nor fp8; leave it out, or "
         "plan for --distribution ddp in bf16 or float32",
     )
-    return Machine(options.gpus or devices, gpu, memory, sharded, precision, source)
+    return Machine(devices, gpu, memory, sharded, precision, source, nodes, replicas)
+
+
+def planned_nodes(options: PlanCommand, launch: Mapping[str, Any]) -> tuple[int, int]:
+    """Nodes and devices: two of --gpus, --nodes and --gpus_per_node give the third."""
+    each, nodes, found = options.gpus_per_node, options.nodes, launch.get("num_processes", 1)
+    require(
+        isinstance(found, int) and found > 0,
+        f"num_processes in {options.config_file} is {found!r}; expected a number above 0, or give "
+        "--gpus",
+    )
+    devices = options.gpus or (each * (nodes or 1) if each else found)
+    if not nodes and not options.gpus:
+        nodes = launch.get("num_machines")
+    if not nodes:
+        each = each or next(n for n in range(NODE, 0, -1) if devices % n == 0)
+        nodes = max(1, devices // each) if options.gpu else 1
+    require(
+        devices == nodes * (each or devices // nodes),
+        f"{devices} devices are not {nodes} nodes of {each or 'equal size'}; give two of --gpus, "
+        "--nodes and --gpus_per_node",
+    )
+    return nodes, devices
 
 
 def planned_precision(
@@ -190,62 +215,6 @@ def planned_precision(
         f"mixed_precision in {path} is {found!r}; planned is for {', '.join(PRECISIONS)}",
     )
     return str(found), str(path) if path else "default"
-
-
-# --------------------------------------------------------------------------- memory
-
-
-def memory(config: Config, vocab_size: int, machine: Machine) -> dict[str, Any]:
-    """What one device holds, whether it fits, and what would make it fit."""
-    needed = footprint(config, vocab_size, machine)
-    fits = None if machine.memory is None else needed.total <= machine.memory
-    return {
-        "moment": needed.moment,
-        "parts": needed.parts,
-        "total": needed.total,
-        "host": needed.host,
-        "device": machine.memory,
-        "fits": fits,
-        "compiled": config.train.compile is True,
-        "largest_micro_batch_size": largest_size(config, vocab_size, machine) if fits else None,
-        "remedies": remedies(config, vocab_size, machine) if fits is False else [],
-    }
-
-
-def remedies(config: Config, vocab_size: int, machine: Machine) -> list[str]:
-    """Options that make the run fit, the smallest changes first; else the devices that it takes."""
-    changes: list[tuple[list[str], dict[str, Any]]] = [([], {})]
-    if machine.precision == "no":
-        changes += [(["--train.mixed_precision bf16"], {"precision": "bf16"})]
-    if machine.devices > 1 and not machine.sharded and not config.train.reproducible:
-        sharded = [([*w, "--distribution fsdp"], {**c, "sharded": True}) for w, c in changes]
-        changes += sharded
-    found, best = [], 0
-    for words, change in changes:
-        other = replace(machine, **change)
-        size = min(largest_size(config, vocab_size, other) or 0, config.train.sequences)
-        if size <= best:
-            continue  # a larger change for no larger micro-batch
-        best = size
-        if size < config.train.sequences:
-            words = [*words, f"--train.micro_batch_size {size}"]
-        needed = footprint(with_size(config, size), vocab_size, other).total
-        found.append(f"{' '.join(words)}: {needed / 1e9:.1f} GB")
-    devices, one = machine.devices, with_size(config, 1)
-    while not found and devices <= LARGEST_GROUP:
-        devices *= 2
-        other = replace(machine, devices=devices, sharded=True, precision="bf16")
-        if fitting_sizes(one, devices):
-            taken = footprint(one, vocab_size, other).total
-            if machine.memory and taken <= machine.memory:
-                found.append(
-                    f"--gpus {devices} --distribution fsdp --train.mixed_precision bf16 "
-                    f"--train.micro_batch_size 1: {taken / 1e9:.1f} GB"
-                )
-    return found or [
-        "no setting makes it fit on devices of this kind; take larger ones, a smaller model or a "
-        "shorter model.block_size"
-    ]
 
 
 # --------------------------------------------------------------------------- time
@@ -365,8 +334,11 @@ def cost_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     yield "  at its fullest", "", held["moment"]
     if held["compiled"]:
         yield "", "", "train.compile keeps less; how much is not counted"
-    for part, size in held["host"].items():
-        yield "memory of the host", gigabytes(size), f"{part}, a process"
+    if host := dict(held["host"]):
+        libraries, most = host.pop("libraries"), max(host, key=lambda part: held["host"][part])
+        yield "memory of a node's host", gigabytes(libraries + host[most]), f"libraries and {most}"
+        for part, size in held["host"].items():
+            yield f"  {part}", gigabytes(size), ""
     yield ()
     rate, evaluation = found["tokens_per_second"], found["evaluation_hours"]
     yield "tokens per second", f"{rate:,.0f}" if rate else "?", found["source"]
@@ -380,6 +352,8 @@ def cost_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         yield "cost", f"{found['cost']:,.2f}", "at --price a device hour"
     yield ()
     kept = f"{disk['checkpoints_kept']} kept: {gigabytes(disk['checkpoints'])}"
+    if disk["checkpoint_by_rank"] < disk["checkpoint"]:
+        kept += f"; each rank writes {gigabytes(disk['checkpoint_by_rank'])}"
     yield "data read", gigabytes(disk["data_read"]), ""
     yield "checkpoint", gigabytes(disk["checkpoint"]), kept
     yield ()

@@ -39,6 +39,13 @@ class Machine:
     sharded: bool  # FSDP
     precision: str  # no, bf16, fp16 or fp8
     precision_source: str
+    nodes: int = 1
+    replicas: int = 1  # HSDP: groups of devices, each of which holds all
+
+    @property
+    def shards(self) -> int:
+        """Devices that share the weights, gradients and moments of one model."""
+        return self.devices // self.replicas if self.sharded else 1
 
     @property
     def width(self) -> int:
@@ -61,19 +68,21 @@ class Machine:
         return peak_flops(self.gpu, self.dtype(matmul_precision)) if self.gpu else None
 
     def __str__(self) -> str:
-        """For example `8 x h100, ddp, bf16`."""
-        engine = [] if self.devices == 1 else ["fsdp" if self.sharded else "ddp"]
+        """For example `8 x h100, ddp, bf16`, or `2 nodes of 8 x h100, hsdp, bf16`."""
+        sharding = "ddp" if not self.sharded else "fsdp" if self.replicas == 1 else "hsdp"
+        engine = [] if self.devices == 1 else [sharding]
         precision = "float32" if self.precision == "no" else self.precision
-        return ", ".join([f"{self.devices} x {self.gpu or 'CPU process'}", *engine, precision])
+        nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
+        devices = f"{nodes}{self.devices // self.nodes} x {self.gpu or 'CPU process'}"
+        return ", ".join([devices, *engine, precision])
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one device holds at its fullest moment, and what the host holds besides."""
+    """What one device holds at its fullest moment."""
 
     moment: str
     parts: dict[str, int]  # bytes
-    host: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -89,10 +98,9 @@ def footprint(config: Config, vocab_size: int, machine: Machine) -> Footprint:
     standing = state_bytes(config, vocab_size, machine)
     gradients = gradient_bytes(config, total, machine, micro_steps)
     accumulated = gradients if micro_steps > 1 and not config.train.reproducible else {}
-    snapshot = {"snapshot of async_save": checkpoint_bytes(config, vocab_size)}
-    snapshot = snapshot if config.checkpoint.async_save else {}
-    if machine.gpu is None:
-        standing |= snapshot
+    if machine.gpu is None and config.checkpoint.async_save:
+        snapshot = checkpoint_bytes(config, vocab_size) // machine.shards
+        standing |= {"snapshot of async_save": snapshot}
     block = tokens * block_bytes(model, tokens, config.data.document_mask, machine)
     recompute = config.train.activation_checkpointing == "blocks"
     block_input = tokens * machine.stream_width * model.n_embd
@@ -123,13 +131,13 @@ def footprint(config: Config, vocab_size: int, machine: Machine) -> Footprint:
         moments[moment] = standing | accumulated | kept | {part: size} | unused
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {part: size for part, size in moments[moment].items() if size}
-    return Footprint(moment, parts, snapshot if machine.gpu else {})
+    return Footprint(moment, parts)
 
 
 def state_bytes(config: Config, vocab_size: int, machine: Machine) -> dict[str, int]:
     """What is held all the time."""
     counts, layers = parameter_counts(config.model, vocab_size), config.model.n_layer
-    total, share = counts["total"], machine.devices if machine.sharded else 1
+    total, share = counts["total"], machine.shards
     ddp = machine.devices > 1 and not machine.sharded
     parts = {
         "libraries": LIBRARIES_CUDA if machine.gpu else LIBRARIES_CPU,
@@ -150,9 +158,9 @@ def gradient_bytes(
     config: Config, total: int, machine: Machine, micro_steps: int
 ) -> dict[str, int]:
     """Gradients besides DDP's buckets: before a reduction they lie beside them, then in them."""
-    if machine.sharded and machine.devices > 1:
+    if machine.shards > 1:
         whole = machine.width * total if micro_steps > 1 else 0
-        return {"gradients": FLOAT * total // machine.devices, "gradients not yet reduced": whole}
+        return {"gradients": FLOAT * total // machine.shards, "gradients not yet reduced": whole}
     in_buckets = machine.devices > 1 and micro_steps == 1 and not config.train.reproducible
     return {"gradients": 0 if in_buckets else FLOAT * total}
 
@@ -170,7 +178,9 @@ def update_bytes(config: Config, vocab_size: int) -> dict[str, int]:
 
 
 def checkpoint_bytes(config: Config, vocab_size: int) -> int:
-    """Weights and optimizer: a checkpoint, or its copy in memory under `checkpoint.async_save`."""
+    """Weights and optimizer: a checkpoint, of which each rank writes its share under FSDP, and its
+    copy in memory under `checkpoint.async_save`.
+    """
     weights = FLOAT * parameter_counts(config.model, vocab_size)["total"]
     return weights + optimizer_bytes(config, vocab_size)
 

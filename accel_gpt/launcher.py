@@ -1,6 +1,9 @@
 """What `accelerate launch`, `torchrun` and `srun` put into the environment of each process."""
 
+import contextlib
 import os
+import socket
+import sys
 
 from accel_gpt.errors import require
 
@@ -35,11 +38,41 @@ def world_size() -> int:
     names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     require(
-        size == 1 or not missing,
+        not missing or (size == 1 and "LOCAL_RANK" not in os.environ),  # else torch looks for them
         f"WORLD_SIZE is {size} but {', '.join(missing)} are not set; start with accelerate launch "
         "or with torchrun",
     )
     return size
+
+
+def main_address() -> str:
+    """The address of rank 0, where all ranks meet."""
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def network_advice() -> str:
+    """What to check on a run of several machines that do not meet; "" on one machine.
+
+    Prints a warning where this machine tells the others to reach it at a loopback address.
+    """
+    main, own = os.environ.get("MASTER_ADDR", ""), os.uname().nodename
+    if world_size() == local_world_size():
+        return ""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(own)
+        local = main in ("localhost", "127.0.0.1") or "GLOO_SOCKET_IFNAME" in os.environ
+        if address.startswith("127.") and not local:
+            advice = (
+                f"the host name {own} resolves to {address}, where no other machine reaches this "
+                "one: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface, as "
+                "eth0"
+            )
+            sys.stderr.write(f"WARNING: {advice}\n")
+            return advice
+    return (
+        f"check that this machine reaches {main}, on any port, and that the others run: "
+        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface, as eth0"
+    )
 
 
 def is_main() -> bool:

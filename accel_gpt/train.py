@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import Plan, make_plan
-from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.console import run_main
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import Loader
@@ -37,14 +35,13 @@ from accel_gpt.training.accelerator import resolve_auto, start_accelerator, wrap
 from accel_gpt.training.anomalies import StepGuard, TooManySkippedError, check_weights
 from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches, skip_excluded
 from accel_gpt.training.metrics import Record
-from accel_gpt.training.ranks import peers, require_same
+from accel_gpt.training.ranks import all_ranks, peers, require_same
 from accel_gpt.training.reporter import Reporter, open_display
 from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restore
-from accel_gpt.training.run_folder import locked
 from accel_gpt.training.saving import CheckpointWriter
-from accel_gpt.training.setup import ensure_data, new_state, open_corpus
+from accel_gpt.training.setup import new_state, open_corpus, prepare_run
 from accel_gpt.training.state import TrainState
-from accel_gpt.training.stopping import PREEMPTED, StopSignal, Watchdog, die_with_launcher
+from accel_gpt.training.stopping import INIT, PREEMPTED, StopSignal, Watchdog, die_with_launcher
 from accel_gpt.training.terminal import Display, last_words
 
 
@@ -77,32 +74,31 @@ def main(argv: Sequence[str]) -> int:
 
 
 def launch(config: Config, source: str) -> int:
-    """Train `config`, read from `source`, with the run's folder locked; returns the exit code."""
+    """Train `config`, read from `source`, in a folder that is locked; returns the exit code."""
     die_with_launcher()
     started, plan = time.monotonic(), make_plan(config, world_size())
-    with locked(Path(config.out_dir)) if is_main() else contextlib.nullcontext():
-        if is_main():
-            copy_shipped(source, Path(config.out_dir))
-        ensure_data(config.data)
-        with peers(plan.world_size):
-            if config.eval.only:
-                from accel_gpt.commands.evaluate_model import evaluate_only
+    with peers(plan.world_size), prepare_run(config, source):
+        if config.eval.only:
+            from accel_gpt.commands.evaluate_model import evaluate_only
 
-                return evaluate_only(config)
-            if config.checkpoint.resume.startswith("hf://"):
-                from accel_gpt.hub.load import download_checkpoint
+            return evaluate_only(config)
+        if config.checkpoint.resume.startswith("hf://"):
+            from accel_gpt.hub.load import download_checkpoint
 
-                config = download_checkpoint(config)
-            return train(config, plan, started)
+            config = download_checkpoint(config)
+        return train(config, plan, started)
 
 
 def train(config: Config, plan: Plan, started: float) -> int:
     """Train from the newest checkpoint to the last step, or to a signal; returns the exit code."""
-    config, accelerator = start_accelerator(config, plan)  # ranks, device, mixed precision
-    stop = StopSignal.listen_for(config, accelerator, started)
+    init_timeout = config.train.init_timeout
+    with Watchdog(init_timeout, INIT, "has not started the device"):
+        config, accelerator = start_accelerator(config, plan)  # ranks, device, mixed precision
+        stop = StopSignal.listen_for(config, accelerator, started)
     config, plan = resolve_auto(config, plan, accelerator)
     with open_display(config, plan, accelerator) as display:
-        run = start(config, plan, accelerator, display)
+        with Watchdog(init_timeout, INIT, "has not opened data, model and checkpoint"):
+            run = start(config, plan, accelerator, display)
         writing, profiling = contextlib.closing(run.writer), run.reporter.profiling()
         with Watchdog(config.train.step_timeout) as watchdog, writing, profiling:
             run.reporter.beat, stopping = watchdog.beat, False
@@ -122,8 +118,10 @@ def train(config: Config, plan: Plan, started: float) -> int:
 
 def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display) -> Run:
     """Build model, optimizer, data and log; resume from the checkpoint that the run has."""
-    log, corpus = display.log, open_corpus(config)
-    evaluation = open_evaluation(config, corpus)
+    log = display.log
+    with all_ranks():
+        corpus = open_corpus(config)
+        evaluation = open_evaluation(config, corpus)
     require_same(corpus.identity(), DataError)
     state = new_state(config, corpus, accelerator.num_processes)
     check_prompts(config.sample, corpus.tokenizer, config.model.block_size, log)

@@ -38,8 +38,8 @@ def main(argv: list[str]) -> int:
         quiet = ["--eval.every", "0", "--sample.every", "0", "--checkpoint.every", "0"]
         config = load_config([*argv, "--out_dir", out, *quiet], "benchmarks/loop.py")
         plan = make_plan(config, 1)
-        ensure_data(config.data)
         config, accelerator = start_accelerator(config, plan)
+        ensure_data(config.data)
         Path(out).mkdir(exist_ok=True)
         with Display(False, config, plan) as display:
             run = train.start(config, plan, accelerator, display)

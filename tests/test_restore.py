@@ -160,6 +160,7 @@ FREE = {
     *(
         "train.time_limit",
         "train.step_timeout",
+        "train.init_timeout",
         "train.profile",
         "model.depth",
         "model.zero_init",

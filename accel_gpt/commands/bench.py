@@ -96,8 +96,8 @@ def bench(options: BenchCommand, config: Config) -> Report | None:
     with peers(world_size()), tempfile.TemporaryDirectory() as out:
         config = replace(config, out_dir=out, train=train)
         plan = make_plan(config, world_size())
-        ensure_data(config.data)
         config, accelerator = start_accelerator(config, plan)
+        ensure_data(config.data)
         config, plan = resolve_auto(config, plan, accelerator)
         with Display(False, config, plan) as display:
             run = start(config, plan, accelerator, display)

@@ -87,6 +87,9 @@ class TrainConfig(Section, prefix="train."):
     step_timeout: str | None = "30m"
     """End a process that completes nothing for this long, and print the stacks of its threads. Also
     the timeout of each collective operation."""
+    init_timeout: str | None = "15m"
+    """The same for each stage before the first step: meeting the other processes, starting the
+    device, opening data, model and checkpoint. Preparing the data may take any time."""
 
     @property
     def sequences(self) -> int:
@@ -95,7 +98,7 @@ class TrainConfig(Section, prefix="train."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("time_limit", "step_timeout"):
+        for name in ("time_limit", "step_timeout", "init_timeout"):
             duration(f"train.{name}", getattr(self, name))
         self.at_most_one("max_steps", "max_tokens")
         require(

@@ -91,7 +91,7 @@ def start_processes(config: Config) -> PartialState:
         torch.use_deterministic_algorithms(True)
     # Accelerator reads use_cpu of the accelerate config, PartialState does not
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    state, started = PartialState(cpu=cpu, timeout=collective_timeout(config)), world_size()
+    state, started = PartialState(cpu=cpu, timeout=group_timeout(config)), world_size()
     require(
         state.num_processes == started,
         f"the launcher started {started} processes but Accelerate sees "
@@ -165,6 +165,12 @@ def collective_timeout(config: Config) -> timedelta:
     """How long a collective waits for the other ranks."""
     seconds = duration("train.step_timeout", config.train.step_timeout)
     return timedelta(seconds=seconds) if seconds else COLLECTIVE_TIMEOUT
+
+
+def group_timeout(config: Config) -> timedelta:
+    """How long a collective may take before the first step or after it: the watchdog is exact."""
+    seconds = duration("train.init_timeout", config.train.init_timeout)
+    return max(collective_timeout(config), timedelta(seconds=seconds or 0))
 
 
 def host_group(config: Config, accelerator: Accelerator) -> dist.ProcessGroup | None:

@@ -4,16 +4,22 @@ What one rank raises inside `all_ranks` is raised on every rank, so that none go
 collective, without it.
 """
 
+import contextlib
+import os
 import re
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from accel_gpt.errors import AccelGPTError, PeerError, UserError
 
+APPEARS_SECONDS = 2.0  # for which a rank looks for a file of another one; assumption
 SHOWN = 4  # differences that a sentence names
 BACKENDS = ("gloo", "NCCL", "Connection closed by peer")  # in texts of errors without a class
 
@@ -80,17 +86,55 @@ def require_same(values: Mapping[str, Any], kind: type[AccelGPTError] = UserErro
         for key in every[0] | own
         if own.get(key) != every[0].get(key)
     ]
-    if not differences:
-        return
-    main = current_rank() == 0
-    if dist.is_initialized():  # else its threads may abort a process that ends after the others
-        dist.destroy_process_group()
     more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     text = (
         f"the processes of this run differ: {', '.join(differences[:SHOWN])}{more}; start all "
         "with the same config, data, code and versions"
     )
-    raise kind(text) if main else RankError(text, kind.exit_code)
+    require_all(not differences, text, kind)
+
+
+def require_all(ok: bool, message: str, kind: type[AccelGPTError] = UserError) -> None:
+    """Raise `kind(message)` on rank 0 unless `ok`, which is the same on all ranks; the others leave
+    with its exit code.
+    """
+    if ok:
+        return
+    main = current_rank() == 0
+    end_group()
+    raise kind(message) if main else RankError(message, kind.exit_code)
+
+
+def end_group() -> None:
+    """Destroy the process group, whose threads may abort a process that ends after the others."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def sees_main(folder: Path) -> list[bool]:
+    """Whether each rank finds in its `folder` what rank 0 writes into its own; a collective."""
+
+    def write() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, path = tempfile.mkstemp(prefix=".shared_", dir=folder)
+        os.close(descriptor)
+        return Path(path).name
+
+    file = folder / on_main(write)
+    found = all_gather(appears(file))
+    if current_rank() == 0:
+        file.unlink()
+    return found
+
+
+def appears(path: Path) -> bool:
+    """Whether `path` exists, perhaps a moment later, as a client of NFS remembers a folder."""
+    end = time.monotonic() + APPEARS_SECONDS
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+        with contextlib.suppress(OSError), os.scandir(path.parent):
+            pass  # to open a folder is to ask the server whether it has changed
+    return path.exists()
 
 
 @contextmanager

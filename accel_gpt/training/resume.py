@@ -53,7 +53,7 @@ FREE = (
     "model.depth",  # the keys that it sets are compared themselves
     *("train.micro_batch_size", "train.mixed_precision", "train.matmul_precision"),
     *("train.compile", "train.activation_checkpointing", "train.cpu_threads"),
-    *("train.time_limit", "train.step_timeout", "train.profile"),
+    *("train.time_limit", "train.step_timeout", "train.init_timeout", "train.profile"),
     *("eval.every", "eval.only", "eval.hellaswag", "sample.", "checkpoint.", "log.", "hub."),
 )
 IDENTITY = (

@@ -28,7 +28,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 PEER_FAILED = 70  # EX_SOFTWARE: this or another process failed
 LAUNCHER_WORDS = (b"torch", b"accelerate")  # in the command of one
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-TIME_LIMIT = "train.time_limit"
+TIME_LIMIT, INIT = "train.time_limit", "train.init_timeout"
 REASONS = ("", TIME_LIMIT, *(number.name for number in SIGNALS))
 RESERVE_SHARE, RESERVE_SECONDS = 0.02, 1.0  # of the limit, at least; to end processes; assumption
 CHECKS = 20  # of the watchdog, in the time that is allowed
@@ -154,13 +154,22 @@ def die_with_launcher() -> None:
 class Watchdog:
     """Dumps the stacks of all threads and ends the process after `limit`, as `30m`, without a beat.
 
-    A thread checks the clock; None: no limit. Where a hanging call holds the interpreter the thread
+    `key`: of the config, where `limit` is set; `problem` and `advice`: what it writes then. A
+    thread checks the clock; None: no limit. Where a hanging call holds the interpreter the thread
     cannot run: faulthandler, which needs no interpreter, then does the same after twice the limit,
     with exit code 1.
     """
 
-    def __init__(self, limit: str | None) -> None:
-        self.limit, self.seconds = limit, duration("train.step_timeout", limit)
+    def __init__(
+        self,
+        limit: str | None,
+        key: str = "train.step_timeout",
+        problem: str = "completed nothing",
+        advice: str = "",
+    ) -> None:
+        self.limit, self.seconds = limit, duration(key, limit)
+        self.reason = f"{problem} within {limit} ({key}); it hangs here, or waits for another one "
+        self.reason += f"that does{advice and '; '}{advice}"
         self.last, self.done = time.monotonic(), threading.Event()
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
@@ -187,11 +196,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(2 * self.seconds, exit=True, file=stderr)
             if time.monotonic() - self.last > self.seconds:
                 show_cursor()
-                stderr.write(
-                    f"error: process {rank()} completed nothing for "
-                    f"{self.limit} (train.step_timeout); it hangs here, or waits for another one "
-                    "that does:\n"
-                )
+                stderr.write(f"error: process {rank()} {self.reason}:\n")
                 faulthandler.dump_traceback(file=stderr, all_threads=True)
                 stderr.flush()
                 os._exit(PEER_FAILED)

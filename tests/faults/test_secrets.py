@@ -123,13 +123,13 @@ def test_what_makes_the_data_is_not_told_on_a_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[list[str]] = []
-    run = subprocess.run
+    start = subprocess.Popen
 
     def noted(command: list[str], **given: Any) -> Any:
         commands.append(command)
-        return run(command, **given)
+        return start(command, **given)
 
-    monkeypatch.setattr(setup.subprocess, "run", noted)
+    monkeypatch.setattr(setup.subprocess, "Popen", noted)
     text = tmp_path / f"{PASSWORD} \u00e9\U0001f600.txt"
     text.write_text("the king of the sea " * 200)
     asked = PrepareConfig(source="text", path=str(text), tokenizer="bytes", workers=1)

@@ -269,7 +269,7 @@ def test_a_hang_ends_all_and_names_the_place(
     assert launch.wait() == [70, 70]
     assert time.monotonic() - began < 25
     shown = launch.shown(rank)
-    assert f"process {rank} completed nothing for 4s (train.step_timeout)" in shown
+    assert f"process {rank} completed nothing within 4s (train.step_timeout)" in shown
     assert 'accel_gpt/files.py", line' in shown
     assert "in fail" in shown
     assert 'data/loader.py", line' in shown  # another thread

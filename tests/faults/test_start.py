@@ -1,0 +1,128 @@
+"""The start of several processes: a mistake on one of them ends all, before anything is built."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.launches import Direct, Server, config, free_port
+from tests.test_launch import PLAIN, TRAIN
+
+pytestmark = pytest.mark.slow
+NODES = {rank: {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for rank in (0, 1)}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def argv(tmp_path: Path, prepared: Path) -> list[str]:
+    return [str(config(tmp_path, prepared / "corpus", steps=4))]
+
+
+def test_out_dir_that_is_not_shared(server: Server, argv: list[str], tmp_path: Path) -> None:
+    own = {1: ["--out_dir", str(tmp_path / "other")]}
+    began = time.monotonic()
+    launch = Direct(server, tmp_path, argv, environment=NODES, own_argv=own)
+    assert launch.wait() == [2, 2]
+    assert time.monotonic() - began < 10
+    assert launch.shown().startswith(f"error: out_dir {tmp_path}/run is not shared: rank 1 on ")
+    assert launch.shown().count("\n") == 1
+    assert not launch.shown(1)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def test_folder_in_use_ends_all(server: Server, argv: list[str], tmp_path: Path) -> None:
+    other = ["--train.max_steps", "100000", "--checkpoint.every", "0"]
+    group = {0: {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}}
+    first = Direct(server, tmp_path, [*argv, *other], processes=1, environment=group)
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert not first.poll(), first.shown()
+        time.sleep(0.05)
+    second = Direct(server, tmp_path, argv)
+    assert second.wait(20) == [6, 6]
+    assert "is in use by" in second.shown()
+    assert not second.shown(1)
+    first.send(15, 0)
+    assert first.wait() == [75]
+
+
+def preparing(text: Path, folder: Path) -> list[str]:
+    given = ["--data.prepare.source", "text", "--data.prepare.path", str(text)]
+    given += ["--data.prepare.tokenizer", "bytes", "--data.prepare.workers", "1"]
+    return [*given, "--data.train", str(folder)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_preparation_that_fails_ends_all(
+    rank: int, server: Server, argv: list[str], tmp_path: Path
+) -> None:
+    """Of rank 0, for which the other processes of the node wait; of another node, alone."""
+    text, missing = tmp_path / "text.txt", tmp_path / "missing.txt"
+    text.write_text("the king of the sea " * 2000)
+    own = {r: preparing(missing if r == rank else text, tmp_path / str(r) / "data") for r in (0, 1)}
+    if rank == 0:
+        own[1] = own[0]
+    environment = NODES if rank else {}
+    launch = Direct(server, tmp_path, argv, environment=environment, own_argv=own)
+    assert launch.wait(30) == [2, 2], launch.shown() + launch.shown(1)
+    assert "missing.txt" in launch.shown(rank)
+    assert (launch.shown(0) + launch.shown(1)).count("error:") == 1
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_data_is_prepared_once_a_node_or_once_where_the_folder_is_shared(
+    shared: bool, server: Server, argv: list[str], tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the king of the sea " * 2000)
+    own = {r: preparing(text, tmp_path / ("0" if shared else str(r)) / "data") for r in (0, 1)}
+    launch = Direct(server, tmp_path, argv, environment=NODES, own_argv=own)
+    assert launch.wait() == [0, 0]
+    assert launch.shown(0).count("prepared ") == 1
+    assert launch.shown(1).count("prepared ") == (not shared)
+    names = {path.name for path in (tmp_path / "0").iterdir()}
+    assert names == {"data", "data.lock"}
+
+
+def test_process_that_meets_no_other_ends(server: Server, argv: list[str], tmp_path: Path) -> None:
+    """On a port where nobody listens, as the main process has not come."""
+    alone = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    own = {0: ["--train.init_timeout", "3s", "--train.step_timeout", "60s"]}
+    launch = Direct(server, tmp_path, argv, processes=1, environment={0: alone}, own_argv=own)
+    assert launch.wait(30) == [70]
+    where = f"127.0.0.1:{alone['MASTER_PORT']}"
+    assert f"error: process 1 has not met the others at {where} within 3s " in launch.shown()
+    assert "GLOO_SOCKET_IFNAME" in launch.shown()
+
+
+HANGS = """
+import sys, time
+from accel_gpt import train
+from accel_gpt.console import run_main
+train.{name} = lambda *_: time.sleep(60)
+sys.exit(run_main(train.main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("name", ["start_accelerator", "open_corpus", "restore"])
+def test_hang_before_the_first_step_ends(name: str, argv: list[str], tmp_path: Path) -> None:
+    if name == "restore":
+        subprocess.run([sys.executable, TRAIN, *argv], check=True, env=PLAIN, timeout=60)
+    limit = ["--train.init_timeout", "3s", "--train.max_steps", "5"]
+    limit += ["--checkpoint.allow_change", "train.max_steps"]
+    script = [sys.executable, "-c", HANGS.format(name=name), *argv, *limit]
+    done = subprocess.run(
+        script, cwd=tmp_path, env=PLAIN, capture_output=True, text=True, timeout=40, check=False
+    )
+    assert done.returncode == 70, done.stderr
+    assert "(train.init_timeout)" in done.stderr
+    assert "in launch" in done.stderr  # the stacks

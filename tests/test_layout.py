@@ -141,6 +141,7 @@ def test_training_loads_the_inner_ring_alone() -> None:
     assert lines <= INNER_LINES, f"{lines:,} lines"
 
 
+@pytest.mark.slow
 def test_a_model_that_is_loaded_brings_no_compiler() -> None:
     code = "from accel_gpt.model.gpt import GPT, ModelConfig\nGPT.allocate(ModelConfig(), 9)"
     assert "torch._dynamo" not in loaded_by(code)

@@ -106,7 +106,7 @@ def test_an_update_has_the_clipped_length_and_the_rate_of_its_step(
 def test_run_learns_and_leaves_what_the_contract_names(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(small_run()) == 0
+    assert launch(small_run("--train.micro_batch_size", "4")) == 0
     run = tmp_path / "run"
     names = {p.name for p in run.iterdir() if not p.name.startswith(".")}
     assert names == {
@@ -180,15 +180,17 @@ def test_stopped_and_launched_again_equals_never_stopped(
 
 
 def test_evaluation_and_samples_leave_no_trace(small_run: Arguments, tmp_path: Path) -> None:
-    assert launch(small_run("--out_dir", str(tmp_path / "with"), "--eval.every", "1")) == 0
-    quiet = ["--eval.every", "0", "--sample.every", "0", "--log.every", "5"]
-    assert launch(small_run("--out_dir", str(tmp_path / "without"), *quiet)) == 0
-    assert_same_weights(weights(tmp_path / "with"), weights(tmp_path / "without"))
+    short = ["--train.max_steps", "4", "--out_dir"]
+    often = ["--eval.every", "1", "--sample.every", "1"]
+    assert launch(small_run(*short, str(tmp_path / "with"), *often)) == 0
+    quiet = ["--eval.every", "0", "--sample.every", "0", "--log.every", "3"]
+    assert launch(small_run(*short, str(tmp_path / "without"), *quiet)) == 0
+    assert_same_weights(weights(tmp_path / "with", 4), weights(tmp_path / "without", 4))
 
 
 def test_loss_curve_is_the_stored_one(small_run: Arguments, tmp_path: Path) -> None:
     """A refactoring leaves these numbers alone; a change of the numerics says by how much."""
-    assert launch(small_run("--model.dropout", "0")) == 0
+    assert launch(small_run("--model.dropout", "0", "--train.micro_batch_size", "4")) == 0
     losses = [line["train/loss"] for line in records(tmp_path / "run")]
     assert losses == pytest.approx(GOLDEN, abs=2e-4)
 

@@ -347,4 +347,6 @@ def changed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_yaml(config: Any) -> str:
     """Write a config as YAML that `load_config` reads back to an equal one."""
-    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+    # libyaml's, where PyYAML has it, writes the same text in a fifth of the time
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return yaml.dump(to_plain(config), Dumper=dumper, sort_keys=False, allow_unicode=True)

@@ -93,7 +93,7 @@ schedule: {{warmup_steps: 2}}
 eval: {{every: 3, tokens: 16}}
 sample: {{every: 0}}
 checkpoint: {{every: {EVERY}}}
-log: {{every: 1}}
+log: {{every: 1, trackers: []}}
 """
         )
 

@@ -20,7 +20,7 @@ ENDS = {
 }
 
 
-@pytest.fixture(scope="module", params=["saved", "copied"])
+@pytest.fixture(scope="module", params=[pytest.param("saved", marks=pytest.mark.slow), "copied"])
 def short(
     request: pytest.FixtureRequest,
     server: Server,

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,9 +91,11 @@ def test_prepare_train_and_sample_from_another_folder(
 
 def test_a_sentence_keeps_its_beginning_and_end(capsys: pytest.CaptureFixture[str]) -> None:
     def main(_: object) -> int:
-        raise UserError(f"a value is {'x' * 9000}; expected another")
+        raise UserError(f"a value is {'x' * 100_000}; expected another")
 
+    before = time.process_time()
     assert run_main(main, []) == 2
+    assert time.process_time() - before < 20  # linear: 0.05 s; quadratic: minutes
     told = capsys.readouterr().err
     assert told.startswith("error: a value is xxx")
     assert told.endswith("xxx; expected another\n")

@@ -272,34 +272,36 @@ def edit(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (other_tokenizer, "the tokenizer has changed"),
-        (lambda f: (f / "tokenizer.json").write_text("{"), "not valid JSON"),
-        (lambda f: (f / "progress.json").unlink(), "progress.json is missing or damaged"),
-        (lambda f: edit(f, version=9), "another version"),
-        (lambda f: edit(f, splits={"train": {}}), "progress.json is missing or damaged"),
-        (lambda f: os.truncate(f / "train_000000.npy", 500), "train_000000.npy holds"),
-        (lambda f: (f / "seen.sqlite3").unlink(), "seen.sqlite3 holds 0 documents"),
-        (lambda f: (f / "seen.sqlite3").write_bytes(b"x" * 5000), "seen.sqlite3: file is not a"),
-    ],
-)
+DAMAGE: list[tuple[Callable[[Path], object], str]] = [
+    (lambda f: (f / "tokenizer.json").write_text("{"), "not valid JSON"),
+    (lambda f: (f / "progress.json").unlink(), "progress.json is missing or damaged"),
+    (lambda f: edit(f, version=9), "another version"),
+    (lambda f: edit(f, splits={"train": {}}), "progress.json is missing or damaged"),
+    (lambda f: os.truncate(f / "train_000000.npy", 500), "train_000000.npy holds"),
+    (lambda f: (f / "seen.sqlite3").unlink(), "seen.sqlite3 holds 0 documents"),
+    (lambda f: (f / "seen.sqlite3").write_bytes(b"x" * 5000), "seen.sqlite3: file is not a"),
+    (other_tokenizer, "the tokenizer has changed"),  # the last: it outlives the folder
+]
+
+
 def test_what_does_not_belong_together_starts_over(
-    stopped: PrepareConfig,
-    out: Path,
-    capsys: pytest.CaptureFixture[str],
-    damage: Callable[[Path], object],
-    reason: str,
+    stopped: PrepareConfig, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damage(partial(out))
-    capsys.readouterr()
-    prepare(stopped, out)
-    said = capsys.readouterr().err
-    assert reason in said
-    assert "starting over" in said
-    assert "resuming" not in said
-    assert_undisturbed(stopped, out)
+    shutil.copytree(partial(out), tmp_path / "kept")
+    prepare(stopped, tmp_path / "undisturbed")
+    for damage, reason in DAMAGE:
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(tmp_path / "kept", partial(out), dirs_exist_ok=True)
+        damage(partial(out))
+        if damage is other_tokenizer:
+            shutil.rmtree(tmp_path / "undisturbed")
+        capsys.readouterr()
+        prepare(stopped, out)
+        said = capsys.readouterr().err
+        assert reason in said
+        assert "starting over" in said
+        assert "resuming" not in said
+        assert_undisturbed(stopped, out)
 
 
 def test_it_resumes_with_other_workers_another_path_and_the_journal_of_an_older_version(

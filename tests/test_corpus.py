@@ -52,17 +52,17 @@ def test_a_mixture_trains_stops_and_goes_on_exactly(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    mixed = mixture((two[0], 0.7), (two[1], 0.3))
+    mixed = [*mixture((two[0], 0.7), (two[1], 0.3)), "--train.max_steps", "8"]
     assert launch(small_run(*mixed, "--out_dir", str(tmp_path / "whole"))) == 0
     shown = capsys.readouterr().err
     assert f"{two[0]}: " in shown
     assert "weight 0.3" in shown
     with monkeypatch.context() as patch:
-        signal_after(patch, 7, 15)
+        signal_after(patch, 5, 15)
         assert launch(small_run(*mixed)) == 75
     assert launch(small_run(*mixed)) == 0
     assert records(tmp_path / "whole") == records(tmp_path / "run")
-    assert_same_weights(weights(tmp_path / "whole"), weights(tmp_path / "run"))
+    assert_same_weights(weights(tmp_path / "whole", 8), weights(tmp_path / "run", 8))
     last = records(tmp_path / "run")[-1]
     assert last["data/epochs/data1"] == pytest.approx(7 / 3 * last["data/epochs/data2"], rel=0.05)
     mean = 0.7 * last["eval/val_loss/data1"] + 0.3 * last["eval/val_loss/data2"]
@@ -85,8 +85,9 @@ def test_another_mixture_is_refused_with_what_differs_or_accepted_and_logged(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    stopped(small_run(*mixture((two[0], 1), (two[1], 1))), monkeypatch, 6)
-    other = mixture((two[0], 3), (two[1], 1), (corpus, 4))
+    six = ["--train.max_steps", "6"]
+    stopped(small_run(*mixture((two[0], 1), (two[1], 1)), *six), monkeypatch, 3)
+    other = [*mixture((two[0], 3), (two[1], 1), (corpus, 4)), *six]
     assert launch(small_run(*other)) == 2
     shown = capsys.readouterr().err
     assert "data.train[data1] was weight 1, is weight 3" in shown
@@ -94,14 +95,14 @@ def test_another_mixture_is_refused_with_what_differs_or_accepted_and_logged(
     assert "data.train[data2]" not in shown
     assert shown.rstrip().endswith("or accept it with --data.allow_change")
     assert launch(small_run(*other, "--data.allow_change")) == 0
-    assert "from step 6 on data.train[corpus] is weight 4; it was absent" in capsys.readouterr().err
-    # 48 sequences of 24 each, then 48 by 3 : 1 : 4
-    state = json.loads((tmp_path / "run/checkpoints/step_00000012/trainer_state.json").read_text())
-    assert (state["data_origin"], state["sequences"]) == (48, 96)
-    assert sorted(state["data_given"].values()) == [24, 24]
+    assert "from step 3 on data.train[corpus] is weight 4; it was absent" in capsys.readouterr().err
+    # 24 sequences of 12 each, then 24 by 3 : 1 : 4
+    state = json.loads((tmp_path / "run/checkpoints/step_00000006/trainer_state.json").read_text())
+    assert (state["data_origin"], state["sequences"]) == (24, 48)
+    assert sorted(state["data_given"].values()) == [12, 12]
     # the change holds for what follows, without being allowed again
-    assert launch(small_run(*other, "--train.max_steps", "14")) == 2
-    longer = ["--train.max_steps", "14", "--checkpoint.allow_change", "train.max_steps"]
+    assert launch(small_run(*other, "--train.max_steps", "7")) == 2
+    longer = ["--train.max_steps", "7", "--checkpoint.allow_change", "train.max_steps"]
     capsys.readouterr()
     assert launch(small_run(*other, *longer)) == 0
     assert "it was" not in capsys.readouterr().err
@@ -212,12 +213,13 @@ def test_streamed_text_trains_stops_and_goes_on_exactly(
     monkeypatch: pytest.MonkeyPatch,
     step: int,
 ) -> None:
-    longer = [*streamed, "--train.tokens_per_step", "1024"]  # over the end of the text
+    # 8,192 tokens: over the end of the text, which has 7,000
+    longer = [*streamed, "--train.tokens_per_step", "1024", "--train.max_steps", "8"]
     assert launch(small_run(*longer, "--out_dir", str(tmp_path / "whole"))) == 0
     stopped(small_run(*longer), monkeypatch, step)
     assert launch(small_run(*longer)) == 0
     assert records(tmp_path / "whole") == records(tmp_path / "run")
-    assert_same_weights(weights(tmp_path / "whole"), weights(tmp_path / "run"))
+    assert_same_weights(weights(tmp_path / "whole", 8), weights(tmp_path / "run", 8))
     lines = records(tmp_path / "run")
     assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 1
 

@@ -221,8 +221,11 @@ def flex_gradients_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
+LENGTHS = [pytest.param(16, (4, 2), marks=pytest.mark.slow), (200, (6, 2))]
+
+
 @pytest.mark.usefixtures("flex_gradients_on_cpu")
-@pytest.mark.parametrize(("length", "heads"), [(16, (4, 2)), (128, (4, 4)), (200, (6, 2))])
+@pytest.mark.parametrize(("length", "heads"), LENGTHS)
 def test_flex_attention_equals_the_dense_mask(length: int, heads: tuple[int, int]) -> None:
     torch.manual_seed(0)
     flex = torch.compile(attend, backend="aot_eager", fullgraph=True)

@@ -203,10 +203,10 @@ def test_bits_per_byte_are_those_of_the_text(
 def test_the_whole_val_split_at_the_end_has_a_key_of_its_own(
     small_run: Arguments, tmp_path: Path, evaluate: Callable[..., Any]
 ) -> None:
-    words = ("--train.max_steps", "8", "--eval.tokens", "64", "--eval.whole_at_end", "true")
+    words = (*FOUR, "--eval.tokens", "64", "--eval.whole_at_end", "true")
     assert launch(small_run(*words)) == 0
     known = records(tmp_path / "run")
-    assert [r["step"] for r in known if "eval/whole_val_loss" in r] == [8]
+    assert [r["step"] for r in known if "eval/whole_val_loss" in r] == [4]
     every = evaluate(tmp_path / "run", "--tokens", "null")["figures"]
     for key in ("loss", "loss_se", "perplexity", "bits_per_byte"):
         assert known[-1][f"eval/whole_val_{key}"] == every[f"eval/val_{key}"]

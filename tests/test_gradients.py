@@ -209,7 +209,7 @@ def test_a_run_seeds_dropout_by_the_sequence_before_and_after_a_resume(
 
     monkeypatch.setattr(GPT, "forward", forward)
     options = [*QUIET, "--seed", "7", "--checkpoint.allow_change", "train.max_steps"]
-    options += ["--schedule.name", "constant"]
+    options += ["--schedule.name", "constant", "--train.micro_batch_size", "4"]
     for last in (2, 3, 4):
         assert launch(small_run(*options, "--train.max_steps", str(last))) == 0
         path = tmp_path / "run" / "checkpoints" / f"step_{last:08d}"
@@ -227,11 +227,11 @@ def test_the_micro_batch_is_held_where_it_decides_the_bits(
     small_run: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exact = ["--train.reproducible", "--eval.every", "0", "--sample.every", "0"]
-    longer = ["--train.max_steps", "13", "--train.micro_batch_size", "2"]
-    assert launch(small_run(*exact)) == 0
+    longer = ["--train.max_steps", "4", "--train.micro_batch_size", "4"]
+    assert launch(small_run(*exact, "--train.max_steps", "3")) == 0
     allow = ["--checkpoint.allow_change", "train.max_steps"]
     assert launch(small_run(*exact, *longer, *allow)) == 2
-    assert "train.micro_batch_size was 4, is 2" in capsys.readouterr().err
+    assert "train.micro_batch_size was 8, is 4" in capsys.readouterr().err
     assert launch(small_run(*exact[1:], *longer, *allow)) == 2
     assert "train.reproducible was True, is False" in capsys.readouterr().err
     allow[1] += ",train.micro_batch_size"

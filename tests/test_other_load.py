@@ -91,7 +91,7 @@ def test_a_busy_loop_beside_is_seen(common: Any) -> None:
         assert loop.stdout
         loop.stdout.readline()
         before = common.CpuTimes.sample()  # until it is waited for the loop counts as another's
-        common.time.sleep(1.0)
+        common.time.sleep(0.4)
         shares = common.CpuTimes.sample().shares_since(before)
         loop.kill()
     assert sum(shares.values()) > common.BUSY_SHARE

@@ -104,6 +104,8 @@ def test_a_resumed_run_goes_on_in_the_same_one_and_tells_no_secret(
     assert [step for step, _ in samples] == [6, 8, 12]
     kept = (tmp_path / "run" / "samples" / "step_00000012.txt").read_text()
     assert samples[-1][1] + "\n" == kept
+    curves = sorted((tmp_path / "run" / "tensorboard").rglob("events.*"))
+    assert [tags(path).count(LAYOUT) for path in curves] == [1, 1]  # what belongs together
     for config in stub.configs:
         assert config["optim.lr"] == "0.01"
         assert config["data.prepare.path"] == "https://***@host/***/x?***"
@@ -125,16 +127,7 @@ def test_a_tracker_that_does_not_start_is_one_sentence(
     assert told == "error: log.trackers is trackio, of which one does not start: 'no key ***'"
 
 
-def test_every_file_of_curves_tells_what_belongs_together(
-    small_run: Arguments, tmp_path: Path
-) -> None:
-    assert launch(small_run(*SHORT)) == 0
-    assert launch(small_run(*LONGER)) == 0
-    files = sorted((tmp_path / "run" / "tensorboard").rglob("events.*"))
-    assert [tags(path).count(LAYOUT) for path in files] == [1, 1]
-
-
-@pytest.mark.parametrize("metrics_too", [True, False])
+@pytest.mark.parametrize("metrics_too", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_disk_that_was_full_is_told_once_and_the_curves_go_on(
     metrics_too: bool,
     small_run: Arguments,

@@ -29,6 +29,15 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def shared_cores() -> int:
+    """Cores that this process may use, divided by the number of ranks on the machine.
+
+    `accelerate launch` and `torchrun` set OMP_NUM_THREADS=1; a trainer wants them all.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // local_world_size())
+
+
 def world_size() -> int:
     """The number of processes over all machines.
 

@@ -1,4 +1,7 @@
-"""Fixtures: small corpora, a clean Accelerate; no network, and no global setting left changed."""
+"""Fixtures: small corpora, a clean Accelerate; `hermetic.py` keeps tests apart.
+
+Nothing here imports torch before a test does: the process that hands out tests needs none.
+"""
 
 import functools
 import getpass
@@ -9,7 +12,7 @@ import random
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +20,16 @@ import hypothesis
 import hypothesis.configuration
 import pytest
 import tiktoken
-import torch
 from tiktoken_ext import openai_public
 
-from accel_gpt import train
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.console import run_main
 from accel_gpt.data.tokenizer import Tokenizer, load_gpt2
 from accel_gpt.errors import AccelGPTError
 from accel_gpt.files import sha256
+from accel_gpt.launcher import shared_cores
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.training.accelerator import shared_cores
-from accel_gpt.training.checkpoint import verify
-from accel_gpt.training.stopping import SIGNALS
-from tests.hermetic import (
-    cut_network,
-    kept_settings,
-    read_settings,
-    restore_settings,
-    sync_nothing,
-)
 
 THREADS = int(os.environ.get("ACCEL_GPT_TEST_THREADS", "1"))
 QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
@@ -47,7 +39,6 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", PLACE)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tests run side by side
 MOST_WORKERS = 8  # each holds torch; more gain little
 NO_VOCABULARY = "GPT-2's published vocabulary is not at hand: TIKTOKEN_CACHE_DIR holds none"
-BEFORE = pytest.StashKey[dict[str, Any]]()
 WORDS = [
     "the",
     "king",
@@ -80,12 +71,16 @@ def text_of(words: int, seed: int = 0) -> str:
 
 def run_here(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
     """Run a command in this process, whose global settings are kept; the exit code."""
+    from tests.hermetic import kept_settings
+
     with kept_settings():
         return run_main(main, words)
 
 
 def launch(arguments: Sequence[str]) -> int:
     """Train in this process; the exit code."""
+    from accel_gpt import train
+
     return run_here(train.main, arguments)
 
 
@@ -96,14 +91,16 @@ def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:
     return ModelConfig(**{**shape, **defaults, **changes})
 
 
-def pytest_configure() -> None:
-    """Before any test: no network, and one thread, or as many as `.ci/processors` asks for.
-
-    Tensors this small are slower with two.
+def pytest_configure(config: pytest.Config) -> None:
+    """Where tests run: no network, no setting left changed, and one thread, or as many as
+    `.ci/processors` asks for. Tensors this small are slower with two.
     """
-    cut_network()
-    sync_nothing()
-    torch.set_num_threads(THREADS)
+    if config.getoption("numprocesses", None):
+        return  # others run the tests
+    from tests import hermetic
+
+    config.pluginmanager.register(hermetic)
+    hermetic.start(THREADS)
     # a checkout may be read-only, a machine slow
     cache = Path(tempfile.gettempdir()) / f"hypothesis_{getpass.getuser()}"
     hypothesis.configuration.set_hypothesis_home_dir(cache)
@@ -117,33 +114,6 @@ def pytest_configure() -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """As many as there are cores for this process."""
     return min(shared_cores(), MOST_WORKERS)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a card where there is none."""
-    needy = [item for item in items if item.get_closest_marker("gpu")]
-    if needy and not torch.cuda.is_available():
-        for item in needy:
-            item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    """Note the global settings before any fixture."""
-    item.stash[BEFORE] = read_settings()
-    return (yield)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
-    """Put back the global settings after all fixtures; a test that left one changed fails."""
-    try:
-        result = yield
-    finally:
-        changed = restore_settings(item.stash[BEFORE])
-    if changed:
-        pytest.fail("\n".join(["global settings were left changed", *changed]), pytrace=False)
-    return result
 
 
 @pytest.fixture(scope="session")
@@ -215,6 +185,8 @@ def reseal(path: Path) -> None:
         if p.name != "manifest.json"
     }
     (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+    from accel_gpt.training.checkpoint import verify
+
     verify(path)
 
 
@@ -254,6 +226,8 @@ def trained(train_once: Callable[..., Path], corpus: Path) -> Callable[..., Path
 @pytest.fixture(autouse=True)
 def plain_signals() -> Iterator[None]:
     """Training listens to signals for good; no test hears with the ears of another."""
+    from accel_gpt.training.stopping import SIGNALS
+
     before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job
     yield
@@ -265,6 +239,8 @@ def plain_signals() -> Iterator[None]:
 @pytest.fixture
 def settings_kept() -> Iterator[None]:
     """For a test that calls what sets global settings, as a process of its own would."""
+    from tests.hermetic import kept_settings
+
     with kept_settings():
         yield
 

@@ -1,7 +1,7 @@
 """No test reaches the network, and none leaves a global setting changed.
 
-`conftest.py` calls these. The network is cut for this process and its forks; where `.ci/run` may,
-it cuts it for all processes.
+A plugin of pytest, which `conftest.py` registers where tests run. The network is cut for this
+process and its forks; where `.ci/run` may, it cuts it for all processes.
 """
 
 import contextlib
@@ -9,15 +9,17 @@ import os
 import socket
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 LOOPBACK_NAMES = ("", "localhost", "localhost.localdomain", "ip6-localhost", socket.gethostname())
 TEST_VARIABLE = "PYTEST_CURRENT_TEST"  # pytest's own
+BEFORE = pytest.StashKey[dict[str, Any]]()
 # parents before children, whose values follow those of their parents
 FP32_PRECISION: dict[str, Any] = {
     "": torch.backends,
@@ -30,6 +32,43 @@ FP32_PRECISION: dict[str, Any] = {
     "mkldnn.conv": torch.backends.mkldnn.conv,
     "mkldnn.rnn": torch.backends.mkldnn.rnn,
 }
+
+
+# --------------------------------------------------------------------------- the plugin
+
+
+def start(threads: int) -> None:
+    """Before any test."""
+    cut_network()
+    sync_nothing()
+    torch.set_num_threads(threads)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a card where there is none."""
+    needy = [item for item in items if item.get_closest_marker("gpu")]
+    if needy and not torch.cuda.is_available():
+        for item in needy:
+            item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    """Note the global settings before any fixture."""
+    item.stash[BEFORE] = read_settings()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    """Put back the global settings after all fixtures; a test that left one changed fails."""
+    try:
+        result = yield
+    finally:
+        changed = restore_settings(item.stash[BEFORE])
+    if changed:
+        pytest.fail("\n".join(["global settings were left changed", *changed]), pytrace=False)
+    return result
 
 
 # --------------------------------------------------------------------------- network

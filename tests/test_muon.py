@@ -9,13 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.errors import UserError
@@ -331,6 +324,14 @@ def test_a_sharded_run_skips_resumes_and_follows_a_whole_one(
 
 def test_weights_that_fsdp_holds_and_their_state_are_those_of_a_plain_model() -> None:
     """In a group of one process; the slow test above has three."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
     plain = model()
     sharded = copy.deepcopy(plain)
     tokens = torch.arange(32).view(2, 16)

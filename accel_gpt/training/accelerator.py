@@ -37,7 +37,7 @@ from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.plan import Plan
 from accel_gpt.cost.devices import bf16_instructions
 from accel_gpt.errors import require
-from accel_gpt.launcher import is_main, launcher_precision, local_world_size, world_size
+from accel_gpt.launcher import is_main, launcher_precision, shared_cores, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.machine import rank_identity
@@ -193,15 +193,6 @@ def keep_freed_memory() -> None:
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     mallopt(M_TOP_PAD, 64 * 2**20)
-
-
-def shared_cores() -> int:
-    """Cores that this process may use, divided by the number of ranks on the machine.
-
-    `accelerate launch` and `torchrun` set OMP_NUM_THREADS=1; a trainer wants them all.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // local_world_size())
 
 
 def set_up_fsdp(accelerator: Accelerator) -> None:

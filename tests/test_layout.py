@@ -51,7 +51,7 @@ HEAVY = {
 }
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
-    "": 930,
+    "": 940,
     "config": 1_490,  # 1,160
     "cost": 530,  # 420
     "model": 900,
@@ -59,7 +59,7 @@ LINES = {
     "data": 2_950,  # 2,315
     "text": 1_210,  # 820
     "prepare": 1_130,  # 780
-    "training": 4_430,  # 3,020
+    "training": 4_420,  # 3,020
     "evals": 870,  # 760
     "report": 890,  # 740
     "hub": 2_040,  # 1,800

@@ -10,7 +10,7 @@ from accel_gpt.errors import require
 PREFIXES = (  # of the variables that launchers set
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("ACCELERATE_", "TORCHELASTIC_", "FSDP_", "PET_"),
+    *("ACCELERATE_", "TORCHELASTIC_", "FSDP_", "PARALLELISM_CONFIG_", "PET_"),
 )
 
 

@@ -27,7 +27,9 @@ from accel_gpt.model.loss import IGNORE
 from accel_gpt.training import accelerator as environment
 from accel_gpt.training.accelerator import FP8_CAPABILITY
 from tests.conftest import launch
+from tests.test_accelerate_configs import FOLDER, environment_of
 from tests.test_export import in_this_process  # noqa: F401 - a fixture
+from tests.test_launch import TRAIN
 from tests.test_train import assert_same_weights, weights
 
 Arguments = Callable[..., list[str]]
@@ -45,6 +47,16 @@ DIMENSIONS = {
 BOUNDS = {"no": 1e-6, "bf16": 1e-2, "fp16": 1e-2, "fp8": 1e-1}
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "dropout": 0.0}
 WORLD = {"one": 1, "ddp": 2, "fsdp2": 2, "elastic": 2, "hsdp": 4}
+
+PORT = ("--main_process_port", "0")
+# the shipped files, on fewer processes
+ACCELERATE_CONFIGS = {
+    "fsdp2": (str(FOLDER / "fsdp2_8.yaml"), "--num_processes", "2", *PORT, TRAIN),
+    "hsdp": (
+        *(str(FOLDER / "hsdp_2x8.yaml"), "--num_processes", "4", "--num_machines", "1"),
+        *("--parallelism_config_dp_shard_size", "2", *PORT, TRAIN),
+    ),
+}
 
 
 def refused(case: Case) -> str | None:
@@ -127,14 +139,8 @@ def work(engine: str, world: int, tasks: list[Any], folder: Path, device: str = 
     if world > 1:
         shared |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    if engine in ("fsdp2", "hsdp"):
-        shared |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": 2}
-        shared |= {"FSDP_RESHARD_AFTER_FORWARD": "true"}
-        shared |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-        shared |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}
-    if engine == "hsdp":
-        shared |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
-        shared |= {f"PARALLELISM_CONFIG_{size}_SIZE": 2 for size in ("DP_REPLICATE", "DP_SHARD")}
+    if engine in ACCELERATE_CONFIGS:
+        shared |= environment_of("--config_file", *ACCELERATE_CONFIGS[engine])
     worker = Path(__file__).with_name("matrix_worker.py")
     command = [sys.executable, str(worker), engine, device, str(file)]
     processes = []

@@ -10,7 +10,7 @@ its newest checkpoint; writes the run's folder: config, metrics, samples, checkp
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ from accel_gpt.files import fault_point
 from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
-from accel_gpt.training.accelerator import resolve_auto, start_accelerator, wrap
+from accel_gpt.training.accelerator import build_model, resolve_auto, start_accelerator
 from accel_gpt.training.anomalies import StepGuard, TooManySkippedError, check_weights
 from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches, skip_excluded
 from accel_gpt.training.metrics import Record
@@ -126,16 +126,17 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     state = new_state(config, corpus, accelerator.num_processes)
     check_prompts(config.sample, corpus.tokenizer, config.model.block_size, log)
     checkpoint = choose_checkpoint(config, state, log)
-    torch.manual_seed(config.seed)
-    if checkpoint or config.model.init_from == "scratch":
-        gpt = GPT(config.model, corpus.vocab_size)
-    else:
-        from accel_gpt.hub.load import load_initial_model
+    initialize: Callable[[GPT], None] = GPT.init_weights
+    if not checkpoint and config.model.init_from != "scratch":
+        from accel_gpt.hub.load import open_initial_weights
 
-        gpt = load_initial_model(config, corpus, log)
-    model, optimizer = wrap(config, accelerator, gpt)
+        initialize = open_initial_weights(config, corpus, log)
+    gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)
     gradients = make_gradients(config, accelerator, model)
-    if checkpoint:
+    torch.manual_seed(config.seed)
+    if not checkpoint:
+        initialize(gpt)
+    else:
         state = restore(accelerator, checkpoint, state, gpt, optimizer, log)
         log(f"resuming {config.out_dir} from step {state.step:,} ({checkpoint})")
     reporter = Reporter(config, plan, accelerator, gpt, display)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from accel_gpt import train
 from accel_gpt.console import run_main
-from accel_gpt.optim.adamw import is_sharded
+from accel_gpt.model.sharding import is_sharded
 from accel_gpt.training import accelerator as environment
 from accel_gpt.training import gradients, precision
 
@@ -58,9 +58,9 @@ class Witness:
 
     def __init__(self) -> None:
         self.stop, self.kept, self.file = 0, {}, None
-        self.update, self.prepared = train.update, train.wrap
+        self.update = train.update
         self.micro_batches = train.micro_batches
-        train.update, train.wrap = self.watched_update, self.watched_prepared
+        train.update = self.watched_update
         train.micro_batches = self.watched_batches
         for kind in (gradients.Gradients, gradients.ExactGradients):
             kind.finish = watched(self, kind.finish)
@@ -68,14 +68,12 @@ class Witness:
     def watched_update(self, run: train.Run) -> None:
         if run.state.step + 1 == self.stop and run.accelerator.is_main_process:
             os.kill(os.getpid(), signal.SIGTERM)
+        if self.file and not self.kept:
+            weights = run.gpt.named_parameters()
+            before = {name: whole(w.detach()).cpu() for name, w in weights}
+            self.kept = {"before": before, "batches": []}
+        self.gpt = run.gpt
         self.update(run)
-
-    def watched_prepared(self, config: Any, accelerator: Any, gpt: Any) -> Any:
-        self.gpt = gpt
-        if self.file:
-            self.kept = {"before": {n: w.detach().cpu().clone() for n, w in gpt.named_parameters()}}
-            self.kept["batches"] = []
-        return self.prepared(config, accelerator, gpt)
 
     def watched_batches(self, *arguments: Any) -> Iterator[Any]:
         for batch in self.micro_batches(*arguments):
@@ -111,9 +109,9 @@ def watched(witness: Witness, finish: Any) -> Any:
     return finish_and_keep
 
 
-def whole(gradient: Tensor) -> Tensor:
-    """A gradient that may be FSDP's, whole; a collective."""
-    return gradient.full_tensor() if is_sharded(gradient) else gradient.clone()
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of a tensor that FSDP may have sharded, whole; a collective."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor.clone()
 
 
 def main(engine: str, device: str, tasks: Path) -> None:
@@ -131,7 +129,7 @@ def main(engine: str, device: str, tasks: Path) -> None:
         if name != before:
             torch._dynamo.reset()
         before = name
-        witness.stop, witness.file = stop, file
+        witness.stop, witness.file, witness.kept = stop, file, {}
         code = run_main(train.main, arguments)
         AcceleratorState._reset_state()
         GradientState._reset_state()

@@ -41,7 +41,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 9_470  # goal: 8,000
+INNER_LINES = 9_900  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -54,12 +54,12 @@ LINES = {
     "": 940,
     "config": 1_490,  # 1,160
     "cost": 530,  # 420
-    "model": 900,
+    "model": 1_050,
     "optim": 470,  # 400
     "data": 2_950,  # 2,315
     "text": 1_210,  # 820
     "prepare": 1_130,  # 780
-    "training": 4_420,  # 3,020
+    "training": 4_800,  # 3,020
     "evals": 870,  # 760
     "report": 890,  # 740
     "hub": 2_040,  # 1,800

@@ -15,7 +15,7 @@ from accel_gpt.config.parse import load_config
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
 from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.hub.export import export_tokenizer
-from accel_gpt.hub.load import load_initial_model, load_pretrained
+from accel_gpt.hub.load import load_pretrained, open_initial_weights
 from accel_gpt.hub.pretrained import inherit
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.setup import open_corpus
@@ -52,7 +52,11 @@ def folder(saved: tuple[Any, Path], tmp_path: Path) -> Path:
 def started(arguments: list[str], said: list[str] | None = None) -> GPT:
     config = load_config(arguments, "test", inherit)
     log = (said if said is not None else []).append
-    return load_initial_model(config, open_corpus(config), log)
+    corpus = open_corpus(config)
+    load = open_initial_weights(config, corpus, log)
+    gpt = GPT.allocate(config.model, corpus.vocab_size)
+    load(gpt)
+    return gpt
 
 
 def draw(vocab_size: int = 257, length: int = 32) -> Tensor:

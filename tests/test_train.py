@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
@@ -22,6 +21,8 @@ from accel_gpt.config.plan import make_plan
 from accel_gpt.evals.evaluation import Evaluation
 from accel_gpt.optim.schedule import lr_fraction
 from accel_gpt.prepare.prepare import prepare
+from accel_gpt.training.checkpoint import load_model
+from accel_gpt.training.tensor_files import weights_of
 from tests.conftest import QUIET, launch, text_of
 
 Arguments = Callable[..., list[str]]
@@ -38,7 +39,7 @@ def records(run: Path) -> list[dict[str, float]]:
 
 
 def weights(run: Path, step: int = 12) -> dict[str, Tensor]:
-    return load_file(run / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+    return weights_of(load_model(run / "checkpoints" / f"step_{step:08d}")[0])
 
 
 def assert_same_weights(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:

@@ -28,7 +28,7 @@ from accel_gpt.evals.tasks import open_tasks, run_tasks
 from accel_gpt.evals.validation import evaluate_source
 from accel_gpt.hub.export import export
 from accel_gpt.hub.hf_config import matching_preset
-from accel_gpt.hub.load import load_initial_model, load_pretrained
+from accel_gpt.hub.load import load_pretrained, open_initial_weights
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.launcher import world_size
 from accel_gpt.model.gpt import GPT
@@ -92,7 +92,9 @@ def evaluate_only(config: Config) -> int:
         )
         corpus = open_corpus(config)
         tokenizer = corpus.tokenizer
-        model = load_initial_model(config, corpus, lambda _: None).to(accelerator.device)
+        load = open_initial_weights(config, corpus, lambda _: None)
+        model = GPT.allocate(config.model, corpus.vocab_size, accelerator.device)
+        load(model)
     set_up_model(model, config.train)
     metrics, _ = evaluate_model(EvaluateCommand(name), name, config, model, tokenizer, accelerator)
     if accelerator.is_main_process:

@@ -6,6 +6,7 @@ a model that was loaded is exported under the same names.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.errors import UserError
 from accel_gpt.hub.hf_config import HF_CLASSES
 from accel_gpt.model.gpt import GPT
+from accel_gpt.model.sharding import load_full
 
 Tensors = Mapping[str, Callable[[], Tensor]]
 """Name -> what reads the tensor: one at a time, for files larger than the memory."""
@@ -132,22 +134,23 @@ def load_weights(model: GPT, preset: str, tensors: Tensors, name: str) -> None:
         raise UserError(f"{name} lacks {len(missing)} of the {kind}: {', '.join(missing[:3])}")
     if extra := sorted(found.keys() - expected):
         raise UserError(f"{name} has {len(extra)} that are no {kind}: {', '.join(extra[:3])}")
-    for part in table:
-        tensor, target = found[part.name](), own[part.ours][part.rows]
-        if part.transposed:
-            tensor = tensor.T
-        if part.ours == "wpe.weight":
-            tensor = tensor[: config.block_size]
-        if tensor.dtype not in FLOATS:
-            raise UserError(f"{name} has {part.name} as {tensor.dtype}; expected floats")
-        if tensor.shape != target.shape:
-            raise UserError(
-                f"{name} does not fit its config.json: {part.name} has shape "
-                f"{tuple(tensor.shape)}, expected {tuple(target.shape)}"
-            )
-        target.copy_(mirror(tensor, config.head_size) if part.mirrored else tensor)
-    for embedding in ("wte.weight", "head.weight"):
-        own[embedding][model.vocab_size :] = 0  # the rows that pad the vocabulary
+    for ours, parts in groupby(table, lambda part: part.ours):
+        full = torch.zeros(own[ours].shape)  # the rows that pad the vocabulary stay zero
+        for part in parts:
+            tensor, target = found[part.name](), full[part.rows]
+            if part.transposed:
+                tensor = tensor.T
+            if ours == "wpe.weight":
+                tensor = tensor[: config.block_size]
+            if tensor.dtype not in FLOATS:
+                raise UserError(f"{name} has {part.name} as {tensor.dtype}; expected floats")
+            if tensor.shape != target.shape:
+                raise UserError(
+                    f"{name} does not fit its config.json: {part.name} has shape "
+                    f"{tuple(tensor.shape)}, expected {tuple(target.shape)}"
+                )
+            target.copy_(mirror(tensor, config.head_size) if part.mirrored else tensor)
+        load_full(own[ours], full)
 
 
 def drop_tied_head(found: dict[str, Callable[[], Tensor]], embedding: str, name: str) -> None:

@@ -23,7 +23,7 @@ from accel_gpt.hub.client import download_repo
 from accel_gpt.hub.hf_weights import Tensors, load_weights
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.checkpoint import is_checkpoint, load_model
+from accel_gpt.training.checkpoint import is_checkpoint, load_model, read_weights, verify
 from accel_gpt.training.run_folder import RunFolder
 
 STATE = "checkpoint"  # folder of a repository that holds a whole checkpoint
@@ -54,12 +54,16 @@ def load_pretrained(
     except UserError as error:
         raise CheckpointError(f"config.json of {name} is not valid: {error}") from None
     assert config.vocab_size is not None
-    model = load_transformers(pretrained, config, config.vocab_size, allow_pickle)
+    tensors = open_transformers(pretrained, config, config.vocab_size, allow_pickle)
+    model = GPT.allocate(config, config.vocab_size)
+    load_weights(model, config.preset, tensors, pretrained.name)
     return model.to(device).eval(), load_tokenizer(pretrained.tokenizer)
 
 
-def load_initial_model(config: Config, corpus: Corpus, log: Callable[[str], None]) -> GPT:
-    """Load the model of `model.init_from`, which a run starts from.
+def open_initial_weights(
+    config: Config, corpus: Corpus, log: Callable[[str], None]
+) -> Callable[[GPT], None]:
+    """Open the model of `model.init_from`; returns what loads its weights, a tensor at a time.
 
     Raises `UserError` if its tokenizer is not the tokenizer of the data.
     """
@@ -70,21 +74,18 @@ def load_initial_model(config: Config, corpus: Corpus, log: Callable[[str], None
     else:
         kind = corpus.tokenizer.kind
         log(f"{pretrained.name} has no tokenizer: assuming the tokenizer of the data ({kind})")
-    if not pretrained.is_checkpoint:
-        allow_pickle = config.model.allow_pickle
-        return load_transformers(pretrained, config.model, corpus.vocab_size, allow_pickle)
-    model = GPT.allocate(config.model, corpus.vocab_size)
-    weights = load_model(pretrained.folder)[0].state_dict()
-    if model.wpe is not None:
-        weights["wpe.weight"] = weights["wpe.weight"][: config.model.block_size]
-    model.load_state_dict(weights)
-    return model
+    if pretrained.is_checkpoint:
+        verify(pretrained.folder, model_only=True)
+        return partial(read_weights, pretrained.folder)
+    args = config.model, corpus.vocab_size, config.model.allow_pickle
+    tensors = open_transformers(pretrained, *args)
+    return lambda gpt: load_weights(gpt, config.model.preset, tensors, pretrained.name)
 
 
-def load_transformers(
+def open_transformers(
     pretrained: Pretrained, config: ModelConfig, vocab_size: int, allow_pickle: bool
-) -> GPT:
-    """Load a transformers model as a GPT of shape `config`, whose context may be shorter."""
+) -> Tensors:
+    """Open the weights of a transformers model, which must hold a GPT of shape `config`."""
     files = weight_files(pretrained, allow_pickle)
     tensors: dict[str, Callable[[], Tensor]] = {}
     for file in files:
@@ -102,9 +103,7 @@ def load_transformers(
             f"config.json of {pretrained.name} describes {parameters:,} parameters, more than the "
             f"{size:,} bytes of its weights can hold"
         )
-    model = GPT.allocate(config, vocab_size)
-    load_weights(model, config.preset, tensors, pretrained.name)
-    return model
+    return tensors
 
 
 def weight_files(pretrained: Pretrained, allow_pickle: bool) -> list[Path]:

@@ -18,8 +18,16 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.cost.flops import padded_vocab_size
 from accel_gpt.errors import require
 from accel_gpt.model.documents import attention_mask, positions
-from accel_gpt.model.layers import Block, KVCache, ResidualProjection, build_norm, rotary_table
+from accel_gpt.model.layers import (
+    MLP,
+    Block,
+    CausalSelfAttention,
+    KVCache,
+    build_norm,
+    rotary_table,
+)
 from accel_gpt.model.loss import Head
+from accel_gpt.model.sharding import load_full
 
 
 class _SkipInit(TorchFunctionMode):
@@ -50,25 +58,35 @@ class GPT(nn.Module):
         self.vocab_size = vocab_size
         self.padded_vocab_size = padded_vocab_size(vocab_size)
         learned = config.position == "learned"
-        self.wte = nn.Embedding(self.padded_vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd) if learned else None
-        self.norm_e = build_norm(config) if config.embedding_norm else None
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.norm_f = build_norm(config)
-        self.head = Head(config, vocab_size)
+        with _SkipInit():
+            self.wte = nn.Embedding(self.padded_vocab_size, config.n_embd)
+            self.wpe = nn.Embedding(config.block_size, config.n_embd) if learned else None
+            self.norm_e = build_norm(config) if config.embedding_norm else None
+            self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+            self.norm_f = build_norm(config)
+            self.head = Head(config, vocab_size)
         self.recompute = False  # activation checkpointing of each block
         self.register_buffer("rotary", None, persistent=False)
         self.init_weights()
 
     @classmethod
-    def allocate(cls, config: ModelConfig, vocab_size: int) -> "GPT":
-        """A model on the CPU with uninitialized weights, which the caller loads."""
+    def allocate(
+        cls, config: ModelConfig, vocab_size: int, device: torch.device | str = "cpu"
+    ) -> "GPT":
+        """A model with uninitialized weights, which the caller loads; on the device meta without
+        storage for them, until `materialize`.
+        """
         with torch.device("meta"), _SkipInit():
             model = cls(config, vocab_size)
-        model.to_empty(device="cpu")  # unties tied weights
-        model.tie_weights()
-        model.build_rotary()
+        if device != "meta":
+            model.materialize(device)
         return model
+
+    def materialize(self, device: torch.device | str) -> None:
+        """Allocate the weights, of which FSDP leaves each rank its shard, on `device`."""
+        self.to_empty(device=device)  # unties tied weights
+        self.tie_weights()
+        self.build_rotary()
 
     def tie_weights(self) -> None:
         """Tie the head to the embedding, if configured; Accelerate calls this after FSDP2 sharded
@@ -82,27 +100,45 @@ class GPT(nn.Module):
         if self.config.position == "rope":
             self.rotary = rotary_table(self.config, self.wte.weight.device)
 
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The embedding, which Accelerate then has FSDP gather by itself."""
+        return self.wte
+
+    def get_output_embeddings(self) -> Head:
+        """The head, which Accelerate then has FSDP gather by itself."""
+        return self.head
+
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights from the global generator; tie them and build the rotary table.
+        """Draw all weights from the global CPU generator; tie them and build the rotary table.
 
         GPT-2, Radford et al. 2019, section 2.3: normal(0, init_std), projections onto the residual
-        stream divided by the root of their number, 2 n_layer; zero with `zero_init`.
+        stream divided by the root of their number, 2 n_layer; zero with `zero_init`. Each weight is
+        drawn whole: any number of ranks has the weights that one would have.
         """
         self.tie_weights()
         self.build_rotary()
+        for module in self.modules():  # draws as the constructors do: a seed keeps its weights
+            if isinstance(module, nn.Linear):
+                nn.Linear(module.in_features, module.out_features, module.bias is not None)
+            elif isinstance(module, nn.Embedding):
+                nn.Embedding(module.num_embeddings, module.embedding_dim)
+        branches = [m for m in self.modules() if isinstance(m, CausalSelfAttention | MLP)]
+        onto_residual = {m.down if isinstance(m, MLP) else m.proj for m in branches}
         for module in self.modules():
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 module.reset_parameters()
             elif isinstance(module, nn.Linear | nn.Embedding):
                 std = self.config.init_std
-                if isinstance(module, ResidualProjection):
+                if module in onto_residual:
                     std = 0.0 if self.config.zero_init else std / math.sqrt(2 * len(self.blocks))
-                nn.init.normal_(module.weight, std=std)
+                full = torch.empty(module.weight.shape)
+                nn.init.normal_(full, std=std)
+                if module in (self.wte, self.head):
+                    full[self.vocab_size :] = 0.0
+                load_full(module.weight, full)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
-        for weight in (self.wte.weight, self.head.weight):
-            weight[self.vocab_size :] = 0.0
 
     def forward(
         self,

@@ -26,10 +26,6 @@ def build_norm(config: ModelConfig) -> nn.Module:
     return nn.LayerNorm(C, eps=eps, elementwise_affine=weight, bias=config.bias)
 
 
-class ResidualProjection(nn.Linear):
-    """A linear layer onto the residual stream; `init_weights` draws it smaller than the others."""
-
-
 # --------------------------------------------------------------------------- rotary positions
 
 
@@ -151,7 +147,7 @@ class CausalSelfAttention(nn.Module):
         self.dropout = config.dropout
         self.qkv = nn.Linear(config.n_embd, (H + 2 * K) * D, bias=config.bias)
         self.qk_norm = QKNorm(config) if config.qk_norm else None
-        self.proj = ResidualProjection(H * D, config.n_embd, bias=config.bias)
+        self.proj = nn.Linear(H * D, config.n_embd, bias=config.bias)
 
     def project(self, x: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, D), keys and values (B, K, T, D) of `x` (B, T, C)."""
@@ -205,7 +201,7 @@ class MLP(nn.Module):
         self.dropout = config.dropout
         width = config.hidden_size * (2 if self.gated else 1)
         self.up = nn.Linear(config.n_embd, width, bias=config.bias)
-        self.down = ResidualProjection(config.hidden_size, config.n_embd, bias=config.bias)
+        self.down = nn.Linear(config.hidden_size, config.n_embd, bias=config.bias)
 
     def activate_and_project(self, h: Tensor) -> Tensor:
         """Activate the output of `up` and project it onto the residual stream."""

@@ -1,21 +1,9 @@
 """AdamW that skips an update where a tensor on the device says so, without waiting for it."""
 
-import sys
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-
-def is_sharded(tensor: object) -> "TypeGuard[DTensor]":
-    """Whether `tensor` is a DTensor. Does not import `torch.distributed.tensor`, which takes longer
-    than the first step ("Start-up" in benchmarks/RESULTS.md): before FSDP did, there is none.
-    """
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def undecorated(method: Any) -> Any:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from accel_gpt.config.optim import STACK
 from accel_gpt.model.layers import MLP, CausalSelfAttention
-from accel_gpt.optim.adamw import GuardedAdamW, is_sharded
+from accel_gpt.model.sharding import is_sharded, local_shard
+from accel_gpt.optim.adamw import GuardedAdamW
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -221,11 +222,6 @@ class MuonAdamW(GuardedAdamW):
         torch._foreach_copy_(buffers, list(new.unbind()))
         stacked: Tensor = estimates
         return stacked
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor that FSDP2 sharded; the tensor itself where it is not."""
-    return tensor.to_local() if is_sharded(tensor) else tensor.detach()
 
 
 def gather_matrices(stack: Tensor, parameters: Sequence[Tensor]) -> Tensor:

@@ -196,7 +196,7 @@ def keep_freed_memory() -> None:
 
 
 def set_up_fsdp(accelerator: Accelerator) -> None:
-    """Set the state dict and the precision of FSDP version 2, before `prepare`.
+    """Set the precision of FSDP version 2, before `prepare`, and that the model has no weights yet.
 
     Gradients are reduced, and accumulated over micro-batches, in float32; the loss stays float32
     and the rotary table is not cast. Accelerate's own policy does all of that in bf16.
@@ -204,9 +204,7 @@ def set_up_fsdp(accelerator: Accelerator) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     plugin: Any = accelerator.state.fsdp_plugin
-    # a sharded state dict comes with a list that torch unpickles, and executes what it holds
-    plugin.state_dict_config = plugin.optim_state_dict_config = None  # else those of shards stay
-    plugin.set_state_dict_type("FULL_STATE_DICT")
+    plugin.cpu_ram_efficient_loading = False  # of a model that rank 0 has in its memory
     plugin.mixed_precision_policy = MixedPrecisionPolicy(
         param_dtype=None if accelerator.mixed_precision == "no" else torch.bfloat16,
         reduce_dtype=torch.float32,
@@ -340,20 +338,33 @@ def check_trackers(names: tuple[str, ...]) -> None:
 # --------------------------------------------------------------------------- model and optimizer
 
 
-def wrap(
-    config: Config, accelerator: Accelerator, gpt: GPT
-) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """The model, set up as in `config`, and its optimizer, as Accelerate wraps them."""
+def build_model(
+    config: Config, accelerator: Accelerator, vocab_size: int
+) -> tuple[GPT, nn.Module, AcceleratedOptimizer]:
+    """A model with uninitialized weights, the same as Accelerate wraps it, and its optimizer.
+
+    Under FSDP the model is sharded on the meta device: no rank allocates more than its shards.
+    """
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    gpt = GPT.allocate(config.model, vocab_size, "meta" if sharded else "cpu")
     set_up_model(gpt, config.train)
-    optimizer = make_optimizer(gpt, config.optim, config.train.compile is True)
+    compiled = config.train.compile is True
+    optimizer: torch.optim.Optimizer
+    if sharded:  # Accelerate tells parameters by their storage, of which there is none: a stand-in
+        optimizer = torch.optim.SGD(gpt.parameters())
+    else:
+        optimizer = make_optimizer(gpt, config.optim, compiled)
     # with a device_placement Accelerate does not look for FSDP's tensors: 0.6 s of start-up
     alone = accelerator.distributed_type == DistributedType.NO
     placement = [True, True] if alone else None
     model, wrapped = accelerator.prepare(gpt, optimizer, device_placement=placement)
+    if sharded:
+        gpt.materialize(accelerator.device)
+        wrapped.optimizer = make_optimizer(gpt, config.optim, compiled)
     check_parameters(gpt, wrapped)
     gc.collect()  # what there is now lives to the end: the garbage collector need not search it
     gc.freeze()
-    return model, wrapped
+    return gpt, model, wrapped
 
 
 def set_up_model(gpt: GPT, train: TrainConfig) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import DivergedError
-from accel_gpt.optim.adamw import is_sharded
+from accel_gpt.model.sharding import is_sharded, local_shard
 from accel_gpt.training.accelerator import REPLICATED
 
 SPIKE_WINDOW = 128  # steps; OLMo 2 (2025), whose trainer looks at as many
@@ -134,9 +134,9 @@ def check_weights(model: nn.Module, accelerator: Accelerator, step: int) -> None
 
     Called before a save: weights that overflowed in an update of finite norm must not be kept.
     """
-    weights = [weight.detach() for weight in model.parameters()]
+    weights = list(model.parameters())
     # after an evaluation FSDP leaves some parameters whole; of the others each rank holds a shard
-    local = [w.to_local() if is_sharded(w) else w for w in weights]
+    local = [local_shard(w) for w in weights]
     norms = accelerator.gather(torch.stack(torch._foreach_norm(local))[None])  # (ranks, weights)
     if not torch.isfinite(norms).all():
         raise DivergedError(

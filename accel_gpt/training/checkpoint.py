@@ -2,7 +2,9 @@
 
     step_00001000/
         model.safetensors            the weights
-        optimizer.bin, scaler.pt     as Accelerate saves them; pytorch_model_fsdp.bin under FSDP
+        optimizer.bin, scaler.pt     as Accelerate saves them
+        weights_{rank}.safetensors, optimizer_{rank}.safetensors
+                                     under FSDP in their place: the shards of each rank
         random_states_{rank}.pkl
         trainer_state.json           `TrainState`
         model.json                   the model's config and vocabulary
@@ -16,15 +18,14 @@ A folder without a valid manifest is not a checkpoint. Accelerate loads pickles 
 import contextlib
 import json
 import re
-from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.constants import SAFE_WEIGHTS_NAME
 from safetensors import SafetensorError
-from safetensors.torch import load_model as load_weights
 
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import from_mapping, leaves
@@ -35,13 +36,16 @@ from accel_gpt.files import load_json, read_text, sha256, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.run_folder import CHECKPOINT, LARGEST_FILE, RunFolder, step_name
 from accel_gpt.training.state import TrainState
+from accel_gpt.training.tensor_files import read_tensors, weights_of
 
 FORMAT = 1
-REQUIRED = ("model.json", "model.safetensors", "tokenizer.json", "trainer_state.json")
+REQUIRED = ("model.json", "tokenizer.json", "trainer_state.json")
+WEIGHTS = re.compile(r"model\.safetensors|weights_\d+\.safetensors")
 # files that Accelerate or torch might load, and those of them that a checkpoint has
 LOADABLE = (".bin", ".pkl", ".pt", ".pth", ".safetensors", ".distcp", ".metadata")
 SAVED = re.compile(
-    r"model\.safetensors|optimizer\.bin|pytorch_model_fsdp\.bin|scaler\.pt|random_states_\d+\.pkl"
+    r"model\.safetensors|optimizer\.bin|scaler\.pt|random_states_\d+\.pkl"
+    r"|(weights|optimizer)_\d+\.safetensors|pytorch_model_fsdp\.bin"  # the last of old versions
 )
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # in the folder itself, not hidden
 
@@ -79,9 +83,9 @@ def find_checkpoint(path: Path, which: str = "last") -> Path:
 # --------------------------------------------------------------------------- verify
 
 
-def verify(path: Path, only: Collection[str] | None = None) -> None:
-    """Raise `CheckpointError` unless all files, or those named, are as the manifest lists them, and
-    the step is that in the folder's name.
+def verify(path: Path, model_only: bool = False) -> None:
+    """Raise `CheckpointError` unless all files, or those of the model alone, are as the manifest
+    lists them, and the step is that in the folder's name.
 
     A file that Accelerate or torch might load but no checkpoint has, or that the manifest does not
     list, is refused too. Links are followed, as the Hub's cache consists of them: the file that is
@@ -94,9 +98,12 @@ def verify(path: Path, only: Collection[str] | None = None) -> None:
         listed = {str(n): (int(e["size"]), str(e["sha256"])) for n, e in content["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise CheckpointError(f"{manifest} is damaged") from None
-    if missing := [name for name in only or REQUIRED if name not in listed]:
+    weights = [name for name in listed if WEIGHTS.fullmatch(name)]
+    if missing := [name for name in REQUIRED if name not in listed]:
         raise CheckpointError(f"{manifest} does not list {missing[0]}")
-    wanted = {name: entry for name, entry in listed.items() if only is None or name in only}
+    if not weights:
+        raise CheckpointError(f"{manifest} does not list {SAFE_WEIGHTS_NAME}")
+    wanted = {n: listed[n] for n in (*REQUIRED, *weights)} if model_only else listed
     for name, (size, _) in wanted.items():
         if not FILE_NAME.fullmatch(name):
             raise CheckpointError(f"{manifest} lists {name[:100]!r}, which is not a file name")
@@ -111,7 +118,7 @@ def verify(path: Path, only: Collection[str] | None = None) -> None:
                 raise CheckpointError(
                     f"{path / name} is damaged: its SHA-256 is not that in the manifest"
                 )
-    for file in () if only is not None else path.rglob("*"):
+    for file in () if model_only else path.rglob("*"):
         name = file.relative_to(path).as_posix()
         if name.endswith(LOADABLE) and not (name in listed and SAVED.fullmatch(name)):
             raise CheckpointError(f"{file} is not a file of a checkpoint: it is not loaded")
@@ -201,17 +208,31 @@ def read_shape(path: Path) -> tuple[ModelConfig, int]:
 
 def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
     """The model (in evaluation mode) and the tokenizer of a checkpoint, which is verified first."""
-    verify(path, REQUIRED)
+    verify(path, model_only=True)
     config, vocab_size = read_shape(path)
-    file = path / "model.safetensors"
     least = parameter_counts(replace(config, block_size=1), vocab_size)["total_unpadded"]
-    if least > file.stat().st_size:  # before memory is allocated
+    if least > sum(file.stat().st_size for file in weight_parts(path)):  # before it is allocated
         raise CheckpointError(
-            f"{path / 'model.json'} asks for {least:,} parameters, more than {file.name} holds"
+            f"{path / 'model.json'} asks for {least:,} parameters, more than its weights hold"
         )
     model = GPT.allocate(config, vocab_size)
-    try:
-        load_weights(model, str(file))
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{file} does not fit: {error}") from None
+    read_weights(path, model)
     return model.to(device).eval(), load_tokenizer(path)
+
+
+def weight_parts(path: Path) -> list[Path]:
+    """The files of a checkpoint that hold the weights: one, or one of each rank."""
+    return sorted(file for file in path.iterdir() if WEIGHTS.fullmatch(file.name))
+
+
+def read_weights(path: Path, gpt: GPT) -> None:
+    """Read the weights of a verified checkpoint, or those that `gpt` has of a longer context; under
+    FSDP this rank's shards.
+    """
+    weights, files = weights_of(gpt), weight_parts(path)
+    try:
+        unknown = read_tensors(files, weights) - weights.keys()
+        if unknown:
+            raise CheckpointError(f"it has {min(unknown)}, which is not in the model")
+    except (CheckpointError, OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{files[0]} does not fit: {error}") from None

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from accel_gpt.model.documents import dense_mask
 from accel_gpt.model.gpt import GPT, evaluating
 from accel_gpt.model.layers import CausalSelfAttention
-from accel_gpt.optim.adamw import is_sharded
+from accel_gpt.model.sharding import is_sharded
 
 ENTROPY_ROWS = 2
 

@@ -12,17 +12,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.checkpointing import load_accelerator_state
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
-from accelerate.utils.constants import (
-    FSDP_MODEL_NAME,
-    OPTIMIZER_NAME,
-    SAFE_WEIGHTS_NAME,
-    SCALER_NAME,
-)
+from accelerate.utils.constants import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, SCALER_NAME
 from accelerate.utils.other import load
 from safetensors.torch import load_file
-from torch import Tensor
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat
@@ -31,13 +26,14 @@ from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import CheckpointError, DivergedError, UserError, first_line
 from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
-from accel_gpt.optim.adamw import is_sharded
+from accel_gpt.model.sharding import load_full
 from accel_gpt.optim.groups import state_names
 from accel_gpt.training.anomalies import format_ranges, ranges
 from accel_gpt.training.checkpoint import (
     is_checkpoint,
     read_state,
     read_states,
+    read_weights,
     set_aside,
     verify,
 )
@@ -45,6 +41,7 @@ from accel_gpt.training.ranks import on_main
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.saving import remove_checkpoint, remove_debris
 from accel_gpt.training.state import TrainState
+from accel_gpt.training.tensor_files import moments_of, read_tensors
 
 FREE = (
     *("out_dir", "data.tokenizer", "data.cache_", "data.allow_change", "data.prepare."),
@@ -293,10 +290,12 @@ def restore(
         log(f"{path} was not trained in fp16: the scale of the loss starts anew")
         accelerator.scaler = None
     sharded = accelerator.distributed_type == DistributedType.FSDP
-    shard_here = sharded and not (path / f"{FSDP_MODEL_NAME}.bin").is_file()
     try:
-        if shard_here:
-            load_and_shard(path, gpt, optimizer)
+        if sharded or not (path / SAFE_WEIGHTS_NAME).is_file():
+            load_shards(path, gpt, optimizer)
+            if same_world:
+                rank = accelerator.process_index
+                load_accelerator_state(str(path), [], [], [], [], rank, accelerator.scaler)
         else:
             accelerator.load_state(str(path))
     except Exception as error:  # torch, safetensors and Accelerate raise no common class
@@ -307,9 +306,7 @@ def restore(
         accelerator.scaler = scaler
     accelerator.step = 0  # a checkpoint is saved between steps: no micro-step is pending
     check_optimizer(path, gpt, optimizer)
-    if shard_here:
-        log(f"{path} was trained without FSDP, this is with it")
-    elif same_world:
+    if same_world:
         check_random_states(random_states)
     else:
         log(f"{path} was trained by {saved.world_size} processes, this is {now.world_size}")
@@ -319,31 +316,32 @@ def restore(
     return state
 
 
-def load_and_shard(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
-    """Load a checkpoint that was saved without FSDP into a model sharded by FSDP2; a collective."""
-    from torch.distributed.tensor import distribute_tensor
-
-    def shard(full: Tensor, like: Tensor) -> Tensor:
-        if not is_sharded(like) or full.shape != like.shape:  # a count of steps
-            return full
-        return distribute_tensor(full.to(like.device), like.device_mesh, like.placements)
-
-    weights = load_file(path / SAFE_WEIGHTS_NAME)
-    with torch.no_grad():
-        for name, parameter in gpt.named_parameters():
-            parameter.copy_(shard(weights[name], parameter))
-    saved = load(path / f"{OPTIMIZER_NAME}.bin", map_location="cpu")
+def load_shards(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
+    """Load weights and optimizer as this run shards them, or does not, however they were saved."""
+    read_weights(path, gpt)
+    moments, files = moments_of(gpt, optimizer), sorted(path.glob("optimizer_*.safetensors"))
+    if files:
+        if unknown := read_tensors(files, moments) - moments.keys():
+            raise CheckpointError(f"it has {min(unknown)}, which another optimizer keeps")
+        return
+    file = path / f"{OPTIMIZER_NAME}.bin"
+    saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    # numbers, or names where an older version saved under FSDP; in the order of the groups
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    saved["state"] = {
-        number: {key: shard(value, parameters[number]) for key, value in moments.items()}
-        for number, moments in saved["state"].items()
-    }
-    optimizer.optimizer.load_state_dict(saved)
+    for key, p in zip(keys, parameters, strict=True):
+        for name, full in saved["state"][key].items():
+            optimizer.state[p][name] = torch.zeros_like(p) if full.dim() else full.to(p.device)
+            if full.dim():
+                load_full(optimizer.state[p][name], full)
 
 
 def check_optimizer(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
     """Raise `CheckpointError` unless every parameter has its moments, of its shape."""
-    file, names = path / "optimizer.bin", {id(p): name for name, p in gpt.named_parameters()}
+    file, names = (
+        path / f"{OPTIMIZER_NAME}.bin",
+        {id(p): name for name, p in gpt.named_parameters()},
+    )
     for p, expected in [
         (p, state_names(group)) for group in optimizer.param_groups for p in group["params"]
     ]:

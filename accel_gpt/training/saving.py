@@ -1,7 +1,7 @@
 """Save checkpoints so that a kill at any moment leaves the one before, or the new one, whole.
 
-On the training thread: `accelerator.save_state` into a temporary folder, or with
-`checkpoint.async_save` a copy of weights and optimizer into host memory. On a thread of each rank,
+On the training thread: `accelerator.save_state` into a temporary folder, under FSDP each rank its
+shards, or with `checkpoint.async_save` a copy of them into host memory. On a thread of each rank,
 while training goes on: the other files, then each rank syncs and hashes its own; after all of them
 rank 0 writes the manifest, syncs, renames the folder, and only then prunes older checkpoints.
 """
@@ -9,6 +9,7 @@ rank 0 writes the manifest, syncs, renames the folder, and only then prunes olde
 import contextlib
 import errno
 import os
+import re
 import shutil
 import threading
 import time
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from accel_gpt.config.experiment import CheckpointConfig, Config
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import AccelGPTError, CheckpointError, UserError
+from accel_gpt.errors import AccelGPTError, CheckpointError
 from accel_gpt.files import fault_point, sha256, sync, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import host_group
@@ -36,11 +37,13 @@ from accel_gpt.training.checkpoint import FORMAT, read_states, set_aside, verify
 from accel_gpt.training.ranks import all_gather, all_ranks, lost_peer
 from accel_gpt.training.run_folder import RunFolder, step_name
 from accel_gpt.training.state import TrainState
+from accel_gpt.training.tensor_files import moments_of, rank_content, weights_of
 
 RETRY_SECONDS = 60.0  # after a save that failed; assumption
 LAST_TRIES, LAST_PAUSE_SECONDS = 3, 2.0  # for the last checkpoint of a launch
 CLOSING_SECONDS = 60.0
 DISK_FULL = ("unexpected pos", "file write failed", "No space left")  # in messages of torch, the OS
+OF_RANK = re.compile(r"_(\d+)\.(?:pkl|safetensors)$")  # in names of files that each rank writes
 Files = dict[str, dict[str, Any]]  # name -> size and sha256
 
 
@@ -66,11 +69,7 @@ class CheckpointWriter:
         self.main, self.group = accelerator.is_main_process, host_group(config, accelerator)
         self.fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.snapshot = Snapshot() if config.checkpoint.async_save else None
-        if self.snapshot and self.fsdp:
-            raise UserError(
-                "checkpoint.async_save is true but the model is sharded by FSDP, whose shards are "
-                "gathered while they are saved; set it to false"
-            )
+        self.copied: dict[str, Any] = {}  # file name -> content, of the snapshot
         self.thread: threading.Thread | None = None
         self.problem: str | None = None  # why the last save failed; the same on all ranks
         self.failed_at = 0.0
@@ -94,8 +93,6 @@ class CheckpointWriter:
         try:
             self.save_tensors(temporary, gpt, optimizer)
         except Exception as error:  # torch, safetensors and Accelerate raise no common class
-            if self.fsdp:  # other ranks still gather for this one
-                raise not_written(state.step, save_error(error)) from None
             failed = error
 
         def finish() -> None:
@@ -143,23 +140,34 @@ class CheckpointWriter:
 
     def save_tensors(self, folder: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
         """Save, or copy, what the next step of training changes."""
-        accelerator = self.accelerator
         folder.mkdir(parents=True, exist_ok=True)
         fault_point("save.begun")
-        if self.snapshot:
-            if self.main:
-                self.snapshot.copy(gpt, optimizer)
-            scaler = accelerator.scaler if self.main else None
-            rank, step = accelerator.process_index, accelerator.step
-            save_accelerator_state(str(folder), [], [], [], [], rank, step, scaler)
+        if not self.fsdp and not self.snapshot:
+            self.accelerator.save_state(str(folder))
         else:
-            accelerator.save_state(str(folder))
-            if self.fsdp:  # what samples, exports and starts from a checkpoint needs no FSDP
-                weights = accelerator.get_state_dict(gpt)
-                if self.main:
-                    weights = untied(gpt, weights)
-                    save_file(weights, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+            content = self.content(gpt, optimizer)
+            if self.snapshot:
+                self.copied = self.snapshot.copy(content)
+            else:
+                write_content(content, folder)
+            scaler = self.accelerator.scaler if self.main else None
+            rank, step = self.accelerator.process_index, self.accelerator.step
+            save_accelerator_state(str(folder), [], [], [], [], rank, step, scaler)
         fault_point("save.filled")
+
+    def content(self, gpt: GPT, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
+        """Weights and optimizer as this rank writes them: file name -> content."""
+        weights = weights_of(gpt)
+        if self.fsdp:
+            rank, moments = self.accelerator.process_index, moments_of(gpt, optimizer)
+            return {
+                f"weights_{rank}.safetensors": rank_content(weights, self.main),
+                f"optimizer_{rank}.safetensors": rank_content(moments, self.main),
+            }
+        if not self.main:
+            return {}
+        full = {"tensors": weights, "metadata": {"format": "pt"}}
+        return {SAFE_WEIGHTS_NAME: full, f"{OPTIMIZER_NAME}.bin": optimizer.state_dict()}
 
     def complete(
         self, folder: Path, content: dict[str, Any], gpt: GPT, failed: Exception | None
@@ -172,12 +180,14 @@ class CheckpointWriter:
             with self.phase(folder):
                 if failed:
                     raise failed
+                if self.snapshot:
+                    fault_point("save.copied")
+                    write_content(self.copied, folder)
                 if self.main:
                     self.write_shared(folder, content, gpt)
-                random = f"random_states_{self.accelerator.process_index}.pkl"
                 for path in sorted(folder.iterdir()):
-                    mine = self.main and not path.name.startswith("random_states_")
-                    if mine or path.name == random:
+                    rank = OF_RANK.search(path.name)
+                    if int(rank[1] if rank else 0) == self.accelerator.process_index:
                         own[path.name] = sealed(path)
             files = {n: entry for part in all_gather(own, self.group) for n, entry in part.items()}
             with self.phase(folder):
@@ -192,9 +202,6 @@ class CheckpointWriter:
 
     def write_shared(self, folder: Path, content: dict[str, Any], gpt: GPT) -> None:
         """Write the files that do not belong to one rank; on rank 0."""
-        if self.snapshot:
-            fault_point("save.copied")
-            self.snapshot.write(folder)
         write_json(folder / "trainer_state.json", content)
         shape = {"config": asdict(gpt.config), "vocab_size": gpt.vocab_size}
         write_json(folder / "model.json", {"format": FORMAT, **shape})
@@ -238,26 +245,23 @@ class CheckpointWriter:
 
 
 class Snapshot:
-    """A copy of weights and optimizer in host memory, written to disk while training goes on.
+    """Host memory that tensors are copied into, to be written while training goes on.
 
-    Its buffers are allocated once, pinned if the device is a GPU. The files are those of
-    `accelerator.save_state`, by the same two functions.
+    Its buffers are allocated once, pinned if the device is a GPU.
     """
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
-        self.weights: dict[str, Tensor] = {}
-        self.optimizer: Any = None
 
-    def copy(self, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
-        """Copy the present state; returns when the copy is complete."""
-        self.weights = self.copied("weights", untied(gpt, gpt.state_dict()))
-        self.optimizer = self.copied("optimizer", optimizer.state_dict())
+    def copy(self, content: dict[str, Any]) -> dict[str, Any]:
+        """`content` with copies of its tensors; returns when they are complete."""
+        copied: dict[str, Any] = self.copied("", content)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        return copied
 
     def copied(self, key: str, value: Any) -> Any:
-        """A state dict with every tensor copied into the buffer of its key."""
+        """A value with every tensor in it copied into the buffer of its key."""
         if isinstance(value, dict):
             return {name: self.copied(f"{key}.{name}", inner) for name, inner in value.items()}
         if isinstance(value, list):
@@ -271,16 +275,14 @@ class Snapshot:
             self.buffers[key] = buffer
         return buffer.copy_(value.detach(), non_blocking=True)
 
-    def write(self, folder: Path) -> None:
-        """Write the files of what was copied."""
-        save_file(self.weights, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-        torch.save(self.optimizer, folder / f"{OPTIMIZER_NAME}.bin")
 
-
-def untied(gpt: GPT, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`weights` without the second name of tied embeddings."""
-    tied = {"head.weight"} if gpt.config.tie_embeddings else set()
-    return {name: weight for name, weight in weights.items() if name not in tied}
+def write_content(files: dict[str, Any], folder: Path) -> None:
+    """Write files whose contents `CheckpointWriter.content` returned."""
+    for name, content in files.items():
+        if name.endswith(".safetensors"):
+            save_file(filename=folder / name, **content)
+        else:
+            torch.save(content, folder / name)
 
 
 def size_of(gpt: GPT, optimizer: AcceleratedOptimizer) -> int:

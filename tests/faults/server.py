@@ -34,6 +34,7 @@ from accel_gpt.data import loader
 from accel_gpt.training import machine
 from tests.faults.disk import Disk
 from tests.hermetic import sync_nothing
+from tests.matrix_worker import emulate_fsdp2
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 CHUNK = 4096  # sequences are prefetched in small chunks: a launch reads few
@@ -74,12 +75,16 @@ def main() -> None:
     loader.CHUNK = CHUNK
     sync_nothing()
     machine.commit(), machine.package_versions()
-    warm: set[tuple[int, str]] = set()  # numbers of processes, and the command
+    warm: set[tuple[int, str, bool]] = set()  # processes, the command, whether FSDP
     for line in sys.stdin:
         assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the second thread"
         with tempfile.TemporaryDirectory() as folder:
             request = Request(**json.loads(line))
-            kind = len(request.environment), request.arguments[0] if request.command else "train"
+            kind = (
+                len(request.environment),
+                request.arguments[0] if request.command else "train",
+                "FSDP_VERSION" in request.environment[0],
+            )
             answer = serve(request, Path(folder), kind in warm)
             if kind not in warm and not any(answer.codes):
                 preload(Path(folder))
@@ -127,6 +132,8 @@ def fork(request: Request, variables: dict[str, str], output: Path, warm: bool) 
         os.dup2(file, 2)
         faulthandler.enable()
         os.environ.update(variables)
+        if "FSDP_VERSION" in variables:
+            emulate_fsdp2()
         code = launch(request, output)
         if not warm and variables.get("RANK", "0") == "0":
             (output.parent / "modules").write_text("\n".join(sys.modules))

@@ -11,6 +11,12 @@ from tests.faults.harness import KILLED, Server, Tiny, assert_same, finish
 STEPS = 6  # three checkpoints and those of the best; two are kept and the best
 TRIALS = 8
 OPTIONS = ["--train.max_steps", str(STEPS)]
+FSDP = {
+    **{"ACCELERATE_USE_CPU": "false", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+    **{"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"},
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+}
+SHARDED = ["sharded_0", "sharded_1", "sharded_copied_0", "sharded_copied_1"]
 # how the launch may end: done, one sentence of error, no checkpoint, killed
 ENDS = {
     "kill": {KILLED},
@@ -20,36 +26,48 @@ ENDS = {
 }
 
 
-@pytest.fixture(scope="module", params=[pytest.param("saved", marks=pytest.mark.slow), "copied"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("saved_0", marks=pytest.mark.slow), "copied_0"]
+)
 def short(
     request: pytest.FixtureRequest,
     server: Server,
     tiny: Tiny,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """The undisturbed run, without or with `checkpoint.async_save`; beside it the names of all
-    points that it passed.
+    """The undisturbed run, without or with `checkpoint.async_save`, of one process or of two that
+    FSDP shards; beside it the names of all points that the process passed which is to fail.
     """
     run = tmp_path_factory.mktemp("short") / request.param
     log = {"ACCEL_GPT_FAULT_LOG": str(run.with_name("points.txt"))}
-    finish(server, arguments(tiny, run, run), environment=[log])
+    environment = processes(run, log)
+    finish(server, arguments(tiny, run, run), len(environment), environment=environment)
     assert_same(run, run, STEPS)
     passed = set(points(run))
-    assert passed >= {"best.named", "trash.renamed", "trash.gone"}
-    assert ("save.copied" in passed) == (run.name == "copied")
+    assert passed >= {"file.written", "file.synced", "save.filled"}
+    assert (passed >= {"best.named", "trash.renamed", "trash.gone"}) == run.name.endswith("0")
+    assert ("save.copied" in passed) == ("copied" in run.name)
     return run
+
+
+def processes(short: Path, one: dict[str, str]) -> list[dict[str, str]]:
+    """Environment of each process of a run as `short`, `one` of that which is to fail."""
+    kind, _, rank = short.name.rpartition("_")
+    every = [dict(FSDP), dict(FSDP)] if kind.startswith("sharded") else [{}]
+    every[int(rank)] |= one
+    return every
 
 
 def arguments(tiny: Tiny, run: Path, short: Path) -> list[str]:
     """Those of the run in `run` that shall end as `short` did."""
-    copied = str(short.name == "copied").lower()
+    copied = str("copied" in short.name).lower()
     return tiny.arguments(run, *OPTIONS, "--checkpoint.async_save", copied)
 
 
 def points(short: Path) -> list[str]:
     """Names of the points of the undisturbed run, in the order in which it passed them."""
     names = short.with_name("points.txt").read_text().splitlines()
-    assert len(names) >= 3 * 5, f"the writer names few points: {names}"
+    assert len(names) >= 3 * 4, f"the writer names few points: {names}"
     return names
 
 
@@ -60,11 +78,14 @@ def fail_at(
     names = points(short)
     for number in numbers:
         run, where = folder / f"{action}_{number}", f"{action} at {number}: {names[number - 1]}"
-        fault = {"ACCEL_GPT_FAULT": f"*:{number}={action}"}
-        answer = server.launch(arguments(tiny, run, short), environment=[fault])
-        assert answer.codes[0] in ENDS[action], f"{where}: {answer.outputs[0]}"
-        answer = server.launch(arguments(tiny, run, short))
-        assert answer.codes == [0], f"{where}: {answer.outputs[0]}"
+        environment = processes(short, {"ACCEL_GPT_FAULT": f"*:{number}={action}"})
+        asked = arguments(tiny, run, short), len(environment)
+        answer = server.launch(*asked, environment=environment)
+        rank = int(short.name[-1])
+        assert answer.codes[rank] in ENDS[action], f"{where}: {answer.outputs}"
+        assert not answer.hung, f"{where}: {answer.outputs}"
+        answer = server.launch(*asked, environment=processes(short, {}))
+        assert answer.codes == [0] * len(environment), f"{where}: {answer.outputs}"
         try:
             assert_same(run, short, STEPS)
         except AssertionError as error:
@@ -86,7 +107,18 @@ def test_kill_at_some_points(server: Server, tiny: Tiny, short: Path, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("short", SHARDED, indirect=True)
+def test_failure_of_one_of_two_that_fsdp_shards(
+    server: Server, tiny: Tiny, short: Path, tmp_path: Path
+) -> None:
+    chosen = spread(short)[1::3]
+    for action, numbers in zip(ENDS, [chosen, chosen[:1], chosen[1:2], chosen[2:3]], strict=True):
+        fail_at(numbers, action, server, tiny, short, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.parametrize("short", ["saved_0", "copied_0", *SHARDED], indirect=True)
 @pytest.mark.parametrize("action", ["kill", "half"])
 def test_kill_at_every_point(
     action: str, server: Server, tiny: Tiny, short: Path, tmp_path: Path

@@ -101,7 +101,7 @@ def test_a_device_not_in_the_table_has_no_peak(name: str) -> None:
 
 
 def test_every_row_is_found_by_its_own_name_and_falls_with_precision() -> None:
-    for name, (_, rates) in DEVICES.items():
+    for name, (_, _, rates) in DEVICES.items():
         assert {dtype: peak_flops(name, dtype) for dtype in rates} == dict(rates)
         ordered = [rates[dtype] for dtype in ("bf16", "fp16", "tf32", "fp32") if dtype in rates]
         assert ordered == sorted(ordered, reverse=True)

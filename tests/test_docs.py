@@ -153,6 +153,38 @@ def test_the_plan_shown_is_the_one_printed(
     )
 
 
+RUNS = (
+    "gpt2_124m --gpus 8",
+    "gpt2_124m --gpus 64 --bandwidth 3200 --train.micro_batch_size 8",
+    "gpt2_1558m --gpus 64 --distribution fsdp --bandwidth 3200",
+    "gpt2_1558m --gpus 64 --distribution fsdp --bandwidth 400",
+    "gpt2_1558m --gpus 64 --distribution hsdp --bandwidth 400",
+    *(
+        f"llama_7b --vocab_size 32000 --gpus {gpus} --distribution fsdp{network}"
+        for gpus, network in ((8, ""), (64, " --bandwidth 3200"), (512, " --bandwidth 3200"))
+    ),
+    "llama_7b --vocab_size 32000 --gpus 512 --distribution fsdp --bandwidth 400",
+)
+
+
+def test_the_runs_worked_out_are_those_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        "| | GB a device | step, ms | computing | collectives | not hidden | limited by | hours |"
+    ]
+    rows += ["|---" * 8 + "|"]
+    for words in RUNS:
+        h100 = ("--gpu", "h100", "--train.mixed_precision", "bf16", "--json")
+        assert dispatch(["plan", *words.split(), *h100]) == 0
+        report = json.loads(capsys.readouterr().out)
+        time, gb = report["time"], report["memory"]["total"] / 1e9
+        step = time["step"]
+        together = sum(one["seconds"] for one in step["collectives"])
+        seconds = (step["total"], step["compute"], together, step["exposed"])
+        cells = [f"`{words}`", f"{gb:.1f}", *(f"{1e3 * part:,.0f}" for part in seconds)]
+        rows += ["| " + " | ".join([*cells, step["limit"], f"{time['hours']:,.1f}"]) + " |"]
+    check("docs/cost.md", "\n".join(rows), r"<!-- runs -->\n(.*?)\n\n")
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_what_is_named_exists(page: str) -> None:
     """Keys, links, tests (`tests/faults/test_x.py::test_y`, `tests/` or not) and files."""

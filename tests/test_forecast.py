@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel_gpt.cli import dispatch
-from accel_gpt.commands.plan import evaluation_tokens
+from accel_gpt.commands.plan_time import evaluation_tokens
 from accel_gpt.commands.plan_vocabulary import inherit_known
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS, ModelConfig
@@ -29,7 +29,10 @@ from accel_gpt.model.gpt import GPT
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 GPT2 = str(next(path for path in CONFIGS if path.stem == "gpt2_124m"))
-OWN_TOKENIZER = {"llama_1b": ("--vocab_size", "32768")}  # as its comment says
+OPTIONS = {  # as their comments say
+    "llama_1b": ("--vocab_size", "32768"),
+    "llama_7b": ("--vocab_size", "32000", "--gpus", "8", "--distribution", "fsdp"),
+}
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: Any) -> Any:
@@ -49,7 +52,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_that_is_shipped(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (str(path), *OWN_TOKENIZER.get(path.stem, ()))
+    words = (str(path), *OPTIONS.get(path.stem, ()))
     report = plan(capsys, *words, "--gpu", "h200", "--train.mixed_precision", "bf16")
     assert report["memory"]["fits"] is True
     assert report["memory"]["total"] == sum(report["memory"]["parts"].values())
@@ -99,13 +102,30 @@ def test_the_arithmetic_of_gpt2(capsys: pytest.CaptureFixture[str]) -> None:
     assert length["tokens_per_parameter"] == length["tokens"] / 124_439_808
     assert length["flops_per_step"] == length["flops_per_token"] * 524_288
     rate = 0.5 * 989.5e12 * 8 / length["flops_per_token"]
-    assert time["tokens_per_second"] == pytest.approx(rate)
+    assert time["step"]["compute"] == pytest.approx(524_288 / rate)
+    assert time["tokens_per_second"] == pytest.approx(
+        rate, rel=0.01
+    )  # the last bucket is waited for
+    rate = time["tokens_per_second"]
     evaluated = 2 * 77 * 10_485_760 / 3  # 19,074 steps, every 250 and the last; forward only
     assert time["hours"] == pytest.approx((length["tokens"] + evaluated) / rate / 3600)
     assert time["cost"] == pytest.approx(time["hours"] * 8 * 2)
     assert disk["data_read"] == 19_074 * 512 * 1025 * 2
     assert disk["checkpoint"] == 12 * report["parameters"]["total"]
     assert disk["checkpoints_kept"] == 3
+
+
+def test_a_step_between_nodes_needs_their_bandwidth(capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = (GPT2, "--gpu", "h100", "--nodes", 2, "--gpus_per_node", 8)
+    step = plan(capsys, *nodes)["time"]["step"]
+    assert (step["total"], step["exposed"]) == (step["compute"], None)
+    assert run_main(dispatch, ["plan", *map(str, nodes)]) == 0
+    assert "not known; give --bandwidth" in capsys.readouterr().out
+    times = [plan(capsys, *nodes, "--bandwidth", gbit)["time"] for gbit in (3200, 25)]
+    assert times[0]["step"]["limit"] == "compute"
+    assert times[1]["step"]["limit"] == "the bandwidth between nodes"
+    assert times[1]["hours"] > times[0]["hours"]
+    assert times[1]["tokens_per_second"] == 524_288 / times[1]["step"]["total"]
 
 
 def test_a_shape_other_than_that_of_init_from_is_refused(
@@ -324,6 +344,10 @@ def test_an_accelerate_config_brings_processes_precision_and_fsdp(
         (("--gpu", "h10"), "--gpu h10 is not in the table of devices; did you mean h100?"),
         (("--gpus", 0), "--gpus is 0; it must be above 0"),
         (("--gpus", 7), "not a multiple of 32 sequences x 1024 tokens x 7 processes"),
+        (
+            ("--bandwidth", 400),
+            "--bandwidth 400.0 is that of a network between nodes, but there is",
+        ),
         (("--gpus", 8, "--nodes", 3), "8 devices are not 3 nodes of equal size; give two of"),
         (("--gpus", 8, "--nodes", 2, "--gpus_per_node", 8), "8 devices are not 2 nodes of 8"),
         (("--mfu", 40, "--gpu", "h100"), "--mfu is 40.0; it must lie in (0, 1]"),

@@ -8,19 +8,20 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from accel_gpt.commands.plan_memory import plan_memory
-from accel_gpt.commands.plan_vocabulary import data_folders, inherit_known, vocabulary_size
-from accel_gpt.config.checks import Positive, Section, Share
+from accel_gpt.commands.plan_time import plan_time
+from accel_gpt.commands.plan_vocabulary import inherit_known, vocabulary_size
+from accel_gpt.config.checks import NotNegative, Positive, Section, Share
 from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config, parse_command, read_yaml, to_flat
-from accel_gpt.config.plan import Plan, make_plan, plural
+from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import table, write_out
+from accel_gpt.cost.cluster import NODE_LATENCY
 from accel_gpt.cost.devices import (
     DEVICES,
     MATRIX_UNITS,
@@ -29,15 +30,13 @@ from accel_gpt.cost.devices import (
     device_memory,
     peak_flops,
 )
-from accel_gpt.cost.flops import flops_per_token, mfu, parameter_counts
+from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.cost.memory import Machine, checkpoint_bytes, largest_size, with_size
 from accel_gpt.errors import require
 
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
-ASSUMED_MFU = 0.4  # assumption: llm.c and nanoGPT report 0.4 to 0.5 for GPT-2 on A100 and H100
 NODE = 8  # GPUs of a node where nothing says it: assumption, as in HGX and OAM boards
-FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step: the backward pass takes two
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,12 @@ class PlanCommand(Section, prefix="--"):
     mfu: Share[float | None] = None
     """Share of the peak FLOP/s that is reached, 0 to 1, for the hours."""
     tokens_per_second: Positive[float | None] = None
-    """Of all devices together, in place of mfu."""
+    """Of all devices together, in place of mfu; like it without waiting for other devices."""
+    bandwidth: Positive[float | None] = None
+    """Of the network of a node in Gbit/s, one direction, all its cards together: 8 of 400 are 3200.
+    """
+    latency: NotNegative[float] = NODE_LATENCY * 1e3
+    """Of a message from node to node in milliseconds."""
     price: Positive[float | None] = None
     """Of a device for an hour, in any currency."""
     vocab_size: Positive[int | None] = None
@@ -124,7 +128,7 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
         },
         "depth": list(describe_depth(to_flat(config))),
         "memory": plan_memory(config, vocab_size, machine),
-        "time": speed(options, config, flops, machine, plan),
+        "time": plan_time(options, config, vocab_size, machine, plan),
         "disk": {
             "data_read": sequences * (plan.block_size + 1) * token_bytes,
             "checkpoint": checkpoint,
@@ -217,66 +221,6 @@ def planned_precision(
     return str(found), str(path) if path else "default"
 
 
-# --------------------------------------------------------------------------- time
-
-
-def speed(
-    options: PlanCommand, config: Config, flops: int, machine: Machine, plan: Plan
-) -> dict[str, Any]:
-    """Speed, hours and cost; None where the speed is not known."""
-    peak = machine.peak(config.train.matmul_precision)
-    rate, source = options.tokens_per_second, "--tokens_per_second"
-    require(
-        not options.mfu or peak is not None,
-        f"--mfu {options.mfu} is a share of a peak, and none is known for {machine}; "
-        "give --tokens_per_second",
-    )
-    if not rate and peak:
-        rate = (options.mfu or ASSUMED_MFU) * peak * machine.devices / flops
-        source = "--mfu" if options.mfu else "by an assumed MFU"
-    if not rate:
-        unknown = ("tokens_per_second", "mfu", "hours", "evaluation_hours", "device_hours", "cost")
-        return dict.fromkeys(unknown) | {"source": "not known; give --tokens_per_second"}
-    evaluated = evaluation_tokens(config, plan.max_steps)
-    evaluation_hours = FORWARD_SHARE * (evaluated or 0) / rate / 3600
-    hours = plan.max_steps * plan.tokens_per_step / rate / 3600 + evaluation_hours
-    return {
-        "tokens_per_second": rate,
-        "mfu": mfu(rate, flops, peak, machine.devices) if peak else None,
-        "source": source,
-        "hours": hours,
-        "evaluation_hours": None if evaluated is None else evaluation_hours,
-        "device_hours": hours * machine.devices,
-        "cost": hours * machine.devices * options.price if options.price else None,
-    }
-
-
-def evaluation_tokens(config: Config, steps: int) -> int | None:
-    """Tokens that all evaluations read; None where they are whole splits that are not there yet."""
-    limit, train = config.eval.tokens, [str(folder) for folder in data_folders(config)]
-    val = config.data.val
-    folders = list(val.values()) if isinstance(val, Mapping) else [val] if val else train
-    sets = [[folder] for folder in folders] if isinstance(val, Mapping) else [folders]
-    read = [split_tokens(train, "train", limit), *(split_tokens(s, "val", limit) for s in sets)]
-    last = split_tokens(folders, "val", None) if config.eval.whole_at_end else 0
-    if last is None or None in read:
-        return None
-    times = -(-steps // config.eval.every) if config.eval.every else 1
-    return times * sum(tokens or 0 for tokens in read) + last
-
-
-def split_tokens(folders: list[str], split: str, limit: int | None) -> int | None:
-    """Tokens of a split of all `folders` together, at most `limit`; None: not known."""
-    indexes = [Path(folder) for folder in folders if (Path(folder) / "dataset.json").is_file()]
-    if not folders or len(indexes) < len(folders):
-        return limit
-    from accel_gpt.data.shards import read_index
-
-    shards = [shard for folder in indexes for shard in read_index(folder)["splits"][split]]
-    whole = sum(int(shard["tokens"]) for shard in shards)
-    return whole if limit is None else min(limit, whole)
-
-
 # --------------------------------------------------------------------------- the table
 
 
@@ -340,6 +284,7 @@ def cost_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         for part, size in held["host"].items():
             yield f"  {part}", gigabytes(size), ""
     yield ()
+    yield from step_rows(found)
     rate, evaluation = found["tokens_per_second"], found["evaluation_hours"]
     yield "tokens per second", f"{rate:,.0f}" if rate else "?", found["source"]
     if found["mfu"] is not None:
@@ -357,6 +302,29 @@ def cost_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     yield "data read", gigabytes(disk["data_read"]), ""
     yield "checkpoint", gigabytes(disk["checkpoint"]), kept
     yield ()
+
+
+def step_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Where the time of a step goes."""
+    step = found["step"]
+    if step is None:
+        return
+    if step["exposed"] is None:
+        yield "compute of a step", milliseconds(step["compute"]), found["source"]
+        yield "collectives", "?", "not known; give --bandwidth"
+        return
+    yield "step", milliseconds(step["total"]), f"limited by {step['limit']}"
+    yield "  compute", milliseconds(step["compute"]), ""
+    for one in step["collectives"]:
+        what = f"{gigabytes(one['sent'])} from each device, {plural(one['calls'], 'call')}"
+        yield f"  {one['name']}", milliseconds(one["seconds"]), what
+    if step["collectives"]:
+        yield "  not hidden by compute", milliseconds(step["exposed"]), "of the collectives"
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds in 1e-3."""
+    return f"{1e3 * seconds:,.1f} ms"
 
 
 def gigabytes(size: float) -> str:

@@ -1,0 +1,107 @@
+"""The part of `accel-gpt plan` about time: of a step, what limits it, of the run, and its cost."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_gpt.commands.plan_vocabulary import data_folders
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.plan import Plan
+from accel_gpt.cost.cluster import Network, step_time
+from accel_gpt.cost.flops import flops_per_token, mfu
+from accel_gpt.cost.memory import Machine
+from accel_gpt.errors import require
+
+if TYPE_CHECKING:
+    from accel_gpt.commands.plan import PlanCommand
+
+ASSUMED_MFU = 0.4  # assumption: llm.c and nanoGPT report 0.4 to 0.5 for GPT-2 on A100 and H100
+RECOMPUTED = 3 / 4  # of it with activation checkpointing: a second forward pass
+FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step: the backward pass takes two
+
+
+def plan_time(
+    options: "PlanCommand", config: Config, vocab_size: int, machine: Machine, plan: Plan
+) -> dict[str, Any]:
+    """Speed, hours and cost; None where the speed is not known."""
+    flops = flops_per_token(config.model, vocab_size)
+    peak = machine.peak(config.train.matmul_precision)
+    rate, source = options.tokens_per_second, "--tokens_per_second"
+    require(
+        not options.mfu or peak is not None,
+        f"--mfu {options.mfu} is a share of a peak, and none is known for {machine}; "
+        "give --tokens_per_second",
+    )
+    require(
+        machine.nodes > 1 or not options.bandwidth,
+        f"--bandwidth {options.bandwidth} is that of a network between nodes, but there is one "
+        "node; give --nodes",
+    )
+    if not rate and peak:
+        recomputed = config.train.activation_checkpointing == "blocks"
+        assumed = ASSUMED_MFU * (RECOMPUTED if recomputed else 1)
+        rate = (options.mfu or assumed) * peak * machine.devices / flops
+        source = "--mfu" if options.mfu else f"an assumed MFU of {assumed:.0%}"
+    if not rate:
+        unknown = ("tokens_per_second", "mfu", "hours", "evaluation_hours", "device_hours", "cost")
+        return dict.fromkeys((*unknown, "step")) | {"source": "not known; give --tokens_per_second"}
+    network = Network(machine, (options.bandwidth or 0) * 1e9 / 8 or None, options.latency / 1e3)
+    step = plan_step(config, vocab_size, network, plan.tokens_per_step / rate)
+    rate = plan.tokens_per_step / step["total"]
+    evaluated = evaluation_tokens(config, plan.max_steps)
+    evaluation_hours = FORWARD_SHARE * (evaluated or 0) / rate / 3600
+    hours = plan.max_steps * step["total"] / 3600 + evaluation_hours
+    return {
+        "step": step,
+        "tokens_per_second": rate,
+        "mfu": mfu(rate, flops, peak, machine.devices) if peak else None,
+        "source": source,
+        "hours": hours,
+        "evaluation_hours": None if evaluated is None else evaluation_hours,
+        "device_hours": hours * machine.devices,
+        "cost": hours * machine.devices * options.price if options.price else None,
+    }
+
+
+def plan_step(config: Config, vocab_size: int, network: Network, compute: float) -> dict[str, Any]:
+    """Where the time of a step goes; the collectives None where the network is not known."""
+    if not network.known:
+        return {"total": compute, "compute": compute, "exposed": None}
+    step = step_time(config, vocab_size, network, compute)
+    return {
+        "total": step.total,
+        "compute": compute,
+        "exposed": step.exposed,
+        "limit": step.limit,
+        "collectives": [
+            {"name": one.name, "calls": one.calls, "sent": one.sent, "seconds": one.seconds}
+            for one in step.collectives
+            if one.seconds
+        ],
+    }
+
+
+def evaluation_tokens(config: Config, steps: int) -> int | None:
+    """Tokens that all evaluations read; None where they are whole splits that are not there yet."""
+    limit, train = config.eval.tokens, [str(folder) for folder in data_folders(config)]
+    val = config.data.val
+    folders = list(val.values()) if isinstance(val, Mapping) else [val] if val else train
+    sets = [[folder] for folder in folders] if isinstance(val, Mapping) else [folders]
+    read = [split_tokens(train, "train", limit), *(split_tokens(s, "val", limit) for s in sets)]
+    last = split_tokens(folders, "val", None) if config.eval.whole_at_end else 0
+    if last is None or None in read:
+        return None
+    times = -(-steps // config.eval.every) if config.eval.every else 1
+    return times * sum(tokens or 0 for tokens in read) + last
+
+
+def split_tokens(folders: list[str], split: str, limit: int | None) -> int | None:
+    """Tokens of a split of all `folders` together, at most `limit`; None: not known."""
+    indexes = [Path(folder) for folder in folders if (Path(folder) / "dataset.json").is_file()]
+    if not folders or len(indexes) < len(folders):
+        return limit
+    from accel_gpt.data.shards import read_index
+
+    shards = [shard for folder in indexes for shard in read_index(folder)["splits"][split]]
+    whole = sum(int(shard["tokens"]) for shard in shards)
+    return whole if limit is None else min(limit, whole)

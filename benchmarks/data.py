@@ -165,7 +165,7 @@ def windows_of(folder: Path, position: int = 0) -> Iterator[Any]:
     """Our reader on the train split of a folder."""
     split = open_split(folder, "train")
     source = Source("x", str(folder), 1.0, split, BytesTokenizer())
-    mixture = Mixture((source,), T, "global", 1)
+    mixture = Mixture((source,), T, "global", 1, 1)
     return read_sequences(mixture, Plan(1, B, T, 1, 1, 0, 1), VOCAB, 0, position)
 
 

@@ -30,7 +30,7 @@ def start(corpus: Path) -> Start:
         rank: int = 0, world: int = 1, micro: int = 12, position: int = 0, vocab: int = 257
     ) -> Loader:
         source = Source("corpus", str(corpus), 1.0, split, load_tokenizer(corpus))
-        mixture = Mixture((source,), 32, "global", 1)
+        mixture = Mixture((source,), 32, "global", 1, 1)
         plan = Plan(world, micro, 32, 1, 9, 0, 9)
         return Loader(read_sequences(mixture, plan, vocab, rank, position), micro, CPU)
 
@@ -52,7 +52,7 @@ def take(loader: Loader, count: int) -> list[Tensor]:
 
 def test_windows_are_those_of_the_order(start: Start, corpus: Path) -> None:
     split = open_split(corpus, "train")
-    order = Order(split.lengths, 32, "global", 1, split.fingerprint)
+    order = Order(split.lengths, 32, "global", 1, 1, split.fingerprint)
     shards, starts = order.locate(np.arange(36))
     for row, shard, first in zip(take(start(), 3), shards, starts, strict=True):
         assert row.tolist() == split.read(int(shard), int(first), 33).tolist()

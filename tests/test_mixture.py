@@ -63,10 +63,10 @@ def mixture(corpus: Path, shuffle: Shuffle, weights: tuple[float, ...]) -> Mixtu
         Source(f"source{i}", str(corpus), weight, replace(split, fingerprint=f"{i}"), tokenizer)
         for i, weight in enumerate(weights)
     ]
-    return Mixture(tuple(sources), 32, shuffle, seed=1)
+    return Mixture(tuple(sources), 32, shuffle, group=2, seed=1)
 
 
-@pytest.mark.parametrize("shuffle", ["global", "shards", "none", "replacement"])
+@pytest.mark.parametrize("shuffle", ["global", "groups", "shards", "none", "replacement"])
 def test_every_source_gives_its_own_order(corpus: Path, shuffle: Shuffle) -> None:
     mixed = mixture(corpus, shuffle, (2, 1, 1))
     k = np.arange(500, 1700)  # over several epochs of each

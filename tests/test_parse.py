@@ -87,7 +87,7 @@ def test_unquoted_no_in_yaml_is_the_precision_no(tmp_path: Path) -> None:
         (["--optim.learning_rate", "1"], "did you mean optim.lr?"),
         (["--train.max_steps", "1.5"], "train.max_steps is '1.5'; expected a whole number"),
         (["--train.compile", "maybe"], "train.compile is 'maybe'; expected true or false"),
-        (["--data.shuffle", "x"], "expected one of global, shards, none, replacement"),
+        (["--data.shuffle", "x"], "expected one of global, groups, shards, none, replacement"),
         (["--optim.lr", "-1"], "optim.lr is -1.0; it must be above 0"),
         (["--model.n_kv_head", "-1"], "model.n_kv_head is -1; it must be above 0"),
         (["--data.prepare.source", "stdlib", "--data.prepare.path", "x"], "source to text"),

@@ -3,6 +3,7 @@
 import hashlib
 import http.server
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -16,14 +17,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accel_gpt.config.data import DataConfig
-from accel_gpt.data import cache, remote
+from accel_gpt.config.data import DataConfig, PrepareConfig
+from accel_gpt.config.experiment import Config, EvalConfig
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.plan import Plan
+from accel_gpt.data import cache, loader, remote
 from accel_gpt.data.cache import RemoteFolder
+from accel_gpt.data.corpus import open_shards
+from accel_gpt.data.loader import read_sequences
+from accel_gpt.data.order import Shuffle
 from accel_gpt.data.remote import Missing, Refused, Store, reason
 from accel_gpt.data.shards import HEADER, Split, open_split, resident
 from accel_gpt.data.sources import is_url, open_data
 from accel_gpt.errors import DataError, UserError
+from accel_gpt.prepare.prepare import prepare
 from accel_gpt.redact import redact_url
+from tests.conftest import text_of
 
 TOKENS = 20_000
 SIZE = HEADER + 2 * TOKENS
@@ -461,6 +470,68 @@ def test_data_of_a_url_equal_the_local_ones(
         served.shutdown()
         served.socket.close()
     assert "going on with the copy" in capsys.readouterr().err
+
+
+@pytest.fixture
+def many(server: Server, tmp_path: Path) -> Callable[..., Config]:
+    """The config of data behind the server: eight shards of 2,000 tokens at most."""
+    text = tmp_path / "text.txt"
+    text.write_text(text_of(4000))
+    source = PrepareConfig(source="text", path=str(text), tokenizer="bytes", shard_tokens=2000)
+    prepare(source, server.root / "many")
+    for path in (server.root / "many").iterdir():
+        path.rename(server.root / path.name)
+
+    def config(shuffle: Shuffle, shards: float, url: str = server.url) -> Config:
+        """With a cache of so many shards."""
+        gb = (shards * 4200 + 9000) / 1e9  # and the index and tokenizer
+        data = DataConfig(
+            url, shuffle=shuffle, shuffle_group=2, cache_dir=f"{tmp_path}/cache", cache_gb=gb
+        )
+        return Config(data=data, model=ModelConfig(block_size=32), eval=EvalConfig(tokens=100))
+
+    return config
+
+
+def test_a_cache_of_two_groups_reads_each_shard_once(
+    server: Server, many: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "CHUNK", 2000)  # bytes; a group has 8,000
+    found, requests = {}, Counter()
+    for name, url in (("remote", server.url), ("local", str(server.root))):
+        mixture = open_shards(many("groups", 4, url)).train
+        server.requests.clear()  # of what is evaluated
+        chunks = read_sequences(mixture, Plan(1, 4, 32, 1, 9, 0, 9), 257, 0, 0)
+        epoch = mixture.orders[0].sequences_per_epoch
+        found[name] = np.concatenate([next(chunks)[0] for _ in range(epoch // 28)])
+        requests = requests or server.requests.copy()
+        assert len(found[name]) >= epoch - 28
+    assert (found["remote"] == found["local"]).all()
+    assert len(requests) >= 7  # of 8; one is still there
+    assert sum(requests.values()) <= 8 + 2  # those of the next epoch's first group
+    assert used(tmp_path / "cache") <= 4 * 4200 + 9000
+
+
+def test_an_order_that_needs_more_than_the_cache_is_refused(many: Callable[..., Config]) -> None:
+    open_shards(many("shards", 1))
+    with pytest.raises(
+        UserError, match=r"is groups, which needs two groups .*lower data.shuffle_g"
+    ):
+        open_shards(many("groups", 1))
+    with pytest.raises(
+        UserError, match=r"is global, which needs all .* set data.shuffle to groups"
+    ):
+        open_shards(many("global", 4))
+
+
+def test_the_first_lines_say_what_a_global_order_downloads(many: Callable[..., Config]) -> None:
+    plan = Plan(1, 4, 32, 8, 9, 0, 9)
+    lines = open_shards(many("global", 20)).lines(plan)
+    assert re.search(
+        r"first step needs [78] remote shards, .* is global; with groups .* 2, ", lines[-1]
+    )
+    for shuffle in ("groups", "shards"):
+        assert "remote" not in open_shards(many(shuffle, 20)).lines(plan)[-1]
 
 
 def test_what_was_read_into_memory_is_not_held(

@@ -150,7 +150,7 @@ def test_metrics_are_cut_back_to_the_step_that_is_resumed(
 
 IDENTITY = {
     *(key for key in leaves(Config) if key.startswith("model.")),
-    *("optim.name", "seed", "data.shuffle", "train.tokens_per_step"),
+    *("optim.name", "seed", "data.shuffle", "data.shuffle_group", "train.tokens_per_step"),
     *("optim.embedding_lr", "optim.head_lr"),  # set or not set
 } - {"model.init_from", "model.allow_pickle"}
 FREE = {

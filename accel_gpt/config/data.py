@@ -140,9 +140,12 @@ class DataConfig(Section, prefix="data."):
     tokenizer: str | None = None
     """Tokenizer of data that does not name one (shards of other projects, streamed text): gpt2,
     bytes or the path of a tokenizer.json."""
-    shuffle: Literal["global", "shards", "none", "replacement"] = "global"
-    """global: a new permutation of all sequences each epoch. shards: shards in random order, each
+    shuffle: Literal["global", "groups", "shards", "none", "replacement"] = "global"
+    """global: a new permutation of all sequences each epoch. groups: shards in random order, a
+    permutation of the sequences of each shuffle_group shards. shards: shards in random order, each
     read in order. none: in order. replacement: random crops, as in nanoGPT."""
+    shuffle_group: Positive[int] = 8
+    """Number of shards in a group, for shuffle groups. The cache of a URL must hold two groups."""
     document_mask: bool = False
     """End attention, loss and positions at document boundaries. false: a sequence is one text."""
     cache_dir: str | None = None

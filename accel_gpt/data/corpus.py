@@ -149,6 +149,15 @@ class ShardCorpus(Corpus):
             for source, count in zip(train.sources, epochs, strict=True)
         ]
         lines[-1] += f"; {val:,} val tokens, tokenizer {tokenizer.kind} of {tokenizer.vocab_size:,}"
+        grouped = replace(train, shuffle="groups")
+        (now, gb), (then, less) = (
+            m.remote_reads(plan.sequences_per_step) for m in (train, grouped)
+        )
+        if then < now:
+            lines.append(
+                f"data     the first step needs {now:,} remote shards, {gb:,.1f} GB, as "
+                f"data.shuffle is {train.shuffle}; with groups it needs {then:,}, {less:,.1f} GB"
+            )
         return lines
 
 
@@ -166,7 +175,8 @@ def open_shards(config: Config) -> ShardCorpus:
             source.split.fingerprint != before.split.fingerprint,
             f"data.train has the tokens of {source.path} twice; give them once, with their weight",
         )
-    train = Mixture(tuple(sources), config.model.block_size, data.shuffle, config.seed)
+    order = data.shuffle, data.shuffle_group, config.seed
+    train = Mixture(tuple(sources), config.model.block_size, *order)
     known = {source.path: source.tokenizer for source in sources}
     held = val_paths(data) or [Weighted(source.path, source.weight) for source in sources]
     val = open_sources(held, "val", data, val_names(data), known)
@@ -233,14 +243,22 @@ def document_end(data: DataConfig, tokenizer: Tokenizer) -> int | None:
 
 
 def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
-    """`UserError` where a shuffle over all shards does not fit the cache."""
+    """`UserError` where the remote shards that are shuffled together do not fit the cache.
+
+    Of `groups` these are two, as a batch may end one and begin the next.
+    """
     remote = [source.split for source in sources if source.split.remote is not None]
-    need = sum(split.tokens * split.dtype.itemsize for split in remote) / 1e9
+    grouped = data.shuffle == "groups"
+    count, advice = None, "set data.shuffle to groups"
+    if grouped:
+        count, advice = 2 * data.shuffle_group, "lower data.shuffle_group"
+    largest = [np.sort(split.lengths)[::-1][:count] * split.dtype.itemsize for split in remote]
+    need = sum(int(sizes.sum()) for sizes in largest) / 1e9
     require(
-        data.shuffle not in ("global", "replacement") or need <= data.cache_gb,
-        f"data.shuffle is {data.shuffle}, which reads all {need:.1f} GB of the remote shards "
-        f"at random, more than data.cache_gb {data.cache_gb:g}; set data.shuffle to shards or "
-        "raise it",
+        data.shuffle in ("shards", "none") or need <= data.cache_gb,
+        f"data.shuffle is {data.shuffle}, which needs {'two groups' if grouped else 'all'} of the "
+        f"remote shards at once, {need:,.1f} GB, more than data.cache_gb {data.cache_gb:g}; "
+        f"{advice} or raise it",
     )
 
 

@@ -97,6 +97,7 @@ class Mixture:
     sources: tuple[Source, ...]
     block_size: int
     shuffle: Shuffle
+    group: int
     seed: int
     origin: int = 0
     given: Mapping[str, int] = field(default_factory=dict)
@@ -114,7 +115,7 @@ class Mixture:
     def orders(self) -> tuple[Order, ...]:
         """(M,) the order of each source."""
         splits = [source.split for source in self.sources]
-        settings = self.block_size, self.shuffle, self.seed
+        settings = self.block_size, self.shuffle, self.group, self.seed
         return tuple(Order(split.lengths, *settings, split.fingerprint) for split in splits)
 
     @cached_property
@@ -162,6 +163,15 @@ class Mixture:
         """(M,) how often each source has been read through after `k` sequences."""
         each = zip(self.counts(k), self.orders, strict=True)
         return [count / order.sequences_per_epoch for count, order in each]
+
+    def remote_reads(self, count: int) -> tuple[int, float]:
+        """How many remote shards the first `count` sequences are read from, and their GB."""
+        source, shard, _ = self.locate(self.origin + np.arange(count))
+        found = set(zip(source.tolist(), shard.tolist(), strict=True))
+        splits = [one.split for one in self.sources]
+        remote = [(splits[one], number) for one, number in found if splits[one].remote is not None]
+        needed = sum(split.shards[number].tokens * split.dtype.itemsize for split, number in remote)
+        return len(remote), needed / 1e9
 
     def prefetch(self, k: int, source: Ints, shard: Ints) -> None:
         """Have the shards of the sequences up to number `k` downloaded, and then the next ones."""

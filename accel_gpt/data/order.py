@@ -19,7 +19,7 @@ import numpy.typing as npt
 from accel_gpt.data.shards import Ints
 from accel_gpt.errors import DataError
 
-Shuffle = Literal["global", "shards", "none", "replacement"]
+Shuffle = Literal["global", "groups", "shards", "none", "replacement"]
 Words = npt.NDArray[np.uint64]
 ROUNDS = 6  # Feistel rounds, even so that the halves end where they began; 4 suffice (Luby-Rackoff)
 
@@ -31,6 +31,7 @@ class Order:
     lengths: Ints  # (S,) tokens of each shard
     block_size: int
     shuffle: Shuffle
+    group: int  # shards of a group, at most
     seed: int
     fingerprint: str
 
@@ -73,30 +74,53 @@ class Order:
         shards = self.shard_order(epoch)
         counts = self.counts[shards]
         ends = np.cumsum(counts)
+        if self.shuffle == "groups":
+            index = self.within_groups(epoch, shards, index)
         slot = np.searchsorted(ends, index, side="right")
         shard, number = shards[slot], index - (ends - counts)[slot]
         return shard, self.offset(epoch, shard) + number * self.block_size
 
+    def within_groups(self, epoch: int, shards: Ints, index: Ints) -> Ints:
+        """`index`, permuted within each group of the `shards` in their order."""
+        edges = self.groups(shards)[1]
+        group = np.searchsorted(edges, index, side="right") - 1
+        image = np.empty_like(index)
+        for number in set(group.tolist()):
+            here, first = group == number, edges[number]
+            size, key = int(edges[number + 1] - first), self.key(epoch, f"group {number}")
+            image[here] = first + permute(index[here] - first, size, key)
+        return image
+
+    def groups(self, shards: Ints) -> tuple[Ints, Ints]:
+        """Where each group begins in `shards`, and its first sequence; then the ends: S and N.
+
+        Their sizes differ by one shard at most. A shard is a group of its own but for `groups`.
+        """
+        S, size = len(self.lengths), self.group if self.shuffle == "groups" else 1
+        begins = np.arange(-(-S // size) + 1) * S // -(-S // size)
+        return begins, np.concatenate(([0], np.cumsum(self.counts[shards])))[begins]
+
     def upcoming(self, k: int, count: int) -> list[int]:
-        """Shards of the sequences from number `k` on, in order: the next `count` of them, or all
-        where the order jumps between shards.
+        """Shards of the sequences from number `k` on, in order: the next `count` of them, those of
+        two groups, or all where the order jumps between shards.
         """
         if self.shuffle in ("global", "replacement"):
             return np.flatnonzero(self.counts).tolist()
+        count = 2 * self.group if self.shuffle == "groups" else count
         epoch, index = divmod(k, self.sequences_per_epoch)
         found: list[int] = []
         while len(found) < count and epoch <= k // self.sequences_per_epoch + 1:
             shards = self.shard_order(epoch)
-            shards = shards[self.counts[shards] > 0]
-            first = np.searchsorted(np.cumsum(self.counts[shards]), index, side="right")
-            found += shards[first:].tolist()
+            begins, edges = self.groups(shards)
+            shards = shards[begins[np.searchsorted(edges, index, side="right") - 1] :]
+            found += shards[self.counts[shards] > 0].tolist()
             epoch, index = epoch + 1, 0
         return found[:count]
 
     def shard_order(self, epoch: int) -> Ints:
         """(S,) shards in the order in which an epoch reads them, unless it jumps between them."""
         shards = np.arange(len(self.lengths))
-        if self.shuffle == "shards":
+        if self.shuffle in ("shards", "groups"):
             return permute(shards, len(shards), self.key(epoch, "shards"))
         return shards
 

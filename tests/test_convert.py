@@ -33,6 +33,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": BLOCK}
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),
@@ -47,6 +53,12 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 12},
     ),
     "llama3 positions": ("Llama", COMMON | {"rope_parameters": LLAMA3}),
+    "yarn positions": ("Qwen3", COMMON | {"head_dim": 16, "rope_parameters": YARN}),
+    "yarn positions, all set": (
+        "Llama",
+        COMMON
+        | {"rope_parameters": YARN | {"beta_fast": 4.0, "beta_slow": 0.5, "attention_factor": 1.3}},
+    ),
     "linear positions": (
         "Llama",
         COMMON | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
@@ -193,8 +205,12 @@ def shape_of(**changes: Any) -> dict[str, Any]:
     [
         ({"model_type": "bert", "architectures": ["BertModel"]}, "BertModel.*Qwen3ForCausalLM"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
-            "rope_type yarn.*not implemented",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type dynamic.*not implemented",
+        ),
+        (
+            {"rope_parameters": YARN | {"truncate": False}},
+            "truncate False.*not implemented",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_act": "gelu"}, "hidden_act gelu.*only silu"),

@@ -41,7 +41,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 9_900  # goal: 8,000
+INNER_LINES = 9_974  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -52,17 +52,17 @@ HEAVY = {
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
     "": 940,
-    "config": 1_490,  # 1,160
+    "config": 1_499,  # 1,160
     "cost": 720,  # 420
     "model": 1_050,
     "optim": 470,  # 400
-    "data": 3_003,  # 2,315
+    "data": 3_001,  # 2,315
     "text": 1_210,  # 820
     "prepare": 1_130,  # 780
     "training": 4_800,  # 3,020
     "evals": 870,  # 760
     "report": 890,  # 740
-    "hub": 2_040,  # 1,800
+    "hub": 2_043,  # 1,800
     "commands": 2_690,  # 1,680
 }
 # what could execute a file's content, or shows a wish to hide behaviour

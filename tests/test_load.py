@@ -145,8 +145,11 @@ def test_no_context_is_longer_than_that_of_the_weights(
     longer = ["--model.init_from", str(tmp_path / "run"), "--model.block_size", "64"]
     other = ["--model.preset", "llama", "--out_dir", str(tmp_path / "other")]
     assert launch(small_run(*longer, *other)) == 2
-    assert "model.block_size is 64, but" in capsys.readouterr().err
+    assert "leave it unset, or extend it by model.rope_scaling" in capsys.readouterr().err
     assert launch(small_run(*QUICK, *longer[:2], *other, "--seed", "2")) == 0
+    scaled = ["--model.rope_scaling", "yarn", "--model.rope_factor", "2"]
+    scaled += ["--model.rope_original_block_size", "32", "--out_dir", str(tmp_path / "long")]
+    assert launch(small_run(*QUICK, *longer, *other[:2], *scaled)) == 0
 
 
 def test_the_same_tokenizer_at_another_place_is_no_other_preparation(

@@ -21,7 +21,7 @@ class ModelConfig(Section, prefix="model."):
     init_from: str = "scratch"
     """Initial weights: scratch, or a run or checkpoint of accel_gpt, a folder written by
     transformers, or a Hub id (gpt2, Qwen/Qwen3-0.6B, user/name@revision). Shape and tokenizer come
-    with the weights; dropout, rope_theta and block_size can be overridden."""
+    with the weights; dropout, rope_ keys and block_size can be overridden."""
     allow_pickle: bool = False
     """Also accept weights in pickle files (.bin), which are read without executing code."""
     n_layer: Annotated[Positive[int], at_most(2**14)] = 12
@@ -64,17 +64,23 @@ class ModelConfig(Section, prefix="model."):
     """Limit logits to plus and minus this value by a tanh. null: no limit."""
     rope_theta: Positive[float] = 10000.0
     """Base of the rotary frequencies."""
-    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     """Scaling of rotary positions for contexts longer than in the first training: linear divides
-    positions by rope_factor, llama3 divides low frequencies only."""
+    positions by rope_factor, llama3 and yarn divide low frequencies only."""
     rope_factor: Positive[float] = 1.0
     """Factor of rope_scaling."""
     rope_low_freq_factor: Positive[float] = 1.0
     """llama3: frequencies with fewer turns than this in the original context are divided."""
     rope_high_freq_factor: float = 4.0
     """llama3: frequencies with more turns than this in the original context are kept."""
+    rope_beta_fast: Positive[float] = 32.0
+    """yarn: frequencies with more turns than this in the original context are kept."""
+    rope_beta_slow: Positive[float] = 1.0
+    """yarn: frequencies with fewer turns than this in the original context are divided."""
+    rope_attention_factor: Positive[float | None] = None
+    """yarn: factor on queries and keys. null: 0.1 ln(rope_factor) + 1."""
     rope_original_block_size: Positive[int] = 8192
-    """llama3: original context length in tokens."""
+    """llama3 and yarn: original context length in tokens."""
     init_std: Positive[float] = 0.02
     """Standard deviation of the initial weights. 0.02 is GPT-2's."""
     zero_init: bool = False

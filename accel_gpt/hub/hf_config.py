@@ -39,14 +39,25 @@ FIELDS = (  # our field; its name in the config.json of GPT-2 ("": it has none),
     ("tie_embeddings", "tie_word_embeddings", "tie_word_embeddings"),
     ("init_std", "initializer_range", "initializer_range"),
 )
-ROPE_FIELDS = (  # our field, its name in rope_parameters
-    ("rope_theta", "rope_theta"),
-    ("rope_factor", "factor"),
-    ("rope_low_freq_factor", "low_freq_factor"),
-    ("rope_high_freq_factor", "high_freq_factor"),
-    ("rope_original_block_size", "original_max_position_embeddings"),
+ROPE_LINEAR = (("rope_theta", "rope_theta"), ("rope_factor", "factor"))  # likewise
+ROPE_LONG = (*ROPE_LINEAR, ("rope_original_block_size", "original_max_position_embeddings"))
+ROPE_TYPES = MappingProxyType(
+    {
+        "default": ROPE_LINEAR[:1],
+        "linear": ROPE_LINEAR,
+        "llama3": (
+            *ROPE_LONG,
+            ("rope_low_freq_factor", "low_freq_factor"),
+            ("rope_high_freq_factor", "high_freq_factor"),
+        ),
+        "yarn": (
+            *ROPE_LONG,
+            ("rope_beta_fast", "beta_fast"),
+            ("rope_beta_slow", "beta_slow"),
+            ("rope_attention_factor", "attention_factor"),
+        ),
+    }
 )
-ROPE_TYPES = MappingProxyType({"default": 1, "linear": 2, "llama3": 5})  # how many fields each has
 
 
 def field_names(preset: str) -> Iterator[tuple[str, str]]:
@@ -129,6 +140,8 @@ def read_rope(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 10000.0} | (settings["rope_parameters"] or {})
     require_one_of(name, rope, "rope_type", *ROPE_TYPES)
     require_one_of(name, rope, "partial_rotary_factor", None, 1.0)
+    require_one_of(name, rope, "truncate", True)
+    require_one_of(name, rope, "mscale_all_dim", None)
     kind, head_dim = rope["rope_type"], settings.get("head_dim")
     if head_dim and head_dim * settings["num_attention_heads"] == settings["hidden_size"]:
         head_dim = None
@@ -141,8 +154,9 @@ def read_rope(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
         "logit_softcap": settings["final_logit_softcapping"] if fast else None,
         "rope_scaling": "none" if kind == "default" else kind,
         **{
-            ours: type(getattr(ModelConfig, ours))(rope[theirs])
-            for ours, theirs in ROPE_FIELDS[: ROPE_TYPES[kind]]
+            ours: (int if ours == "rope_original_block_size" else float)(rope[theirs])
+            for ours, theirs in ROPE_TYPES[kind]
+            if rope.get(theirs) is not None
         },
     }
 
@@ -233,13 +247,13 @@ def write_gpt2(config: ModelConfig) -> dict[str, Any]:
 def write_rope(config: ModelConfig, preset: str) -> dict[str, Any]:
     """Return those arguments of LlamaConfig, Qwen3Config or NanoChatConfig."""
     kind = "default" if config.rope_scaling == "none" else config.rope_scaling
-    rope = {theirs: getattr(config, ours) for ours, theirs in ROPE_FIELDS[: ROPE_TYPES[kind]]}
+    rope = {theirs: getattr(config, ours) for ours, theirs in ROPE_TYPES[kind]}
     arguments: dict[str, Any] = {
         "hidden_act": "relu2" if preset == "fast" else "silu",
         "attention_dropout": config.dropout,
         "attention_bias": config.bias,
         "head_dim": config.head_size,
-        "rope_parameters": {"rope_type": kind, **rope},
+        "rope_parameters": {"rope_type": kind, **{k: v for k, v in rope.items() if v is not None}},
     }
     if preset == "llama":
         arguments["mlp_bias"] = config.bias

@@ -114,10 +114,12 @@ def inherit_shape(name: str, shape: Mapping[str, Any], given: Mapping[str, Any])
         if key not in given:
             inherited[key] = value
         elif field == "block_size":
+            rotary, scaling = shape["position"] == "rope", given.get("model.rope_scaling", "none")
+            advice = ", or extend it by model.rope_scaling" if rotary else ""
             require(
-                given[key] <= value,
+                given[key] <= value or (rotary and scaling != "none"),
                 f"model.block_size is {given[key]}, but {name} has {value} positions; set it to "
-                "at most as many, or leave it unset",
+                f"at most as many, or leave it unset{advice}",
             )
         elif not field.startswith(CHANGEABLE):
             require(

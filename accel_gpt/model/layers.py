@@ -38,6 +38,9 @@ def rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
     positions = torch.arange(config.block_size, dtype=torch.float32, device=device)
     angles = torch.outer(positions, rotary_frequencies(config, device))  # (T, D/2)
     cos, sin = angles.cos(), angles.sin()
+    if config.rope_scaling == "yarn":
+        factor = config.rope_attention_factor or 0.1 * math.log(max(config.rope_factor, 1)) + 1
+        cos, sin = cos * factor, sin * factor
     # the second half of the rotated vector adds the first half, the first subtracts the second
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).unsqueeze(2)
 
@@ -47,7 +50,8 @@ def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
 
     `linear` is position interpolation, Chen et al. 2023, section 3.2. `llama3` divides the low
     frequencies by the factor and keeps the high ones, with a linear passage between (Llama 3 herd
-    of models 2024, section 3.4.2, in the form of transformers).
+    of models 2024, section 3.4.2, in the form of transformers). So does `yarn`, whose passage is
+    linear in the channel, not the frequency (Peng et al. 2023, section 3.2, likewise).
     """
     D = config.head_size
     exponents = torch.arange(0, D, 2, dtype=torch.float32, device=device) / D
@@ -57,9 +61,19 @@ def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     divided = frequencies / config.rope_factor
     if config.rope_scaling == "linear":
         return divided
-    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    turns = config.rope_original_block_size * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    length = config.rope_original_block_size
+    if config.rope_scaling == "llama3":
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        turns = length * frequencies / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+    else:
+        bounds = (
+            length / (2 * math.pi * n) for n in (config.rope_beta_fast, config.rope_beta_slow)
+        )
+        fast, slow = (D / 2 * math.log(bound, config.rope_theta) for bound in bounds)
+        first, last = max(math.floor(fast), 0), min(math.ceil(slow), D - 1)
+        pairs = torch.arange(D // 2, device=device)
+        kept = 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
     return (1 - kept) * divided + kept * frequencies
 
 

@@ -156,6 +156,7 @@ def test_training_is_the_same_and_the_trackers_alone_are_told(
     monkeypatch.setattr(stats, "copies", lambda gpt: calls.append(1) or copies(gpt))
     quiet = ["--sample.every", "0", "--data.document_mask", "--eval.every", "0"]
     quiet += ["--eval.tokens", "64", "--train.max_steps", "10", "--checkpoint.every", "0"]
+    quiet += ["--log.trackers", "tensorboard"]
     asked = ["--log.layer_stats_every", "5", "--optim.grad_clip", "0.1", *quiet]
     assert launch(small_run(*asked, "--out_dir", str(tmp_path / "with"))) == 0
     assert len(calls) == 2  # nothing is copied or hooked at the other steps

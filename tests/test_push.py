@@ -44,15 +44,17 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`test_export.py` shows what the comparison does; here it costs seconds."""
+    """`test_export.py` shows what the comparison does, `test_card.py` the plot; both take long."""
     same = {"difference": 0.0, "transformers": "5"}
     monkeypatch.setattr("accel_gpt.hub.export.prove_equal", lambda *_: same)
+    plot = "accel_gpt.hub.model_card.loss_curves"
+    monkeypatch.setattr(plot, lambda _, path: path.write_bytes(b"a plot"))
 
 
 @pytest.fixture
 def run(trained: Trained) -> Path:
     """A run with checkpoints of steps 4 and 8."""
-    return trained("--train.max_steps", "8")
+    return trained("--train.max_steps", "8", "--log.trackers", "tensorboard")
 
 
 def push(run: Path, *options: str) -> int:
@@ -351,7 +353,7 @@ def test_secrets_planted_everywhere_in_a_run_are_not_pushed(
     trained: Trained, small_run: Arguments, corpus: Path, hub: HubServer, tmp_path: Path
 ) -> None:
     """And the pushed state still resumes: paths in it are left out, or not told."""
-    val = ["--data.val", str(corpus), "--sample.every", "4"]
+    val = ["--data.val", str(corpus), "--sample.every", "4", "--log.trackers", "tensorboard"]
     run = trained("--train.max_steps", "8", *val)
     checkpoint = run / "checkpoints" / "step_00000008"
     token, host = "hf_" + "S3cret" * 5, "build-node-17"

@@ -155,7 +155,8 @@ def test_a_disk_that_was_full_is_told_once_and_the_curves_go_on(
     monkeypatch.setattr(LocalFileSystem, "_write", write)
     if metrics_too:
         monkeypatch.setattr(metrics, "append", partial(refuse, metrics.append))
-    assert launch(small_run("--sample.every", "0", "--checkpoint.every", "0")) == 0
+    bare = ("--sample.every", "0", "--checkpoint.every", "0")
+    assert launch(small_run("--log.trackers", "tensorboard", *bare)) == 0
     said = capsys.readouterr().err
     assert said.count("WARNING") == 1
     assert f"metrics could not be written in {tmp_path / 'run'}: No space left on device (" in said

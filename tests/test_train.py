@@ -107,7 +107,7 @@ def test_an_update_has_the_clipped_length_and_the_rate_of_its_step(
 def test_run_learns_and_leaves_what_the_contract_names(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(small_run("--train.micro_batch_size", "4")) == 0
+    assert launch(small_run("--train.micro_batch_size", "4", "--log.trackers", "tensorboard")) == 0
     run = tmp_path / "run"
     names = {p.name for p in run.iterdir() if not p.name.startswith(".")}
     assert names == {
@@ -156,7 +156,10 @@ def test_batch_hash_tells_the_tokens_of_each_step(small_run: Arguments, tmp_path
     assert "data/batch_hash" not in records(tmp_path / "run")[0]
 
 
-@pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 4), (signal.SIGINT, 7)])
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [pytest.param(signal.SIGTERM, 4, marks=pytest.mark.slow), (signal.SIGINT, 7)],
+)
 def test_stopped_and_launched_again_equals_never_stopped(
     small_run: Arguments,
     trained: Trained,

@@ -76,7 +76,8 @@ def taken() -> Iterator[int]:
 def test_a_port_in_use_is_one_sentence(
     taken: int, small_run: Arguments, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    asked = small_run(*QUIET[:4], "--log.dashboard", "--log.dashboard_port", str(taken))
+    port = ("--log.dashboard", "--log.dashboard_port", str(taken))
+    asked = small_run(*QUIET[:4], "--log.trackers", "tensorboard", *port)
     assert launch(asked) == 2
     (told,) = capfd.readouterr().err.splitlines()
     assert f"log.dashboard_port is {taken}, which cannot be used (Address already in use)" in told

@@ -155,6 +155,7 @@ def test_two_gloo_processes_that_differ_do_not_train_apart(
     for split in ("train", "val"):
         np.save(other / f"{split}_000000.npy", np.full(2000, 65, dtype=np.uint16))
     options = ["--data.tokenizer", "bytes", "--train.mixed_precision", "no"]
+    options += ["--train.micro_batch_size", "4"]
     script = [sys.executable, "-c", SECOND, *small_run(*QUIET, *options)]
     group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     group |= {"MASTER_PORT": str(free_port()), "CHANGE": change}

@@ -304,7 +304,8 @@ def test_a_bad_question_is_reported_before_training(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "h.jsonl", [good, {"ctx": "a", "label": 1}])
-    assert launch(small_run("--eval.hellaswag", str(path), "--model.block_size", "64")) == 3
+    longer = ["--model.block_size", "64", "--train.micro_batch_size", "4"]
+    assert launch(small_run("--eval.hellaswag", str(path), *longer)) == 3
     assert f"error: {path} line 2: not a question" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

@@ -32,7 +32,7 @@ from torch import nn
 compile_module = nn.Module.compile
 nn.Module.compile = lambda module: compile_module(module, backend="eager")
 """  # graphs are traced, kernels not compiled
-LAYERS = ["--log.layer_stats_every", "2"]
+LAYERS = ["--log.layer_stats_every", "2", "--log.trackers", "tensorboard"]
 
 
 @pytest.fixture

@@ -67,21 +67,27 @@ def network_advice() -> str:
     main, own = os.environ.get("MASTER_ADDR", ""), os.uname().nodename
     if world_size() == local_world_size():
         return ""
+    interface = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface, as eth0"
+    advice, address = "", address_of(own)
+    if address_of(main) is None:
+        advice = f"this machine cannot resolve MASTER_ADDR {main}: set it to the main machine's IP"
+    elif main in ("localhost", "127.0.0.1") or "GLOO_SOCKET_IFNAME" in os.environ:
+        pass  # processes of this machine; the user knows
+    elif address is None or address.startswith("127."):
+        advice = (
+            f"the host name {own} resolves to {address}, where no other machine reaches this one: "
+            f"set {interface}"
+        )
+    if advice:
+        sys.stderr.write(f"WARNING: {advice}\n")
+    return advice or f"check that the others run and reach {main} on any port, or set {interface}"
+
+
+def address_of(name: str) -> str | None:
+    """The IPv4 address of a host; None where it is not known."""
     with contextlib.suppress(OSError):
-        address = socket.gethostbyname(own)
-        local = main in ("localhost", "127.0.0.1") or "GLOO_SOCKET_IFNAME" in os.environ
-        if address.startswith("127.") and not local:
-            advice = (
-                f"the host name {own} resolves to {address}, where no other machine reaches this "
-                "one: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface, as "
-                "eth0"
-            )
-            sys.stderr.write(f"WARNING: {advice}\n")
-            return advice
-    return (
-        f"check that this machine reaches {main}, on any port, and that the others run: "
-        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface, as eth0"
-    )
+        return socket.gethostbyname(name)
+    return None
 
 
 def is_main() -> bool:

@@ -117,6 +117,17 @@ def test_use_cpu_of_the_accelerate_config_holds_where_there_is_a_gpu(
     assert started == [False, True]
 
 
+def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a launcher started them; srun may show each its own device."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
+    accelerator.check_devices(cpu=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    accelerator.check_devices(cpu=True)
+    with pytest.raises(UserError, match=r"2 processes were started .* shows 1 devices"):
+        accelerator.check_devices(cpu=False)
+
+
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     model = GPT(tiny(), 64)
     optimizer = make_optimizer(model, OptimConfig())

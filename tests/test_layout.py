@@ -51,7 +51,7 @@ HEAVY = {
 }
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
-    "": 940,
+    "": 946,
     "config": 1_499,  # 1,160
     "cost": 720,  # 420
     "model": 1_050,

@@ -37,7 +37,14 @@ from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.plan import Plan
 from accel_gpt.cost.devices import bf16_instructions
 from accel_gpt.errors import require
-from accel_gpt.launcher import is_main, launcher_precision, shared_cores, world_size
+from accel_gpt.launcher import (
+    is_main,
+    launcher_precision,
+    local_world_size,
+    shared_cores,
+    started_by_launcher,
+    world_size,
+)
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.machine import rank_identity
@@ -91,6 +98,7 @@ def start_processes(config: Config) -> PartialState:
         torch.use_deterministic_algorithms(True)
     # Accelerator reads use_cpu of the accelerate config, PartialState does not
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    check_devices(cpu)
     state, started = PartialState(cpu=cpu, timeout=group_timeout(config)), world_size()
     require(
         state.num_processes == started,
@@ -254,6 +262,20 @@ def check_accelerate_config() -> None:
     ):
         message = f"the accelerate config has {what}, which is not supported; {instead}"
         require(not unsupported, message)
+
+
+def check_devices(cpu: bool) -> None:
+    """Raise `UserError` where a launcher started more processes than there are devices: Accelerate
+    would give one to several, which NCCL refuses. `srun` may show each process another one.
+    """
+    if cpu or not started_by_launcher():
+        return
+    processes, devices = local_world_size(), torch.accelerator.device_count()
+    require(
+        processes <= devices,
+        f"{processes} processes were started on this machine, which shows {devices} devices; "
+        "start at most one for each GPU: --num_processes counts those of all machines",
+    )
 
 
 def check_engine(accelerator: Accelerator, config: Config) -> None:

@@ -157,7 +157,7 @@ def peers(processes: int) -> Iterator[None]:
 def lost_peer(text: str) -> PeerError:
     """The error of a rank whose peer has gone, of which torch said `text`."""
     first = text.strip().partition("\n")[0]
-    reason = re.sub(r"^\[[^]]*\] *", "", first).partition(". ")[0]  # without the file in C++
+    reason = re.sub(r"^\[[^]]*\] *|\[/[^]]*\] *", "", first).partition(". ")[0]  # no file in C++
     return PeerError(
         f"another process of the run has gone or does not answer ({reason}); its own message "
         "tells why, and a new launch goes on from the last checkpoint"

@@ -200,6 +200,7 @@ def test_samples_and_layer_stats_compile_nothing(
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
     both = ["--sample.every", "3", "--sample.max_new_tokens", "40", "--log.layer_stats_every", "4"]
+    both += ["--log.trackers", "tensorboard"]
     count = graphs("with", *both)
     assert count == graphs("without", "--sample.every", "0")
     assert count > 0

@@ -50,7 +50,8 @@ def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 # --------------------------------------------------------------------------- its options
 
-STREAM = ["--data.train", "{path: text.txt, streaming: true}", "--data.tokenizer", "bytes"]
+TWO = ["--train.micro_batch_size", "4"]  # which two processes can have
+STREAM = ["--data.train", "{path: text.txt, streaming: true}", "--data.tokenizer", "bytes", *TWO]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ STREAM = ["--data.train", "{path: text.txt, streaming: true}", "--data.tokenizer
     [
         (["--steps", "1"], "steps is 1; it must be 2 or more"),
         (["--processes", "1,0"], "processes is 1,0; expected numbers above 0"),
-        (["--processes", "3"], "3 processes = 384; nearest: 384"),
+        (["--processes", "3", *TWO], "3 processes = 384; nearest: 384"),
         (["--optim.lrr", "1"], "unknown key optim.lrr on the command line; did you mean optim.lr?"),
         ([*STREAM, "--processes", "1,2"], "streamed text goes on on the same number only"),
     ],
@@ -86,6 +87,7 @@ def test_a_long_run_is_shortened_to_one_that_fits(
 ) -> None:
     null = ["--schedule.warmup_steps", "0", "--train.max_steps", "null"]
     null += ["--train.max_tokens", "1e9", "--optim.lr", "3e-3", "--log.layer_stats_every", "9"]
+    null += ["--log.trackers", "tensorboard"]
     given = load_config(small_run(*null, *schedule), "test")
     config = shortened(given, 8)
     plan = make_plan(config, 1)

@@ -322,6 +322,77 @@ def test_a_sharded_run_skips_resumes_and_follows_a_whole_one(
         torch.testing.assert_close(found, expected[name], atol=1e-4, rtol=1e-3)
 
 
+def updated(net: GPT, mesh: Any = None) -> GPT:
+    """After three steps on the same gradients in any process."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    optimizer = make_optimizer(
+        net, OptimConfig("muon", lr=0.1, muon_cautious_decay=True), mesh=mesh
+    )
+    for step in range(3):
+        whole = model(n_layer=5)
+        gradients(whole, step)
+        for p, q in zip(net.parameters(), whole.parameters(), strict=True):
+            p.grad = q.grad
+            if isinstance(p, DTensor):
+                assert q.grad is not None
+                p.grad = distribute_tensor(q.grad, p.device_mesh, p.placements)
+        optimizer.skip = torch.tensor(float(step == 1))
+        optimizer.step()
+    return net
+
+
+def one_rank(rank: int, world: int, engine: str, folder: Path) -> None:
+    """Update a model on `engine`; rank 0 keeps the weights, and how much each did."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    counts, mesh = [], dist.device_mesh.init_device_mesh("cpu", (world,))
+    muon.STACK = 3 * 32 * 32  # several stacks of each shape
+    net, direction = model(n_layer=5), muon.update_direction
+
+    def counting(estimates: Tensor, rows: Any) -> Tensor:
+        counts.append(estimates.numel())
+        return direction(estimates, rows)
+
+    muon.update_direction = counting
+    if engine != "ddp":
+        sizes, names = (
+            ((2, world // 2), ("replica", "shard")) if engine == "hsdp" else ((world,), None)
+        )
+        shards = dist.device_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        for part in (*net.blocks, net):
+            fully_shard(part, mesh=shards)
+    updated(net, mesh if engine == "ddp" else None)
+    found = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, sum(counts))
+    if rank == 0:
+        torch.save({"weights": [p.detach() for p in found], "work": everyone}, folder / "found.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "world"), [("ddp", 3), ("fsdp2", 3), ("hsdp", 4)])
+def test_ranks_share_the_matrices_and_update_as_one(
+    engine: str, world: int, tmp_path: Path
+) -> None:
+    """Neither the 5 blocks nor, over 3 ranks, the rows divide evenly."""
+    torch.multiprocessing.spawn(one_rank, (world, engine, tmp_path), world)  # type: ignore[no-untyped-call]
+    kept = torch.load(tmp_path / "found.pt", weights_only=True)
+    whole = list(updated(model(n_layer=5)).parameters())
+    for p, q in zip(kept["weights"], whole, strict=True):
+        torch.testing.assert_close(p, q.detach(), atol=1e-6, rtol=0)
+    elements = 3 * sum(
+        w.numel() for group in muon_weights(model(n_layer=5)).values() for w in group
+    )
+    ranks = world // 2 if engine == "hsdp" else world
+    assert sum(kept["work"]) == elements * world // ranks
+    assert max(kept["work"]) < elements * 0.7
+
+
 def test_weights_that_fsdp_holds_and_their_state_are_those_of_a_plain_model() -> None:
     """In a group of one process; the slow test above has three."""
     from torch.distributed.checkpoint.state_dict import (

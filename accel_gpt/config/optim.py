@@ -8,8 +8,8 @@ from accel_gpt.errors import require
 
 MUON_LR = 0.02  # Jordan et al. 2024, for the original scale
 STACK = 2**24
-"""Elements that Muon updates at once, unless one weight has more: 64 MiB in float32, so that what
-an update needs besides its state does not grow with the number of blocks."""
+"""Elements of a rank that Muon updates at once, unless one weight has more: 64 MiB in float32, so
+that what an update needs besides its state does not grow with the number of blocks."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The optimizer and its parameter groups; every group has its own peak learning rate."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,26 @@ from accel_gpt.optim.adamw import GuardedAdamW
 from accel_gpt.optim.muon import MOMENTUM, ROWS, MuonAdamW, muon_weights
 from accel_gpt.optim.schedule import lr_fraction, momentum_at
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 PEAK = "peak_lr"
 DECAYED = "decayed"
 PART = "part"  # of a group with a learning rate of its own: embedding, head
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig, compiled: bool = False) -> GuardedAdamW:
+def make_optimizer(
+    model: nn.Module,
+    config: OptimConfig,
+    compiled: bool = False,
+    mesh: "DeviceMesh | None" = None,
+) -> GuardedAdamW:
     """AdamW with weight decay on matrices and embeddings and none on vectors (Loshchilov & Hutter
     2019; the groups of minGPT), or Muon for the matrices of the blocks and AdamW for the rest.
 
     AdamW's groups come first. With `embedding_lr` or `head_lr`, embeddings and head are groups of
-    their own. `compiled`: Muon's update runs through torch.compile.
+    their own. `compiled`: Muon's update runs through torch.compile. `mesh`: the ranks with
+    the same weights that share it.
     """
     matrices = muon_weights(model) if config.name == "muon" else {}
     parts = embedding_and_head(model, config)
@@ -45,7 +54,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, compiled: bool = False
     optimizer: GuardedAdamW
     if config.name == "muon":
         require(bool(matrices), "optim.name is muon but the model has no blocks; set it to adamw")
-        optimizer = MuonAdamW(filled, config.lr, compiled)
+        optimizer = MuonAdamW(filled, config.lr, compiled, mesh=mesh)
     else:
         optimizer = GuardedAdamW(filled, lr=config.lr, fused=True)
     configure(optimizer, config)

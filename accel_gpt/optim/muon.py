@@ -11,6 +11,7 @@ other.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ from accel_gpt.model.sharding import is_sharded, local_shard
 from accel_gpt.optim.adamw import GuardedAdamW
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
 
 ROWS = "rows"  # key of Muon's groups: rows of each matrix in a fused weight; None: one matrix
 MOMENTUM = "momentum_buffer"
@@ -54,16 +56,14 @@ def muon_weights(model: nn.Module) -> dict[tuple[int, ...], list[Tensor]]:
     return {rows: weights for rows, weights in kept.items() if weights}
 
 
-def orthogonalize(stack: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonalize(stack: Tensor) -> Tensor:
     """Approximate the nearest semi-orthogonal matrices (N, R, C): singular values of 0.7 to 1.2.
 
-    Five steps of the Newton-Schulz iteration with a quintic polynomial, computed in `dtype`.
+    Five steps of the Newton-Schulz iteration with a quintic polynomial.
     """
     a, b, c = COEFFICIENTS
-    x = stack.to(dtype)
-    tall = x.shape[1] > x.shape[2]
-    if tall:
-        x = x.mT  # the Gram matrix is that of the shorter side
+    tall = stack.shape[1] > stack.shape[2]
+    x = stack.mT if tall else stack  # the Gram matrix is that of the shorter side
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
@@ -82,41 +82,51 @@ def lr_scale(rows: int, columns: int, rule: str) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-def update_direction(
-    estimates: Tensor, rows: Sequence[int] | None, rule: str, dtype: torch.dtype
-) -> Tensor:
-    """Orthogonalize and scale each matrix of the gradient estimates (N, R, C); `rows` of each."""
+def update_direction(estimates: Tensor, rows: Sequence[int] | None) -> Tensor:
+    """Orthogonalize each matrix of the gradient estimates (N, R, C); `rows` of each."""
     _, R, C = estimates.shape
     directions = []
     runs = [(height, len(list(same))) for height, same in groupby(rows or (R,))]
     chunks = estimates.split_with_sizes([height * count for height, count in runs], 1)
     for chunk, (height, count) in zip(chunks, runs, strict=True):
         matrices = chunk.reshape(-1, height, C)  # matrices of one height are one stack
-        direction = orthogonalize(matrices, dtype).to(estimates.dtype)
-        direction = direction * lr_scale(height, C, rule)
-        directions.append(direction.reshape(-1, height * count, C))
-    return directions[0] if len(directions) == 1 else torch.cat(directions, 1)
+        directions.append(orthogonalize(matrices).reshape(-1, height * count, C))
+    return joined(directions, 1)
+
+
+def joined(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate; without a copy where there is one part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def update_momentum(
-    buffers: Tensor, gradients: Tensor, momentum: Tensor, enabled: Tensor
+    buffers: Tensor, gradients: Tensor, momentum: Tensor, enabled: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The new momentum buffers, a moving average, and Nesterov's gradient estimates; all (N, R, C).
+    """The new momentum buffers, a moving average, and Nesterov's gradient estimates in `dtype`; all
+    (N, R, C).
 
     The buffers stay as they are unless `enabled`.
     """
     new = torch.lerp(buffers, gradients, 1 - momentum)
-    return torch.where(enabled, new, buffers), torch.lerp(gradients, new, momentum)
+    estimates = torch.lerp(gradients, new, momentum).to(dtype)
+    return torch.where(enabled, new, buffers), estimates
 
 
 def update_weights(
-    weights: Tensor, direction: Tensor, lr: Tensor, decay: Tensor, enabled: Tensor, cautious: bool
+    weights: Tensor,
+    direction: Tensor,
+    scale: Tensor,
+    lr: Tensor,
+    decay: Tensor,
+    enabled: Tensor,
+    cautious: bool,
 ) -> Tensor:
     """The new weights (N, R, C), unchanged unless `enabled`; `decay` is lr times weight decay.
 
     Cautious: decay only where the update makes a weight smaller, too (Chen et al. 2025, arXiv
     2510.12402, algorithm 1).
     """
+    direction = direction.to(weights.dtype) * scale
     decayed = weights * decay
     if cautious:
         decayed = torch.where(direction * weights >= 0, decayed, 0.0)
@@ -126,10 +136,10 @@ def update_weights(
 class MuonAdamW(GuardedAdamW):
     """Fused AdamW whose groups that have `rows` are updated by Muon.
 
-    Matrix products are in bfloat16 on CUDA, as in Jordan et al., and in `dtype`, by default
-    float32, elsewhere. Weights sharded by FSDP2 are all-gathered a stack at a time; each rank
-    orthogonalizes full matrices and keeps its shard. `compiled`: the functions of the update run
-    through torch.compile.
+    Matrices are orthogonalized, and travel between ranks, in bfloat16 on CUDA, as in Jordan et al.,
+    and in `dtype`, by default float32, elsewhere. Each is orthogonalized by one rank: weights
+    sharded by FSDP2 by one of those that hold a shard, replicated ones by one of `mesh` (None: all
+    by every rank). `compiled`: the functions of the update run through torch.compile.
     """
 
     def __init__(
@@ -138,9 +148,10 @@ class MuonAdamW(GuardedAdamW):
         lr: float,
         compiled: bool = False,
         dtype: torch.dtype | None = None,
+        mesh: "DeviceMesh | None" = None,
     ) -> None:
         super().__init__(groups, lr=lr, fused=True)
-        self.dtype = dtype
+        self.dtype, self.mesh = dtype, mesh
         functions: list[Any] = [update_momentum, update_direction, update_weights]
         if compiled:
             functions = [torch.compile(function, dynamic=True) for function in functions]
@@ -182,29 +193,44 @@ class MuonAdamW(GuardedAdamW):
                 self.state[p][MOMENTUM] = torch.zeros_like(p)
         for shape, same in groupby(used, lambda p: p.shape):
             parameters = list(same)
-            size = max(1, STACK // shape.numel())
-            for start in range(0, len(parameters), size):
-                self._update_stack(group, parameters[start : start + size], skip)
+            layout = Layout.of(parameters[0], self.mesh)
+            size = max(1, STACK * layout.shards // shape.numel())
+            step = max(layout.ranks, size - size % layout.ranks)
+            for start in range(0, len(parameters), step):
+                self._update_stack(group, parameters[start : start + step], layout, size, skip)
 
     def _update_stack(
-        self, group: dict[str, Any], parameters: list[nn.Parameter], skip: Tensor | None
+        self,
+        group: dict[str, Any],
+        parameters: list[nn.Parameter],
+        layout: "Layout",
+        size: int,
+        skip: Tensor | None,
     ) -> None:
-        """Update parameters of one shape."""
+        """Update parameters of one shape, `size` at a time but for their orthogonalization."""
         device = local_shard(parameters[0]).device
         enabled = torch.ones((), dtype=torch.bool, device=device) if skip is None else skip == 0
-        lr, decay, momentum = (
-            torch.full((), value, device=device)  # no copy from the host, and no recompilation
-            for value in (group["lr"], group["lr"] * group["weight_decay"], group["momentum"])
+        R, C = parameters[0].shape
+        # all matrices of a fused weight have the scale of the tallest: see `lr_scale`
+        scale = lr_scale(max(group[ROWS] or (R,)), C, group["scale"])
+        numbers = (group["lr"], group["lr"] * group["weight_decay"], group["momentum"], scale)
+        lr, decay, momentum, factor = (
+            torch.full((), number, device=device)  # no copy from the host, and no recompilation
+            for number in numbers
         )
-        stack = gather_matrices(self._gradient_estimates(parameters, momentum, enabled), parameters)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        stack = self._update_direction(stack, group[ROWS], group["scale"], self.dtype or dtype)
-        direction = shard_like(parameters[0], stack)
-        weights = [local_shard(p) for p in parameters]
-        new = self._update_weights(
-            torch.stack(weights), direction, lr, decay, enabled, group["cautious"]
-        )
-        torch._foreach_copy_(weights, list(new.unbind()))
+        chunks = [parameters[start : start + size] for start in range(0, len(parameters), size)]
+        stack = joined([self._gradient_estimates(chunk, momentum, enabled) for chunk in chunks], 0)
+        shape = torch.Size((len(parameters), R, C))
+        stack = layout.redistribute(stack, shape, layout.held, layout.split)
+        if len(stack):
+            stack = self._update_direction(stack, group[ROWS])
+        stack = layout.redistribute(stack, shape, layout.split, layout.held)
+        for chunk, direction in zip(chunks, torch.split(stack, size), strict=True):
+            weights = [local_shard(p) for p in chunk]
+            new = self._update_weights(
+                torch.stack(weights), direction, factor, lr, decay, enabled, group["cautious"]
+            )
+            torch._foreach_copy_(weights, list(new.unbind()))
 
     def _gradient_estimates(
         self, parameters: list[nn.Parameter], momentum: Tensor, enabled: Tensor
@@ -218,38 +244,59 @@ class MuonAdamW(GuardedAdamW):
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         if grad_scale is not None:  # of a loss scaler that did not unscale the gradients
             gradients = gradients / grad_scale
-        new, estimates = self._update_momentum(torch.stack(buffers), gradients, momentum, enabled)
+        dtype = self.dtype or (torch.bfloat16 if gradients.is_cuda else torch.float32)
+        stacked: Tensor
+        new, stacked = self._update_momentum(
+            torch.stack(buffers), gradients, momentum, enabled, dtype
+        )
         torch._foreach_copy_(buffers, list(new.unbind()))
-        stacked: Tensor = estimates
         return stacked
 
 
-def gather_matrices(stack: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """All-gather stacked shards of `parameters` into full matrices (N, R, C)."""
-    like = parameters[0]
-    if not is_sharded(like):
-        return stack
-    from torch.distributed.tensor import DTensor
+@dataclass(frozen=True)
+class Layout:
+    """How a stack of weights of one shape, (N, R, C), lies on the ranks that share the work.
 
-    shape = torch.Size((len(parameters), *like.shape))
-    stride = (like.shape.numel(), *like.stride())
-    placements = stacked_placements(like)
-    sharded = DTensor.from_local(stack, like.device_mesh, placements, shape=shape, stride=stride)
-    return sharded.full_tensor()
+    Under FSDP2 each holds rows of all N matrices, and gets all rows of some by an all-to-all; with
+    replicated weights, DDP, each takes some of the matrices, and the results are all-gathered.
+    """
 
+    mesh: "DeviceMesh | None" = None
+    held: "Sequence[Placement]" = ()  # as gradients and weights are
+    split: "Sequence[Placement]" = ()  # by matrices
+    ranks: int = 1  # that share the work
+    shards: int = 1  # of each weight
 
-def shard_like(like: Tensor, stack: Tensor) -> Tensor:
-    """This rank's shards of full matrices (N, R, C) where `like` is sharded, else the matrices."""
-    if not is_sharded(like):
-        return stack
-    from torch.distributed.tensor import distribute_tensor
+    @classmethod
+    def of(cls, like: Tensor, mesh: "DeviceMesh | None") -> "Layout":
+        """The layout of weights like `like`; replicated ones are shared by the ranks of `mesh`."""
+        if not is_sharded(like):
+            if mesh is None:
+                return cls()
+            from torch.distributed.tensor import Replicate, Shard
 
-    placements = stacked_placements(like)
-    return distribute_tensor(stack, like.device_mesh, placements, src_data_rank=None).to_local()
+            return cls(mesh, [Replicate()], [Shard(0)], mesh.size())
+        from torch.distributed.tensor import Shard
 
+        held = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in like.placements]
+        split = [Shard(0) if isinstance(p, Shard) else p for p in like.placements]
+        sizes = zip(like.device_mesh.shape, like.placements, strict=True)
+        ranks = math.prod(size for size, p in sizes if isinstance(p, Shard))
+        return cls(like.device_mesh, held, split, ranks, ranks)
 
-def stacked_placements(like: "DTensor") -> list[Any]:
-    """Placements of a stack of tensors that are sharded as `like`."""
-    from torch.distributed.tensor import Shard
+    def redistribute(
+        self,
+        stack: Tensor,
+        shape: torch.Size,
+        source: "Sequence[Placement]",
+        target: "Sequence[Placement]",
+    ) -> Tensor:
+        """This rank's part of a stack of `shape` in another placement; a collective."""
+        if self.mesh is None:
+            return stack
+        from torch.distributed.tensor import DTensor
 
-    return [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in like.placements]
+        stride = (shape[1] * shape[2], shape[2], 1)
+        stack = stack.contiguous()
+        tensor = DTensor.from_local(stack, self.mesh, source, shape=shape, stride=stride)
+        return tensor.redistribute(placements=target).to_local()

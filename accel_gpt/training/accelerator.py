@@ -14,7 +14,7 @@ import warnings
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     LoggerType,
     ProjectConfiguration,
+    gather_object,
     parse_flag_from_env,
 )
 from torch import nn
@@ -49,6 +50,9 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.machine import rank_identity
 from accel_gpt.training.ranks import require_same
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
@@ -375,7 +379,7 @@ def build_model(
     if sharded:  # Accelerate tells parameters by their storage, of which there is none: a stand-in
         optimizer = torch.optim.SGD(gpt.parameters())
     else:
-        optimizer = make_optimizer(gpt, config.optim, compiled)
+        optimizer = make_optimizer(gpt, config.optim, compiled, machine_mesh(config, accelerator))
     # with a device_placement Accelerate does not look for FSDP's tensors: 0.6 s of start-up
     alone = accelerator.distributed_type == DistributedType.NO
     placement = [True, True] if alone else None
@@ -387,6 +391,24 @@ def build_model(
     gc.collect()  # what there is now lives to the end: the garbage collector need not search it
     gc.freeze()
     return gpt, model, wrapped
+
+
+def machine_mesh(config: Config, accelerator: Accelerator) -> "DeviceMesh | None":
+    """The ranks of this machine, among which Muon shares its matrices under DDP; a collective.
+
+    None with `train.reproducible`: a product of fewer matrices at once may round in another way.
+    None where machines have different numbers of ranks.
+    """
+    local, ddp = local_world_size(), accelerator.distributed_type in REPLICATED
+    if config.optim.name != "muon" or config.train.reproducible or not ddp:
+        return None
+    if accelerator.num_processes == 1 or set(gather_object([local])) != {local} or local == 1:
+        return None
+    from torch.distributed.device_mesh import DeviceMesh
+
+    new_subgroups: Any = dist.new_subgroups
+    group, _ = new_subgroups(local, timeout=collective_timeout(config))
+    return DeviceMesh.from_group(group, accelerator.device.type)
 
 
 def set_up_model(gpt: GPT, train: TrainConfig) -> None:

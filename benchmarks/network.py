@@ -31,12 +31,13 @@ from accel_gpt.training.setup import ensure_data
 CONFIG = """
 data: {{train: {folder}/data, prepare: {{source: stdlib, tokenizer: bytes}}}}
 model: {{block_size: 64, n_head: 2, n_layer: {layers}, n_embd: {width}}}
-train: {{tokens_per_step: 1024, max_steps: {steps}, cpu_threads: 1, micro_batch_size: auto}}
+train: {{tokens_per_step: {tokens}, max_steps: {steps}, cpu_threads: 1, micro_batch_size: auto}}
 eval: {{every: 0, tokens: 256}}
 checkpoint: {{every: 0}}
 sample: {{every: 0}}
 log: {{every: 1, trackers: []}}
 """
+TOKENS = 256  # a step
 SHAPES = ((2, 80), (4, 224))  # 0.7 and 10 MB of gradients
 INSIDE = "ACCEL_GPT_NETWORK"  # set within the namespaces: the process whose network is node 1's
 NODES = f'unshare -n sleep infinity & {INSIDE}=$! exec "$@"'
@@ -108,7 +109,7 @@ def report(args: argparse.Namespace, options: list[str]) -> None:
         for layers, width in SHAPES:
             path = Path(folder) / "config.yaml"
             shape = {"layers": layers, "width": width}
-            path.write_text(CONFIG.format(folder=folder, steps=args.steps, **shape))
+            path.write_text(CONFIG.format(folder=folder, tokens=TOKENS, steps=args.steps, **shape))
             for world in (1, 2, 4):
                 rows.append(compare(args, path, world, options))
                 print(*rows[-1], sep="  ", flush=True)
@@ -119,18 +120,23 @@ def report(args: argparse.Namespace, options: list[str]) -> None:
 
 def compare(args: argparse.Namespace, path: Path, world: int, options: list[str]) -> list[str]:
     """Milliseconds of a step of `world` processes: on one node, on two, and on two as planned."""
-    keys = [*options, "--train.micro_batch_size", str(1024 // 64 // world)]
+    keys = [*options, "--train.micro_batch_size", str(TOKENS // 64 // world)]
     config = load_config([str(path), *keys], "benchmarks/network.py")
     ensure_data(config.data)
-    near = launch([str(path), *keys], world, 1)
-    far = launch([str(path), *keys], world, 2) if world > 1 else near
+    nodes = (1, 2, 1) if world > 1 else (1, 1)
+    before, *between, after = (launch([str(path), *keys], world, number) for number in nodes)
+    near = (before + after) / 2  # others may use the cores now more, now less
+    far = between[0] if between else near
     network = {"nodes": 2, "bandwidth": args.rate / 1e3, "latency": args.delay}
     command = PlanCommand(
-        str(path), gpus=world, tokens_per_second=1024 / near * 1e3, **(network if world > 1 else {})
+        str(path),
+        gpus=world,
+        tokens_per_second=TOKENS / near * 1e3,
+        **(network if world > 1 else {}),
     )
-    report = forecast(command, config)
-    planned = report["time"]["step"]["total"] * 1e3
-    size = f"{4 * report['parameters']['total'] / 1e6:.1f}"
+    found = forecast(command, config)
+    planned = found["time"]["step"]["total"] * 1e3
+    size = f"{4 * found['parameters']['total'] / 1e6:.1f}"
     times = [f"{ms:,.0f}" for ms in (near, far, planned)]
     return [size, str(world), *times, f"{planned / far - 1:+.0%}"]
 

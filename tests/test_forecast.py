@@ -203,6 +203,8 @@ def test_nodes_and_devices_follow_from_each_other(capsys: pytest.CaptureFixture[
         ),
     ):
         assert plan(capsys, GPT2, "--gpu", "h100", *words)["machine"] == machine
+    four = plan(capsys, GPT2, "--gpus", 16, "--gpus_per_node", 4)["machine"]
+    assert four == "4 nodes of 4 x CPU process, ddp, float32"
 
 
 def test_a_remedy_is_one_and_the_next_larger_size_is_none(

@@ -190,11 +190,11 @@ def planned_nodes(options: PlanCommand, launch: Mapping[str, Any]) -> tuple[int,
         "--gpus",
     )
     devices = options.gpus or (each * (nodes or 1) if each else found)
-    if not nodes and not options.gpus:
-        nodes = launch.get("num_machines")
+    if not nodes and not options.gpus and isinstance(launch.get("num_machines"), int):
+        nodes = launch["num_machines"]
     if not nodes:
-        each = each or next(n for n in range(NODE, 0, -1) if devices % n == 0)
-        nodes = max(1, devices // each) if options.gpu else 1
+        whole = next(n for n in range(NODE, 0, -1) if devices % n == 0) if options.gpu else devices
+        nodes = max(1, devices // (each or whole))
     require(
         devices == nodes * (each or devices // nodes),
         f"{devices} devices are not {nodes} nodes of {each or 'equal size'}; give two of --gpus, "
@@ -284,7 +284,8 @@ def cost_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         for part, size in held["host"].items():
             yield f"  {part}", gigabytes(size), ""
     yield ()
-    yield from step_rows(found)
+    if found["step"]:
+        yield from step_rows(found["step"])
     rate, evaluation = found["tokens_per_second"], found["evaluation_hours"]
     yield "tokens per second", f"{rate:,.0f}" if rate else "?", found["source"]
     if found["mfu"] is not None:
@@ -304,27 +305,18 @@ def cost_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     yield ()
 
 
-def step_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+def step_rows(step: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Where the time of a step goes."""
-    step = found["step"]
-    if step is None:
-        return
-    if step["exposed"] is None:
-        yield "compute of a step", milliseconds(step["compute"]), found["source"]
-        yield "collectives", "?", "not known; give --bandwidth"
-        return
-    yield "step", milliseconds(step["total"]), f"limited by {step['limit']}"
-    yield "  compute", milliseconds(step["compute"]), ""
-    for one in step["collectives"]:
+    rows = [("step", step["total"], f"limited by {step['limit']}" if "limit" in step else "")]
+    rows += [("  compute", step["compute"], "")]
+    for one in step.get("collectives", ()):
         what = f"{gigabytes(one['sent'])} from each device, {plural(one['calls'], 'call')}"
-        yield f"  {one['name']}", milliseconds(one["seconds"]), what
-    if step["collectives"]:
-        yield "  not hidden by compute", milliseconds(step["exposed"]), "of the collectives"
-
-
-def milliseconds(seconds: float) -> str:
-    """Seconds in 1e-3."""
-    return f"{1e3 * seconds:,.1f} ms"
+        rows += [(f"  {one['name']}", one["seconds"], what)]
+    if step["exposed"]:
+        rows += [("  not hidden by compute", step["exposed"], "of the collectives")]
+    yield from ((name, f"{1e3 * seconds:,.1f} ms", why) for name, seconds, why in rows)
+    if step["exposed"] is None:
+        yield "  collectives", "?", "not known; give --bandwidth"
 
 
 def gigabytes(size: float) -> str:

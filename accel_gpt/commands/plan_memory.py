@@ -9,11 +9,8 @@ from accel_gpt.cost.cluster import host_bytes
 from accel_gpt.cost.memory import Machine, fitting_sizes, footprint, largest_size, with_size
 
 LARGEST_GROUP = 4096  # devices
-SAVING = (
-    "--train.mixed_precision bf16",
-    "--distribution fsdp",
-    "--train.activation_checkpointing blocks",
-)
+PRECISION, SHARDS = "--train.mixed_precision bf16", "--distribution fsdp"
+SAVING = (PRECISION, SHARDS, "--train.activation_checkpointing blocks")
 
 
 def plan_memory(config: Config, vocab_size: int, machine: Machine) -> dict[str, Any]:
@@ -37,16 +34,12 @@ def remedies(config: Config, vocab_size: int, machine: Machine) -> list[str]:
     """Options that make the run fit, the fewest first; else the devices that it takes."""
     train = config.train
     blocks = replace(config, train=replace(train, activation_checkpointing="blocks"))
-    can = (
-        machine.precision == "no",
-        machine.devices > 1 and not machine.sharded and not train.reproducible,
-        train.activation_checkpointing != "blocks",
-    )
+    replicated = machine.devices > 1 and not machine.sharded and not train.reproducible
+    can = (machine.precision == "no", replicated, train.activation_checkpointing != "blocks")
     found, best = [], 0
     # a later one costs more: precision no time, sharding collectives, recomputing a third
-    for chosen in sorted(product((False, True), repeat=3), key=lambda c: (sum(c), c[::-1])):
-        if any(take and not possible for take, possible in zip(chosen, can, strict=True)):
-            continue
+    choices = product(*((False, True)[: 1 + possible] for possible in can))
+    for chosen in sorted(choices, key=lambda choice: (sum(choice), choice[::-1])):
         half, shard, recompute = chosen
         other = replace(machine, sharded=machine.sharded or shard)
         other = replace(other, precision="bf16") if half else other

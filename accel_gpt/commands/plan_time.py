@@ -46,7 +46,7 @@ def plan_time(
         unknown = ("tokens_per_second", "mfu", "hours", "evaluation_hours", "device_hours", "cost")
         return dict.fromkeys((*unknown, "step")) | {"source": "not known; give --tokens_per_second"}
     network = Network(machine, (options.bandwidth or 0) * 1e9 / 8 or None, options.latency / 1e3)
-    step = plan_step(config, vocab_size, network, plan.tokens_per_step / rate)
+    step = step_time(config, vocab_size, network, plan.tokens_per_step / rate)
     rate = plan.tokens_per_step / step["total"]
     evaluated = evaluation_tokens(config, plan.max_steps)
     evaluation_hours = FORWARD_SHARE * (evaluated or 0) / rate / 3600
@@ -60,24 +60,6 @@ def plan_time(
         "evaluation_hours": None if evaluated is None else evaluation_hours,
         "device_hours": hours * machine.devices,
         "cost": hours * machine.devices * options.price if options.price else None,
-    }
-
-
-def plan_step(config: Config, vocab_size: int, network: Network, compute: float) -> dict[str, Any]:
-    """Where the time of a step goes; the collectives None where the network is not known."""
-    if not network.known:
-        return {"total": compute, "compute": compute, "exposed": None}
-    step = step_time(config, vocab_size, network, compute)
-    return {
-        "total": step.total,
-        "compute": compute,
-        "exposed": step.exposed,
-        "limit": step.limit,
-        "collectives": [
-            {"name": one.name, "calls": one.calls, "sent": one.sent, "seconds": one.seconds}
-            for one in step.collectives
-            if one.seconds
-        ],
     }
 
 

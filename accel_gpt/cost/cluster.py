@@ -5,10 +5,11 @@ bytes, all times seconds.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.plan import accumulation
 from accel_gpt.cost.devices import DEVICES, device_key
 from accel_gpt.cost.flops import hidden_matrices, padded_vocab_size, parameter_counts
 from accel_gpt.cost.memory import FLOAT, LIBRARIES_CPU, Machine, checkpoint_bytes
@@ -21,8 +22,7 @@ FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # DistributedDataParallel's defaults
 FORWARD, BACKWARD = 1 / 3, 2 / 3  # of the time that a micro-step computes
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """The collectives of one kind in a step."""
 
     name: str
@@ -35,11 +35,6 @@ class Collective:
     def seconds(self) -> float:
         """The time of all of them, were nothing else going on."""
         return self.transfer + self.latency
-
-    def times(self, count: int) -> "Collective":
-        """The same `count` times."""
-        numbers = (self.calls, self.sent, self.transfer, self.latency)
-        return Collective(self.name, *(count * number for number in numbers))
 
 
 @dataclass(frozen=True)
@@ -55,12 +50,6 @@ class Network:
         """Bytes a second from a device to the next one of its node."""
         key = device_key(self.machine.gpu or "")
         return LINK_SHARE * DEVICES[key].link if key else math.inf
-
-    @property
-    def known(self) -> bool:
-        """Whether the time of collectives can be predicted."""
-        machine = self.machine
-        return machine.devices == 1 or bool(self.bandwidth if machine.nodes > 1 else machine.gpu)
 
     def ring(
         self, name: str, size: float, calls: int, passes: int, group: str = "all", rings: int = 1
@@ -85,55 +74,48 @@ class Network:
         return Collective(name, calls, sent, sent / min(self.link, between), calls * hops * hop)
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """The predicted time of a step."""
+def step_time(config: Config, vocab_size: int, network: Network, compute: float) -> dict[str, Any]:
+    """Where the time of a step goes that computes for `compute` seconds, and what takes longest.
 
-    compute: float
-    collectives: Sequence[Collective]
-    exposed: float  # of the collectives: not hidden behind computation
-    slowest: str  # links
-
-    @property
-    def total(self) -> float:
-        """Seconds of a step."""
-        return self.compute + self.exposed
-
-    @property
-    def limit(self) -> str:
-        """What takes longest."""
-        terms = {
-            "compute": self.compute,
-            f"the bandwidth {self.slowest}": sum(c.transfer for c in self.collectives),
-            "the latency of collectives": sum(c.latency for c in self.collectives),
-        }
-        return max(terms, key=lambda term: terms[term])
-
-
-def step_time(config: Config, vocab_size: int, network: Network, compute: float) -> StepTime:
-    """A step that computes for `compute` seconds, with the collectives of its engine."""
-    machine, train, model = network.machine, config.train, config.model
-    micro_steps = train.tokens_per_step // (train.sequences * model.block_size * machine.devices)
+    Of collectives between nodes nothing is known without the bandwidth of their network.
+    """
+    machine = network.machine
+    if machine.nodes > 1 and not network.bandwidth:
+        return {"total": compute, "compute": compute, "exposed": None}
+    micro_steps = accumulation(config, machine.devices)
     engine = sharded_step if machine.shards > 1 else replicated_step
     hidden, exposed = engine(config, vocab_size, network, compute / micro_steps, micro_steps)
-    after = []  # the backward pass
+    after = after_backward(config, network)
+    found = [*hidden, *after]
+    slow = machine.nodes > 1 and (network.bandwidth or math.inf) < network.link
+    link = f"the bandwidth {'between nodes' if slow else 'within a node'}"
+    terms = {"compute": compute, link: sum(one.transfer for one in found)}
+    terms["the latency of collectives"] = sum(one.latency for one in found)
+    exposed += sum(one.seconds for one in after)
+    return {
+        "total": compute + exposed,
+        "compute": compute,
+        "exposed": exposed,  # seconds of collectives that no computation hides
+        "limit": max(terms, key=lambda term: terms[term]),
+        "collectives": [one._asdict() | {"seconds": one.seconds} for one in found if one.seconds],
+    }
+
+
+def after_backward(config: Config, network: Network) -> list[Collective]:
+    """Collectives that nothing overlaps with: those of Muon, and of scalars on CPUs."""
+    machine, matrices, found = network.machine, hidden_matrices(config.model), []
     if config.optim.name == "muon":
-        matrices = hidden_matrices(model)
-        size, kinds = (2 if machine.gpu else FLOAT) * model.n_layer * sum(matrices), len(matrices)
-        if machine.shards > 1:  # shards, to the rank that orthogonalizes and back
-            words = ("all-to-all of Muon", size / machine.shards, kinds, 2, "shards")
-            after += [network.ring(*words, rings=machine.devices // machine.nodes)]
-        else:
-            after += [network.ring("all-gather of Muon", size, kinds, 1)]
-    if machine.gpu is None:  # the host is the device, and waits: the loss, the stop, the norm
+        size = (2 if machine.gpu else FLOAT) * config.model.n_layer * sum(matrices)
+        ways, group = (2, "shards") if machine.shards > 1 else (1, "all")  # FSDP: there and back
+        rings = machine.devices // machine.nodes if machine.shards > 1 else 1
+        words = ("updates of Muon", size / machine.shards, len(matrices), ways, group, rings)
+        found += [network.ring(*words)]
+    if machine.gpu is None and machine.nodes > 1:  # the host waits: the loss, the stop, the norm
         calls = 2 + (machine.shards > 1) + config.data.document_mask
         there = 2 * (machine.devices - 1) * machine.nodes / machine.devices  # and back
-        latency = calls * there * network.latency if machine.nodes > 1 else 0.0
-        after += [Collective("all-reduce of scalars", calls, 0, 0, latency)]
-    exposed += sum(collective.seconds for collective in after)
-    between = machine.nodes > 1 and (network.bandwidth or math.inf) < network.link
-    slowest = "between nodes" if between else "within a node"
-    return StepTime(compute, [*hidden, *after], exposed, slowest)
+        latency = calls * there * network.latency
+        found += [Collective("all-reduce of scalars", calls, 0, 0, latency)]
+    return found
 
 
 def replicated_step(
@@ -167,26 +149,24 @@ def sharded_step(
     machine, layers = network.machine, config.model.n_layer
     counts = parameter_counts(config.model, vocab_size)
     total, inner = counts["total"], counts["attention"] + counts["mlp"]
-    root, blocks = (
-        network.ring(name, machine.width * size, units, 1, "shards")
-        for name, size, units in (
-            ("all-gather of the root", total - inner, 1),
-            ("all-gather of blocks", inner, layers),
-        )
-    )
+
+    def gather(name: str, size: int, calls: int, times: int) -> Collective:
+        return network.ring(name, times * machine.width * size, times * calls, 1, "shards")
+
+    root = gather("all-gather of the root", total - inner, 1, micro_steps)
+    blocks = gather("all-gather of blocks", inner, layers, 2 * micro_steps)
     passes = 1 if machine.gpu else 2  # in gloo it is an all-reduce
     words = ("reduce-scatter of gradients", FLOAT * total, layers + 1, passes, "shards")
-    reduced = network.ring(*words)
-    found = [root.times(micro_steps), blocks.times(2 * micro_steps), reduced]
+    reduced = [network.ring(*words)]
     if machine.replicas > 1:
-        share = FLOAT * total / machine.shards
-        rings = machine.devices // machine.nodes
-        found += [network.ring("all-reduce of shards", share, layers + 1, 2, "replicas", rings)]
-    reducing, end = sum(c.seconds for c in found[2:]), (total - inner) / total
-    exposed = micro_steps * (root.seconds + max(0.0, blocks.seconds - FORWARD * micro))
-    exposed += (micro_steps - 1) * max(0.0, blocks.seconds - BACKWARD * micro)
-    rest = blocks.seconds + (1 - end) * reducing
-    return found, exposed + end * reducing + max(0.0, rest - BACKWARD * micro)
+        share, rings = FLOAT * total / machine.shards, machine.devices // machine.nodes
+        reduced += [network.ring("all-reduce of shards", share, layers + 1, 2, "replicas", rings)]
+    reducing, gathering = sum(c.seconds for c in reduced), blocks.seconds / (2 * micro_steps)
+    end = (total - inner) / total * reducing
+    exposed = root.seconds + micro_steps * max(0.0, gathering - FORWARD * micro)
+    exposed += (micro_steps - 1) * max(0.0, gathering - BACKWARD * micro)
+    exposed += end + max(0.0, gathering + reducing - end - BACKWARD * micro)
+    return [root, blocks, *reduced], exposed
 
 
 def host_bytes(config: Config, vocab_size: int, machine: Machine) -> dict[str, int]:

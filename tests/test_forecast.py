@@ -245,6 +245,16 @@ def test_70b_on_512_gpus_fits_once_blocks_are_recomputed(
     assert memory["total"] < 30e9
 
 
+def test_what_hsdp_cannot_hold_fsdp_can(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (GPT2, "--gpu", "h100", "--memory_gb", 3, "--nodes", 8, "--gpus_per_node", 2)
+    asked += ("--train.mixed_precision", "bf16", "--train.activation_checkpointing", "blocks")
+    asked += ("--train.micro_batch_size", 1, "--distribution")
+    memory = plan(capsys, *asked, "hsdp")["memory"]
+    assert memory["fits"] is False
+    assert memory["remedies"][0].startswith("--distribution fsdp: ")
+    assert plan(capsys, *asked, "fsdp")["memory"]["fits"] is True
+
+
 def test_a_run_that_fits_is_told_how_far_it_may_grow(capsys: pytest.CaptureFixture[str]) -> None:
     asked = (GPT2, "--gpu", "h100", "--train.micro_batch_size", 1)
     largest = plan(capsys, *asked)["memory"]["largest_micro_batch_size"]

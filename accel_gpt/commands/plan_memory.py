@@ -34,15 +34,15 @@ def remedies(config: Config, vocab_size: int, machine: Machine) -> list[str]:
     """Options that make the run fit, the fewest first; else the devices that it takes."""
     train = config.train
     blocks = replace(config, train=replace(train, activation_checkpointing="blocks"))
-    replicated = machine.devices > 1 and not machine.sharded and not train.reproducible
+    replicated = machine.shards < machine.devices and not train.reproducible
     can = (machine.precision == "no", replicated, train.activation_checkpointing != "blocks")
     found, best = [], 0
     # a later one costs more: precision no time, sharding collectives, recomputing a third
     choices = product(*((False, True)[: 1 + possible] for possible in can))
     for chosen in sorted(choices, key=lambda choice: (sum(choice), choice[::-1])):
         half, shard, recompute = chosen
-        other = replace(machine, sharded=machine.sharded or shard)
-        other = replace(other, precision="bf16") if half else other
+        other = replace(machine, precision="bf16") if half else machine
+        other = replace(other, sharded=True, replicas=1) if shard else other
         changed = blocks if recompute else config
         size = min(largest_size(changed, vocab_size, other) or 0, train.sequences)
         if size <= best:
@@ -56,7 +56,7 @@ def remedies(config: Config, vocab_size: int, machine: Machine) -> list[str]:
     devices, one = machine.devices, with_size(blocks, 1)
     while not found and devices <= LARGEST_GROUP:
         devices *= 2
-        other = replace(machine, devices=devices, sharded=True, precision="bf16")
+        other = replace(machine, devices=devices, sharded=True, replicas=1, precision="bf16")
         if fitting_sizes(one, devices):
             taken = footprint(one, vocab_size, other).total
             if machine.memory and taken <= machine.memory:

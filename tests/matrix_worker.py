@@ -2,17 +2,20 @@
 
     python tests/matrix_worker.py fsdp2 cpu tasks.json
 
-A task is a name, the arguments of a run, the step at which a signal stops it (0: none), and where
-rank 0 writes its first gradient with all that this was computed from (null: nowhere). On a CPU
-FSDP2 and fp8 are emulated, and `torch.compile` uses the backend aot_eager.
+A task is a name, the arguments of a run, the step at which a signal stops it (0: none), and a file
+that rank 0 writes (null: none): its first gradient with all that this was computed from, or, where
+it ends in .json, the number of collectives of the third step, by name. On a CPU FSDP2 and fp8 are
+emulated, and `torch.compile` uses the backend aot_eager.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import AORecipeKwargs, DistributedType
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_gpt import train
 from accel_gpt.console import run_main
@@ -53,11 +58,28 @@ def emulate_fp8() -> None:
     environment.check_fp8 = lambda _: None
 
 
+class Collectives(TorchDispatchMode):
+    """Counts collectives by name, whoever calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # whose own dispatch comes here again, with its collectives
+            return NotImplemented
+        namespace, _, name = func.name().partition("::")
+        if "c10d" in namespace and not name.startswith(("wait", "_wrap")):
+            kinds = [kind for kind in ("scatter", "gather", "reduce") if kind in name]
+            self.counts[(kinds or [name])[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
 class Witness:
     """Stops a run at a step, and keeps its first gradient."""
 
     def __init__(self) -> None:
-        self.stop, self.kept, self.file = 0, {}, None
+        self.stop, self.kept, self.file, self.counts = 0, {}, None, None
         self.update = train.update
         self.micro_batches = train.micro_batches
         train.update = self.watched_update
@@ -73,7 +95,11 @@ class Witness:
             before = {name: whole(w.detach()).cpu() for name, w in weights}
             self.kept = {"before": before, "batches": []}
         self.gpt = run.gpt
-        self.update(run)
+        counting = self.counts and run.state.step == 2
+        with Collectives() if counting else contextlib.nullcontext() as seen:
+            self.update(run)
+        if counting and run.accelerator.is_main_process:
+            Path(self.counts).write_text(json.dumps(seen.counts))
 
     def watched_batches(self, *arguments: Any) -> Iterator[Any]:
         for batch in self.micro_batches(*arguments):
@@ -129,7 +155,9 @@ def main(engine: str, device: str, tasks: Path) -> None:
         if name != before:
             torch._dynamo.reset()
         before = name
-        witness.stop, witness.file, witness.kept = stop, file, {}
+        witness.stop, witness.file, witness.counts, witness.kept = stop, None, None, {}
+        if file:
+            setattr(witness, "counts" if file.endswith(".json") else "file", file)
         code = run_main(train.main, arguments)
         AcceleratorState._reset_state()
         GradientState._reset_state()

@@ -30,7 +30,7 @@ from tests.conftest import launch
 from tests.test_accelerate_configs import FOLDER, environment_of
 from tests.test_export import in_this_process  # noqa: F401 - a fixture
 from tests.test_launch import TRAIN
-from tests.test_train import assert_same_weights, weights
+from tests.test_train import assert_same_weights, records, weights
 
 Arguments = Callable[..., list[str]]
 Case = dict[str, str]
@@ -141,6 +141,7 @@ def work(engine: str, world: int, tasks: list[Any], folder: Path, device: str = 
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if engine in ACCELERATE_CONFIGS:
         shared |= environment_of("--config_file", *ACCELERATE_CONFIGS[engine])
+        shared |= {"WORLD_SIZE": world}
     worker = Path(__file__).with_name("matrix_worker.py")
     command = [sys.executable, str(worker), engine, device, str(file)]
     processes = []
@@ -189,6 +190,52 @@ def test_two_replicas_of_two_shards(small_run: Arguments, tmp_path: Path) -> Non
     """FSDP version 2 with replicas, HSDP."""
     values = ("hsdp", "bf16", "adamw", "false", "none", "false")
     train_and_check([dict(zip(DIMENSIONS, values, strict=True))], small_run, tmp_path)
+
+
+def collectives(engine: str, optimizer: str, micro_steps: int) -> dict[str, int]:
+    """Those of a step of two blocks: one is the all-reduce of the loss.
+
+    DDP all-reduces one bucket of gradients at the last micro-step. FSDP2 all-reduces the norm, and
+    reduces gradients of four groups then; each micro-step gathers them, the blocks twice, and the
+    head where it is not the embedding. For each of Muon's four stacks DDP gathers once; FSDP2 has
+    two all-to-alls, on a CPU gathers.
+    """
+    muon = optimizer == "muon"
+    if engine == "ddp":
+        return {"reduce": 2, **({"gather": 4} if muon else {})}
+    return {"reduce": 2, "scatter": 4, "gather": (6 + muon) * micro_steps + 8 * muon}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_losses_are_those_of_one_process_and_collectives_are_counted(
+    engine: str, small_run: Arguments, tmp_path: Path
+) -> None:
+    sequences, steps = 16, 50
+
+    def task(world: int, optimizer: str, micro_steps: int) -> tuple[Path, list[Any]]:
+        case = dict.fromkeys(("compiled", "document_mask"), "false")
+        case |= {"engine": engine, "precision": "no", "checkpointing": "none"}
+        out = tmp_path / f"{optimizer}-{world}-{micro_steps}"
+        own = [*options({**case, "optimizer": optimizer}), "--out_dir", str(out)]
+        own += ["--train.tokens_per_step", str(sequences * SHAPE["block_size"])]
+        own += ["--train.micro_batch_size", str(sequences // (world * micro_steps))]
+        own += ["--train.max_steps", str(steps), "--checkpoint.every", str(steps)]
+        return out, [out.name, small_run(*own), 0, str(out.with_suffix(".json"))]
+
+    single = {name: task(1, name, 1) for name in DIMENSIONS["optimizer"]}
+    work("one", 1, [words for _, words in single.values()], tmp_path)
+    for world in (2, 4):
+        cases = list(itertools.product(DIMENSIONS["optimizer"], (1, 4)))
+        shared = [task(world, *case) for case in cases]
+        work(engine, world, [words for _, words in shared], tmp_path)
+        for (optimizer, micro_steps), (out, _) in zip(cases, shared, strict=True):
+            expected = [line["train/loss"] for line in records(single[optimizer][0])]
+            found = [line["train/loss"] for line in records(out)]
+            assert len(found) == steps
+            assert found == pytest.approx(expected, abs=1e-5), out.name
+            counts = collectives(engine, optimizer, micro_steps)
+            assert json.loads(out.with_suffix(".json").read_text()) == counts, out.name
 
 
 @pytest.mark.gpu

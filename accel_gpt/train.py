@@ -39,7 +39,7 @@ from accel_gpt.training.ranks import all_ranks, peers, require_same
 from accel_gpt.training.reporter import Reporter, open_display
 from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restore
 from accel_gpt.training.saving import CheckpointWriter
-from accel_gpt.training.setup import new_state, open_corpus, prepare_run
+from accel_gpt.training.setup import new_state, open_copies, open_corpus, prepare_run
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import INIT, PREEMPTED, StopSignal, Watchdog, die_with_launcher
 from accel_gpt.training.terminal import Display, last_words
@@ -60,7 +60,7 @@ class Run:
     state: TrainState
     reporter: Reporter
     writer: CheckpointWriter
-    push: Any  # on rank 0 with hub.push: `BackgroundPush`; else None
+    copies: list[Any]  # on rank 0: `BackgroundPush`, `CheckpointCopies`, as the config has them
     evaluation: Evaluation
     loader: Loader = field(init=False)
     guard: StepGuard = field(init=False)
@@ -109,8 +109,9 @@ def train(config: Config, plan: Plan, started: float) -> int:
             run.writer.wait()
         stop.saved = stopping
         run.reporter.write(accelerator.end_training)
-        if run.push:  # what a signal keeps from the Hub, the next launch pushes
-            stopping |= run.push.finish(lambda: stopping or stop.received is not None)
+        preempted = stopping
+        for copies in run.copies:  # what a signal keeps from the Hub, the next launch pushes
+            stopping |= copies.finish(lambda: preempted or stop.received is not None)
     stop.ignore()
     display.log(last_words(config, run.state, stop.received if stopping else None))
     return PREEMPTED if stopping else 0
@@ -140,15 +141,12 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
         state = restore(accelerator, checkpoint, state, gpt, optimizer, log)
         log(f"resuming {config.out_dir} from step {state.step:,} ({checkpoint})")
     reporter = Reporter(config, plan, accelerator, gpt, display)
-    push = None
-    if config.hub.push != "never" and is_main():
-        from accel_gpt.hub.background_push import BackgroundPush
+    copies = open_copies(config, plan, log) if is_main() else []
 
-        push = BackgroundPush(config, plan.max_steps, log)
-    notify = push.on_checkpoint if push else lambda _: None
-    writer = CheckpointWriter(accelerator, config, corpus.tokenizer, log, reporter.sync, notify)
+    published = [each.on_checkpoint for each in copies]
+    writer = CheckpointWriter(accelerator, config, corpus.tokenizer, log, reporter.sync, published)
     parts = (config, plan, accelerator, corpus, gpt, model, optimizer, gradients, state)
-    run = Run(*parts, reporter, writer, push, evaluation)
+    run = Run(*parts, reporter, writer, copies, evaluation)
     seek(run)
     reporter.launch(run.corpus, state)
     model.train()  # evaluation and sampling leave the mode as they found it

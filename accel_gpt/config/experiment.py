@@ -209,6 +209,10 @@ class CheckpointConfig(Section, prefix="checkpoint."):
     """auto: resume from the newest checkpoint in out_dir. never: start anew. Or a checkpoint to
     resume from if out_dir has none: its folder, or hf://user/name@step-1000, pushed with
     hub.include_state."""
+    copy_to: str | None = None
+    """Folder on another disk, or URL that fsspec writes to, such as s3://bucket/run, where each new
+    checkpoint is copied while training continues. A run without checkpoints of its own resumes from
+    there."""
     allow_change: tuple[str, ...] = ()
     """Config keys that may differ from those of the checkpoint, separated by commas."""
 

@@ -80,6 +80,10 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
 
     def choose() -> Path | None:
         out_dir = Path(config.out_dir)
+        if config.checkpoint.copy_to:
+            from accel_gpt.training.copies import fetch_copy
+
+            fetch_copy(config, log)
         path = find_resume(out_dir, config.checkpoint.resume, log)
         if path:
             saved = read_state(path)

@@ -13,7 +13,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ Files = dict[str, dict[str, Any]]  # name -> size and sha256
 class CheckpointWriter:
     """Saves the checkpoints of a run, one at a time.
 
-    `before_publish` is called on rank 0 before a checkpoint becomes valid, `on_published` with its
-    folder afterwards, before older ones are pruned; both on the saving thread.
+    `before_publish` is called on rank 0 before a checkpoint becomes valid, each of `on_published`
+    with its folder afterwards, before older ones are pruned; all on the saving thread.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CheckpointWriter:
         tokenizer: Tokenizer,
         log: Callable[[str], None],
         before_publish: Callable[[], None] = lambda: None,
-        on_published: Callable[[Path], None] = lambda _: None,
+        on_published: Sequence[Callable[[Path], None]] = (),
     ) -> None:
         self.accelerator, self.config, self.tokenizer = accelerator, config.checkpoint, tokenizer
         self.out_dir, self.log = Path(config.out_dir), log
@@ -230,7 +230,8 @@ class CheckpointWriter:
         root, problem = self.out_dir / "checkpoints", self.problem
         if problem is None:
             with contextlib.suppress(OSError):  # the next one tries again
-                self.on_published(root / step_name(content["step"]))
+                for notify in self.on_published:
+                    notify(root / step_name(content["step"]))
             prune(self.out_dir, self.config, content["step"], content["best_step"])
         if problem == self.warned or self.lost:  # of a lost rank the training thread reports
             return

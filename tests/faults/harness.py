@@ -30,6 +30,12 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS, EVERY = 12, 2
 EPOCH_STEPS = 4  # 16 windows of 16 tokens, 4 a step
 KILLED = -signal.SIGKILL
+# environment of each process where FSDP shards the model
+FSDP = {
+    **{"ACCELERATE_USE_CPU": "false", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+    **{"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"},
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+}
 CLOCK = ("time", "tokens_this_launch")  # figures that a clock or a restart decides
 LAUNCH_STATE = ("seconds", "world_size", "config")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import KILLED, STEPS, Answer, Server, Tiny, assert_same, finish
+from tests.faults.harness import FSDP, KILLED, STEPS, Answer, Server, Tiny, assert_same, finish
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +19,7 @@ ELASTIC = (
     *("--train.reproducible", "true", "--train.step_timeout", "2s"),
     *("--train.init_timeout", "10s"),  # a peer may not come
 )
+SHARDED = ("--train.step_timeout", "10s", "--train.init_timeout", "10s")  # FSDP imports much
 SURVIVOR_SECONDS = 30.0
 TIMED_OUT = re.compile("time ?out|timed out|completed nothing|has not met", re.IGNORECASE)
 
@@ -57,36 +58,44 @@ class Tally:
 
 
 def kill_launches(
-    server: Server, tiny: Tiny, folder: Path, kills: int, steps: int = STEPS, most: int = 1
+    server: Server,
+    tiny: Tiny,
+    folder: Path,
+    kills: int,
+    steps: int = STEPS,
+    most: int = 1,
+    sharded: bool = False,
 ) -> Tally:
-    """Kill one process of launches of up to `most` until `kills` were hit; the others end by
-    themselves, and every run must end as undisturbed.
+    """Kill one process of launches of up to `most`, of `most` where FSDP has `sharded` the model,
+    until `kills` were hit; the others end by themselves, and every run must end as undisturbed.
     """
     tally = Tally(random.randrange(2**32))
     draw = random.Random(tally.seed)
-    options = ("--train.max_steps", str(steps), *(ELASTIC if most > 1 else ()))
-    whole = folder / "whole"
+    elastic = SHARDED if sharded else ELASTIC if most > 1 else ()
+    options = ("--train.max_steps", str(steps), *elastic)
+    whole, environment = folder / "whole", most * [FSDP if sharded else {}]
     answers = [
-        finish(server, tiny.arguments(run, *options), most) for run in (folder / "first", whole)
+        finish(server, tiny.arguments(run, *options), most, environment=environment)
+        for run in (folder / "first", whole)
     ]
     seconds = min(max(answer.seconds) for answer in answers)
     while tally.kills < kills:
         run, done = folder / f"run{tally.runs}", False
         while not done:
-            size = draw.randint(1, most)
+            size = most if sharded else draw.randint(1, most)
             after = draw.uniform(0, seconds) if tally.kills < kills else None
             victim = draw.randrange(size)
             more = (*options, "--checkpoint.async_save", draw.choice(("true", "false")))
             answer = server.launch(
                 *(tiny.arguments(run, *more), size), kill_after=after, kill=victim,
-                timeout=SURVIVOR_SECONDS,
+                timeout=SURVIVOR_SECONDS, environment=environment[:size],
             )  # fmt: skip
             done = tally.note(answer, victim, run)
             if set(answer.codes) == {0} and "resuming" not in answer.outputs[0]:
                 seconds = (seconds + max(answer.seconds)) / 2  # as fast as the machine is now
         tally.runs += 1
         try:
-            assert_same(run, whole, steps, same_world=most == 1)
+            assert_same(run, whole, steps, same_world=sharded or most == 1)
         except AssertionError as error:
             raise AssertionError(f"after {tally}") from error
     log.info("%s, undisturbed %.0f ms", tally, 1000 * seconds)
@@ -110,4 +119,12 @@ def test_kill9_at_many_random_times(server: Server, tiny: Tiny, tmp_path: Path) 
 def test_kill9_of_one_of_two(server: Server, tiny: Tiny, tmp_path: Path) -> None:
     tally = kill_launches(server, tiny, tmp_path, 40 * LONG, most=2)
     assert tally.writing >= LONG, f"too few kills hit a checkpoint: {tally}"
+    assert tally.late <= 0.1 * tally.launches, f"too many launches ended unasked: {tally}"
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_kill9_of_one_of_two_that_fsdp_shards(server: Server, tiny: Tiny, tmp_path: Path) -> None:
+    tally = kill_launches(server, tiny, tmp_path, 100 * LONG, most=2, sharded=True)
+    assert tally.writing >= 2 * LONG, f"too few kills hit a checkpoint: {tally}"
     assert tally.late <= 0.1 * tally.launches, f"too many launches ended unasked: {tally}"

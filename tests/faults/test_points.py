@@ -6,16 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import KILLED, Server, Tiny, assert_same, finish
+from tests.faults.harness import FSDP, KILLED, Server, Tiny, assert_same, finish
 
 STEPS = 6  # three checkpoints and those of the best; two are kept and the best
 TRIALS = 8
 OPTIONS = ["--train.max_steps", str(STEPS)]
-FSDP = {
-    **{"ACCELERATE_USE_CPU": "false", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
-    **{"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"},
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
-}
 SHARDED = ["sharded_0", "sharded_1", "sharded_copied_0", "sharded_copied_1"]
 # how the launch may end: done, one sentence of error, no checkpoint, killed
 ENDS = {

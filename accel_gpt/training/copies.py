@@ -1,0 +1,163 @@
+"""Copies of a run's checkpoints on another disk, or in a store that fsspec writes to.
+
+    {checkpoint.copy_to}/step_00001000/     the files of a checkpoint, its manifest last
+
+A thread copies each new checkpoint from hard links in `.copies/` of the run, which the pruning of
+the run leaves, and removes copies beyond `checkpoint.keep_last`. A copy without a manifest is none.
+"""
+
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accel_gpt.config.experiment import Config
+from accel_gpt.data.remote import Store, reason
+from accel_gpt.errors import CheckpointError, UserError, require
+from accel_gpt.files import link_tree, sync
+from accel_gpt.redact import redact_url
+from accel_gpt.training.checkpoint import verify
+from accel_gpt.training.run_folder import CHECKPOINT, RunFolder, checkpoint_steps, step_name
+
+MANIFEST = "manifest.json"
+PAUSE_SECONDS = 60.0  # after a copy that failed; assumption
+TRIES = 3  # of the last copy of a launch
+LAST_SECONDS = 60.0
+
+
+class CheckpointCopies:
+    """Copies the newest checkpoint while training continues; one that fails is tried again."""
+
+    def __init__(self, config: Config, log: Callable[[str], None]) -> None:
+        self.folder, self.log = Path(config.out_dir) / ".copies", log
+        self.keep, self.to = config.checkpoint.keep_last, str(config.checkpoint.copy_to)
+        self.system, self.root = open_store(self.to)
+        self.wake, self.ending, self.warned = threading.Event(), False, False
+        shutil.rmtree(self.folder, ignore_errors=True)  # a killed launch's: checkpoints come again
+        self.folder.mkdir()
+        self.thread = threading.Thread(target=self.run, name="checkpoint copies", daemon=True)
+        self.thread.start()
+
+    def on_checkpoint(self, checkpoint: Path) -> None:
+        """Copy a new checkpoint, in place of older ones that wait."""
+        for step in checkpoint_steps(self.folder)[1:]:  # the first is perhaps being copied
+            shutil.rmtree(self.folder / step_name(step), ignore_errors=True)
+        with contextlib.suppress(FileExistsError):
+            link_tree(checkpoint, self.folder / checkpoint.name)
+        self.wake.set()
+
+    def finish(self, interrupted: Callable[[], bool]) -> bool:
+        """Wait until the last checkpoint is copied, or could not be, or until `interrupted`; where
+        that came before, as when a machine is taken away, for `LAST_SECONDS`.
+
+        Returns whether an interrupt left it.
+        """
+        before, start = interrupted(), time.monotonic()
+        if checkpoint_steps(self.folder):
+            self.log(f"copying the last checkpoint to {redact_url(self.to)}; Ctrl-C leaves it")
+        self.ending = True
+        self.wake.set()
+        while self.thread.is_alive() and (before or not interrupted()):
+            self.thread.join(0.2)
+            if before and time.monotonic() - start > LAST_SECONDS:
+                break
+        left = bool(checkpoint_steps(self.folder))
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return left and self.thread.is_alive()
+
+    def run(self) -> None:
+        """Copy whenever a checkpoint came, until `finish`."""
+        failed = 0
+        while not (self.ending and (failed >= TRIES or not checkpoint_steps(self.folder))):
+            self.wake.wait(PAUSE_SECONDS if failed else None)
+            self.wake.clear()
+            for step in checkpoint_steps(self.folder)[-1:]:
+                try:
+                    self.copy(self.folder / step_name(step))
+                    failed = 0
+                except Exception as error:  # of botocore, huggingface_hub, OSError, ...
+                    failed += 1
+                    if failed == 1:
+                        self.log(
+                            f"WARNING: the checkpoint of step {step:,} could not be copied to "
+                            f"{redact_url(self.to)}: {reason(error)}; it is tried again"
+                        )
+                    if self.ending:
+                        time.sleep(failed)
+                        self.wake.set()
+                else:
+                    for old in checkpoint_steps(self.folder):
+                        if old <= step:
+                            shutil.rmtree(self.folder / step_name(old), ignore_errors=True)
+
+    def copy(self, checkpoint: Path) -> None:
+        """Copy a checkpoint, and remove the oldest copies."""
+        target = f"{self.root}/{checkpoint.name}"
+        self.system.makedirs(target, exist_ok=True)
+        if self.system.exists(f"{target}/{MANIFEST}"):  # the step was trained once more
+            self.system.rm_file(f"{target}/{MANIFEST}")
+        names = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
+        for name in (*sorted(names), MANIFEST):
+            self.system.put_file(str(checkpoint / name), f"{target}/{name}")
+        for step in copied_steps(self.system, self.root)[: -self.keep]:
+            old = f"{self.root}/{step_name(step)}"
+            self.system.rm_file(f"{old}/{MANIFEST}")
+            self.system.rm(old, recursive=True)
+
+
+def open_store(url: str) -> tuple[Any, str]:
+    """File system and folder of `checkpoint.copy_to`; `UserError` where its package is missing."""
+    require(
+        redact_url(url) == url.rstrip("/") or "://" not in url,
+        f"checkpoint.copy_to {redact_url(url)} has a password or a query in its URL; give "
+        "credentials as the store's own tools read them",
+    )
+    return Store(url if "://" in url else str(Path(url).resolve())).system
+
+
+def copied_steps(system: Any, root: str) -> list[int]:
+    """Steps of the copies in a store, ascending, also of those without a manifest."""
+    system.invalidate_cache()
+    if not system.exists(root):
+        return []
+    names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in system.ls(root, detail=True)]
+    return sorted(int(found[1]) for found in map(CHECKPOINT.fullmatch, names) if found)
+
+
+def fetch_copy(config: Config, log: Callable[[str], None]) -> None:
+    """Download the newest intact copy for a run that has no checkpoint of its own, where
+    `checkpoint.resume` is auto. Raises `UserError` if the store cannot be opened or read.
+    """
+    url = str(config.checkpoint.copy_to)
+    run, (system, root) = RunFolder(config.out_dir), open_store(url)
+    if run.checkpoints or config.checkpoint.resume != "auto":
+        return
+    folder = Path(config.out_dir) / "checkpoints"
+    try:
+        for step in reversed(copied_steps(system, root)):
+            source, name = f"{root}/{step_name(step)}", step_name(step)
+            if not system.exists(f"{source}/{MANIFEST}"):
+                continue
+            temporary = folder / f".tmp_{name}"
+            temporary.mkdir(parents=True, exist_ok=True)
+            for entry in system.ls(source, detail=False):
+                file = temporary / entry.rpartition("/")[2]
+                system.get_file(entry, str(file))
+                sync(file)
+            try:
+                verify(temporary)
+            except CheckpointError as error:
+                log(f"WARNING: {error}; taking the copy before it")
+                shutil.rmtree(temporary)
+                continue
+            temporary.rename(folder / name)
+            sync(folder)
+            log(f"step {step:,} was downloaded from {redact_url(url)}")
+            return
+    except Exception as error:
+        raise UserError(
+            f"checkpoint.copy_to {redact_url(url)} cannot be read: {reason(error)}"
+        ) from None

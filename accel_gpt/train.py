@@ -39,7 +39,7 @@ from accel_gpt.training.ranks import all_ranks, peers, require_same
 from accel_gpt.training.reporter import Reporter, open_display
 from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restore
 from accel_gpt.training.saving import CheckpointWriter
-from accel_gpt.training.setup import new_state, open_copies, open_corpus, prepare_run
+from accel_gpt.training.setup import new_state, open_corpus, prepare_run
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import INIT, PREEMPTED, StopSignal, Watchdog, die_with_launcher
 from accel_gpt.training.terminal import Display, last_words
@@ -135,16 +135,22 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
     gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)
     gradients = make_gradients(config, accelerator, model)
     torch.manual_seed(config.seed)
-    if not checkpoint:
-        initialize(gpt)
-    else:
+    if checkpoint:
         state = restore(accelerator, checkpoint, state, gpt, optimizer, log)
         log(f"resuming {config.out_dir} from step {state.step:,} ({checkpoint})")
+    else:
+        initialize(gpt)
     reporter = Reporter(config, plan, accelerator, gpt, display)
-    copies = open_copies(config, plan, log) if is_main() else []
+    copies: list[Any] = []
+    if config.checkpoint.copy_to and is_main():
+        from accel_gpt.training.copies import CheckpointCopies
 
-    published = [each.on_checkpoint for each in copies]
-    writer = CheckpointWriter(accelerator, config, corpus.tokenizer, log, reporter.sync, published)
+        copies.append(CheckpointCopies(config, log))
+    if config.hub.push != "never" and is_main():
+        from accel_gpt.hub.background_push import BackgroundPush
+
+        copies.append(BackgroundPush(config, plan.max_steps, log))
+    writer = CheckpointWriter(accelerator, config, corpus.tokenizer, log, reporter.sync, copies)
     parts = (config, plan, accelerator, corpus, gpt, model, optimizer, gradients, state)
     run = Run(*parts, reporter, writer, copies, evaluation)
     seek(run)

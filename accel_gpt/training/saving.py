@@ -50,8 +50,8 @@ Files = dict[str, dict[str, Any]]  # name -> size and sha256
 class CheckpointWriter:
     """Saves the checkpoints of a run, one at a time.
 
-    `before_publish` is called on rank 0 before a checkpoint becomes valid, each of `on_published`
-    with its folder afterwards, before older ones are pruned; all on the saving thread.
+    `before_publish` is called on rank 0 before a checkpoint becomes valid, `on_checkpoint` of each
+    of `copies` with its folder afterwards, before older ones are pruned; all on the saving thread.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class CheckpointWriter:
         tokenizer: Tokenizer,
         log: Callable[[str], None],
         before_publish: Callable[[], None] = lambda: None,
-        on_published: Sequence[Callable[[Path], None]] = (),
+        copies: Sequence[Any] = (),
     ) -> None:
         self.accelerator, self.config, self.tokenizer = accelerator, config.checkpoint, tokenizer
         self.out_dir, self.log = Path(config.out_dir), log
-        self.before_publish, self.on_published = before_publish, on_published
+        self.before_publish, self.copies = before_publish, copies
         self.main, self.group = accelerator.is_main_process, host_group(config, accelerator)
         self.fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.snapshot = Snapshot() if config.checkpoint.async_save else None
@@ -176,6 +176,7 @@ class CheckpointWriter:
         A collective.
         """
         own: Files = {}
+        process = self.accelerator.process_index
         try:
             with self.phase(folder):
                 if failed:
@@ -186,8 +187,9 @@ class CheckpointWriter:
                 if self.main:
                     self.write_shared(folder, content, gpt)
                 for path in sorted(folder.iterdir()):
-                    rank = OF_RANK.search(path.name)
-                    if int(rank[1] if rank else 0) == self.accelerator.process_index:
+                    rank, hidden = OF_RANK.search(path.name), path.name.startswith(".")
+                    # hidden: a file that another rank is writing
+                    if not hidden and int(rank[1] if rank else 0) == process:
                         own[path.name] = sealed(path)
             files = {n: entry for part in all_gather(own, self.group) for n, entry in part.items()}
             with self.phase(folder):
@@ -230,8 +232,8 @@ class CheckpointWriter:
         root, problem = self.out_dir / "checkpoints", self.problem
         if problem is None:
             with contextlib.suppress(OSError):  # the next one tries again
-                for notify in self.on_published:
-                    notify(root / step_name(content["step"]))
+                for copies in self.copies:
+                    copies.on_checkpoint(root / step_name(content["step"]))
             prune(self.out_dir, self.config, content["step"], content["best_step"])
         if problem == self.warned or self.lost:  # of a lost rank the training thread reports
             return

@@ -6,15 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from accel_gpt.config.data import DataConfig, TextStream
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat
-from accel_gpt.config.plan import Plan
 from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.data.corpus import Corpus, open_shards
 from accel_gpt.data.shards import INDEX
@@ -173,17 +171,3 @@ def new_state(config: Config, corpus: Corpus, world_size: int) -> TrainState:
         versions=code_versions(),
         **corpus.state_dict(),
     )
-
-
-def open_copies(config: Config, plan: Plan, log: Callable[[str], None]) -> list[Any]:
-    """What copies each new checkpoint elsewhere while training continues."""
-    copies: list[Any] = []
-    if config.hub.push != "never":
-        from accel_gpt.hub.background_push import BackgroundPush
-
-        copies.append(BackgroundPush(config, plan.max_steps, log))
-    if config.checkpoint.copy_to:
-        from accel_gpt.training.copies import CheckpointCopies
-
-        copies.append(CheckpointCopies(config, log))
-    return copies

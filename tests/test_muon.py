@@ -113,15 +113,20 @@ def follow(net: GPT, config: OptimConfig, optimizer: MuonAdamW, tolerance: float
 
 
 @pytest.mark.parametrize(
-    ("preset", "rule"),
-    [("llama", "original"), ("gpt2", "match_rms_adamw"), ("fast", "match_rms_adamw")],
+    ("preset", "rule", "shape"),
+    [
+        ("llama", "original", {}),
+        ("gpt2", "match_rms_adamw", {"n_kv_head": None}),
+        ("fast", "match_rms_adamw", {}),
+        ("qwen3", "match_rms_adamw", {"head_dim": 32}),  # queries taller than wide, keys less so
+    ],
 )
 def test_updates_are_those_of_torch(
-    preset: str, rule: Any, monkeypatch: pytest.MonkeyPatch
+    preset: str, rule: Any, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, in which torch's has to be made to compute."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
-    net = model(preset, n_kv_head=None if preset == "gpt2" else 2)
+    net = model(preset, **shape)
     config = OptimConfig("muon", lr=0.02, muon_scale=rule, weight_decay=0.3)
     optimizer = make_optimizer(net, config)
     assert isinstance(optimizer, MuonAdamW)

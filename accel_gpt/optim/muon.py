@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from accel_gpt.config.optim import STACK
 from accel_gpt.model.layers import MLP, CausalSelfAttention
-from accel_gpt.model.sharding import is_sharded, local_shard
+from accel_gpt.model.sharding import first_row, is_sharded, local_shard
 from accel_gpt.optim.adamw import GuardedAdamW
 
 if TYPE_CHECKING:
@@ -121,7 +121,8 @@ def update_weights(
     enabled: Tensor,
     cautious: bool,
 ) -> Tensor:
-    """The new weights (N, R, C), unchanged unless `enabled`; `decay` is lr times weight decay.
+    """The new weights (N, R, C), unchanged unless `enabled`. `scale` (R, 1) is that of the matrix
+    that a row belongs to; `decay` is lr times weight decay.
 
     Cautious: decay only where the update makes a weight smaller, too (Chen et al. 2025, arXiv
     2510.12402, algorithm 1).
@@ -211,13 +212,17 @@ class MuonAdamW(GuardedAdamW):
         device = local_shard(parameters[0]).device
         enabled = torch.ones((), dtype=torch.bool, device=device) if skip is None else skip == 0
         R, C = parameters[0].shape
-        # all matrices of a fused weight have the scale of the tallest: see `lr_scale`
-        scale = lr_scale(max(group[ROWS] or (R,)), C, group["scale"])
-        numbers = (group["lr"], group["lr"] * group["weight_decay"], group["momentum"], scale)
-        lr, decay, momentum, factor = (
+        numbers = (group["lr"], group["lr"] * group["weight_decay"], group["momentum"])
+        lr, decay, momentum = (
             torch.full((), number, device=device)  # no copy from the host, and no recompilation
             for number in numbers
         )
+        heights, first = group[ROWS] or (R,), first_row(parameters[0])
+        scales = [
+            torch.full((height, 1), lr_scale(height, C, group["scale"]), device=device)
+            for height in heights
+        ]
+        scale = joined(scales, 0)[first : first + len(local_shard(parameters[0]))]
         chunks = [parameters[start : start + size] for start in range(0, len(parameters), size)]
         stack = joined([self._gradient_estimates(chunk, momentum, enabled) for chunk in chunks], 0)
         shape = torch.Size((len(parameters), R, C))
@@ -228,7 +233,7 @@ class MuonAdamW(GuardedAdamW):
         for chunk, direction in zip(chunks, torch.split(stack, size), strict=True):
             weights = [local_shard(p) for p in chunk]
             new = self._update_weights(
-                torch.stack(weights), direction, factor, lr, decay, enabled, group["cautious"]
+                torch.stack(weights), direction, scale, lr, decay, enabled, group["cautious"]
             )
             torch._foreach_copy_(weights, list(new.unbind()))
 

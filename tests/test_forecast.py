@@ -154,6 +154,9 @@ def test_each_setting_changes_the_part_that_it_should(capsys: pytest.CaptureFixt
     fsdp = held(capsys, "--gpu", "h100", "--gpus", 8, "--distribution", "fsdp")
     assert fsdp["weights"] == 4 * total // 8
     assert fsdp["gradients not yet reduced"] == 4 * total
+    sharded = ("--gpu", "h100", "--gpus", 8, "--distribution", "fsdp")
+    synced = held(capsys, *sharded, "--train.sync_each_batch", "true")
+    assert "gradients not yet reduced" not in synced
     bf16 = held(capsys, "--gpu", "h100", "--train.mixed_precision", "bf16")
     assert alone["activations"] / 2 < bf16["activations"] < alone["activations"]
     chunk = 2 * 4096 * padded_vocab_size(50257)  # in bf16 before it is widened

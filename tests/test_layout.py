@@ -41,7 +41,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 10_080  # goal: 8,000
+INNER_LINES = 10_090  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -52,7 +52,7 @@ HEAVY = {
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
     "": 955,
-    "config": 1_505,  # 1,160
+    "config": 1_506,  # 1,160
     "cost": 700,  # 420
     "model": 980,
     "optim": 510,  # 400

@@ -63,6 +63,9 @@ class TrainConfig(Section, prefix="train."):
     activation_checkpointing: Literal["none", "blocks"] = "none"
     """blocks: store only the input of each block and recompute the rest in the backward pass. Takes
     a quarter to a third more computation and a fraction of the memory."""
+    sync_each_batch: bool = False
+    """Reduce gradients after every micro-batch. Under FSDP no rank then holds those of the whole
+    model, 4 bytes a parameter; costs a reduce-scatter more per micro-batch."""
     cpu_threads: Annotated[Positive[int | None], at_most(4096)] = None
     """Threads per process on a CPU. null: all cores, divided among the processes of the machine, or
     1 with reproducible, since kernels split their sums by threads."""

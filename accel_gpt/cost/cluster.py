@@ -143,8 +143,8 @@ def sharded_step(
     """FSDP2's collectives, and the seconds of them that forward and backward passes do not hide.
 
     Blocks are gathered twice a micro-step, each while the one before computes; the root, which is
-    the rest, once, before anything computes. Gradients are reduced in the last micro-step, those of
-    the root at its end.
+    the rest, once, before anything computes. Gradients are reduced in the last micro-step, or in
+    each with `train.sync_each_batch`, those of the root at its end.
     """
     machine, layers = network.machine, config.model.n_layer
     counts = parameter_counts(config.model, vocab_size)
@@ -156,16 +156,18 @@ def sharded_step(
     root = gather("all-gather of the root", total - inner, 1, micro_steps)
     blocks = gather("all-gather of blocks", inner, layers, 2 * micro_steps)
     passes = 1 if machine.gpu else 2  # in gloo it is an all-reduce
-    words = ("reduce-scatter of gradients", FLOAT * total, layers + 1, passes, "shards")
-    reduced = [network.ring(*words)]
+    times = micro_steps if config.train.sync_each_batch else 1
+    calls, size = times * (layers + 1), times * FLOAT * total
+    reduced = [network.ring("reduce-scatter of gradients", size, calls, passes, "shards")]
     if machine.replicas > 1:
-        share, rings = FLOAT * total / machine.shards, machine.devices // machine.nodes
-        reduced += [network.ring("all-reduce of shards", share, layers + 1, 2, "replicas", rings)]
-    reducing, gathering = sum(c.seconds for c in reduced), blocks.seconds / (2 * micro_steps)
+        share, rings = size / machine.shards, machine.devices // machine.nodes
+        reduced += [network.ring("all-reduce of shards", share, calls, 2, "replicas", rings)]
+    reducing = sum(collective.seconds for collective in reduced) / times
+    gathering = blocks.seconds / (2 * micro_steps)
     end = (total - inner) / total * reducing
     exposed = root.seconds + micro_steps * max(0.0, gathering - FORWARD * micro)
-    exposed += (micro_steps - 1) * max(0.0, gathering - BACKWARD * micro)
-    exposed += end + max(0.0, gathering + reducing - end - BACKWARD * micro)
+    exposed += (micro_steps - times) * max(0.0, gathering - BACKWARD * micro)
+    exposed += times * (end + max(0.0, gathering + reducing - end - BACKWARD * micro))
     return [root, blocks, *reduced], exposed
 
 

@@ -159,7 +159,7 @@ def gradient_bytes(
 ) -> dict[str, int]:
     """Gradients besides DDP's buckets: before a reduction they lie beside them, then in them."""
     if machine.shards > 1:
-        whole = machine.width * total if micro_steps > 1 else 0
+        whole = FLOAT * total if micro_steps > 1 and not config.train.sync_each_batch else 0
         return {"gradients": FLOAT * total // machine.shards, "gradients not yet reduced": whole}
     in_buckets = machine.devices > 1 and micro_steps == 1 and not config.train.reproducible
     return {"gradients": 0 if in_buckets else FLOAT * total}

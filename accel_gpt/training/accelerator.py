@@ -145,7 +145,9 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
         cpu=PartialState().device.type == "cpu",
         mixed_precision=config.train.mixed_precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=plan.accumulation_steps, sync_with_dataloader=False
+            num_steps=plan.accumulation_steps,
+            sync_with_dataloader=False,
+            sync_each_batch=config.train.sync_each_batch,
         ),
         log_with=list(config.log.trackers) or None,
         project_config=ProjectConfiguration(

@@ -30,7 +30,7 @@ PRIVATE = {
     "_compiled_call_impl": "torch",
     "_pat_str": "tiktoken",
 }
-PUBLIC = {"_exit", "_replace"}  # of os and of named tuples, in Python's documentation
+PUBLIC = {"_asdict", "_exit", "_replace"}  # of os and of named tuples, in Python's documentation
 
 
 def normal(name: str) -> str:

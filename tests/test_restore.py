@@ -165,6 +165,7 @@ FREE = {
         "model.depth",
         "model.zero_init",
         "train.activation_checkpointing",
+        "train.sync_each_batch",
         "eval.every",
     ),
     *("eval.only", "eval.hellaswag", "eval.hellaswag_limit"),

@@ -127,7 +127,7 @@ def update_weights(
     Cautious: decay only where the update makes a weight smaller, too (Chen et al. 2025, arXiv
     2510.12402, algorithm 1).
     """
-    direction = direction.to(weights.dtype) * scale
+    direction = direction.to(weights.dtype).mul_(scale)
     decayed = weights * decay
     if cautious:
         decayed = torch.where(direction * weights >= 0, decayed, 0.0)

@@ -66,7 +66,17 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
     said = capsys.readouterr().err
     assert "truncated; taking the copy before it" in said
     assert "step 4 was downloaded from" in said
+    assert steps(str(place)) == ["step_00000004", "step_00000008", "step_00000012"]
     verify(place / "step_00000012")
+
+
+def test_a_copy_that_broke_off_is_pruned(small_run: Arguments, tmp_path: Path) -> None:
+    (tmp_path / "other" / "step_00000001").mkdir(parents=True)
+    assert (
+        run_here(train.main, small_run(*EVERY, "--checkpoint.copy_to", str(tmp_path / "other")))
+        == 0
+    )
+    assert steps(str(tmp_path / "other")) == ["step_00000012"]
 
 
 def test_a_place_that_cannot_be_written_harms_nothing(

@@ -41,7 +41,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 10_090  # goal: 8,000
+INNER_LINES = 9_890  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -59,7 +59,7 @@ LINES = {
     "data": 3_001,  # 2,315
     "text": 1_210,  # 820
     "prepare": 1_130,  # 780
-    "training": 4_785,  # 3,020
+    "training": 4_795,  # 3,020
     "evals": 870,  # 760
     "report": 890,  # 740
     "hub": 2_043,  # 1,800

@@ -35,7 +35,8 @@ class CheckpointCopies:
         self.folder, self.log = Path(config.out_dir) / ".copies", log
         self.keep, self.to = config.checkpoint.keep_last, str(config.checkpoint.copy_to)
         self.system, self.root = open_store(self.to)
-        self.wake, self.ending, self.warned = threading.Event(), False, False
+        self.wake, self.ending = threading.Event(), False
+        self.current: int | None = None  # the step that is being copied
         shutil.rmtree(self.folder, ignore_errors=True)  # a killed launch's: checkpoints come again
         self.folder.mkdir()
         self.thread = threading.Thread(target=self.run, name="checkpoint copies", daemon=True)
@@ -43,10 +44,14 @@ class CheckpointCopies:
 
     def on_checkpoint(self, checkpoint: Path) -> None:
         """Copy a new checkpoint, in place of older ones that wait."""
-        for step in checkpoint_steps(self.folder)[1:]:  # the first is perhaps being copied
-            shutil.rmtree(self.folder / step_name(step), ignore_errors=True)
-        with contextlib.suppress(FileExistsError):
-            link_tree(checkpoint, self.folder / checkpoint.name)
+        for step in checkpoint_steps(self.folder):
+            if step != self.current:
+                shutil.rmtree(self.folder / step_name(step), ignore_errors=True)
+        partial = self.folder / f".{checkpoint.name}"
+        shutil.rmtree(partial, ignore_errors=True)
+        link_tree(checkpoint, partial)
+        with contextlib.suppress(OSError):  # the same step is being copied
+            partial.rename(self.folder / checkpoint.name)
         self.wake.set()
 
     def finish(self, interrupted: Callable[[], bool]) -> bool:
@@ -75,6 +80,7 @@ class CheckpointCopies:
             self.wake.wait(PAUSE_SECONDS if failed else None)
             self.wake.clear()
             for step in checkpoint_steps(self.folder)[-1:]:
+                self.current = step
                 try:
                     self.copy(self.folder / step_name(step))
                     failed = 0
@@ -104,7 +110,8 @@ class CheckpointCopies:
             self.system.put_file(str(checkpoint / name), f"{target}/{name}")
         for step in copied_steps(self.system, self.root)[: -self.keep]:
             old = f"{self.root}/{step_name(step)}"
-            self.system.rm_file(f"{old}/{MANIFEST}")
+            with contextlib.suppress(FileNotFoundError):  # it broke off
+                self.system.rm_file(f"{old}/{MANIFEST}")
             self.system.rm(old, recursive=True)
 
 

@@ -45,13 +45,14 @@ class GPT(nn.Module):
     """A decoder-only transformer over `vocab_size` real tokens.
 
     Embedding and head have `padded_vocab_size` rows, for the matrix units; the rows beyond the
-    real tokens start at zero, get no gradient and are cut from the logits.
+    real tokens start at zero, get no gradient and are cut from the logits. Without `init` the
+    weights are uninitialized, and not tied.
     """
 
     _no_split_modules = ["Block"]  # noqa: RUF012 - the name and type that Accelerate reads
     rotary: Tensor | None
 
-    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+    def __init__(self, config: ModelConfig, vocab_size: int, init: bool = True) -> None:
         super().__init__()
         require(vocab_size > 0, f"vocab_size is {vocab_size}; a model needs at least one token")
         self.config = config
@@ -67,7 +68,8 @@ class GPT(nn.Module):
             self.head = Head(config, vocab_size)
         self.recompute = False  # activation checkpointing of each block
         self.register_buffer("rotary", None, persistent=False)
-        self.init_weights()
+        if init:
+            self.init_weights()
 
     @classmethod
     def allocate(
@@ -76,10 +78,11 @@ class GPT(nn.Module):
         """A model with uninitialized weights, which the caller loads; on the device meta without
         storage for them, until `materialize`.
         """
-        with torch.device("meta"), _SkipInit():
-            model = cls(config, vocab_size)
+        with torch.device(device):
+            model = cls(config, vocab_size, init=False)
+        model.tie_weights()
         if device != "meta":
-            model.materialize(device)
+            model.build_rotary()
         return model
 
     def materialize(self, device: torch.device | str) -> None:

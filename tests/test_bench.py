@@ -96,6 +96,7 @@ def test_a_mistake_is_one_sentence(
 def test_two_processes_tell_one_table(small_run: Arguments, tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = ["-m", "accel_gpt.cli", "bench", *small_run(*SHORT, "--json")]
+    command += ["--train.micro_batch_size", "4"]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
         [sys.executable, *launcher, *command],

@@ -211,9 +211,11 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tok
     verify(path, model_only=True)
     config, vocab_size = read_shape(path)
     least = parameter_counts(replace(config, block_size=1), vocab_size)["total_unpadded"]
-    if least > sum(file.stat().st_size for file in weight_parts(path)):  # before it is allocated
+    files = weight_parts(path)
+    if least > sum(file.stat().st_size for file in files):  # before memory is allocated
+        more = f", ... {files[-1].name} hold" if files[1:] else " holds"
         raise CheckpointError(
-            f"{path / 'model.json'} asks for {least:,} parameters, more than its weights hold"
+            f"{path / 'model.json'} asks for {least:,} parameters, more than {files[0].name}{more}"
         )
     model = GPT.allocate(config, vocab_size)
     read_weights(path, model)

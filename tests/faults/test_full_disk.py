@@ -75,7 +75,7 @@ def test_run_saves_again_once_there_is_room(server: Server, tiny: Tiny, tmp_path
     assert_same(after / "run", tmp_path / "whole", STEPS)
 
 
-@pytest.mark.parametrize("free", [0, 4096, 16384])
+@pytest.mark.parametrize("free", [0, 4096, 8192])
 def test_no_room_at_the_start_is_one_sentence(
     free: int, server: Server, tiny: Tiny, tmp_path: Path
 ) -> None:

@@ -324,8 +324,8 @@ def restore(
 def load_shards(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
     """Load weights and optimizer as this run shards them, or does not, however they were saved."""
     read_weights(path, gpt)
-    moments, files = moments_of(gpt, optimizer), sorted(path.glob("optimizer_*.safetensors"))
-    if files:
+    if files := sorted(path.glob("optimizer_*.safetensors")):
+        moments = moments_of(gpt, optimizer)
         if unknown := read_tensors(files, moments) - moments.keys():
             raise CheckpointError(f"it has {min(unknown)}, which another optimizer keeps")
         return

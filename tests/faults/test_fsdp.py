@@ -26,6 +26,7 @@ from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.checkpoint import load_model
 from accel_gpt.training.tensor_files import weights_of
 from tests.conftest import run_here
+from tests.faults.harness import FSDP
 from tests.test_train import assert_same_weights, records, signal_after, weights
 
 Arguments = Callable[..., list[str]]
@@ -112,10 +113,7 @@ def launch(
         port = free.getsockname()[1]
     shared = {
         **{"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, **given},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-        **{"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": 2, "FSDP_RESHARD_AFTER_FORWARD": "true"},
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **FSDP},
     }
     processes = [
         subprocess.Popen(

@@ -1,0 +1,90 @@
+"""Runs that belong together: devices, failures, signals, kills."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_gpt.commands import series
+from accel_gpt.commands.series import PREEMPTED, Series, SeriesRun, visible_devices
+from accel_gpt.training.run_folder import RunFolder
+
+PROGRAM = (
+    "import sys; from pathlib import Path; from accel_gpt.commands.series import *\n"
+    "Series([SeriesRun('a', Path(sys.argv[1]), sys.argv[2:], 12)]).train()\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("count", "given", "devices"),
+    [
+        (0, None, [None]),
+        (0, "", [None]),
+        (2, None, ["0", "1"]),
+        (2, "3,5", ["3", "5"]),
+        (1, "GPU-8932f937", ["GPU-8932f937"]),
+    ],
+)
+def test_each_visible_gpu_takes_a_run(
+    count: int, given: str | None, devices: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert visible_devices() == devices
+
+
+@pytest.mark.slow
+def test_finished_runs_are_skipped_and_a_failure_leaves_the_others_alone(
+    small_run: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(series, "visible_devices", lambda: ["0", "1"])
+    folders = {name: tmp_path / "series" / name for name in "abc"}
+    wrong = {"b": ("--optim.lr", "fast")}
+    runs = [
+        SeriesRun(name, folder, small_run(*wrong.get(name, ())), 12)
+        for name, folder in folders.items()
+    ]
+    assert Series(runs).train() == {"b": "optim.lr is 'fast'; expected a number"}
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[:2] == [
+        "a: run 1 of 3, to step 12 on GPU 0",
+        "b: run 2 of 3, to step 12 on GPU 1",
+    ]
+    assert any(line.startswith("c: step 12, val loss ") for line in printed)
+    again = [SeriesRun(run.name, run.folder, small_run(), 12) for run in runs]
+    assert Series(again).train() == {}
+    assert [len(RunFolder(folder).launches) for folder in folders.values()] == [1, 1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_series_goes_on(
+    number: signal.Signals, small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """A run that is told to stop saves; one whose series is killed does so, too."""
+    folder = RunFolder(tmp_path / "a")
+    command = [sys.executable, "-c", PROGRAM, str(folder.path), *small_run()]
+    slow_steps = {**os.environ, "ACCEL_GPT_FAULT": "step:6+=sleep"}
+    first = subprocess.Popen(command, env=slow_steps, stderr=subprocess.PIPE, text=True)
+    while not any(record["step"] >= 5 for record in folder.records()):
+        time.sleep(0.05)
+    first.send_signal(number)
+    printed = first.communicate()[1]
+    if number != signal.SIGKILL:
+        assert first.returncode == PREEMPTED
+        assert printed.splitlines()[-1].startswith(f"{number.name}: 0 of 1 run finished")
+    second = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert second.returncode == 0, second.stderr
+    assert [record["step"] for record in folder.records()] == [*range(1, 13)]
+    assert 4 < folder.last_launch("step") < 12  # beyond the last checkpoint that was due

@@ -102,7 +102,7 @@ def train(config: Config, plan: Plan, started: float) -> int:
         writing, profiling = contextlib.closing(run.writer), run.reporter.profiling()
         with Watchdog(config.train.step_timeout) as watchdog, writing, profiling:
             run.reporter.beat, stopping = watchdog.beat, False
-            while run.state.step < plan.max_steps and not stopping:
+            while run.state.step < plan.last_step and not stopping:
                 stopping = step(run, stop)
                 run.reporter.completed(run.state.step)
             run.loader.close()
@@ -113,7 +113,7 @@ def train(config: Config, plan: Plan, started: float) -> int:
         for copies in run.copies:  # what a signal keeps from the Hub, the next launch pushes
             stopping |= copies.finish(lambda: preempted or stop.received is not None)
     stop.ignore()
-    display.log(last_words(config, run.state, stop.received if stopping else None))
+    display.log(last_words(config, plan, run.state, stop.received if stopping else None))
     return PREEMPTED if stopping else 0
 
 
@@ -176,7 +176,7 @@ def step(run: Run, stop: StopSignal) -> bool:
     try:
         update(run)
         stopping, retrying = stop.agreed(run.writer.retry_is_due(), run.writer.seconds)
-        stopping &= run.state.step < run.plan.max_steps
+        stopping &= run.state.step < run.plan.last_step
         after_step(run, stopping, retrying)
         return stopping
     except TooManySkippedError:
@@ -210,7 +210,7 @@ def update(run: Run) -> None:
 def after_step(run: Run, stopping: bool, retrying: bool) -> None:
     """Log, evaluate, save and sample what is due after a step; only then wait for the device."""
     config, state, reporter = run.config, run.state, run.reporter
-    last = state.step == run.plan.max_steps
+    last = state.step == run.plan.last_step
     logging = last or state.step % config.log.every == 0
     evaluating = last or bool(config.eval.every and state.step % config.eval.every == 0)
     saving = last or stopping or retrying

@@ -50,6 +50,9 @@ class TrainConfig(Section, prefix="train."):
     """Number of optimizer steps in the run. Set this or max_tokens."""
     max_tokens: Positive[int | None] = None
     """Number of tokens in the run. Set this or max_steps."""
+    stop_at: Positive[int | None] = None
+    """Step after which this launch evaluates, saves and stops; a later launch without it continues
+    to the end of the run, on the same schedule. null: the last step of the run."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16", "fp8"] | None = None
     """null: the value in the config file of `accelerate launch`, or no without one. no: float32.
     auto: bf16 where the device is faster in it, else no. fp8: matrix products in torchao's float8,

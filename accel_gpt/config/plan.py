@@ -20,6 +20,12 @@ class Plan:
     max_steps: int
     warmup_steps: int
     decay_steps: int
+    stop_at: int | None = None  # step after which this launch stops
+
+    @property
+    def last_step(self) -> int:
+        """The last step of this launch."""
+        return min(self.stop_at or self.max_steps, self.max_steps)
 
     @property
     def sequences_per_step(self) -> int:
@@ -86,6 +92,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         max_steps=max_steps,
         warmup_steps=warmup,
         decay_steps=decay,
+        stop_at=train.stop_at,
     )
 
 

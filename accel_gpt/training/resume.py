@@ -50,7 +50,7 @@ FREE = (
     "model.depth",  # the keys that it sets are compared themselves
     *("train.micro_batch_size", "train.mixed_precision", "train.matmul_precision"),
     *("train.compile", "train.activation_checkpointing", "train.sync_each_batch"),
-    "train.cpu_threads",
+    *("train.cpu_threads", "train.stop_at"),
     *("train.time_limit", "train.step_timeout", "train.init_timeout", "train.profile"),
     *("eval.every", "eval.only", "eval.hellaswag", "sample.", "checkpoint.", "log.", "hub."),
 )

@@ -101,7 +101,7 @@ def show_cursor() -> None:
         os.write(sys.__stderr__.fileno(), SHOW_CURSOR)
 
 
-def last_words(config: Config, state: TrainState, signal_name: str | None) -> str:
+def last_words(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:
     """What the run reached, where it is, and what to do next."""
     out, val = config.out_dir, state.val_loss
     length = "train.max_tokens" if config.train.max_tokens else "train.max_steps"
@@ -111,6 +111,11 @@ def last_words(config: Config, state: TrainState, signal_name: str | None) -> st
         return (
             f"{signal_name}: saved at step {state.step:,} after {spent}{loss}; "
             "launch the same command again to continue"
+        )
+    if state.step < plan.max_steps:
+        return (
+            f"train.stop_at: saved at step {state.step:,} of {plan.max_steps:,} after {spent}"
+            f"{loss}; launch again without it to continue"
         )
     return (
         f"{state.step:,} steps, {state.tokens:,} tokens in {spent}{loss}\n"

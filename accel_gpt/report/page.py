@@ -43,8 +43,12 @@ SHOWN = ("eval/train_loss", "eval/val_loss", "eval/val_perplexity", "eval/val_bi
 HERE = Path(__file__).parent
 
 
-def build_page(runs: Sequence[NamedRun], reference: Mapping[str, Any] | None) -> str:
-    """The whole page."""
+def build_page(
+    runs: Sequence[NamedRun],
+    reference: Mapping[str, Any] | None,
+    settings: Sequence[Sequence[str]] = (),
+) -> str:
+    """The whole page; `settings`: the table of a sweep, its first row the names of the columns."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
@@ -58,6 +62,7 @@ def build_page(runs: Sequence[NamedRun], reference: Mapping[str, Any] | None) ->
     return environment.get_template("page.html").render(
         runs=runs,
         reference=reference,
+        settings=settings,
         version=__version__,
         style=style,
         style_hash=content_hash(style),

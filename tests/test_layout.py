@@ -41,7 +41,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 9_901  # goal: 8,000
+INNER_LINES = 9_908  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -52,8 +52,8 @@ HEAVY = {
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
     "": 955,
-    "config": 1_516,  # 1,160
-    "cost": 700,  # 420
+    "config": 1_523,  # 1,160
+    "cost": 961,  # 420
     "model": 985,
     "optim": 515,  # 400
     "data": 3_001,  # 2,315
@@ -61,9 +61,9 @@ LINES = {
     "prepare": 1_130,  # 780
     "training": 4_798,  # 3,020
     "evals": 870,  # 760
-    "report": 890,  # 740
+    "report": 931,  # 740
     "hub": 2_043,  # 1,800
-    "commands": 3_040,  # 1,680
+    "commands": 3_422,  # 1,680
 }
 # what could execute a file's content, or shows a wish to hide behaviour
 UNSAFE = {"exec", "eval", "compile", "globals", "locals", "__import__"}

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from accel_gpt.commands.plan_ladder import budget_text, loss_rows, plan_budget, plan_loss
 from accel_gpt.commands.plan_memory import plan_memory
 from accel_gpt.commands.plan_time import plan_time
 from accel_gpt.commands.plan_vocabulary import inherit_known, vocabulary_size
@@ -46,8 +47,16 @@ class PlanCommand(Section, prefix="--"):
     Any --section.key of the config may be set as well. Nothing is trained; a GPU is not needed.
     """
 
-    config: Annotated[str, tyro.conf.Positional]
-    """YAML file, or name of a shipped config, as for train."""
+    config: Annotated[str | None, tyro.conf.Positional] = None
+    """YAML file, or name of a shipped config, as for train; none with --budget or --hours."""
+    ladder: str | None = None
+    """Folder of accel-gpt ladder, for the expected loss; null: a shipped one that matches."""
+    budget: Positive[float | None] = None
+    """What a run may cost, at --price: tells what to train for it, by the ladder."""
+    hours: Positive[float | None] = None
+    """The same by the hours that it may take."""
+    out: str = "budget.yaml"
+    """Config to write, which trains what a budget or hours are best spent on."""
     gpus: Positive[int | None] = None
     """Devices of all nodes, one process each; null: those of --config_file, else 1."""
     nodes: Positive[int | None] = None
@@ -82,13 +91,18 @@ class PlanCommand(Section, prefix="--"):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_most_one("mfu", "tokens_per_second")
+        self.at_most_one("config", "budget", "hours")
 
 
 def main(argv: Sequence[str]) -> int:
     """Print what a config will take, and what would make it fit."""
     keys: list[str] = []
     options = parse_command(PlanCommand, argv, "accel-gpt plan", keys)
-    config = load_config([options.config, *keys], "accel-gpt plan", inherit_known)
+    if options.budget or options.hours:
+        answer = plan_budget(options, make_machine(options, Config()))
+        write_out(json.dumps(answer, indent=1) + "\n" if options.json else budget_text(answer))
+        return 0
+    config = load_config([options.config or "", *keys], "accel-gpt plan", inherit_known)
     report = forecast(options, config)
     write_out(json.dumps(report, indent=1) + "\n" if options.json else plan_text(report))
     return 0
@@ -127,6 +141,7 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
             "flops": flops * tokens,
         },
         "depth": list(describe_depth(to_flat(config))),
+        "loss": plan_loss(options, config, vocab_size),
         "memory": plan_memory(config, vocab_size, machine),
         "time": plan_time(options, config, vocab_size, machine, plan),
         "disk": {
@@ -266,6 +281,8 @@ def size_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     yield "  per step", f"{run['flops_per_step']:.3e}", ""
     yield "  of the run", f"{run['flops']:.3e}", ""
     yield ()
+    if report["loss"]:
+        yield from loss_rows(report["loss"])
 
 
 def cost_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

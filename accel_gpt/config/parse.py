@@ -41,7 +41,14 @@ def load_config(
     path, *words = argv if argv and not argv[0].startswith("-") else ["", *argv]
     show_help_if_asked(Config, words, f"{prog} CONFIG")
     require(bool(path), f"no config file given; usage: {prog} CONFIG [--section.key v]")
-    values = read_values(Config, str(resolve_config(path)), words)
+    return config_of(read_values(Config, str(resolve_config(path)), words), inherit)
+
+
+def config_of(
+    given: Mapping[str, Any], inherit: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+) -> Config:
+    """The config in which the keys of `given` are set."""
+    values = dict(given)
     if values.get("model.init_from", "scratch") != "scratch":
         values.update(inherit(values))
     if values.get("model.depth") is not None:

@@ -46,9 +46,10 @@ HERE = Path(__file__).parent
 def build_page(
     runs: Sequence[NamedRun],
     reference: Mapping[str, Any] | None,
-    settings: Sequence[Sequence[str]] = (),
+    ladder: Mapping[str, Any] | None = None,
+    title: str | None = None,
 ) -> str:
-    """The whole page; `settings`: the table of a sweep, its first row the names of the columns."""
+    """The whole page; `ladder`: a PNG as base64, rows of a table and lines of text above it."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
@@ -61,8 +62,9 @@ def build_page(
     style, script = ((HERE / f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
     return environment.get_template("page.html").render(
         runs=runs,
+        title=title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
+        ladder=ladder,
         reference=reference,
-        settings=settings,
         version=__version__,
         style=style,
         style_hash=content_hash(style),

@@ -1,0 +1,328 @@
+"""`accel-gpt ladder CONFIG --depths 1,2,3`: train small sizes, fit how the loss falls with size.
+
+Each rung is an ordinary run in its own folder. Writes ladder.json, which `accel-gpt plan --ladder`
+reads, and report.html. docs/ladder.md.
+"""
+
+import base64
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from accel_gpt.commands.plan_time import split_tokens
+from accel_gpt.commands.plan_vocabulary import data_folders, vocabulary_size
+from accel_gpt.commands.series import Series, SeriesRun
+from accel_gpt.config.checks import Section
+from accel_gpt.config.depth import CHANNELS_PER_LAYER, HEAD_DIM, scaling_parameters
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import config_of, parse_command, read_values, to_flat
+from accel_gpt.config.plan import plural
+from accel_gpt.config.shipped import resolve_config
+from accel_gpt.console import table, write_err, write_out
+from accel_gpt.cost.flops import flops_per_token
+from accel_gpt.cost.scaling import FILE, LEVEL, SIZES, Ladder, Size
+from accel_gpt.errors import UserError, require
+from accel_gpt.files import write_file
+from accel_gpt.report.page import build_page
+from accel_gpt.report.plots import ladder_png
+from accel_gpt.report.runs import open_runs
+from accel_gpt.training.run_folder import RunFolder
+
+NAME = re.compile(r"depth_(\d+)_ratio_([\d.e+-]+?)(?:_seed_(\d+))?")
+SHAPE = ("model.depth", "model.n_layer", "model.n_head", "model.n_embd")
+FEWEST = 3  # rungs
+LENGTH = ("train.max_steps", "train.max_tokens")
+# what does not change the loss that a run reaches; `data.` goes by fingerprint
+LOOSE = (
+    *("out_dir", "log.", "sample.", "checkpoint.", "hub.", "eval.every", "data.cache"),
+    *("train.compile", "train.cpu_threads", "data.train", "data.text", "data.prepare."),
+)
+
+
+@dataclass(frozen=True)
+class LadderCommand(Section, prefix="--"):
+    """Train small sizes of a config, one after another, and fit how the loss falls with size.
+
+    Any --section.key of the config may be set as well, for all rungs alike. Stopped, it resumes;
+    with other depths or ratios it adds rungs to those in the folder.
+    """
+
+    config: Annotated[str, tyro.conf.Positional]
+    """YAML file, or name of a shipped config, as for train. With model.depth in it all that follows
+    from the depth is the rung's own; else its shape alone."""
+    depths: tuple[int, ...] = (1, 2, 3, 4)
+    """Sizes: layers, at 64 channels each, up to a multiple of 128."""
+    ratios: tuple[float, ...] = (10.5,)
+    """Lengths: tokens for each parameter of blocks and head."""
+    seeds: tuple[int, ...] = ()
+    """Seeds of each size and length; empty: that of the config."""
+    out: str | None = None
+    """Folder of the rungs; null: that of the config's runs, with _ladder behind it."""
+
+    def __post_init__(self) -> None:
+        for name, values in (("depths", self.depths), ("ratios", self.ratios)):
+            require(
+                all(0 < value < 1e6 for value in values) and len(values) > 0,
+                f"--{name} is {','.join(map(str, values))}; expected numbers above 0",
+            )
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One run of a ladder."""
+
+    depth: int
+    ratio: float  # tokens for each parameter
+    seed: int | None  # None: that of the config
+    config: Config
+    size: Size
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        seed = "" if self.seed is None else f"_seed_{self.seed}"
+        return f"depth_{self.depth}_ratio_{self.ratio:g}{seed}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train the rungs, fit the law, write ladder.json, the page and a table."""
+    keys: list[str] = []
+    options = parse_command(LadderCommand, argv, "accel-gpt ladder", keys)
+    given = read_values(Config, str(resolve_config(options.config)), keys)
+    base = config_of(given)
+    require(
+        base.model.init_from == "scratch",
+        f"model.init_from is {base.model.init_from}, but the rungs of a ladder are trained from "
+        "scratch; leave it out",
+    )
+    out = Path(options.out or f"{base.out_dir.rstrip('/')}_ladder")
+    prepare_data(base)
+    rungs = all_rungs(options, given, out)
+    runs = {rung.name: RunFolder(out / rung.name) for rung in rungs}
+    for rung in rungs:
+        check_rung(rung, runs[rung.name])
+    words = [
+        SeriesRun(rung.name, out / rung.name, rung_words(options.config, keys, rung), steps(rung))
+        for rung in rungs
+    ]
+    failures = Series(words).train()
+    runs = {rung.name: RunFolder(out / rung.name) for rung in rungs}  # read anew
+    ladder = fit_ladder(out.name, given, rungs, runs, failures)
+    write_file(out / FILE, [(json.dumps(ladder.content(), indent=1) + "\n").encode()])
+    write_page(ladder, out)
+    write_out(table(ladder_rows(ladder), "<", *[">"] * 7) + "\n")
+    write_out("\n".join(ladder_lines(ladder)) + "\n\n")
+    write_out(f"ladder     {out / FILE}\nreport     {out / 'report.html'}\n")
+    return 0
+
+
+# --------------------------------------------------------------------------- the rungs
+
+
+def prepare_data(config: Config) -> None:
+    """Prepare the data where it is missing: the sizes of all rungs follow from its vocabulary."""
+    data = config.data
+    if data.prepare.source is not None and data.folder and not Path(data.folder).exists():
+        from accel_gpt.prepare.prepare import prepare
+
+        prepare(data.prepare, Path(data.folder))
+
+
+def all_rungs(options: LadderCommand, given: Mapping[str, Any], out: Path) -> list[Rung]:
+    """The rungs that are requested and those that the folder has, by compute."""
+    wanted = {
+        (depth, ratio, seed)
+        for depth in options.depths
+        for ratio in options.ratios
+        for seed in options.seeds or (None,)
+    }
+    for folder in out.glob("depth_*"):
+        if found := NAME.fullmatch(folder.name):
+            wanted.add((int(found[1]), float(found[2]), int(found[3]) if found[3] else None))
+    rungs = [make_rung(given, *one) for one in wanted]
+    return sorted(rungs, key=lambda rung: (rung.size.flops, rung.name))
+
+
+def make_rung(given: Mapping[str, Any], depth: int, ratio: float, seed: int | None = None) -> Rung:
+    """The rung of that depth and ratio of the config in which `given` is set."""
+    config = sized(given, depth, 1, seed)
+    vocab_size, _ = vocabulary_size(config, None)
+    N, B = scaling_parameters(config.model, vocab_size), config.train.tokens_per_step
+    count = max(1, round(ratio * N / B))
+    config = sized(given, depth, count, seed)
+    tokens = count * B
+    size = Size(N, tokens, flops_per_token(config.model, vocab_size) * tokens)
+    return Rung(depth, ratio, seed, config, size)
+
+
+def sized(given: Mapping[str, Any], depth: int, steps: int, seed: int | None = None) -> Config:
+    """The config in which `given` is set, at another depth and length."""
+    rest = {key: value for key, value in given.items() if key not in (*SHAPE, *LENGTH)}
+    own = {"train.max_steps": steps} | ({} if seed is None else {"seed": seed})
+    return config_of(rest | depth_keys(given, depth) | own)
+
+
+def depth_keys(given: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """The keys of a size: the depth dial where the config has it, else its shape alone."""
+    if given.get("model.depth") is not None:
+        return {"model.depth": depth}
+    width = -(-depth * CHANNELS_PER_LAYER // HEAD_DIM) * HEAD_DIM
+    return dict(zip(SHAPE[1:], (depth, width // HEAD_DIM, width), strict=True))
+
+
+def rung_words(config: str, keys: Sequence[str], rung: Rung) -> list[str]:
+    """The words of `accel-gpt train` for a rung."""
+    flat, own = (
+        to_flat(rung.config),
+        [*SHAPE, *LENGTH, *(["seed"] if rung.seed is not None else [])],
+    )
+    if rung.config.model.depth is not None:  # the rest of the shape follows
+        own = [key for key in own if key not in SHAPE[1:]]
+    values = {key: "null" if flat[key] is None else str(flat[key]) for key in own}
+    return [config, *keys, *(word for key in own for word in (f"--{key}", values[key]))]
+
+
+def steps(rung: Rung) -> int:
+    """The length of a rung."""
+    return rung.config.train.max_steps or 0
+
+
+def check_rung(rung: Rung, run: RunFolder) -> None:
+    """`UserError` where the folder of a rung holds a run of another config."""
+    if differs := recipe_differences(rung.config, run.read_config()):
+        key, (now, then) = next(iter(differs.items()))
+        raise UserError(
+            f"the rung {run.path} was trained with {key} {then}, and this ladder has {now}; rungs "
+            "differ in depth and length alone: set it to the same, or another --out"
+        )
+
+
+def recipe_differences(
+    config: Config, other: Mapping[str, Any], but: Sequence[str] = LOOSE
+) -> dict[str, tuple[Any, Any]]:
+    """What a config and one by dotted keys set differently, of what changes the loss."""
+    return {
+        key: (value, other[key])
+        for key, value in to_flat(config).items()
+        if key in other
+        and other[key] != value
+        and value != "auto"
+        and not key.startswith(tuple(but))
+    }
+
+
+# --------------------------------------------------------------------------- the law
+
+
+def fit_ladder(
+    title: str,
+    given: Mapping[str, Any],
+    rungs: Sequence[Rung],
+    runs: Mapping[str, RunFolder],
+    failures: Mapping[str, str],
+) -> Ladder:
+    """The ladder of the rungs that have not diverged; `UserError` where they make none."""
+    left_out = [f"{name}: {failure}" for name, failure in failures.items()]
+    rows, data = [], dict[str, Any]()
+    for rung in rungs:
+        if rung.name in failures:
+            continue
+        row, run = rung_row(rung, runs[rung.name]), runs[rung.name]
+        for name, value in trained_on(run).items():
+            require(
+                data.setdefault(name, value) == value,
+                f"the rungs have different data: {name} of {rung.name} is {value}, of the smaller "
+                f"ones {data[name]}; train them on the same, in another --out",
+            )
+        if row["loss"] is None or row["loss"] > math.log(data["vocab_size"]):
+            left_out.append(f"{rung.name}: diverged, its val loss is {row['loss']}")
+        else:
+            rows.append(row)
+    for line in left_out:
+        write_err(f"left out: {line}")
+    require(
+        len(rows) >= FEWEST,
+        f"{len(rows)} of {plural(len(rungs), 'rung')} can be fitted, and a law takes {FEWEST}"
+        + (f" ({left_out[0]})" if left_out else "; give more --depths or --ratios"),
+    )
+    from accel_gpt.cost.scaling_fit import fit_law
+
+    sizes = [Size(*(row[name] for name in SIZES)) for row in rows]
+    config, last = rungs[0].config, rows[-1]
+    data["folder"] = Path(config.data.folder or "").name
+    data["train_tokens"] = split_tokens([*map(str, data_folders(config))], "train", None)
+    bits = last["bits_per_byte"]
+    return Ladder(
+        title=title,
+        law=fit_law(sizes, [row["loss"] for row in rows]),
+        rungs=rows,
+        left_out=left_out,
+        config={
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in given.items()
+            if key not in (*SHAPE[1:], *LENGTH, "out_dir")
+        },
+        data=data,
+        bits_per_byte=None if bits is None else bits / last["loss"],
+        windows=max(row["loss_se"] / row["loss"] for row in rows),
+    )
+
+
+def rung_row(rung: Rung, run: RunFolder) -> dict[str, Any]:
+    """What ladder.json holds of a rung: nothing that another start of it would change."""
+    last = run.metrics.last
+    return {
+        **{"name": rung.name, "depth": rung.depth, "ratio": rung.ratio, "seed": rung.config.seed},
+        **{"steps": steps(rung), **rung.size._asdict()},
+        **{"loss": last("eval/val_loss"), "loss_se": last("eval/val_loss_se") or 0.0},
+        "bits_per_byte": last("eval/val_bits_per_byte"),
+    }
+
+
+def trained_on(run: RunFolder) -> dict[str, Any]:
+    """The data and the tokenizer of a run."""
+    names = ("fingerprint", "tokenizer", "tokenizer_fingerprint")
+    found = {name: run.last_launch("data", name) for name in names}
+    return found | {"vocab_size": run.last_launch("model", "vocab_size")}
+
+
+def ladder_rows(ladder: Ladder) -> Sequence[tuple[str, ...]]:
+    """The rungs with their losses, and how far the law is from them."""
+    rows = [("rung", "parameters", "tokens", "FLOPs", "loss", "bits per byte", "law", "residual")]
+    for rung, size in zip(ladder.rungs, ladder.sizes, strict=True):
+        law, bits = ladder.law.predict(size).loss, rung["bits_per_byte"]
+        numbers = f"{size.parameters:,}", f"{size.tokens:,}", f"{size.flops:.2e}"
+        losses = f"{rung['loss']:.4f}", "" if bits is None else f"{bits:.4f}", f"{law:.4f}"
+        rows.append((rung["name"], *numbers, *losses, f"{rung['loss'] / law - 1:+.2%}"))
+    return rows
+
+
+def ladder_lines(ladder: Ladder) -> list[str]:
+    """The law in words."""
+    found = ladder.law.constants()
+    terms = ["A / C^a"] if len(ladder.law.sizes) == 1 else ["A / N^a", "B / D^b"]
+    values = [f"{n} {v:.3g} ({low:.3g} to {high:.3g})" for n, (v, low, high) in found.items()]
+    return [
+        f"loss = {' + '.join(['E', *terms])}: {', '.join(values)}; {LEVEL:.0%} intervals",
+        f"a run lies {ladder.law.noise:.2%} around the law (standard deviation); on other text of "
+        f"the kind its loss has a standard error of {ladder.windows:.2%}",
+        *(f"left out: {line}" for line in ladder.left_out),
+    ]
+
+
+def write_page(ladder: Ladder, out: Path) -> None:
+    """Write report.html: the law, and the curves of the rungs below it."""
+    runs = open_runs([str(out / rung["name"]) for rung in ladder.rungs])
+    section = {
+        "image": base64.b64encode(ladder_png(ladder)).decode(),
+        "rows": ladder_rows(ladder),
+        "lines": ladder_lines(ladder),
+    }
+    page = build_page(runs, None, section, title=f"{ladder.title}: {plural(len(runs), 'rung')}")
+    write_file(out / "report.html", [page.encode(errors="replace")])

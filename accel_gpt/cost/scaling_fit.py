@@ -1,0 +1,110 @@
+"""The fit of a scaling law to the rungs of a ladder, with its bootstrap. K, M, n as in scaling.py.
+
+The Huber loss of the error in log L, from a grid of starts (Hoffmann et al. 2022, appendix D.3).
+"""
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+
+from accel_gpt.cost.scaling import Floats, Law, Size, log_loss, log_terms
+from accel_gpt.errors import UserError, require
+
+HUBER = 1e-3  # of the error in log L, where squares end; Hoffmann et al. 2022
+DRAWS = 200  # of the bootstrap: ends of a 90 % interval to about a tenth of its width
+STARTS = ((0.2, 0.5, 0.8), (0.3, 0.7, 1.5))  # E as a share of the lowest loss; exponents
+LOWEST, STEEPEST = -5.0, 3.0  # of log E; of the exponents: published ones are 0.05 to 0.8
+FLAT = 1e-3  # an exponent below: the loss does not fall
+ROUNDS = 100
+SAME = 1.05  # ratios of tokens to parameters closer than this are one: whole steps round them
+
+
+def fit_law(sizes: Sequence[Size], losses: Sequence[float]) -> Law:
+    """The law of runs (n,) with their losses in nats; `UserError` where it does not converge.
+
+    Where all have one ratio of tokens to parameters, the law has the FLOPs alone.
+    """
+    ratios = [size.tokens / size.parameters for size in sizes]
+    single = max(ratios) < SAME * min(ratios)
+    names = ("flops",) if single else ("parameters", "tokens")
+    needed = 3 if single else 6
+    require(
+        len(sizes) >= needed,
+        f"{len(sizes)} rungs are too few: a law in {' and '.join(names)} takes {needed}; give more "
+        "--depths or --ratios",
+    )
+    center = [float(np.exp(np.mean([np.log(getattr(s, name)) for s in sizes]))) for name in names]
+    features, targets = Law(names, center, (), 0.0, ()).features(sizes), np.log(losses)
+    best = minimum(features, targets)
+    fitted, free = log_loss(best, features), max(1, len(sizes) - len(best))
+    noise = np.sqrt(np.sum((targets - fitted) ** 2) / free)
+    # Each draw takes its noise from what the residuals leave open, and the points anew around the
+    # fit: the interval of few rungs is as wide as Student's t makes it.
+    generator = np.random.default_rng(0)
+    spread = noise * np.sqrt(free / generator.chisquare(free, (DRAWS, 1)))
+    drawn = fitted + spread * generator.standard_normal((DRAWS, len(fitted)))
+    draws = np.hstack([spread, minimize(features, drawn, np.tile(best, (DRAWS, 1)))[0]])
+    return Law(names, center, digits(best), digits([noise])[0], [*map(digits, draws)])
+
+
+def digits(values: Floats | Sequence[float]) -> list[float]:
+    """Values with eight digits: the last ones of a fit depend on the machine."""
+    return [float(f"{value:.8g}") for value in values]
+
+
+def minimum(features: Floats, targets: Floats) -> Floats:
+    """The best coefficients (1 + 2 K,) from all starts; `UserError` where there are none."""
+    K, starts = features.shape[1], []
+    for share, *exponents in product(STARTS[0], *[STARTS[1]] * K):
+        rest = np.log((np.exp(np.median(targets)) - share * np.exp(targets.min())) / K)
+        starts.append([np.log(share) + targets.min(), *(v for a in exponents for v in (rest, a))])
+    found, costs = minimize(features, np.tile(targets, (len(starts), 1)), np.array(starts))
+    best = found[np.argmin(costs)]
+    a = best[2::2]
+    if not np.isfinite(costs.min()) or a.min() < FLAT or a.max() > STEEPEST - FLAT:
+        raise UserError(
+            f"the fit does not converge (exponents {', '.join(f'{v:.2g}' for v in a)}): the losses "
+            "of the rungs do not fall as a power of their size; train longer rungs, or more that "
+            "lie further apart"
+        )
+    return np.asarray(best)
+
+
+def minimize(features: Floats, targets: Floats, starts: Floats) -> tuple[Floats, Floats]:
+    """The coefficients (M, 1 + 2 K) for each of targets (M, n), from starts, and the costs (M,).
+
+    Levenberg and Marquardt's method, its squares weighted anew in each round for the Huber loss.
+    """
+    found, damping = starts.copy(), np.full((len(starts), 1, 1), 1e-3)
+    K, unit = features.shape[1], np.eye(starts.shape[1])
+    low, high = [LOWEST, *[-np.inf, 0.0] * K], [np.inf, *[np.inf, STEEPEST] * K]
+
+    def cost(coefficients: Floats) -> tuple[Floats, Floats]:
+        error = log_loss(coefficients[:, None], features) - targets
+        clipped = np.clip(error, -HUBER, HUBER)
+        return np.sum(clipped * (error - clipped / 2), 1), error
+
+    costs, error = cost(found)
+    for _ in range(ROUNDS):
+        slopes = jacobian(found[:, None], features)  # (M, n, 1 + 2 K)
+        weighted = slopes * (HUBER / np.maximum(np.abs(error), HUBER))[..., None]
+        square = np.swapaxes(weighted, 1, 2) @ slopes
+        square += damping * square * unit + 1e-12 * unit
+        step = np.linalg.solve(square, np.swapaxes(weighted, 1, 2) @ error[..., None])[..., 0]
+        tried = np.clip(found - step, low, high)
+        now, errors = cost(tried)
+        better = now < costs
+        found[better], costs[better], error[better] = tried[better], now[better], errors[better]
+        damping = np.clip(damping * np.where(better, 0.3, 5.0)[:, None, None], 1e-12, 1e12)
+    return found, costs
+
+
+def jacobian(coefficients: Floats, features: Floats) -> Floats:
+    """The slopes (..., n, 1 + 2 K) of log L by the coefficients (..., 1 + 2 K)."""
+    terms = log_terms(coefficients, features)
+    shares = np.exp(terms - np.logaddexp.reduce(terms, axis=-1, keepdims=True))
+    found = np.empty((*shares.shape[:-1], coefficients.shape[-1]))
+    found[..., 0], found[..., 1::2] = shares[..., 0], shares[..., 1:]
+    found[..., 2::2] = -shares[..., 1:] * features
+    return found

@@ -41,7 +41,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 9_908  # goal: 8,000
+INNER_LINES = 10_031  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -52,17 +52,17 @@ HEAVY = {
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
     "": 955,
-    "config": 1_523,  # 1,160
+    "config": 1_534,  # 1,160
     "cost": 961,  # 420
     "model": 985,
     "optim": 515,  # 400
-    "data": 3_001,  # 2,315
-    "text": 1_210,  # 820
-    "prepare": 1_130,  # 780
+    "data": 3_113,  # 2,315
+    "text": 1_314,  # 820
+    "prepare": 1_148,  # 780
     "training": 4_798,  # 3,020
     "evals": 870,  # 760
     "report": 931,  # 740
-    "hub": 2_043,  # 1,800
+    "hub": 2_044,  # 1,800
     "commands": 3_422,  # 1,680
 }
 # what could execute a file's content, or shows a wish to hide behaviour

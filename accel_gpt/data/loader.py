@@ -22,7 +22,9 @@ from torch import Tensor
 
 from accel_gpt.config.plan import Plan
 from accel_gpt.data.mixture import Mixture
+from accel_gpt.data.shards import token_ids
 from accel_gpt.errors import DataError
+from accel_gpt.model.loss import IGNORE
 
 Sequences = npt.NDArray[np.unsignedinteger[Any]]
 PREFETCH = 4  # chunks
@@ -67,8 +69,12 @@ class Loader:
             batch = next(self.batches)
         if self.keep_sequences:
             self.kept.append(batch)
+        signed = batch.dtype.is_signed  # -1 - id: no target, see `packing.py`
         batch = batch.to(self.device, non_blocking=True).long()  # (B, T + 1), widened on the device
-        return batch[:, :-1], batch[:, 1:]
+        tokens, targets = batch[:, :-1], batch[:, 1:]
+        if signed:
+            return torch.maximum(tokens, ~tokens), targets.masked_fill(targets < 0, IGNORE)
+        return tokens, targets
 
     def close(self) -> None:
         """Stop the thread; one that waits for the network ends with the process."""
@@ -132,7 +138,7 @@ def batch_hash(batches: Iterable[Tensor]) -> int:
 
 def check_tokens(tokens: Sequences, vocab_size: int, name: str | Path) -> None:
     """`DataError` for a token that the model does not have: on a GPU it would be an assertion."""
-    largest = int(tokens.max())
+    largest = int(token_ids(tokens).max())
     if largest >= vocab_size:
         raise DataError(
             f"{name} holds token {largest}, beyond the vocabulary of {vocab_size}; "

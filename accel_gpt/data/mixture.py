@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from accel_gpt.data.order import Order, Shuffle
+from accel_gpt.data.packing import example_starts, whole_examples
 from accel_gpt.data.shards import Ints, Tokens
 from accel_gpt.data.sources import Source
 from accel_gpt.errors import UserError
@@ -114,9 +115,14 @@ class Mixture:
     @cached_property
     def orders(self) -> tuple[Order, ...]:
         """(M,) the order of each source."""
-        splits = [source.split for source in self.sources]
         settings = self.block_size, self.shuffle, self.group, self.seed
-        return tuple(Order(split.lengths, *settings, split.fingerprint) for split in splits)
+        return tuple(
+            Order(
+                *(split.lengths, *settings, split.fingerprint),
+                example_starts(split, self.block_size + 1) if split.completions else None,
+            )
+            for split in (source.split for source in self.sources)
+        )
 
     @cached_property
     def start(self) -> list[int]:
@@ -151,7 +157,8 @@ class Mixture:
         tokens = np.empty((len(source), length), self.dtype)
         for number, one in enumerate(self.sources):
             here = source == number
-            tokens[here] = one.split.read_many(shard[here], first[here], length)
+            found = one.split.read_many(shard[here], first[here], length)
+            tokens[here] = whole_examples(found, one.split)
         return tokens
 
     def counts(self, k: int) -> list[int]:

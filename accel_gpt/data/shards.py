@@ -9,7 +9,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +41,16 @@ class NoSplit(DataError):
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """What ids are stored as: 2 bytes when the vocabulary is below 65,536, else 4."""
     return np.dtype("<u2" if vocab_size < 65536 else "<u4")
+
+
+def index_dtype(index: Mapping[str, Any]) -> np.dtype[Any]:
+    """What the shards of an index hold: with completions a prompt's token `id` is -1 - id."""
+    return np.dtype("<i4") if index.get("completions") else token_dtype(index["vocab_size"])
+
+
+def token_ids(tokens: Tokens) -> Tokens:
+    """The ids of stored tokens, those of prompts among them."""
+    return np.maximum(tokens, ~tokens) if tokens.dtype.kind == "i" else tokens
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,8 @@ class Split:
     """Where the files are downloaded from; None: they are in `folder`."""
     memory: Tokens | None = field(default=None, repr=False, compare=False)
     """The tokens of all shards in memory, in place of files."""
+    completions: bool = False
+    """Whether it holds examples, whose prompts are no targets: see `packing.py`."""
     lock: Any = field(default_factory=threading.RLock, init=False, repr=False, compare=False)
     opened: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Descriptors of the shards that were opened last."""
@@ -104,16 +116,22 @@ class Split:
     def read_many(self, shard: Ints, start: Ints, length: int) -> Tokens:
         """`length` tokens from `start` (N,) of each `shard` (N,) on, as (N, length).
 
-        Raises `DataError` when a file is not what the index says.
+        With `completions` end-of-text that is no target follows the end of a shard. Raises
+        `DataError` when a file is not what the index says.
         """
         if self.memory is not None:
             first = (np.cumsum(self.lengths) - self.lengths)[shard] + start
             chosen: Tokens = self.memory[first[:, None] + np.arange(length)]
             return chosen
         tokens = np.empty((len(shard), length), self.dtype)
+        sizes = np.full(len(shard), length)
+        if self.completions and self.eot_id is not None:
+            tokens.fill(~self.eot_id)
+            sizes = np.minimum(sizes, self.lengths[shard] - start)
+        parts = [row[:size] for row, size in zip(tokens, sizes.tolist(), strict=True)]
         begin = start * self.dtype.itemsize
         with self.lock:  # so that no file is closed while it is read
-            for row, number, skip in zip(tokens, shard.tolist(), begin.tolist(), strict=True):
+            for row, number, skip in zip(parts, shard.tolist(), begin.tolist(), strict=True):
                 one = self.shards[number]
                 try:
                     if number not in self.opened:
@@ -212,7 +230,7 @@ def open_split(folder: str | Path, split: str, remote: "RemoteFolder | None" = N
         if not (is_count(vocab_size, 1) and (eot_id is None or is_count(eot_id))):
             raise ValueError(f"vocab_size {vocab_size!r}, eot_id {eot_id!r}")
         kind, tokenizer = str(index["tokenizer"]["kind"]), str(index["tokenizer"]["fingerprint"])
-        dtype = token_dtype(vocab_size)
+        dtype = index_dtype(index)
         known = ", ".join(index["splits"])
         for shard in shards:
             check_entry(folder, shard, vocab_size)
@@ -225,6 +243,8 @@ def open_split(folder: str | Path, split: str, remote: "RemoteFolder | None" = N
         if isinstance(error, DataError):
             raise
         raise DataError(f"{where} is damaged ({error!r}); prepare the data again") from None
+    if remote is not None and index.get("completions"):
+        raise DataError(f"{folder} holds prompts and completions; download it, and name the folder")
     if not shards:
         raise NoSplit(f"{where} lists no shards of split {split}; it has: {known or 'none'}")
     content = json.dumps([tokenizer, [(shard.tokens, shard.sha256) for shard in shards]])
@@ -232,6 +252,7 @@ def open_split(folder: str | Path, split: str, remote: "RemoteFolder | None" = N
     return Split(
         *(folder, split, shards, dtype, vocab_size, eot_id),
         *(kind, tokenizer, fingerprint, remote),
+        completions=bool(index.get("completions")),
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from accel_gpt.data.corpus import Corpus, EvalSplit
 from accel_gpt.data.loader import check_tokens
+from accel_gpt.data.packing import example_starts, whole_examples
 from accel_gpt.data.shards import Split
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError
@@ -124,7 +125,7 @@ def evaluate_source(
     def read(number: int) -> tuple[npt.NDArray[np.integer], int]:
         shard, start = positions[number].tolist()
         size = min(block_size, int(split.lengths[shard]) - 1 - start)
-        tokens = split.read(shard, start, size + 1)
+        tokens = whole_examples(split.read(shard, start, size + 1)[None], split)[0]
         check_tokens(tokens, model.vocab_size, split.folder)
         return tokens, size
 
@@ -154,6 +155,13 @@ def eval_sequences(split: Split, block_size: int, tokens: int | None) -> npt.NDA
     All sequences of the split, the shorter last one of each shard included, or as many as fit in
     `tokens`, spread evenly over the split.
     """
+    if split.completions:
+        starts = example_starts(split, block_size + 1)
+        shard = np.repeat(np.arange(len(starts)), [len(one) for one in starts])
+        rows = np.stack([shard, np.concatenate(starts)], axis=1)
+        wanted = len(rows) if tokens is None else min(len(rows), max(1, tokens // block_size))
+        found: npt.NDArray[np.int64] = rows[np.arange(wanted) * len(rows) // wanted]
+        return found
     counts = -(-np.maximum(split.lengths - 1, 0) // block_size)
     total = int(counts.sum())
     if not total:
@@ -225,7 +233,8 @@ def collate(
         size = len(sequence) - 1
         tokens[row, :size] = sequence[:-1]
         targets[row, size - count : size] = sequence[-count:]
-    return torch.from_numpy(tokens), torch.from_numpy(targets)
+    targets[targets < 0] = IGNORE  # -1 - id: a token of a prompt
+    return torch.from_numpy(np.maximum(tokens, ~tokens)), torch.from_numpy(targets)
 
 
 def ratio_error(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64]) -> float:

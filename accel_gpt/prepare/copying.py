@@ -7,7 +7,7 @@ import numpy as np
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.data.shards import Split, token_dtype
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import DataError
+from accel_gpt.errors import DataError, require
 from accel_gpt.prepare.workers import Encoded, Tokenized
 from accel_gpt.text.documents import SPLITS, Position
 
@@ -20,7 +20,13 @@ def open_source(config: PrepareConfig, split: str) -> tuple[Split, Tokenizer]:
     from accel_gpt.data.sources import open_data
 
     assert config.path is not None
-    return open_data(config.path, split, DataConfig(train=config.path, tokenizer=config.tokenizer))
+    data = DataConfig(train=config.path, tokenizer=config.tokenizer)
+    opened, tokenizer = open_data(config.path, split, data)
+    require(
+        not opened.completions,
+        f"{config.path} holds prompts and completions, which are not copied; name it as data.train",
+    )
+    return opened, tokenizer
 
 
 def copy_shards(config: PrepareConfig, start: Position) -> Generator[Tokenized, None, None]:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accel_gpt.data.shards import HEADER, INDEX, check_size, read_index, token_dtype
+from accel_gpt.data.shards import HEADER, INDEX, check_size, index_dtype, read_index
 from accel_gpt.errors import require
 from accel_gpt.files import link, write_file
 from accel_gpt.prepare.prepare import check_enough_text, part_folder, publish, summary, writing
@@ -38,7 +38,7 @@ def merge(out: Path) -> None:
         if not out.exists() or (out.is_dir() and not any(out.iterdir())):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
-            itemsize = token_dtype(merged["vocab_size"]).itemsize
+            itemsize = index_dtype(merged).itemsize
             for shard in (shard for split in merged["splits"].values() for shard in split):
                 check_size(sources[shard["name"]], HEADER + shard["tokens"] * itemsize)
                 link(str(sources[shard["name"]]), str(folder / shard["name"]))

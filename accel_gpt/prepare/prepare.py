@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.data.shards import INDEX, read_index, token_dtype
+from accel_gpt.data.shards import INDEX, index_dtype, read_index
 from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.files import lock, read_json, sync, write_file
@@ -181,7 +181,9 @@ class Work:
     def __init__(self, config: PrepareConfig, folder: Path, journal: dict[str, Any]) -> None:
         self.config, self.folder, self.journal = config, folder, journal
         self.tokenizer = load_tokenizer(folder)
-        dtype, states = token_dtype(self.tokenizer.vocab_size), journal["splits"]
+        completions = config.loss_on == "completions"
+        index = {"vocab_size": self.tokenizer.vocab_size, "completions": completions}
+        dtype, states = index_dtype(index), journal["splits"]
         self.writers = {
             name: ShardWriter(folder, name, dtype, config.shard_tokens, states.get(name))
             for name in SPLITS
@@ -217,7 +219,8 @@ class Work:
         cut_long = self.tokenizer.cuts_at_lines
         pieces = split_pieces(self.config, cut_long, start, rank, world, self.skipped)
         workers = worker_count(self.config.workers, total)
-        return encode_all(self.unique(pieces), self.counts, self.folder, workers)
+        completions = self.config.loss_on == "completions"
+        return encode_all(self.unique(pieces), self.counts, self.folder, workers, completions)
 
     def unique(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         """The pieces of documents that were not seen before; all pieces without `seen`."""

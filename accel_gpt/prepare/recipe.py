@@ -73,6 +73,7 @@ def check_same(folder: Path, begun: Mapping[str, Any], requested: Mapping[str, A
     The path may be written differently, as the fingerprint says what it holds.
     """
     settings = {k: v for k, v in requested.items() if k not in ("path", "source_fingerprint")}
+    begun = {"loss_on": "text", **begun}  # as folders have it that do not say it
     remedy = f"or remove {folder} to start over"
     if differ := differences(begun, settings):
         raise UserError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from accel_gpt.data.shards import FORMAT, HEADER, INDEX, VERSION, Shard, Tokens
+from accel_gpt.data.shards import FORMAT, HEADER, INDEX, VERSION, Shard, Tokens, token_ids
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError
 from accel_gpt.files import sha256, sync, write_file
@@ -95,7 +95,7 @@ class ShardWriter:
             np.lib.format.write_array_header_1_0(file, fields)
             assert file.tell() == HEADER
         sync(path)
-        largest = int(np.memmap(path, self.dtype, "r", HEADER).max())
+        largest = int(token_ids(np.memmap(path, self.dtype, "r", HEADER)).max())
         counts = (self.tokens, self.documents, self.bytes)
         self.shards.append(Shard(path.name, *counts, sha256(path), largest))
         self.tokens = self.documents = self.bytes = 0
@@ -127,9 +127,11 @@ def write_index(
         "tokenizer": {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint},
         "vocab_size": tokenizer.vocab_size,
         "eot_id": tokenizer.eot_id,
-        "prepared": dict(prepared),
+        "prepared": {key: value for key, value in prepared.items() if key != "loss_on"},
         "splits": {name: [entry(shard) for shard in shards] for name, shards in splits.items()},
     }
+    if prepared.get("loss_on") == "completions":
+        index |= {"completions": True, "prepared": dict(prepared)}
     save_index(folder, index)
 
 

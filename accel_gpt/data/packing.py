@@ -1,0 +1,45 @@
+"""Examples, each a prompt and its completion, packed whole into sequences as they are read.
+
+A shard of a split with `completions` holds -1 - id for a token `id` of a prompt, which is read but
+is no target; an example ends with end-of-text. In one pass over a shard (next fit), a sequence
+begins with an example and takes those that follow as long as they fit whole; the rest is padding.
+An example that is longer than a sequence loses its end.
+
+Shapes: N sequences, L tokens of each, block_size + 1.
+"""
+
+import functools
+
+import numpy as np
+
+from accel_gpt.data.shards import Ints, Split, Tokens, token_ids
+
+
+@functools.lru_cache(maxsize=8)
+def example_starts(split: Split, length: int) -> tuple[Ints, ...]:
+    """Of each shard, where the sequences of `length` tokens begin. Reads all of them."""
+    found, cut = [], False  # whether an example goes on in the next shard, where it is left out
+    for number, tokens in enumerate(split.lengths.tolist()):
+        ids = token_ids(split.read(number, 0, tokens))
+        begins = np.append(0, np.flatnonzero(ids == split.eot_id) + 1)
+        ends = np.append(begins[1:], tokens)
+        first, rows = int(cut), list[int]()
+        while first < len(begins) and begins[first] < tokens:
+            rows.append(int(begins[first]))
+            fitting = np.searchsorted(ends, begins[first] + length, side="right")
+            first = max(first + 1, int(fitting))
+        found.append(np.array(rows, np.int64))
+        cut = bool(begins[-1] < tokens)
+    return tuple(found)
+
+
+def whole_examples(rows: Tokens, split: Split) -> Tokens:
+    """`rows` (N, L) with padding in place of the example that does not end in its row, unless it is
+    the only one there. Of a split without `completions` they stay as they are.
+    """
+    if not split.completions or split.eot_id is None:
+        return rows
+    ends = token_ids(rows) == split.eot_id
+    last = rows.shape[1] - 1 - ends[:, ::-1].argmax(axis=1)
+    after = np.arange(rows.shape[1]) > last[:, None]
+    return np.where(after & ends.any(axis=1, keepdims=True), ~split.eot_id, rows)

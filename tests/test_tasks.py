@@ -17,10 +17,12 @@ from accel_gpt import cli
 from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer, load_tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.evals import tasks as module
-from accel_gpt.evals.tasks import metrics_of, open_tasks, run_tasks
+from accel_gpt.evals.hellaswag import ending_losses, read_questions
+from accel_gpt.evals.tasks import load_tasks, metrics_of, open_model, open_tasks, run_tasks
 from accel_gpt.hub.export import export_tokenizer
 from accel_gpt.hub.hf_config import write_hf_config
 from accel_gpt.hub.hf_weights import export_tensors
+from accel_gpt.hub.load import load_pretrained
 from accel_gpt.launcher import environment_without_launcher
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.bpe import train_bpe
@@ -109,6 +111,32 @@ def test_two_processes_find_what_one_finds(tasks: Path, tmp_path: Path) -> None:
     # the order of questions differs, and with it what a bootstrap draws
     stable = [key for key in one if "perplexity_stderr" not in key]
     assert [first[key] for key in stable] == pytest.approx([one[key] for key in stable], rel=1e-4)
+
+
+@needs_lm_eval
+@pytest.mark.slow
+def test_hellaswag_agrees_with_the_harness_question_by_question(
+    tasks: Path, tmp_path: Path
+) -> None:
+    """Ours needs no other package; the harness computes with the exported model."""
+    from lm_eval.evaluator import evaluate
+
+    tokenizer, one, name = train_bpe([text_of(2000)], 300), Accelerator(cpu=True), "local_hellaswag"
+    exported = export(tmp_path / "exported", tokenizer)
+    loaded = load_tasks([name], open_tasks([name], str(tasks)), one)
+    harness = open_model(exported, tokenizer, one, 4)
+    answered = evaluate(lm=harness, task_dict=loaded, bootstrap_iters=0)["samples"][name]
+    answered.sort(key=lambda answer: answer["doc_id"])
+    theirs = [[likely for likely, _ in answer["filtered_resps"]] for answer in answered]
+
+    questions = read_questions(str(tasks / f"{name}.jsonl"), tokenizer, BLOCK_SIZE)
+    assert max(len(tokens) for q in questions for tokens, _ in q.sequences) == BLOCK_SIZE + 1
+    model, _ = load_pretrained(str(exported))
+    ours = -ending_losses(model, questions, one, 4).reshape(-1, 4)
+    assert ours == pytest.approx(np.array(theirs), rel=1e-4)
+    right = [answer["acc"] for answer in answered]
+    assert (ours.argmax(-1) == [q.label for q in questions]).tolist() == right
+    assert 0 < sum(right) < len(right)
 
 
 @needs_lm_eval

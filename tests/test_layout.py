@@ -41,7 +41,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 10_031  # goal: 8,000
+INNER_LINES = 10_032  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -61,9 +61,9 @@ LINES = {
     "prepare": 1_148,  # 780
     "training": 4_798,  # 3,020
     "evals": 870,  # 760
-    "report": 931,  # 740
+    "report": 932,  # 740
     "hub": 2_044,  # 1,800
-    "commands": 3_422,  # 1,680
+    "commands": 3_423,  # 1,680
 }
 # what could execute a file's content, or shows a wish to hide behaviour
 UNSAFE = {"exec", "eval", "compile", "globals", "locals", "__import__"}

@@ -4,7 +4,7 @@
 `commit`, `hardware`, `flops_per_token`, `match` with any of `model`, `vocab_size`,
 `data_fingerprint`, `data_folder` and `config`, `curve` with lists `step`, `tokens`, `seconds` and
 `val_loss`, and `points`, values without a curve: `label` and `val_loss`.
-`benchmarks/reference.py` writes one for a run.
+`benchmarks/reference.py` writes one for a run. NAME_ladder.json is none: see `cost/scaling.py`.
 
 A run matches if model and vocabulary are those of `match`, and so is the data (its fingerprint, or
 the name of its folder) or the name of the config.
@@ -41,10 +41,11 @@ def find_reference(requested: str, runs: Sequence[NamedRun]) -> Mapping[str, Any
     """
     if requested == "none":
         return None
-    known = {path.stem: path for folder in reversed(FOLDERS) for path in folder.glob("*.json")}
+    found = [path for folder in reversed(FOLDERS) for path in folder.glob("*.json")]
+    known = {path.stem: path for path in found if not path.stem.endswith("_ladder")}
     if requested == "auto":
-        found = [read_reference(path) for _, path in sorted(known.items())]
-        return next((one for one in found if fits(one["match"], runs[0])), None)
+        curves = [read_reference(path) for _, path in sorted(known.items())]
+        return next((one for one in curves if fits(one["match"], runs[0])), None)
     if requested.endswith(".json"):
         return read_reference(Path(requested))
     require(

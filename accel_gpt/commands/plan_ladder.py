@@ -36,10 +36,11 @@ UNLIMITED = 10**9  # steps
 BUDGET_ROWS = MappingProxyType(
     {
         **{"parameters": ",", "tokens": ",", "flops": ".2e", "steps": ",", "batch": ","},
-        **{"micro_batch_size": ",", "hours": ",.3g", "memory": ".3g", "cost": ",.2f"},
+        **{"micro_batch_size": ",", "hours": ",.3g", "memory_gb": ".2f", "cost": ",.2f"},
         **{"loss": ".4f", "low": ".4f", "high": ".4f"},
     }
 )
+BOUNDS = MappingProxyType({"low": f"  {LEVEL:.0%} from", "high": "  to"})
 WORSE = 3  # sizes in a row that are worse end the search
 
 
@@ -49,8 +50,12 @@ WORSE = 3  # sizes in a row that are worse end the search
 def plan_loss(options: "PlanCommand", config: Config, vocab_size: int) -> dict[str, Any] | None:
     """The expected loss of a config by the ladder that is given or shipped; None without one."""
     if options.ladder is None:
-        ladder = shipped_ladder(config, vocab_size)
-        return None if ladder is None else expected(ladder, config, vocab_size)
+        if (shipped := shipped_ladder(config, vocab_size)) is None:
+            return None
+        found = expected(shipped, config, vocab_size)
+        if data_fingerprint(config) not in (None, shipped.data["fingerprint"]):
+            found["doubts"].append(f"{config.data.folder} is not the text that the rungs read")
+        return found
     ladder, fingerprint = read_ladder(options.ladder), data_fingerprint(config)
     require(
         ladder.data["vocab_size"] == vocab_size,
@@ -201,7 +206,7 @@ def candidate(
         **{"batch": plan.tokens_per_step, "micro_batch_size": config.train.micro_batch_size},
         **{**law._asdict(), **bits(ladder, law), "doubts": ladder.doubts(size)},
         **{"hours": time["hours"], "cost": time["cost"]},
-        "memory": footprint(config, vocab_size, machine).total,
+        "memory_gb": footprint(config, vocab_size, machine).total / 1e9,
     }
 
 
@@ -261,9 +266,9 @@ def budget_text(report: Mapping[str, Any]) -> str:
     names = ["", "depth"]
     for name, form in BUDGET_ROWS.items():
         if any(row[name] is not None for row in rows):
-            names.append(name.replace("_", " "))
+            names.append(BOUNDS.get(name, name.replace("_", " ")))
             lines.append([format(row[name], form) for row in rows])
-    names += ["bits per byte", f"  {LEVEL:.0%} from", "  to"]
+    names += ["bits per byte", *BOUNDS.values()]
     for i in range(3):
         lines.append(
             [f"{row['bits_per_byte'][i]:.4f}" if row["bits_per_byte"] else "" for row in rows]

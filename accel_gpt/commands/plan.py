@@ -8,11 +8,11 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from accel_gpt.commands.plan_ladder import budget_text, loss_rows, plan_budget, plan_loss
 from accel_gpt.commands.plan_memory import plan_memory
 from accel_gpt.commands.plan_time import plan_time
 from accel_gpt.commands.plan_vocabulary import inherit_known, vocabulary_size
@@ -21,6 +21,7 @@ from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config, parse_command, read_yaml, to_flat
 from accel_gpt.config.plan import make_plan, plural
+from accel_gpt.config.shipped import shipped_folder
 from accel_gpt.console import table, write_out
 from accel_gpt.cost.cluster import NODE_LATENCY
 from accel_gpt.cost.devices import (
@@ -34,6 +35,7 @@ from accel_gpt.cost.devices import (
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.cost.memory import Machine, checkpoint_bytes, largest_size, with_size
 from accel_gpt.errors import require
+from accel_gpt.files import read_json
 
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
@@ -99,6 +101,8 @@ def main(argv: Sequence[str]) -> int:
     keys: list[str] = []
     options = parse_command(PlanCommand, argv, "accel-gpt plan", keys)
     if options.budget or options.hours:
+        from accel_gpt.commands.plan_ladder import budget_text, plan_budget
+
         answer = plan_budget(options, make_machine(options, Config()))
         write_out(json.dumps(answer, indent=1) + "\n" if options.json else budget_text(answer))
         return 0
@@ -141,7 +145,7 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
             "flops": flops * tokens,
         },
         "depth": list(describe_depth(to_flat(config))),
-        "loss": plan_loss(options, config, vocab_size),
+        "loss": expected_loss(options, config, vocab_size),
         "memory": plan_memory(config, vocab_size, machine),
         "time": plan_time(options, config, vocab_size, machine, plan),
         "disk": {
@@ -152,6 +156,17 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
             "checkpoints": checkpoint * (saved.keep_last + saved.keep_best),
         },
     }
+
+
+def expected_loss(options: PlanCommand, config: Config, vocab_size: int) -> dict[str, Any] | None:
+    """What a ladder predicts, see `plan_loss`; without one for this data numpy is not loaded."""
+    paths = [] if options.ladder else (shipped_folder() / "references").glob("*_ladder.json")
+    name = Path(config.data.folder or "").name
+    if not options.ladder and all(read_json(path)["data"]["folder"] != name for path in paths):
+        return None
+    from accel_gpt.commands.plan_ladder import plan_loss
+
+    return plan_loss(options, config, vocab_size)
 
 
 # --------------------------------------------------------------------------- the machine
@@ -282,6 +297,8 @@ def size_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     yield "  of the run", f"{run['flops']:.3e}", ""
     yield ()
     if report["loss"]:
+        from accel_gpt.commands.plan_ladder import loss_rows
+
         yield from loss_rows(report["loss"])
 
 

@@ -217,7 +217,10 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_the_plan_predicts_what_a_run_grows_by(
     model: dict[str, Any], train: dict[str, Any], corpus: Path, tmp_path: Path
 ) -> None:
-    """Resident memory of a run of three steps, from the imports to its highest."""
+    """Resident memory of a run of three steps, from the imports to its highest.
+
+    How much of its gaps the C library fills differs from run to run: all or none of them.
+    """
     path = tmp_path / "config.yaml"
     sections = {
         "out_dir": str(tmp_path / "run"),
@@ -233,5 +236,7 @@ def test_the_plan_predicts_what_a_run_grows_by(
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
     code, before, highest = json.loads(re.findall(r"^\[.*\]$", done.stdout, re.MULTILINE)[-1])
     assert code == 0
-    planned = forecast(PlanCommand(str(path)), load_config([str(path)], "test"))["memory"]["total"]
-    assert planned - LIBRARIES_CPU + KERNELS == pytest.approx(highest - before, rel=0.15)
+    memory = forecast(PlanCommand(str(path)), load_config([str(path)], "test"))["memory"]
+    planned = memory["total"] - LIBRARIES_CPU + KERNELS
+    without_gaps = planned - memory["parts"]["gaps between tensors"]
+    assert 0.85 * without_gaps < highest - before < 1.15 * planned

@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(  # what `accel-gpt --help` says 
         "push": "the same to the Hub, with a model card",
         "inspect": "verify data or a checkpoint; compare tokenizers",
         "plan": "size, FLOPs, memory, hours and cost of a config; does it fit?",
+        "sweep": "a run for each combination of values, compared over seeds",
         "ladder": "train small sizes; a law of the loss, for plan to predict with",
         "bench": "tokens/s, MFU, memory of a config; where a step's time goes",
         "report": "curves and samples of runs, one HTML file",

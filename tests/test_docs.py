@@ -5,9 +5,7 @@ The tree and the evening's list in the README, and docs/keys.md, are made from t
 """
 
 import ast
-import dataclasses
 import gzip
-import inspect
 import json
 import os
 import re
@@ -24,6 +22,7 @@ import pytest
 
 from accel_gpt.cli import dispatch
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.help import descriptions
 from accel_gpt.config.parse import leaves, load_config
 from accel_gpt.config.plan import make_plan
 from tests.hub_server import HubServer, environment
@@ -83,15 +82,12 @@ def evening() -> Iterator[str]:
 
 def keys(kind: type, prefix: str = "") -> Iterator[str]:
     """One row for each key: name, default and what the dataclass says of it."""
-    (body,) = ast.parse(inspect.getsource(kind)).body
-    hints, default = typing.get_type_hints(kind), kind()
-    for node, after in zip(body.body, body.body[1:], strict=False):
-        if not isinstance(node, ast.AnnAssign) or dataclasses.is_dataclass(hints[node.target.id]):
-            continue
-        value = getattr(default, node.target.id)
+    default = kind()
+    for name, text in descriptions(kind).items():
+        value = getattr(default, name)
         shown = json.dumps(value, default=lambda other: other.path) if value != "" else ""
-        text = " ".join(ast.literal_eval(after.value).split()).replace("|", r"\|")
-        yield f"| `{prefix}{node.target.id}` | {f'`{shown}`' * bool(shown)} | {text} |"
+        text = text.replace("|", r"\|")
+        yield f"| `{prefix}{name}` | {f'`{shown}`' * bool(shown)} | {text} |"
 
 
 def page_of_keys() -> Iterator[str]:
@@ -99,7 +95,7 @@ def page_of_keys() -> Iterator[str]:
     yield from (
         "# Keys",
         "",
-        "Made from `accel_gpt/config/`; `accel-gpt train --help` shows the same.",
+        "Made from `accel_gpt/config/`; `accel-gpt train --help-all` shows the same.",
         "",
     )
     for name in ("", *SECTIONS, "hub", "data.prepare"):

@@ -1,7 +1,10 @@
 """YAML and command line: precedence, conversion, and the sentences that users read."""
 
+import importlib
 import math
+import re
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +12,9 @@ from typing import get_args
 
 import pytest
 
+from accel_gpt.cli import COMMANDS
 from accel_gpt.commands.bench import BenchCommand
-from accel_gpt.config.experiment import NANOGPT_NAMES, Config
+from accel_gpt.config.experiment import ESSENTIAL, NANOGPT_NAMES, Config
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.parse import leaves, load_config, parse_command, to_flat, to_yaml
 from accel_gpt.console import run_main
@@ -137,10 +141,51 @@ def test_missing_config_file_names_the_nearest(config_file: str) -> None:
 
 def test_every_knob_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        load_config(["--help"], "train.py")
+        load_config(["--help-all"], "train.py")
     assert not stopped.value.code
     shown = capsys.readouterr().out
     assert all(f"--{key} " in shown for key in leaves(Config))
+
+
+def test_an_option_replaces_what_excludes_it_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    path.write_text("train: {max_tokens: 1e6}\nschedule: {warmup_tokens: 5, decay_share: 0.3}\n")
+    config = load(str(path), "--train.max_steps", "2", "--schedule.decay_steps", "1")
+    assert (config.train.max_steps, config.train.max_tokens) == (2, None)
+    schedule = config.schedule
+    assert (schedule.warmup_tokens, schedule.decay_steps, schedule.decay_share) == (5, 1, None)
+    with pytest.raises(UserError, match=r"max_steps is 2 and train\.max_tokens is 9; set one"):
+        load(str(path), "--train.max_steps", "2", "--train.max_tokens", "9")
+
+
+def test_help_shows_twenty_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_config(["--help"], "train.py")
+    assert re.findall(r"^  --(\S+)", capsys.readouterr().out, re.MULTILINE) == list(ESSENTIAL)
+    assert len(ESSENTIAL) == 20
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_three_examples_that_parse(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module(f"accel_gpt.commands.{command.replace('-', '_')}")
+    with pytest.raises(SystemExit):
+        module.main(["--help"])
+    start = rf"(?:accel-gpt {command}|accelerate launch accel_gpt/train.py)"
+    shown = capsys.readouterr().out
+    examples = re.findall(rf"^  {start} (.*)", shown, re.MULTILINE)
+    assert len(examples) == 3
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    kind = next((each for name, each in vars(module).items() if name.endswith("Command")), None)
+    for example in examples:
+        words = shlex.split(example)
+        if command == "prepare":
+            module.parse_recipe(words)
+        elif kind:
+            parse_command(kind, words, "", [])
+        else:
+            load_config(words, "")
 
 
 def test_ancestors_names_lead_to_keys_that_exist() -> None:

@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from accel_gpt.config.checks import NotNegative, Positive, Section
+from accel_gpt.config.checks import NotNegative, Positional, Positive, Section
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config, parse_command
 from accel_gpt.config.plan import make_plan, plural
@@ -49,10 +47,13 @@ class BenchCommand(Section, prefix="bench."):
     """Measure the training step of a config: tokens a second, MFU, memory, where its time goes.
 
     Any --section.key of the config may be set as well. Nothing is kept. On several processes:
-    accelerate launch -m accel_gpt.cli bench CONFIG ...
+    accelerate launch -m accel_gpt.cli bench CONFIG ... Examples:
+      accel-gpt bench quickstart
+      accel-gpt bench quickstart --compare
+      accel-gpt bench gpt2_124m --train.mixed_precision bf16 --steps 50
     """
 
-    config: Annotated[str, tyro.conf.Positional]
+    config: Positional[str]
     """YAML file, or name of a shipped config, as for train."""
     warmup: Positive[int] = 5
     """Steps before those that are measured."""

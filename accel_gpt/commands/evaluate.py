@@ -5,11 +5,8 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-import tyro
-
-from accel_gpt.config.checks import Positive, Section
+from accel_gpt.config.checks import Positional, Positive, Section
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import exit_on_sigterm, write_out
 from accel_gpt.errors import require
@@ -22,10 +19,13 @@ OF_LOSSES = re.compile(r"eval/(train|val)_(loss|perplexity|bits_per_byte)(_se)?(
 class EvaluateCommand(Section, prefix="evaluate."):
     """Measure a model on held-out data and on questions; a run's figures are kept in its metrics.
 
-    On several processes: accelerate launch -m accel_gpt.cli evaluate RUN ...
+    On several processes: accelerate launch -m accel_gpt.cli evaluate RUN ... Examples:
+      accel-gpt evaluate runs/quickstart
+      accel-gpt evaluate runs/quickstart --checkpoint best --tokens null
+      accel-gpt evaluate gpt2 --data data/web --hellaswag hellaswag_val.jsonl
     """
 
-    run: Annotated[str, tyro.conf.Positional]
+    run: Positional[str]
     """Folder of a run, of one checkpoint, or in transformers format; or a Hub id, as gpt2."""
     checkpoint: str = "last"
     """Of a run: last, best, or a step."""

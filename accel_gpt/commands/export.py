@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
-
+from accel_gpt.config.checks import Positional
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import exit_on_sigterm, write_out
 from accel_gpt.errors import require
@@ -14,9 +13,15 @@ from accel_gpt.errors import require
 
 @dataclass(frozen=True)
 class ExportCommand:
-    """Write a model as a folder that `transformers` opens, and prove that it computes the same."""
+    """Write a model as a folder that `transformers` opens, and prove that it computes the same.
 
-    run: Annotated[str, tyro.conf.Positional]
+    Examples:
+      accel-gpt export runs/quickstart --to exported
+      accel-gpt export runs/quickstart --to exported --checkpoint best --overwrite
+      accel-gpt export runs/quickstart --to exported --dtype bf16
+    """
+
+    run: Positional[str]
     """Folder of a run, of one checkpoint, or in transformers format; or a Hub id."""
     to: str = ""
     """Folder to make."""

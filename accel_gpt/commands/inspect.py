@@ -5,11 +5,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-from accel_gpt.config.checks import NotNegative, Positive, Section
+from accel_gpt.config.checks import NotNegative, Positional, Positive, Section
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import table, write_out
@@ -23,10 +21,13 @@ MARKS = ("checkpoints", "manifest.json", "trainer_state.json")  # of a run or a 
 class InspectCommand(Section, prefix="inspect."):
     """Show and verify what data, a run or a checkpoint holds, or compare tokenizers on a text.
 
-    Exit code 3 when data is damaged, 4 when a checkpoint is.
+    Exit code 3 when data is damaged, 4 when a checkpoint is. Examples:
+      accel-gpt inspect data/stdlib_bpe4096
+      accel-gpt inspect runs/quickstart --quick
+      accel-gpt inspect --text notes.txt --tokenizers gpt2,data/stdlib_bpe4096
     """
 
-    path: Annotated[str, tyro.conf.Positional] = ""
+    path: Positional[str] = ""
     """Data folder, of any project, or its URL; or folder of a run or of a checkpoint."""
     json: bool = False
     """One JSON object in place of text."""

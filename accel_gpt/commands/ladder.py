@@ -11,14 +11,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from accel_gpt.commands.plan_time import split_tokens
 from accel_gpt.commands.plan_vocabulary import data_folders, vocabulary_size
 from accel_gpt.commands.series import Series, SeriesRun
-from accel_gpt.config.checks import Section
+from accel_gpt.config.checks import Positional, Section
 from accel_gpt.config.depth import CHANNELS_PER_LAYER, HEAD_DIM, scaling_parameters
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import config_of, parse_command, read_values, to_flat
@@ -50,10 +48,13 @@ class LadderCommand(Section, prefix="--"):
     """Train small sizes of a config, one after another, and fit how the loss falls with size.
 
     Any --section.key of the config may be set as well, for all rungs alike. Stopped, it resumes;
-    with other depths or ratios it adds rungs to those in the folder.
+    with other depths or ratios it adds rungs to those in the folder. Examples:
+      accel-gpt ladder quickstart --depths 1,2,3
+      accel-gpt ladder quickstart --depths 1,2 --ratios 5,10,20 --out runs/ladder
+      accel-gpt ladder gpt2_124m --depths 4,6,8 --seeds 1,2
     """
 
-    config: Annotated[str, tyro.conf.Positional]
+    config: Positional[str]
     """YAML file, or name of a shipped config, as for train. With model.depth in it all that follows
     from the depth is the rung's own; else its shape alone."""
     depths: tuple[int, ...] = (1, 2, 3, 4)
@@ -320,6 +321,7 @@ def write_page(ladder: Ladder, out: Path) -> None:
     """Write report.html: the law, and the curves of the rungs below it."""
     runs = open_runs([str(out / rung["name"]) for rung in ladder.rungs])
     section = {
+        "heading": "Ladder",
         "image": base64.b64encode(ladder_png(ladder)).decode(),
         "rows": ladder_rows(ladder),
         "lines": ladder_lines(ladder),

@@ -9,14 +9,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, Literal
 
 from accel_gpt.commands.plan_memory import plan_memory
 from accel_gpt.commands.plan_time import plan_time
 from accel_gpt.commands.plan_vocabulary import inherit_known, vocabulary_size
-from accel_gpt.config.checks import NotNegative, Positive, Section, Share
+from accel_gpt.config.checks import NotNegative, Positional, Positive, Section, Share
 from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config, parse_command, read_yaml, to_flat
@@ -43,13 +41,19 @@ NODE = 8  # GPUs of a node where nothing says it: assumption, as in HGX and OAM 
 
 
 @dataclass(frozen=True)
-class PlanCommand(Section, prefix="--"):
+class PlanCommand(
+    Section, prefix="--", exclusive=(("mfu", "tokens_per_second"), ("config", "budget", "hours"))
+):
     """Tell what a config will take: size, FLOPs, memory, steps, hours, disk, and whether it fits.
 
     Any --section.key of the config may be set as well. Nothing is trained; a GPU is not needed.
+    Examples:
+      accel-gpt plan quickstart
+      accel-gpt plan gpt2_124m --gpus 8 --gpu h100 --train.mixed_precision bf16 --price 2.5
+      accel-gpt plan llama_7b --nodes 8 --gpus_per_node 8 --gpu h100 --distribution fsdp
     """
 
-    config: Annotated[str | None, tyro.conf.Positional] = None
+    config: Positional[str | None] = None
     """YAML file, or name of a shipped config, as for train; none with --budget or --hours."""
     ladder: str | None = None
     """Folder of accel-gpt ladder, for the expected loss; null: a shipped one that matches."""
@@ -89,11 +93,6 @@ class PlanCommand(Section, prefix="--"):
     """Tokens in the vocabulary, where neither data nor tokenizer tell."""
     json: bool = False
     """One JSON object in place of text."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.at_most_one("mfu", "tokens_per_second")
-        self.at_most_one("config", "budget", "hours")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -16,7 +16,10 @@ class PrepareCommand(PrepareConfig):
     """Turn text, or shards of another project, into token shards; stopped, it resumes.
 
     RECIPE, a YAML file or the name of a shipped one, holds any of these options as `key: value`;
-    those of the command line go first.
+    those of the command line go first. Examples:
+      accel-gpt prepare --path 'notes/**/*.md' --tokenizer bpe --out data/notes
+      accel-gpt prepare fineweb_edu_10bt --workers 8
+      accel-gpt prepare --path old/dataset --source shards --out data/new
     """
 
     source: SourceKind | None = None

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
-
+from accel_gpt.config.checks import Positional
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import exit_on_sigterm, write_out
 from accel_gpt.errors import require
@@ -13,9 +12,15 @@ from accel_gpt.errors import require
 
 @dataclass(frozen=True)
 class PushCommand:
-    """Export a run and upload it to the Hub with a model card, its metrics and its curves."""
+    """Export a run and upload it to the Hub with a model card, its metrics and its curves.
 
-    run: Annotated[str, tyro.conf.Positional]
+    Examples:
+      accel-gpt push runs/quickstart --repo user/quickstart
+      accel-gpt push runs/quickstart --repo user/quickstart --checkpoint best --private
+      accel-gpt push runs/quickstart --repo user/quickstart --include_state --license mit
+    """
+
+    run: Positional[str]
     """Folder of a run, or of one checkpoint."""
     repo: str = ""
     """Repository, user/name; made if it is missing."""

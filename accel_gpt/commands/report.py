@@ -6,16 +6,15 @@ writes nothing there but `report.html`. Needs no torch.
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-import tyro
 
+from accel_gpt.config.checks import Positional
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import write_out
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import UserError
 from accel_gpt.files import write_file
 from accel_gpt.report.page import build_page
 from accel_gpt.report.payload import payload
@@ -31,9 +30,13 @@ class ReportCommand:
     """Write curves, samples and configs of runs as one HTML file, which needs no network.
 
     Works while a run is training. The runs may be anybody's: all that is in them is shown as text.
+    Examples:
+      accel-gpt report runs/quickstart
+      accel-gpt report runs/a runs/b --out compared.html
+      accel-gpt report runs/quickstart --png plots --csv metrics.csv
     """
 
-    run: Annotated[tuple[str, ...], tyro.conf.Positional]
+    run: Positional[tuple[str, ...]]
     """Folders of runs."""
     out: str | None = None
     """HTML file; null: report.html in the run, or for several runs in the current folder."""
@@ -45,19 +48,10 @@ class ReportCommand:
     csv: str | None = None
     """CSV file for all metrics of all runs."""
 
-    def __post_init__(self) -> None:
-        require(bool(self.run), "RUN missing; see --help")
-
 
 def main(argv: Sequence[str]) -> int:
     """Write a page with curves, samples and configs of runs."""
-    runs: list[str] = []
-    rest: list[str] = []  # the parser takes runs only side by side
-    for number, word in enumerate(argv):
-        option = number > 0 and argv[number - 1].startswith("--") and "=" not in argv[number - 1]
-        (rest if word.startswith("-") or option else runs).append(word)
-    options = parse_command(ReportCommand, [*runs[:1], *rest], "accel-gpt report")
-    write_out(report(replace(options, run=tuple(runs))))
+    write_out(report(parse_command(ReportCommand, argv, "accel-gpt report")))
     return 0
 
 

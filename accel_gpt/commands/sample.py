@@ -3,10 +3,8 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-import tyro
-
+from accel_gpt.config.checks import Positional
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import write_err, write_out
@@ -15,9 +13,15 @@ from accel_gpt.errors import require
 
 @dataclass(frozen=True)
 class SampleCommand:
-    """Write text with a model: a run's, a checkpoint's, an exported one or one of the Hub."""
+    """Write text with a model: a run's, a checkpoint's, an exported one or one of the Hub.
 
-    run: Annotated[str, tyro.conf.Positional]
+    Examples:
+      accel-gpt sample runs/quickstart --prompt "def read(" --num 3
+      accel-gpt sample runs/quickstart --checkpoint best --temperature 0
+      accel-gpt sample runs/quickstart --interactive
+    """
+
+    run: Positional[str]
     """Folder of a run, of one checkpoint, or in transformers format; or a Hub id, as gpt2."""
     prompt: str = ""
     """Text to continue; empty: the start of a document."""

@@ -1,6 +1,6 @@
 """Runs that belong together, as those of a sweep: each an `accel-gpt train` in its own folder.
 
-One after another on a CPU, side by side on GPUs, one on each. What a run prints goes to `train.log`
+One after another on a CPU, side by side on GPUs, one on each. What a run prints is in `output.log`
 in its folder. Finished runs are skipped and others resume, so that a series that was killed and is
 started again ends with the same losses.
 """
@@ -45,7 +45,7 @@ class Child:
 
     def __init__(self, run: SeriesRun, device: str | None) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
-        self.run, self.device, self.log = run, device, run.folder / "train.log"
+        self.run, self.device, self.log = run, device, run.folder / "output.log"
         self.started = self.printed = time.monotonic()
         environment = environment_without_launcher()
         environment["ACCELERATE_MIXED_PRECISION"] = "no"  # as launched: it stops if we are killed

@@ -18,13 +18,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import psutil
-import tyro
 
-from accel_gpt.config.checks import NotNegative, Section
+from accel_gpt.config.checks import NotNegative, Positional, Section
 from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config, LogConfig
 from accel_gpt.config.parse import load_config, parse_command, to_yaml
@@ -55,10 +54,13 @@ class VerifyResumeCommand(Section, prefix="verify-resume."):
     """Prove that a config's runs, killed and launched again, equal one that was never stopped.
 
     Any --section.key of the config may be set as well, but the length of the run and where it
-    writes. Exit code 1 when something differs.
+    writes. Exit code 1 when something differs. Examples:
+      accel-gpt verify-resume shakespeare_char_cpu
+      accel-gpt verify-resume quickstart --steps 40 --kills 20
+      accel-gpt verify-resume quickstart --processes 1,2 --train.reproducible true
     """
 
-    config: Annotated[str, tyro.conf.Positional]
+    config: Positional[str]
     """YAML file, or name of a shipped config, as for train."""
     steps: int = 20
     """Steps of each run."""

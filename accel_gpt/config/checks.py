@@ -34,17 +34,24 @@ BelowOne = Annotated[T, Bound("lie in [0, 1)", lambda value: 0 <= value < 1)]
 Fraction = Annotated[T, Bound("lie between 0 and 1", lambda value: 0 < value < 1)]
 Share = Annotated[T, Bound("lie in (0, 1]", lambda value: 0 < value <= 1)]
 
+POSITIONAL = object()
+Positional = Annotated[T, POSITIONAL]  # an option that is a word without a name, before the others
+
 
 class Section:
     """Base of a class of options: their values are checked against their bounds.
 
-    Raises `UserError`, which names the option with `prefix` before it.
+    Raises `UserError`, which names the option with `prefix` before it. Of each group of options in
+    `exclusive` at most one may be set.
     """
 
     prefix = ""
+    exclusive: tuple[tuple[str, ...], ...] = ()
 
-    def __init_subclass__(cls, prefix: str = "") -> None:
-        cls.prefix = prefix or cls.prefix
+    def __init_subclass__(
+        cls, prefix: str = "", exclusive: tuple[tuple[str, ...], ...] = ()
+    ) -> None:
+        cls.prefix, cls.exclusive = prefix or cls.prefix, exclusive or cls.exclusive
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self), include_extras=True).items():
@@ -52,16 +59,19 @@ class Section:
             for bound in get_args(hint):
                 if isinstance(bound, Bound) and isinstance(value, int | float):
                     self.require(bound.holds(value), name, f"it must {bound.words}")
+        for group in self.exclusive:
+            found = [f"{self.prefix}{name} is {value}" for name in group
+                     if (value := getattr(self, name))]  # fmt: skip
+            require(len(found) < 2, f"{' and '.join(found)}; set one of them")
 
     def require(self, ok: bool, name: str, problem: str) -> None:
         """Raise `UserError`, with the option `name`, its value and the `problem`, unless `ok`."""
         require(ok, f"{self.prefix}{name} is {getattr(self, name)}; {problem}")
 
-    def at_most_one(self, *names: str) -> None:
-        """Require at most one of the options `names` to be set."""
-        found = [f"{self.prefix}{name} is {getattr(self, name)}" for name in names
-                 if getattr(self, name)]  # fmt: skip
-        require(len(found) < 2, f"{' and '.join(found)}; set one of them")
+
+def is_positional(hint: object) -> bool:
+    """Whether an annotation, extras included, is `Positional`."""
+    return any(extra is POSITIONAL for extra in get_args(hint))
 
 
 def duration(name: str, text: str | None) -> float | None:

@@ -3,9 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from accel_gpt.config.checks import Fraction, NotNegative, Positive, Section
 from accel_gpt.errors import require
@@ -136,16 +134,10 @@ class TextStream(Section, prefix="data.train."):
 class DataConfig(Section, prefix="data."):
     """Data to train on, and its order."""
 
-    train: Annotated[
-        str | tuple[Weighted, ...] | TextStream,
-        tyro.conf.arg(constructor=str, metavar="FOLDER|URL|[{path,weight},...]|{dataset,...}"),
-    ] = ""
+    train: str | tuple[Weighted, ...] | TextStream = ""
     """Folder of token shards, or its URL. A mixture: a list of {path, weight}. Or text to tokenize
     while training: {dataset: Hub id, streaming: true}."""
-    val: Annotated[
-        str | Mapping[str, str] | None,
-        tyro.conf.arg(constructor=str, metavar="FOLDER|URL|{NAME: FOLDER,...}"),
-    ] = None
+    val: str | Mapping[str, str] | None = None
     """Folder whose val split is evaluated, or several by name: {web: data/web, code: data/code}.
     null: the val splits of data.train."""
     tokenizer: str | None = None

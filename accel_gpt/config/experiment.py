@@ -34,10 +34,18 @@ NANOGPT_NAMES: Mapping[str, str] = MappingProxyType(
         "wandb_log": "log.trackers",
     }
 )
+# keys that `accel-gpt train --help` shows; --help-all shows every key
+ESSENTIAL = (
+    *("out_dir", "data.train", "data.prepare.source", "data.prepare.path"),
+    *("data.prepare.tokenizer", "data.prepare.vocab_size"),
+    *("model.preset", "model.depth", "model.n_layer", "model.n_head", "model.n_embd"),
+    *("model.block_size", "model.init_from", "train.tokens_per_step", "train.micro_batch_size"),
+    *("train.max_steps", "train.mixed_precision", "train.compile", "optim.lr", "eval.every"),
+)
 
 
 @dataclass(frozen=True)
-class TrainConfig(Section, prefix="train."):
+class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens"),)):
     """Batch size, length and numerics of the run."""
 
     tokens_per_step: Positive[int] = 524_288
@@ -106,7 +114,6 @@ class TrainConfig(Section, prefix="train."):
         super().__post_init__()
         for name in ("time_limit", "step_timeout", "init_timeout"):
             duration(f"train.{name}", getattr(self, name))
-        self.at_most_one("max_steps", "max_tokens")
         require(
             not (self.reproducible and self.compile is True),
             "train.reproducible and train.compile are both true, but each number of processes "
@@ -115,7 +122,11 @@ class TrainConfig(Section, prefix="train."):
 
 
 @dataclass(frozen=True)
-class ScheduleConfig(Section, prefix="schedule."):
+class ScheduleConfig(
+    Section,
+    prefix="schedule.",
+    exclusive=(("warmup_steps", "warmup_tokens"), ("decay_steps", "decay_tokens", "decay_share")),
+):
     """The learning rate as a function of the step."""
 
     name: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
@@ -133,11 +144,6 @@ class ScheduleConfig(Section, prefix="schedule."):
     """Length of the decay as a share of all steps, 0 to 1, in place of decay_steps."""
     min_lr: NotNegative[float] = 0.0
     """Learning rate at the end of the decay."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.at_most_one("warmup_steps", "warmup_tokens")
-        self.at_most_one("decay_steps", "decay_tokens", "decay_share")
 
 
 @dataclass(frozen=True)
@@ -293,7 +299,13 @@ class HubConfig(Section, prefix="hub."):
 
 @dataclass(frozen=True)
 class Config(Section):
-    """One experiment: a YAML file of sections, each key settable as --section.key value."""
+    """Train a GPT as CONFIG says: a YAML file, or the name of a shipped config, as quickstart.
+
+    Any key can be set over it as --section.key value. --help-all lists all keys. Examples:
+      accel-gpt train quickstart
+      accel-gpt train configs/gpt2_124m.yaml --out_dir runs/small --train.max_steps 1000
+      accelerate launch accel_gpt/train.py gpt2_124m --train.mixed_precision bf16
+    """
 
     out_dir: str = "runs/gpt"
     """Folder of the run: its config, metrics, samples and checkpoints."""

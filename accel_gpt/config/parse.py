@@ -1,7 +1,4 @@
-"""The one parser of YAML and of the command line: same conversions, same errors, into dataclasses.
-
-Reads an experiment file. `tyro` only draws the help and the shell completion of the same classes.
-"""
+"""The parser of YAML and of the command line: same conversions, same errors, into dataclasses."""
 
 import dataclasses
 import difflib
@@ -15,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-import tyro
 import yaml
 
-from accel_gpt.config.experiment import NANOGPT_NAMES, Config
+from accel_gpt.config.checks import is_positional
+from accel_gpt.config.experiment import ESSENTIAL, NANOGPT_NAMES, Config
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.shipped import resolve_config
+from accel_gpt.console import write_out
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import LARGEST_NUMBER, load_yaml
 
@@ -39,7 +37,8 @@ def load_config(
     file, an unknown key, a wrong type or an impossible value.
     """
     path, *words = argv if argv and not argv[0].startswith("-") else ["", *argv]
-    show_help_if_asked(Config, words, f"{prog} CONFIG")
+    essential = () if "--help-all" in words else ESSENTIAL
+    show_help_if_asked(Config, words, f"{prog} CONFIG", essential)
     require(bool(path), f"no config file given; usage: {prog} CONFIG [--section.key v]")
     return config_of(read_values(Config, str(resolve_config(path)), words), inherit)
 
@@ -72,10 +71,18 @@ def parse_command(
 
 
 def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
-    """The values that the YAML file at `path` and, over it, the options in `argv` set, by key."""
+    """The values that the YAML file at `path` and, over it, the options in `argv` set, by key.
+
+    Of keys of which one may be set, as train.max_steps and train.max_tokens, an option replaces the
+    file's.
+    """
     values = read_yaml(path)
     require(isinstance(values, dict), f"{path} holds no keys; see configs/ for examples")
-    return {**dict(flatten(cls, values, f"in {path}")), **dict(read_options(cls, argv))}
+    found, options = dict(flatten(cls, values, f"in {path}")), dict(read_options(cls, argv))
+    for group in exclusive_keys(cls):
+        if any(options.get(key) for key in group):
+            found = {key: value for key, value in found.items() if key not in group}
+    return found | options
 
 
 def read_yaml(path: str) -> Any:
@@ -115,6 +122,15 @@ def sections(cls: type) -> frozenset[str]:
     return frozenset(k[: dot.start()] for k in leaves(cls) for dot in re.finditer(r"\.", k))
 
 
+def exclusive_keys(cls: type, prefix: str = "") -> Iterator[list[str]]:
+    """Groups of dotted keys of which at most one may be set."""
+    for group in getattr(cls, "exclusive", ()):
+        yield [prefix + name for name in group]
+    for name, hint in typing.get_type_hints(cls).items():
+        if is_section(hint):
+            yield from exclusive_keys(hint, f"{prefix}{name}.")
+
+
 def check_key(cls: type, key: str, where: str) -> Any:
     """Return the type of a key, or raise `UserError` with the nearest valid name."""
     known = leaves(cls)
@@ -152,14 +168,18 @@ def read_options(
     """
     words, known = list(argv), leaves(cls)
     annotated = typing.get_type_hints(cls, include_extras=True)
-    positional = [k for k in annotated if tyro.conf.Positional in get_args(annotated[k])]
+    positional = [k for k in annotated if is_positional(annotated[k])]
+    several: list[str] = []
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
             problem = f"unexpected argument {word!r}; options are written --key value"
             require(bool(positional), problem)
-            key = positional.pop(0)
-            yield key, convert(key, word, known[key])
+            key = positional[0]
+            if get_origin(known[key]) is tuple:
+                several.append(word)
+            else:
+                yield positional.pop(0), convert(key, word, known[key])
             continue
         key, equals, text = word[2:].partition("=")
         key = key.replace("-", "_")
@@ -173,17 +193,19 @@ def read_options(
             require(flag or bool(words), f"--{key} needs a value: {describe_type(hint)}")
             text = "true" if flag else words.pop(0)
         yield key, convert(key, parse_text(key, text, hint), hint)
+    if several:
+        yield positional[0], convert(positional.pop(0), several, tuple[str, ...])
     required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
     missing = [key for key in positional if key in required]
     require(not missing, f"{' and '.join(missing).upper()} missing; see --help")
 
 
-def show_help_if_asked(cls: type, argv: Sequence[str], prog: str) -> None:
-    """Print the help, or shell completion, that tyro draws from `cls`, and exit."""
-    words = [word for word in argv if word in ("-h", "--help") or "tyro-" in word]
-    if words:
-        config = (tyro.conf.FlagConversionOff,)
-        tyro.cli(cls, prog=prog, args=words, use_underscores=True, config=config)
+def show_help_if_asked(cls: type, argv: Sequence[str], prog: str, only: Sequence[str] = ()) -> None:
+    """Print the help of the options of `cls`, or of those in `only`, and exit."""
+    if {"-h", "--help", "--help-all"} & set(argv):
+        from accel_gpt.config.help import format_help
+
+        write_out(format_help(cls, prog, only))
         sys.exit(0)
 
 

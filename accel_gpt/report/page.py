@@ -46,10 +46,11 @@ HERE = Path(__file__).parent
 def build_page(
     runs: Sequence[NamedRun],
     reference: Mapping[str, Any] | None,
-    ladder: Mapping[str, Any] | None = None,
+    series: Mapping[str, Any] | None = None,
     title: str | None = None,
 ) -> str:
-    """The whole page; `ladder`: a PNG as base64, rows of a table and lines of text above it."""
+    """The whole page; `series`: what a sweep or a ladder found: `heading`, `image`, a PNG as
+    base64 or None, `lines` of text and `rows` of a table, the first of which names its columns."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
@@ -63,7 +64,7 @@ def build_page(
     return environment.get_template("page.html").render(
         runs=runs,
         title=title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
-        ladder=ladder,
+        series=series,
         reference=reference,
         version=__version__,
         style=style,

@@ -1,0 +1,241 @@
+"""`accel-gpt sweep CONFIG --optim.lr 1e-3,3e-3 --seed 1,2`: a run for each combination of values.
+
+A setting is a combination of all values but the seed's. Each run is an ordinary one, in a folder of
+its own below `--out_dir`; beside them `sweep.json` and `report.html`, lowest val loss first.
+"""
+
+import itertools
+import json
+import math
+import random
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_origin
+
+from accel_gpt.commands.series import Series, SeriesRun
+from accel_gpt.config.checks import Positional, Positive, Section
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import (
+    alternatives,
+    check_key,
+    load_config,
+    parse_command,
+    read_options,
+    read_values,
+)
+from accel_gpt.config.plan import make_plan
+from accel_gpt.config.shipped import resolve_config
+from accel_gpt.console import table, write_out
+from accel_gpt.errors import require
+from accel_gpt.files import read_json, write_file
+from accel_gpt.report.page import build_page
+from accel_gpt.report.runs import open_runs
+from accel_gpt.training.run_folder import RunFolder, locked
+
+MOST_RUNS = 1000
+MOST_CURVES = 16  # runs that the report draws, of the best settings
+
+
+@dataclass(frozen=True)
+class SweepCommand(Section, prefix="--"):
+    """Train a run for each combination of values, listed with commas in --section.key options.
+
+    One after another on a CPU, one on each GPU. The same command continues a sweep that was
+    stopped; more values may then be added. Examples:
+      accel-gpt sweep quickstart --optim.lr 3e-3,1e-2,3e-2 --seed 1,2 --out_dir runs/rates
+      accel-gpt sweep quickstart --optim.lr 3e-3,1e-2 --schedule.decay_share 0.3,0.7
+      accel-gpt sweep quickstart --optim.lr 1e-3,3e-3,1e-2,3e-2 --random 3 --halve_at 0.25,0.5
+    """
+
+    config: Positional[str]
+    """YAML file, or name of a shipped config, as for train."""
+    random: Positive[int | None] = None
+    """Number of settings to draw from all combinations, each trained with every seed; null: all."""
+    halve_at: tuple[float, ...] = ()
+    """Shares of the steps, as 0.25,0.5; after each only the better half of the settings goes on."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shares = [0.0, *self.halve_at, 1.0]
+        ascending = all(a < b for a, b in itertools.pairwise(shares))
+        self.require(ascending, "halve_at", "expected shares between 0 and 1, ascending")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A combination of values and its runs, one a seed."""
+
+    values: Mapping[str, str]  # by key, as typed
+    runs: tuple[SeriesRun, ...]
+
+    def values_at(self, share: float, metric: str) -> list[float]:
+        """A metric of its runs after a share of their steps; empty unless all have it."""
+        found: list[float] = []
+        for run in (at_share(run, share) for run in self.runs):
+            steps, values = RunFolder(run.folder).metrics.curve(f"eval/{metric}")
+            found += values[steps == run.steps][-1:].tolist()
+        return found if len(found) == len(self.runs) else []
+
+    def result(self, shares: Sequence[float]) -> dict[str, Any]:
+        """How far its runs came, the means of their metrics there, and the spread of the loss."""
+        share = max((s for s in shares if self.values_at(s, "val_loss")), default=0.0)
+        losses, bits = (self.values_at(share, f"val_{m}") for m in ("loss", "bits_per_byte"))
+        return {
+            "values": dict(self.values),
+            "share_of_steps": share,
+            "val_loss": statistics.fmean(losses) if losses else None,
+            "standard_deviation": statistics.stdev(losses) if len(losses) > 1 else None,
+            "val_bits_per_byte": statistics.fmean(bits) if bits else None,
+            "runs": {run.name: loss for run, loss in itertools.zip_longest(self.runs, losses)},
+        }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train the runs of a sweep and compare them; 1 if one of them failed."""
+    words: list[str] = []
+    options = parse_command(SweepCommand, argv, "accel-gpt sweep", words)
+    given = read_words(words)
+    out_dir, swept = given.pop("out_dir", None), dict[str, list[str]]()
+    for key in [*given]:
+        if len(values := split_values(key, given[key])) > 1:
+            swept[key] = values
+            del given[key]
+    require(bool(swept), "no option has several values; write them as --optim.lr 1e-3,3e-3")
+    fixed = [f"--{key}={text}" for key, text in given.items()]
+    base = read_values(Config, str(resolve_config(options.config)), fixed)
+    folder = Path(out_dir or f"{base.pop('out_dir', Config.out_dir)}_sweep")
+    settings = make_settings([options.config, *fixed], draw_settings(swept, options.random), folder)
+    with locked(folder):
+        check_same_sweep(folder, base | {"halve_at": options.halve_at, "swept": sorted(swept)})
+        shares, alive, failed = (*options.halve_at, 1.0), settings, False
+        for share in shares:
+            runs = [at_share(run, share) for setting in alive for run in setting.runs]
+            failed |= bool(Series(runs).train())
+            alive = ranked(alive, (share,))[: -(-len(alive) // 2)]
+        settings = ranked(settings, shares)
+        results = [setting.result(shares) for setting in settings]
+        content = read_json(folder / "sweep.json") | {"settings": results}
+        write_file(folder / "sweep.json", [json.dumps(content, indent=1).encode()])
+        rows = sweep_rows(results, [*swept])
+        best = [run.folder for setting in settings for run in setting.runs][:MOST_CURVES]
+        page = build_page(
+            open_runs([str(path) for path in best if RunFolder(path).launches]),
+            None,
+            {"heading": "Settings, best first", "rows": rows},
+        )
+        write_file(folder / "report.html", [page.encode(errors="replace")])
+    write_out(table(rows, *("<" if key in swept else ">" for key in rows[0])))
+    write_out(f"\n{folder / 'sweep.json'}, {folder / 'report.html'}\n")
+    return int(failed)
+
+
+def read_words(words: Sequence[str]) -> dict[str, str]:
+    """The text of each option by its key, in `--key text`, `--key=text` and `--flag`."""
+    given, rest = dict[str, str](), [*words]
+    while rest:
+        key, equals, text = rest.pop(0)[2:].partition("=")
+        flag = not equals and (not rest or rest[0].startswith("--"))
+        given[key.replace("-", "_")] = "true" if flag else text if equals else rest.pop(0)
+    return given
+
+
+def split_values(key: str, text: str) -> list[str]:
+    """The values that a text lists; one where the comma belongs to the value, a list or mapping.
+
+    Raises `UserError` for an unknown key, and for a value that the key cannot have.
+    """
+    hint = check_key(Config, key, "on the command line")
+    kinds = [get_origin(kind) in (tuple, Mapping) for kind in alternatives(hint)]
+    whole = all(kinds) or (any(kinds) and text.startswith(("[", "{")))
+    values = [text] if whole else [value.strip() for value in text.split(",")]
+    converted = {repr([*read_options(Config, [f"--{key}={value}"])]) for value in values}
+    require(len(converted) == len(values), f"{key} is {text}, where a value stands twice")
+    return values
+
+
+def draw_settings(swept: Mapping[str, list[str]], count: int | None) -> list[list[dict[str, str]]]:
+    """The values of each run, grouped by setting; `count`: of so many settings, drawn at random."""
+    keys = [key for key in swept if key != "seed"]
+    total = math.prod(len(swept[key]) for key in keys)
+    seeds = [{"seed": seed} for seed in swept.get("seed", [])] or [{}]
+    problem = f"--random is {count}, but the values have only {total:,} combinations; leave it out"
+    require(count is None or count <= total, problem)
+    runs = (count or total) * len(seeds)
+    problem = f"these are {runs:,} runs, more than {MOST_RUNS:,}; list fewer values, or draw some "
+    require(runs <= MOST_RUNS, problem + "with --random 50")
+    chosen = set(random.Random(0).sample(range(total), count or total))
+    product = enumerate(itertools.product(*(swept[key] for key in keys)))
+    settings = [dict(zip(keys, values, strict=True)) for i, values in product if i in chosen]
+    return [[setting | seed for seed in seeds] for setting in settings]
+
+
+def make_settings(
+    arguments: Sequence[str], grid: Sequence[Sequence[Mapping[str, str]]], folder: Path
+) -> list[Setting]:
+    """The runs of each setting, their configs checked and their data prepared."""
+    from accel_gpt.hub.pretrained import inherit
+    from accel_gpt.training.setup import ensure_data
+
+    settings, data = [], []
+    for group in grid:
+        runs = []
+        for values in group:
+            words = [*arguments, *(f"--{key}={value}" for key, value in values.items())]
+            config = load_config(words, "accel-gpt sweep", inherit)
+            name = ",".join(f"{key}={value}" for key, value in values.items())
+            path = folder / re.sub(r"[^\w.,=+-]", "_", name)[:200]
+            runs.append(SeriesRun(name, path, words, make_plan(config, 1).last_step))
+            data += [] if config.data in data else [config.data]
+        setting = {key: value for key, value in group[0].items() if key != "seed"}
+        settings.append(Setting(setting, tuple(runs)))
+    for one in data:
+        ensure_data(one)
+    return settings
+
+
+def at_share(run: SeriesRun, share: float) -> SeriesRun:
+    """The run until a share of its steps, on the schedule of all of them."""
+    steps = max(1, int(share * run.steps))
+    if share == 1:
+        return run
+    return replace(run, steps=steps, arguments=[*run.arguments, f"--train.stop_at={steps}"])
+
+
+def check_same_sweep(folder: Path, options: Mapping[str, Any]) -> None:
+    """Record the `options` in `sweep.json`; `UserError` if it has others, or is of a run."""
+    require(not (folder / "run.json").exists(), f"{folder} is a run's; set another --out_dir")
+    now = {"options": json.loads(json.dumps(options, default=str))}
+    path = folder / "sweep.json"
+    if not path.exists():
+        write_file(path, [json.dumps(now).encode()])
+    was = read_json(path)["options"]
+    for key in sorted(was.keys() | now["options"].keys()):
+        a, b = (side.get(key, "not set") for side in (was, now["options"]))
+        problem = f"{folder} has another sweep: {key} was {a}, is {b}; set another --out_dir"
+        require(a == b, problem)
+
+
+def ranked(settings: Sequence[Setting], shares: Sequence[float]) -> list[Setting]:
+    """Settings that came farthest first, of these the lowest loss; without a loss last."""
+
+    def rank(setting: Setting) -> tuple[float, float]:
+        result = setting.result(shares)
+        loss = result["val_loss"]
+        return -result["share_of_steps"], math.inf if loss is None else loss
+
+    return sorted(settings, key=rank)
+
+
+def sweep_rows(results: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[list[str]]:
+    """The table of a sweep: a row a setting, after the names of the columns."""
+    keys = [key for key in keys if key != "seed"]
+    rows = [[*keys, "val loss", "± over seeds", "bits per byte", "runs", "of the steps"]]
+    for found in results:
+        numbers = (found[k] for k in ("val_loss", "standard_deviation", "val_bits_per_byte"))
+        cells = ["" if number is None else f"{number:.4f}" for number in numbers]
+        cells += [str(len(found["runs"])), f"{found['share_of_steps']:.0%}"]
+        rows.append([*(found["values"][key] for key in keys), *cells])
+    return rows

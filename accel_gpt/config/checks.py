@@ -12,6 +12,8 @@ from typing import Annotated, NamedTuple, TypeVar, get_args, get_type_hints
 from accel_gpt.errors import require
 
 T = TypeVar("T")
+Groups = tuple[tuple[str, ...], ...]
+NO_GROUPS: Groups = ()
 LONGEST = 1000 * 86_400.0  # seconds that a limit of time may have
 
 
@@ -46,11 +48,9 @@ class Section:
     """
 
     prefix = ""
-    exclusive: tuple[tuple[str, ...], ...] = ()
+    exclusive = NO_GROUPS
 
-    def __init_subclass__(
-        cls, prefix: str = "", exclusive: tuple[tuple[str, ...], ...] = ()
-    ) -> None:
+    def __init_subclass__(cls, prefix: str = "", exclusive: Groups = NO_GROUPS) -> None:
         cls.prefix, cls.exclusive = prefix or cls.prefix, exclusive or cls.exclusive
 
     def __post_init__(self) -> None:

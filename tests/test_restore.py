@@ -168,7 +168,7 @@ FREE = {
         "train.sync_each_batch",
         "eval.every",
     ),
-    *("eval.only", "eval.hellaswag", "eval.hellaswag_limit"),
+    *("eval.only", "eval.hellaswag", "eval.hellaswag_limit", "train.stop_at"),
     *(key for key in leaves(Config) if key.startswith(("sample.", "checkpoint.", "log.", "hub."))),
     *(key for key in leaves(Config) if key.startswith("data.prepare.")),
 }

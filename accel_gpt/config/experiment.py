@@ -38,8 +38,8 @@ NANOGPT_NAMES: Mapping[str, str] = MappingProxyType(
 ESSENTIAL = (
     *("out_dir", "data.train", "data.prepare.source", "data.prepare.path"),
     *("data.prepare.tokenizer", "data.prepare.vocab_size"),
-    *("model.preset", "model.depth", "model.n_layer", "model.n_head", "model.n_embd"),
-    *("model.block_size", "model.init_from", "train.tokens_per_step", "train.micro_batch_size"),
+    *("model.preset", "model.depth", "model.init_from", "model.n_layer", "model.n_head"),
+    *("model.n_embd", "model.block_size", "train.tokens_per_step", "train.micro_batch_size"),
     *("train.max_steps", "train.mixed_precision", "train.compile", "optim.lr", "eval.every"),
 )
 

@@ -231,6 +231,10 @@ def test_streamed_text_resumes_on_as_many_processes_and_another_begins_at_its_be
     state = first.state_dict() | {"sequences": 16, "text_places": [[0, [0, 1, 2], 3]]}
     first.load_state_dict(state)
     assert first.positions == (TextPosition(0, (0, 1, 2), 3),)
+    marked = first.state_dict() | {"text_places": [[0, [0, 9, 0], 3, [[8, {"epoch": 0}]]]]}
+    first.load_state_dict(marked)
+    assert first.marks == ({8: {"epoch": 0}},)
+    first.load_state_dict(state)
     with pytest.raises(UserError, match="on 1 processes and cannot go on with 2"):
         first.loader(Plan(2, 1, 32, 1, 1, 0, 1), 0, torch.device("cpu"), 0)
     changed = [option.replace("val_fraction: 0.1", "val_fraction: 0.2") for option in streamed]
@@ -238,6 +242,33 @@ def test_streamed_text_resumes_on_as_many_processes_and_another_begins_at_its_be
     other.load_state_dict(state)
     assert other.positions == ()
     assert source_changes(state, other.state_dict())  # refused without data.allow_change
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("settings_kept")
+def test_a_streamed_data_set_goes_on_exactly(small_run: Arguments, tmp_path: Path) -> None:
+    """From its state at a row before, also in the second epoch."""
+    (tmp_path / "set").mkdir()
+    for number in range(2):
+        lines = [json.dumps({"text": f"{number} {i} {'word ' * (i % 9)}"}) for i in range(700)]
+        (tmp_path / "set" / f"{number}.jsonl").write_text("\n".join(lines))
+    train = f"{{dataset: {tmp_path / 'set'}, streaming: true, val_fraction: 0.1}}"
+    options = small_run("--data.train", train, "--data.tokenizer", "bytes")
+    plan, device = Plan(1, 8, 32, 1, 1, 0, 1), torch.device("cpu")
+    for batches in (100, 230):
+        first, again = opened(options), opened(options)
+        loader = first.loader(plan, 0, device, 0)
+        for _ in range(batches):
+            next(loader)
+        state = json.loads(json.dumps(first.state_dict(loader)))
+        assert len(state["text_places"][0][3]) == 1
+        again.load_state_dict({"sequences": 8 * batches, **state})
+        other = again.loader(plan, 0, device, 8 * batches)
+        for _ in range(60):
+            assert torch.equal(next(loader)[1], next(other)[1])
+        loader.close()
+        other.close()
+    assert state["text_places"][0][0] == 1
 
 
 @pytest.mark.slow

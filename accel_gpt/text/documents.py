@@ -19,7 +19,7 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.tokenizer import clean
 from accel_gpt.errors import DataError, require
 from accel_gpt.text.files import check_source, file_share, files
-from accel_gpt.text.hub import hub_rows
+from accel_gpt.text.hub import Bookmarks, hub_rows
 from accel_gpt.text.pieces import pieces
 from accel_gpt.text.readers import (
     Rows,
@@ -63,16 +63,17 @@ def split_pieces(
     rank: int = 0,
     world: int = 1,
     skipped: Skipped | None = None,
+    bookmarks: Bookmarks | None = None,
 ) -> Iterator[Piece]:
     """Pieces of the documents of machine `rank` of `world`, those after position `start`.
 
     `cut_long`: documents in pieces of about `BATCH_CHARACTERS` (see `pieces`), otherwise whole.
-    `skipped` counts what is skipped where config.skip_invalid is set.
+    `skipped` counts what is skipped where config.skip_invalid is set. `bookmarks`: see `hub_rows`.
     Raises `UserError` when there is nothing to read, `DataError` when a file cannot be decoded.
     """
     check_source(config)
-    read = text_pieces if is_text(config) else row_pieces
-    return read(config, cut_long, start, rank, world, skipped or Skipped(config.skip_invalid))
+    parts = config, cut_long, start, rank, world, skipped or Skipped(config.skip_invalid)
+    return text_pieces(*parts) if is_text(config) else row_pieces(*parts, bookmarks)
 
 
 def documents(config: PrepareConfig, size: int = BATCH_CHARACTERS) -> Iterator[str]:
@@ -209,10 +210,16 @@ def text_parts(path: Path, val_fraction: float, few: bool) -> list[Part]:
 
 
 def row_pieces(
-    config: PrepareConfig, cut_long: bool, start: Position, rank: int, world: int, skipped: Skipped
+    config: PrepareConfig,
+    cut_long: bool,
+    start: Position,
+    rank: int,
+    world: int,
+    skipped: Skipped,
+    bookmarks: Bookmarks | None,
 ) -> Iterator[Piece]:
     """Pieces of the rows of files, a data set or standard input."""
-    for unit, rows in row_units(config, start, rank, world, skipped):
+    for unit, rows in row_units(config, start, rank, world, skipped, bookmarks):
         for row, text in rows:
             cut_long &= config.loss_on == "text"  # examples are encoded whole
             found = document_pieces(config, cut_long, unit, row, clean(text))
@@ -220,14 +227,19 @@ def row_pieces(
 
 
 def row_units(
-    config: PrepareConfig, start: Position, rank: int, world: int, skipped: Skipped
+    config: PrepareConfig,
+    start: Position,
+    rank: int,
+    world: int,
+    skipped: Skipped,
+    bookmarks: Bookmarks | None = None,
 ) -> Iterator[tuple[int, Rows]]:
     """(number, rows) of each file from `start` on: whole files, or of too few every world-th row.
 
     Of a data set and standard input every world-th row, too (but see `hub_rows`).
     """
     if config.source == "dataset":
-        yield 0, hub_rows(config, start[1], rank, world, skipped.add)
+        yield 0, hub_rows(config, start[1], rank, world, skipped.add, bookmarks)
     elif config.path == "-":
         yield 0, stdin_rows(config, row_numbers(start[1], rank, world), skipped)
     else:

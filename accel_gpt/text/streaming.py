@@ -10,7 +10,7 @@ Legend: B micro-batch, T block_size.
 import hashlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.redact import redact
 from accel_gpt.text.documents import Piece, Position, split_pieces
 from accel_gpt.text.files import describe_source, guess_source
+from accel_gpt.text.hub import Bookmarks
 
 MOST_CHARACTERS = 100_000_000  # read at most to gather what is evaluated; assumption
 
@@ -65,9 +66,16 @@ class Text:
         parts = [describe_source(config, times), config.text_field, config.val_fraction]
         return hashlib.sha256(repr([*parts, self.tokenizer.fingerprint]).encode()).hexdigest()
 
-    def read(self, start: Position = (0, 0, 0), rank: int = 0, world: int = 1) -> Iterator[Piece]:
+    def read(
+        self,
+        start: Position = (0, 0, 0),
+        rank: int = 0,
+        world: int = 1,
+        bookmarks: Bookmarks | None = None,
+    ) -> Iterator[Piece]:
         """The pieces of the documents of a rank from `start` on."""
-        return split_pieces(self.config, self.tokenizer.cuts_at_lines, start, rank, world)
+        cut = self.tokenizer.cuts_at_lines
+        return split_pieces(self.config, cut, start, rank, world, bookmarks=bookmarks)
 
     def encode(self, piece: Piece) -> Tokens:
         """Tokens of a piece, end-of-text included where it ends a document."""
@@ -101,7 +109,7 @@ class Text:
         )
 
     def train_tokens(
-        self, start: TextPosition, rank: int, world: int
+        self, start: TextPosition, rank: int, world: int, bookmarks: Bookmarks
     ) -> Iterator[tuple[TextPosition, Tokens]]:
         """Tokens of each train piece of a rank, epoch after epoch, with the position of the first.
 
@@ -110,7 +118,7 @@ class Text:
         at, skip = start.piece, start.token
         for epoch in itertools.count(start.epoch):
             found = at != (0, 0, 0)
-            for piece in self.read(at, rank, world):
+            for piece in self.read(at, rank, world, bookmarks):
                 if piece.split == "train":
                     yield TextPosition(epoch, at, skip), self.encode(piece)[skip:]
                     found, skip = True, 0
@@ -126,6 +134,8 @@ class TextCorpus(Corpus):
 
     text: Text
     positions: tuple[TextPosition, ...] = ()  # of each rank; empty: the beginning
+    marks: tuple[Bookmarks, ...] = ()  # of each rank: the last one before its position, if any
+    bookmarks: Bookmarks = field(default_factory=dict)  # of this rank, as it reads
 
     @property
     def fingerprint(self) -> str:
@@ -142,7 +152,10 @@ class TextCorpus(Corpus):
         state = super().state_dict()
         if loader is not None:
             at = loader.position
-            state["text_places"] = gather_object([[at.epoch, list(at.piece), at.token]])
+            known = dict(self.bookmarks)  # the loader's thread adds to them
+            mark = max((row for row in known if row <= at.piece[1]), default=None)
+            last = [] if mark is None else [[mark, known[mark]]]
+            state["text_places"] = gather_object([[at.epoch, list(at.piece), at.token, last]])
         return state
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -150,7 +163,8 @@ class TextCorpus(Corpus):
         super().load_state_dict(state)
         same = state["data_fingerprint"] == self.fingerprint
         saved = state["text_places"] if same else []
-        self.positions = tuple(TextPosition(epoch, tuple(at), token) for epoch, at, token in saved)
+        self.positions = tuple(TextPosition(place[0], tuple(place[1]), place[2]) for place in saved)
+        self.marks = tuple(dict(place[3]) if len(place) > 3 else {} for place in saved)
 
     def loader(self, plan: Plan, rank: int, device: torch.device, position: int) -> Loader:
         """Micro-batches of one rank from its position on.
@@ -163,7 +177,9 @@ class TextCorpus(Corpus):
             f"{plan.world_size}; use as many, or prepare the text once with accel-gpt prepare",
         )
         start = self.positions[rank] if self.positions else TextPosition()
-        return Loader(text_batches(self.text, start, plan, rank), plan.micro_batch_size, device)
+        self.bookmarks = dict(self.marks[rank]) if self.positions else {}
+        batches = text_batches(self.text, start, plan, rank, self.bookmarks)
+        return Loader(batches, plan.micro_batch_size, device)
 
     def lines(self, plan: Plan) -> list[str]:
         """Where the text comes from."""
@@ -212,10 +228,11 @@ def open_text(config: Config) -> TextCorpus:
 
 
 def text_batches(
-    text: Text, start: TextPosition, plan: Plan, rank: int
+    text: Text, start: TextPosition, plan: Plan, rank: int, bookmarks: Bookmarks
 ) -> Iterator[tuple[Sequences, TextPosition]]:
     """Micro-batches (B, T + 1) of one rank from `start` on, each with the position after it."""
-    sequences = pack(text.train_tokens(start, rank, plan.world_size), plan.block_size + 1)
+    pieces = text.train_tokens(start, rank, plan.world_size, bookmarks)
+    sequences = pack(pieces, plan.block_size + 1)
     while batch := list(itertools.islice(sequences, plan.micro_batch_size)):
         yield np.stack([tokens for tokens, _ in batch]).astype(np.uint32), batch[-1][1]
 

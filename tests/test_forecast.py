@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel_gpt.cli import dispatch
+from accel_gpt.commands.plan import format_hours
 from accel_gpt.commands.plan_time import evaluation_tokens
 from accel_gpt.commands.plan_vocabulary import inherit_known
 from accel_gpt.config.experiment import Config
@@ -26,19 +27,21 @@ from accel_gpt.cost.flops import flops_per_token, padded_vocab_size, parameter_c
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import CharsTokenizer
 from accel_gpt.model.gpt import GPT
+from tests.runs import LAUNCH, make_run
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 GPT2 = str(next(path for path in CONFIGS if path.stem == "gpt2_124m"))
 OPTIONS = {  # as their comments say
-    "llama_1b": ("--vocab_size", "32768"),
-    "llama_7b": ("--vocab_size", "32000", "--gpus", "8", "--distribution", "fsdp"),
+    "llama_7b": ("--gpus", "8", "--distribution", "fsdp"),
 }
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: Any) -> Any:
     """The report as JSON."""
-    assert run_main(dispatch, ["plan", *map(str, words), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    code = run_main(dispatch, ["plan", *map(str, words), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert code == (report["memory"]["fits"] is False)
+    return report
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
@@ -357,6 +360,7 @@ def test_an_accelerate_config_brings_processes_precision_and_fsdp(
     ("words", "message"),
     [
         (("--gpu", "h10"), "--gpu h10 is not in the table of devices; did you mean h100?"),
+        (("--gpu", "tpu-v4"), "--gpu tpu-v4 is a TPU, on which accel-gpt does not train"),
         (("--gpus", 0), "--gpus is 0; it must be above 0"),
         (("--gpus", 7), "not a multiple of 32 sequences x 1024 tokens x 7 processes"),
         (
@@ -382,6 +386,27 @@ def test_a_mistake_is_one_sentence(
     words: tuple[Any, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in mistake(capsys, GPT2, *words)
+
+
+def test_times_are_written_as_people_do() -> None:
+    given = (0.01, 0.4, 1.995, 2.17, 80.0)
+    assert [*map(format_hours, given)] == ["36 s", "24 min", "2 h 0 min", "2 h 10 min", "3.3 days"]
+
+
+def test_a_run_in_out_dir_gives_the_speed_of_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run")
+    words = (GPT2, "--out_dir", run)
+    report = plan(capsys, *words)
+    assert report["time"]["tokens_per_second"] is None  # the run of another model
+    flops = report["length"]["flops_per_token"]
+    launch = LAUNCH | {"model": {"flops_per_token": flops}}
+    (run / "run.json").write_text(json.dumps({"launches": [launch]}))
+    found = plan(capsys, *words)["time"]
+    assert found["tokens_per_second"] == pytest.approx(500, rel=1e-3)
+    assert f"measured by the run in {run}" in found["source"]
+    assert "assumed MFU" in plan(capsys, *words, "--gpu", "h100")["time"]["source"]
 
 
 def test_every_device_has_its_memory() -> None:

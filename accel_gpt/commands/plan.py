@@ -96,7 +96,7 @@ class PlanCommand(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what a config will take, and what would make it fit."""
+    """Print what a config will take, and what would make it fit; 1 where it does not fit."""
     keys: list[str] = []
     options = parse_command(PlanCommand, argv, "accel-gpt plan", keys)
     if options.budget or options.hours:
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     config = load_config([options.config or "", *keys], "accel-gpt plan", inherit_known)
     report = forecast(options, config)
     write_out(json.dumps(report, indent=1) + "\n" if options.json else plan_text(report))
-    return 0
+    return int(report["memory"]["fits"] is False)
 
 
 def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
@@ -183,6 +183,9 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
     if gpu is not None:
         near = difflib.get_close_matches(gpu.lower(), DEVICES, n=1, cutoff=0.3)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(DEVICES)}"
+        require(
+            "tpu" not in gpu.lower(), f"--gpu {gpu} is a TPU, on which accel-gpt does not train"
+        )
         require(device_key(gpu) is not None, f"--gpu {gpu} is not in the table of devices; {hint}")
     nodes, devices = planned_nodes(options, launch)
     sharded = options.distribution in ("fsdp", "hsdp")
@@ -325,7 +328,7 @@ def cost_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         yield "  MFU", f"{found['mfu']:.1%}", "of the peak of all devices"
     if rate is not None:
         share = "without" if evaluation is None else f"{evaluation / found['hours']:.0%} of them"
-        yield "hours", f"{found['hours']:,.2f}", f"{share} evaluations"
+        yield "time", format_hours(found["hours"]), f"{share} evaluations"
         yield "device hours", f"{found['device_hours']:,.2f}", ""
     if found["cost"] is not None:
         yield "cost", f"{found['cost']:,.2f}", "at --price a device hour"
@@ -336,6 +339,16 @@ def cost_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     yield "data read", gigabytes(disk["data_read"]), ""
     yield "checkpoint", gigabytes(disk["checkpoint"]), kept
     yield ()
+
+
+def format_hours(hours: float) -> str:
+    """`40 s`, `25 min`, `2 h 10 min`, `3.4 days`."""
+    minutes = round(60 * hours)
+    if hours >= 48:
+        return f"{hours / 24:,.1f} days"
+    if minutes < 2:
+        return f"{3600 * hours:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def step_rows(step: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

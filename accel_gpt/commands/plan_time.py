@@ -8,6 +8,7 @@ from accel_gpt.commands.plan_vocabulary import data_folders
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
 from accel_gpt.cost.cluster import Network, step_time
+from accel_gpt.cost.devices import device_key
 from accel_gpt.cost.flops import flops_per_token, mfu
 from accel_gpt.cost.memory import Machine
 from accel_gpt.errors import require
@@ -42,6 +43,8 @@ def plan_time(
         assumed = ASSUMED_MFU * (RECOMPUTED if recomputed else 1)
         rate = (options.mfu or assumed) * peak * machine.devices / flops
         source = "--mfu" if options.mfu else f"an assumed MFU of {assumed:.0%}"
+    if not rate and machine.gpu is None and (rate := trained_rate(config, flops, machine.devices)):
+        source = f"measured by the run in {config.out_dir}, which may have been on another machine"
     if not rate:
         unknown = ("tokens_per_second", "mfu", "hours", "evaluation_hours", "device_hours", "cost")
         return dict.fromkeys((*unknown, "step")) | {"source": "not known; give --tokens_per_second"}
@@ -61,6 +64,18 @@ def plan_time(
         "device_hours": hours * machine.devices,
         "cost": hours * machine.devices * options.price if options.price else None,
     }
+
+
+def trained_rate(config: Config, flops: float, processes: int) -> float | None:
+    """Median tokens per second of the run in `out_dir`, if it is of such a model, on CPUs."""
+    from accel_gpt.training.run_folder import RunFolder  # imports numpy
+
+    run = RunFolder(config.out_dir)
+    known = ("processes", processes), ("model", "flops_per_token", flops)
+    if any(run.last_launch(*keys) != value for *keys, value in known):
+        return None
+    device, rates = str(run.last_launch("device")), run.metrics.curve("perf/tokens_per_second")[1]
+    return float(sorted(rates)[len(rates) // 2]) if len(rates) and not device_key(device) else None
 
 
 def evaluation_tokens(config: Config, steps: int) -> int | None:

@@ -58,6 +58,9 @@ def vocabulary_size(config: Config, given: int | None) -> tuple[int, str]:
         return size, f"tokenizer {name}"
     if name == "chars":
         return PRINTABLE, "assumption for chars; prepare the data, or give --vocab_size"
+    if str(name).endswith(".json") and not Path(str(name)).exists():
+        source = f"data.prepare.vocab_size: {name} is not there yet"
+        return data.prepare.vocab_size, source
     from accel_gpt.data.tokenizer import named_tokenizer
 
     return named_tokenizer(str(name)).vocab_size, f"{name}"

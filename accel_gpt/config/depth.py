@@ -7,17 +7,24 @@ reference is depth 12 with batches of 2^19 tokens, for which these values were f
 Legend: N parameters of blocks and head, D tokens of the run, B tokens of a step.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.errors import require
+from accel_gpt.files import is_count, read_json
 
 HEAD_DIM = 128
+# of a file, they give way to a depth on the command line
+SHAPE = tuple(
+    f"model.{key}" for key in ("n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "mlp_hidden")
+)
 CHANNELS_PER_LAYER = 64
 REFERENCE_DEPTH, REFERENCE_WIDTH, REFERENCE_BATCH = 12, 768, 2**19
 TOKENS_PER_PARAMETER = 10.5  # of N; nanochat dev/LOG.md, January 2026
@@ -145,6 +152,7 @@ def vocabulary(given: Mapping[str, Any]) -> int:
         tokenizer = given.get("data.prepare.tokenizer", PrepareConfig.tokenizer)
     trained = given.get("data.prepare.vocab_size", PrepareConfig.vocab_size)
     size = given.get("model.vocab_size") or tokenizer_vocabulary(tokenizer, trained)
+    size = size or prepared_vocabulary(given.get("data.train"))
     require(
         size is not None,
         f"model.depth is {given['model.depth']}, from which the batch follows with the size of the "
@@ -157,6 +165,15 @@ def vocabulary(given: Mapping[str, Any]) -> int:
 def tokenizer_vocabulary(name: str | None, trained: int) -> int | None:
     """Tokens of a tokenizer by its name, of bpe the `trained` ones; None where no name tells it."""
     return trained if name == "bpe" else KNOWN_VOCABULARIES.get(str(name))
+
+
+def prepared_vocabulary(train: Any) -> int | None:
+    """Tokens in the vocabulary of the (first) prepared folder in `data.train`; None: not there."""
+    folder = train[0].path if isinstance(train, tuple) and train else train
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        size = read_json(Path(folder) / "dataset.json")["vocab_size"]
+        return int(size) if is_count(size, 1) else None
+    return None
 
 
 def describe_depth(flat: Mapping[str, Any]) -> Sequence[str]:

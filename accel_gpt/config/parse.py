@@ -32,15 +32,21 @@ def load_config(
 ) -> Config:
     """Parse `CONFIG --section.key value ...`, CONFIG a YAML file or the name of a shipped one.
 
-    Precedence: defaults < preset < depth < `model.init_from` < file < command line. `inherit` maps
-    the keys that are set to those that `model.init_from` brings. Raises `UserError` for a missing
+    Precedence: defaults < preset < depth < `model.init_from` < file < command line; but a depth
+    on the command line goes before the shape in the file. `inherit` maps the keys that are set to
+    those that `model.init_from` brings. Raises `UserError` for a missing
     file, an unknown key, a wrong type or an impossible value.
     """
     path, *words = argv if argv and not argv[0].startswith("-") else ["", *argv]
     essential = () if "--help-all" in words else ESSENTIAL
     show_help_if_asked(Config, words, f"{prog} CONFIG", essential)
     require(bool(path), f"no config file given; usage: {prog} CONFIG [--section.key v]")
-    return config_of(read_values(Config, str(resolve_config(path)), words), inherit)
+    given, options = read_values(Config, str(resolve_config(path)), []), read_options(Config, words)
+    if (chosen := dict(options)).get("model.depth") is not None:
+        from accel_gpt.config.depth import SHAPE
+
+        given = {key: value for key, value in given.items() if key not in SHAPE}
+    return config_of({**given, **chosen}, inherit)
 
 
 def config_of(

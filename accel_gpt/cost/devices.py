@@ -48,16 +48,26 @@ DEVICES: Mapping[str, Device] = types.MappingProxyType(
         "a40": _device(48, link=32, bf16=149.7, fp16=149.7, tf32=74.8, fp32=37.4),
         # NVIDIA GA102 white paper (2021), appendices A and C
         "rtx a6000": _device(48, link=32, bf16=154.8, fp16=154.8, tf32=77.4, fp32=38.7),
+        "rtx 3080": _device(10, link=32, bf16=59.5, fp16=59.5, tf32=29.8, fp32=29.8),
         "rtx 3090": _device(24, link=32, bf16=71, fp16=71, tf32=35.6, fp32=35.6),
         # NVIDIA L4, L40 and L40S data sheets (2023)
         "l4": _device(24, link=32, fp8=242.5, bf16=121, fp16=121, tf32=60, fp32=30.3),
         "l40": _device(48, link=32, fp8=362, bf16=181, fp16=181, tf32=90.5, fp32=90.5),
         "l40s": _device(48, link=32, fp8=733, bf16=362, fp16=362, tf32=183, fp32=91.6),
         # NVIDIA Ada GPU architecture white paper (2022), appendix A
+        "rtx 4080": _device(16, link=32, fp8=194.9, bf16=97.5, fp16=97.5, tf32=48.7, fp32=48.7),
         "rtx 4090": _device(24, link=32, fp8=330.3, bf16=165.2, fp16=165.2, tf32=82.6, fp32=82.6),
+        # NVIDIA RTX 6000 Ada Generation data sheet (2022)
+        "rtx 6000 ada": _device(
+            48, link=32, fp8=728.5, bf16=364.2, fp16=364.2, tf32=182.1, fp32=91.1
+        ),
+        # NVIDIA RTX Blackwell GPU architecture white paper (2025), appendix A
+        "rtx 5090": _device(32, link=64, fp8=419, bf16=209.5, fp16=209.5, tf32=104.8, fp32=104.8),
+        # NVIDIA Turing GPU architecture white paper (2018), appendix A, reference clock; no bf16
+        "rtx 2080 ti": _device(11, link=16, fp16=53.8, fp32=13.4),
         # NVIDIA V100 data sheet (2020), SXM2 and PCIe columns; no bf16
         "v100 sxm2": _device(16, 32, link=150, fp16=125, fp32=15.7),
-        "v100 pcie": _device(16, 32, link=16, fp16=112, fp32=14),
+        "v100": _device(16, 32, link=16, fp16=112, fp32=14),
         # NVIDIA T4 data sheet (2019); no bf16
         "t4": _device(16, link=16, fp16=65, fp32=8.1),
         # AMD Instinct MI300X data sheet (2023)
@@ -69,7 +79,9 @@ DEVICES: Mapping[str, Device] = types.MappingProxyType(
 
 # Words of a device name that do not change its rates. Any other word ("MIG", "Laptop", "Ti", "D")
 # names another device.
-_NEUTRAL = re.compile(r"nvidia|tesla|geforce|amd|instinct|oam|pcie|sxm\d?|hbm\d?e?|\d+gb")
+_NEUTRAL = re.compile(
+    r"nvidia|generation|tesla|geforce|amd|instinct|oam|pcie|sxm\d?|hbm\d?e?|\d+gb"
+)
 
 
 def device_key(device_name: str) -> str | None:

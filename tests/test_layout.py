@@ -41,7 +41,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 10_068  # goal: 8,000
+INNER_LINES = 10_086  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -52,8 +52,8 @@ HEAVY = {
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
     "": 955,
-    "config": 1_676,  # 1,160
-    "cost": 961,  # 420
+    "config": 1_699,  # 1,160
+    "cost": 973,  # 420
     "model": 985,
     "optim": 515,  # 400
     "data": 3_113,  # 2,315
@@ -63,7 +63,7 @@ LINES = {
     "evals": 870,  # 760
     "report": 933,  # 740
     "hub": 2_044,  # 1,800
-    "commands": 3_702,  # 1,680
+    "commands": 3_733,  # 1,680
 }
 # what could execute a file's content, or shows a wish to hide behaviour
 UNSAFE = {"exec", "eval", "compile", "globals", "locals", "__import__"}

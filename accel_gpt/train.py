@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
+from accel_gpt import TrainFunction
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import Plan, make_plan
@@ -247,8 +248,7 @@ def save(run: Run, last: bool) -> None:
     state = run.state
     check_weights(run.gpt, run.accelerator, state.step)
     state.seconds = run.reporter.watch.elapsed()
-    state.load_state_dict(run.guard.state_dict())
-    state.load_state_dict(run.corpus.state_dict(run.loader))
+    state.load_state_dict(run.guard.state_dict() | run.corpus.state_dict(run.loader))
     save_now = run.writer.save_last if last else run.writer.save
     save_now(state, run.gpt, run.optimizer)
 
@@ -259,12 +259,12 @@ def roll_back(run: Run) -> None:
     run.state.load_state_dict(run.guard.state_dict())
     path, excluded = choose_rollback(run.config, run.plan, run.state, run.reporter.log)
     run.loader.close()
-    parts = (run.gpt, run.optimizer, run.reporter.log)
-    run.state = restore(run.accelerator, path, run.state, *parts)
+    run.state = restore(run.accelerator, path, run.state, run.gpt, run.optimizer, run.reporter.log)
     run.state.excluded = excluded
     seek(run)
     run.reporter.roll_back(run.state)
 
 
+sys.modules[__name__].__class__ = TrainFunction  # `accel_gpt.train(...)`
 if __name__ == "__main__":
     sys.exit(run_main(main, sys.argv[1:]))

@@ -42,12 +42,16 @@ def main(argv: Sequence[str]) -> int:
     """Write a folder for transformers; exit code 4 where it computes something else."""
     options = parse_command(ExportCommand, argv, "accel-gpt export")
     exit_on_sigterm()
+    write_out(export_model(options))
+    return 0
+
+
+def export_model(options: ExportCommand) -> str:
+    """Write the folder; returns what it holds, in words."""
     from accel_gpt.hub.export import export
 
     to = Path(options.to)
-    exported = export(
+    return export(
         *(options.run, to, options.checkpoint, options.dtype),
         *(options.overwrite, options.allow_pickle),
-    )
-    write_out(exported.describe(to))
-    return 0
+    ).describe(to)

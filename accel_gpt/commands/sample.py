@@ -57,7 +57,16 @@ class SampleCommand:
 
 def main(argv: Sequence[str]) -> int:
     """Print samples."""
-    options = parse_command(SampleCommand, argv, "accel-gpt sample")
+    texts = continue_prompt(parse_command(SampleCommand, argv, "accel-gpt sample"))
+    if texts:
+        from accel_gpt.evals.samples import SEPARATOR
+
+        write_out(SEPARATOR.join(texts) + "\n")
+    return 0
+
+
+def continue_prompt(options: SampleCommand) -> list[str]:
+    """Texts of a model; none where they were shown on the terminal as they came."""
     config = SampleConfig(
         num=options.num,
         max_new_tokens=options.max_new_tokens,
@@ -68,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     import torch
 
     from accel_gpt.commands.interactive import interact
-    from accel_gpt.evals.samples import SEPARATOR, warn_cut, write_text
+    from accel_gpt.evals.samples import warn_cut, write_text
     from accel_gpt.hub.load import load_pretrained
 
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -79,8 +88,6 @@ def main(argv: Sequence[str]) -> int:
     with torch.inference_mode():  # on a CPU 10 to 14 % faster than without gradients alone
         if options.interactive:
             interact(model, tokenizer, config, generator, write_err)
-            return 0
+            return []
         warn_cut(options.prompt, tokenizer, model.config.block_size, write_err)
-        texts = write_text(model, tokenizer, options.prompt, config, generator)
-    write_out(SEPARATOR.join(texts) + "\n")
-    return 0
+        return write_text(model, tokenizer, options.prompt, config, generator)

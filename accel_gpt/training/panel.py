@@ -12,14 +12,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from statistics import fmean
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.jupyter import JupyterMixin
 from rich.live import Live
 from rich.text import Text
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, plural
-from accel_gpt.training.terminal import FORMS
+from accel_gpt.console import write_err
+from accel_gpt.training.terminal import FORMS, in_notebook
 
 WIDEST = 100  # columns; a terminal that is made narrower then wraps less of what is drawn
 FRAMES_PER_SECOND = 2
@@ -42,8 +45,10 @@ class Screen(Live):
             super().refresh()
 
 
-class Panel:
-    """The metrics of a run, renderable by rich, between `start` and `stop` on stderr."""
+class Panel(JupyterMixin):
+    """The metrics of a run, renderable by rich, between `start` and `stop` on stderr or in the cell
+    of a notebook.
+    """
 
     def __init__(self, config: Config, plan: Plan) -> None:
         self.config, self.plan = config, plan
@@ -53,20 +58,31 @@ class Panel:
         console = Console(stderr=True)
         self.screen = Screen(self, console=console, refresh_per_second=FRAMES_PER_SECOND)
         self.stack = contextlib.ExitStack()
+        self.cell: Any = None  # of a notebook, where it is drawn
 
     def start(self) -> None:
         """Draw from now on."""
+        if in_notebook():
+            from IPython.display import display
+
+            self.cell = display(self, display_id=True)
+            return
         self.stack.enter_context(self.screen)
         self.stack.enter_context(logging_to_stderr())
 
     def stop(self) -> None:
         """Draw no more; an empty panel does not stay."""
+        if self.cell:
+            self.cell.update(self)
         self.screen.transient = not self.metrics
         with contextlib.suppress(OSError):  # of a terminal that is gone
             self.stack.close()
 
     def print(self, text: str) -> None:
         """Print a line that stays, above the panel."""
+        if self.cell:
+            write_err(text)
+            return
         self.screen.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def resume(self, step: int, losses: Iterable[float]) -> None:
@@ -79,6 +95,8 @@ class Panel:
         self.metrics |= record
         self.left, self.updated = seconds_left, time.monotonic()
         self.losses += filter(math.isfinite, [record.get("train/loss", math.nan)])
+        if self.cell:
+            self.cell.update(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, WIDEST)

@@ -59,14 +59,17 @@ class StopSignal:
         self.launched, self.parent = started_by_launcher(), os.getppid()
         self.receiver, self.sender = socket.socketpair()
         self.sender.setblocking(False)
-        threading.Thread(target=self.listen, name="signals", daemon=True).start()
+        self.thread = threading.Thread(target=self.listen, name="signals", daemon=True)
+        self.thread.start()
         signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, self.handle)
         os.register_at_fork(after_in_child=restore_signals)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        """Note the first signal."""
+        """Note the first signal; a later one ends the training of an interactive session."""
+        if interactive() and self.first and time.monotonic() - self.first > SAME_PRESS_SECONDS:
+            raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number).name
 
     @classmethod
@@ -77,28 +80,31 @@ class StopSignal:
 
     def listen(self) -> None:
         """Receive each signal when it arrives."""
-        while received := self.receiver.recv(64):
-            for number in received:
-                if number in SIGNALS:
-                    self.receive(number)
+        with self.receiver:
+            while received := self.receiver.recv(64):
+                for number in received:
+                    if number in SIGNALS:
+                        self.receive(number)
 
     def receive(self, number: int) -> None:
-        """End at once if this is a second signal."""
+        """End at once if this is a second signal, unless in an interactive session."""
         now, orphaned = time.monotonic(), self.launched and os.getppid() != self.parent
         self.parent = os.getppid()
         if self.first is None:
             self.first = now
-        elif now - self.first > SAME_PRESS_SECONDS and not orphaned:
+        elif now - self.first > SAME_PRESS_SECONDS and not orphaned and not interactive():
             show_cursor()
             os._exit(PREEMPTED if self.saved else 128 + number)
 
-    @staticmethod
-    def ignore() -> None:
+    def ignore(self) -> None:
         """Ignore signals from now on: one would change the exit code of an interpreter that ends,
         and the job would not be queued again.
         """
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+        signal.set_wakeup_fd(-1)
+        self.sender.close()  # which ends the thread
+        self.thread.join()
 
     def agreed(self, other: bool = False, save_seconds: float = 0.0) -> tuple[bool, bool]:
         """Whether any rank has a reason to stop, and whether `other` is true on any rank.
@@ -129,6 +135,11 @@ class StopSignal:
         reserve = 2 * (self.longest + save_seconds)
         reserve += max(RESERVE_SHARE * self.time_limit, RESERVE_SECONDS)
         return now - self.started + reserve > self.time_limit
+
+
+def interactive() -> bool:
+    """Whether this is a Python prompt or a notebook, which an interrupt must not end."""
+    return hasattr(sys, "ps1")
 
 
 def restore_signals() -> None:

@@ -52,7 +52,7 @@ class Display:
     def __enter__(self) -> Self:
         drawable = sys.stderr.isatty() and "utf" in str(sys.stderr.encoding).lower()
         drawable &= os.environ.get("TERM") not in ("dumb", "unknown")  # it moves its cursor
-        if self.verbose and drawable:
+        if self.verbose and (drawable or in_notebook()):
             from accel_gpt.training.panel import Panel
 
             self.panel = Panel(self.config, self.plan)
@@ -93,6 +93,11 @@ class Display:
         """Begin at a step, with the losses of the run until then."""
         if self.panel:
             self.panel.resume(step, losses)
+
+
+def in_notebook() -> bool:
+    """Whether a notebook shows what this process prints."""
+    return "ipykernel.zmqshell" in sys.modules
 
 
 def show_cursor() -> None:

@@ -1,0 +1,168 @@
+"""The Python interface: `accel_gpt.train`, the `TrainedRun` that it returns, and `accel_gpt.load`.
+
+Each does what its command does, through the same options, and raises what the command would print.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_gpt.config.parse import load_config, parse_command
+from accel_gpt.errors import PeerError, UserError
+from accel_gpt.launcher import is_main
+
+if TYPE_CHECKING:
+    import torch
+    from pandas import DataFrame
+
+    from accel_gpt.data.tokenizer import Tokenizer
+    from accel_gpt.model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run's folder, by this session or by another; a notebook shows its loss curves."""
+
+    path: Path
+
+    @property
+    def metrics(self) -> "DataFrame":
+        """The records of metrics.jsonl, a row each, by step; NaN where one lacks a metric."""
+        from pandas import DataFrame
+
+        from accel_gpt.report.runs import open_runs
+
+        (run,) = open_runs([str(self.path)])
+        return DataFrame(list(run.records()) or {"step": []}).set_index("step")
+
+    def sample(self, prompt: str = "", **options: object) -> list[str]:
+        """Continue a prompt; `options` as of `accel-gpt sample`: num, temperature, seed, ..."""
+        from accel_gpt.commands.sample import SampleCommand, continue_prompt
+
+        words = to_words({"prompt": prompt, **options})
+        return continue_prompt(parse_command(SampleCommand, [str(self.path), *words], "sample"))
+
+    def evaluate(self, **options: object) -> dict[str, float]:
+        """Measure the model; `options` as of `accel-gpt evaluate`: data, tokens, hellaswag, ..."""
+        from accel_gpt.commands.evaluate import EvaluateCommand
+        from accel_gpt.commands.evaluate_model import evaluate
+
+        words = [str(self.path), *to_words(options | {"json": True})]
+        with as_command(["evaluate", *words]):
+            report = evaluate(parse_command(EvaluateCommand, words, "evaluate"))
+        figures: dict[str, float] = json.loads(report or "{}").get("figures", {})
+        return figures
+
+    def export(self, to: str | Path, **options: object) -> Path:
+        """Write a folder that transformers opens, proven equal; `options` as of the command."""
+        from accel_gpt.commands.export import ExportCommand, export_model
+
+        words = to_words({"to": to, **options})
+        export_model(parse_command(ExportCommand, [str(self.path), *words], "export"))
+        return Path(to)
+
+    def _repr_png_(self) -> bytes:
+        from accel_gpt.report.plots import loss_curves
+        from accel_gpt.training.run_folder import RunFolder
+
+        with tempfile.TemporaryDirectory() as folder:
+            loss_curves(RunFolder(self.path).records(), Path(folder, "loss.png"))
+            return Path(folder, "loss.png").read_bytes()
+
+
+def load(
+    name: str | Path, checkpoint: str | int = "last", device: "torch.device | str" = "cpu"
+) -> "tuple[GPT, Tokenizer]":
+    """Load the model, in evaluation mode, and the tokenizer of a run, a folder or a Hub id.
+
+    `checkpoint`, of a run: last, best, or a step.
+    """
+    from accel_gpt.hub.load import load_pretrained
+
+    return load_pretrained(str(name), str(checkpoint), device=device)
+
+
+def train_run(config: str, options: Mapping[str, object], processes: int) -> TrainedRun:
+    """Train `config` with `options` over it; see `accel_gpt.train`."""
+    from accel_gpt.hub.pretrained import inherit
+    from accel_gpt.training.terminal import in_notebook
+
+    words = [config, *to_words(options)]
+    parsed = load_config(words, "accel_gpt.train", inherit)
+    run = TrainedRun(Path(parsed.out_dir))
+    if processes > 1:
+        train_processes(words, processes)
+    else:
+        from accel_gpt.train import launch
+
+        with as_command(["train", *words]):
+            launch(parsed, config)
+    if in_notebook() and is_main() and not parsed.eval.only:
+        from IPython.display import display
+
+        display(run)
+    return run
+
+
+def train_processes(words: list[str], processes: int) -> None:
+    """Train in processes of their own, as this one may have used its device; `PeerError` if one
+    fails. An interrupt reaches all of them: they save and stop.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", str(processes), "-m", "accel_gpt.cli", "train", *words]
+    with subprocess.Popen(command) as process:
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            return
+    if code:
+        raise PeerError(f"training on {processes} processes failed; their error stands above")
+
+
+def to_words(options: Mapping[str, object]) -> list[str]:
+    """`options` as they are typed on a command line."""
+    structured = (bool, list, tuple, dict, type(None))
+    texts = {k: json.dumps(v) if isinstance(v, structured) else str(v) for k, v in options.items()}
+    return [f"--{key}={text}" for key, text in texts.items()]
+
+
+@contextmanager
+def as_command(words: list[str]) -> Iterator[None]:
+    """Let a command, which `words` name, do what ends with its process: afterwards the signals,
+    the environment and Accelerate are as before.
+    """
+    import torch
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils.memory import clear_device_cache
+
+    from accel_gpt.training.stopping import SIGNALS
+
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    argv, environment = sys.argv, dict(os.environ)
+    deterministic, wakeup = torch.are_deterministic_algorithms_enabled(), signal.set_wakeup_fd(-1)
+    sys.argv = ["accel-gpt", *words]  # what run.json records
+    try:
+        yield
+    except SystemExit as error:
+        raise UserError(f"accel-gpt {words[0]} ended with code {error.code}, see above") from None
+    finally:
+        sys.argv = argv
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        torch.use_deterministic_algorithms(deterministic)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        clear_device_cache(garbage_collection=True)

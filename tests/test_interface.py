@@ -1,0 +1,179 @@
+"""The Python interface: its functions do what commands do, and leave the process as it was."""
+
+import base64
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import accel_gpt
+from accel_gpt.cli import dispatch
+from accel_gpt.errors import PeerError, UserError
+from accel_gpt.training.stopping import SAME_PRESS_SECONDS
+from tests.test_layout import ROOT, loaded_by
+from tests.test_train import signal_after
+
+Arguments = Callable[..., list[str]]
+SHORT = {"train.max_steps": 3, "schedule.warmup_steps": 0, "eval.every": 2, "sample.every": 0}
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    code = "import accel_gpt; assert 'accel_gpt.interface' not in sys.modules; accel_gpt.load"
+    assert "torch" not in loaded_by(code)
+
+
+def test_train_is_a_module_and_a_function() -> None:
+    import accel_gpt.train
+    from accel_gpt import train
+
+    assert accel_gpt.train is train is sys.modules["accel_gpt.train"]
+    assert callable(train)
+    assert callable(train.main)
+    with pytest.raises(AttributeError, match="'accel_gpt' has no attribute 'trane'"):
+        accel_gpt.trane  # noqa: B018
+
+
+@pytest.mark.usefixtures("settings_kept")
+def test_a_run_from_start_to_export(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = small_run()
+    before = dict(os.environ), [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    accel_gpt.train(path, SHORT | {"train.max_steps": 2, "train.mixed_precision": "bf16"})
+    more = {"checkpoint.allow_change": ["train.max_steps", "train.mixed_precision"]}
+    run = accel_gpt.train(path, SHORT | more)  # another precision in the same process
+    assert "resuming" in capsys.readouterr().err
+    now = dict(os.environ), [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    assert now == before
+    assert "signals" not in [thread.name for thread in threading.enumerate()]
+    assert run.path == tmp_path / "run"
+    assert list(run.metrics.index) == [1, 2, 3]
+    assert run.metrics["train/loss"].notna().all()
+    assert run._repr_png_().startswith(b"\x89PNG")
+
+    options = {"num": 2, "max_new_tokens": 4, "seed": 7}
+    texts = run.sample("the", **options)
+    words = [f"--{key}={value}" for key, value in options.items()]
+    assert dispatch(["sample", str(run.path), "--prompt", "the", *words]) == 0
+    assert capsys.readouterr().out == "\n---------------\n".join(texts) + "\n"
+    assert run.evaluate()["eval/val_loss"] == run.metrics["eval/val_loss"][3]
+    model, tokenizer = accel_gpt.load(run.path, checkpoint=2)
+    assert not model.training
+    assert tokenizer.decode(tokenizer.encode("the king")) == "the king"
+    assert (run.export(tmp_path / "exported") / "model.safetensors").is_file()
+
+
+def test_mistakes_are_exceptions(small_run: Arguments, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"did you mean train\.max_steps"):
+        accel_gpt.train("quickstart", {"train.max_step": 3})
+    run = accel_gpt.TrainedRun(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="is not a folder"):
+        _ = run.metrics
+    with pytest.raises(UserError, match="did you mean temperature"):
+        run.sample(temprature=0)
+    with pytest.raises(UserError, match="nowhere"):
+        run.evaluate()
+    with pytest.raises(UserError, match="max_tokens is 'many'; expected a whole number"):
+        accel_gpt.train(*small_run(), {"train.max_tokens": "many"})
+
+
+@pytest.mark.usefixtures("settings_kept")
+def test_an_interrupt_saves_and_returns(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    signal_after(monkeypatch, 2, signal.SIGINT)
+    run = accel_gpt.train(*small_run(), SHORT | {"train.max_steps": 9})
+    assert "SIGINT: saved at step 2" in capsys.readouterr().err
+    assert (run.path / "checkpoints/step_00000002").is_dir()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.slow
+def test_two_processes_train_beside_one(
+    small_run: Arguments, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = SHORT | {"train.micro_batch_size": 4}
+    run = accel_gpt.train(*small_run(), options, processes=2)
+    assert "2 processes" in capfd.readouterr().err
+    assert list(run.metrics.index) == [1, 2, 3]
+    with pytest.raises(PeerError, match="training on 2 processes failed"):
+        accel_gpt.train(*small_run(), options | {"train.micro_batch_size": 5}, processes=2)
+
+
+# --------------------------------------------------------------------------- in a notebook
+
+
+def in_kernel(cells: list[str], folder: Path) -> list[Any]:
+    """The cells of a notebook as a kernel in `folder` leaves them."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    resources = {"metadata": {"path": str(folder)}}
+    nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()
+    found: list[Any] = notebook.cells
+    return found
+
+
+def shown(cell: Any, kind: str) -> list[str]:
+    """What a cell displays of a kind, as image/png."""
+    return [o["data"][kind] for o in cell.outputs if kind in o.get("data", {})]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(corpus: Path, tmp_path: Path) -> None:
+    """Its cells as they are, on less data and a smaller model than the shipped config has."""
+    cells = json.loads((ROOT / "docs/notebook.ipynb").read_text())["cells"]
+    assert not any(cell.get("outputs") for cell in cells)
+    small = SHORT | {"data.train": str(corpus), "data.prepare.source": None, "model.n_layer": 1}
+    small |= {"model.block_size": 32, "train.tokens_per_step": 128, "train.micro_batch_size": 4}
+    small |= {"train.compile": False, "train.mixed_precision": "no", "eval.tokens": 512}
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    code[0] = code[0].replace("{", f"{small!r} | {{", 1)
+    train, metrics, plot, sample, evaluate, model = in_kernel(code, tmp_path)
+    assert "100/100" in shown(train, "text/plain")[0]
+    assert shown(train, "image/png")
+    assert "train/loss" in shown(metrics, "text/html")[0]
+    assert shown(plot, "image/png")
+    assert sample.outputs[0]["text"].count("def ") >= 2
+    assert "eval/val_bits_per_byte" in shown(evaluate, "text/plain")[0]
+    assert shown(model, "text/plain")
+    if folder := os.environ.get("ACCEL_GPT_PICTURES"):
+        Path(folder, "train.html").write_text(shown(train, "text/html")[0])
+        for name, cell in (("train", train), ("plot", plot)):
+            Path(folder, f"{name}.png").write_bytes(base64.b64decode(shown(cell, "image/png")[0]))
+
+
+@pytest.mark.slow
+def test_the_interrupt_button_saves_and_the_kernel_survives(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    cells = []
+    for name, pause in (("one", 0.5), ("two", SAME_PRESS_SECONDS + 0.5)):
+        options = SHORT | {"train.max_steps": 100_000, "out_dir": name}
+        cells += [
+            "import accel_gpt, os, signal, threading, time\n"
+            "def press():\n"
+            f"    while not os.path.exists('{name}/metrics.jsonl'): time.sleep(0.01)\n"
+            "    os.kill(os.getpid(), signal.SIGINT)\n"
+            f"    time.sleep({pause})\n"
+            "    os.kill(os.getpid(), signal.SIGINT)\n"
+            "threading.Thread(target=press).start()\n"
+            "try:\n"
+            f"    run = accel_gpt.train({small_run()[0]!r}, {options!r})\n"
+            "except KeyboardInterrupt:\n"
+            "    print('pressed twice')",
+            "len(run.metrics)",
+        ]
+    slow = "from accel_gpt.training.saving import CheckpointWriter\n"
+    cells[2] = f"{slow}CheckpointWriter.save_last = lambda *_: time.sleep(60)\n{cells[2]}"
+    first, count, second, alive = in_kernel(cells, tmp_path)
+    assert "SIGINT: saved at step" in str(first.outputs)
+    assert int(shown(count, "text/plain")[0]) > 0
+    assert "pressed twice" in str(second.outputs)
+    assert shown(alive, "text/plain") == shown(count, "text/plain")

@@ -18,6 +18,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(  # what `accel-gpt --help` says 
         "evaluate": "loss, bits per byte and questions, with standard errors",
         "export": "a folder that transformers opens, proven equal",
         "push": "the same to the Hub, with a model card",
+        "config": "compare two configs; a JSON schema for editors",
         "inspect": "verify data or a checkpoint; compare tokenizers",
         "plan": "size, FLOPs, memory, hours and cost of a config; does it fit?",
         "sweep": "a run for each combination of values, compared over seeds",

@@ -39,6 +39,16 @@ EVENING = (
     *("training/state", "training/checkpoint", "training/saving", "training/resume"),
     "evals/validation",
 )
+MANUAL = textwrap.dedent(
+    """\
+    - `accel-gpt train --dump_config [NAME] [--section.key value ...] > my.yaml` writes all of them
+      with these texts: the defaults, or the values of a shipped config, a file, a run's folder or a
+      preset of the model. The file loads as the config it was made from.
+    - `accel-gpt config schema > accel_gpt.schema.json`, beside that file, lets editors complete and
+      check the keys: its first line, `# yaml-language-server: $schema=...`, names the schema.
+    - `accel-gpt config diff A B` prints the keys in which two configs, each named as above, differ;
+      exit code 1 where there are any, 0 where there are none."""
+).splitlines()
 SECTIONS = ("train", "data", "model", "optim", "schedule", "eval", "checkpoint", "sample", "log")
 
 
@@ -96,6 +106,8 @@ def page_of_keys() -> Iterator[str]:
         "# Keys",
         "",
         "Made from `accel_gpt/config/`; `accel-gpt train --help-all` shows the same.",
+        "",
+        *MANUAL,
         "",
     )
     for name in ("", *SECTIONS, "hub", "data.prepare"):

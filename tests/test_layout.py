@@ -42,7 +42,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 10_144  # goal: 8,000
+INNER_LINES = 10_145  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -52,8 +52,8 @@ HEAVY = {
 }
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
-    "": 1_162,
-    "config": 1_699,  # 1,160
+    "": 1_163,
+    "config": 1_839,  # 1,160
     "cost": 973,  # 420
     "model": 985,
     "optim": 515,  # 400
@@ -64,7 +64,7 @@ LINES = {
     "evals": 870,  # 760
     "report": 933,  # 740
     "hub": 2_044,  # 1,800
-    "commands": 3_744,  # 1,680
+    "commands": 3_811,  # 1,680
 }
 # what could execute a file's content, or shows a wish to hide behaviour
 UNSAFE = {"exec", "eval", "compile", "globals", "locals", "__import__"}

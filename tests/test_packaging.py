@@ -29,6 +29,7 @@ PRIVATE = {
     **dict.fromkeys(["_foreach_copy_", "_foreach_norm"], "torch"),
     "_compiled_call_impl": "torch",
     "_pat_str": "tiktoken",
+    "_reset_state": "accelerate",
 }
 PUBLIC = {"_asdict", "_exit", "_replace"}  # of os and of named tuples, in Python's documentation
 
@@ -64,7 +65,7 @@ def test_every_imported_package_is_declared() -> None:
     others = modules - set(sys.stdlib_module_names) - {"accel_gpt"}
     assert {"torch", "yaml", "pyarrow"} <= others
     known = packages_distributions()
-    declared = set(requirements("lm-eval"))
+    declared = set(requirements("lm-eval", "notebook"))
     missing = {m for m in others if not {normal(d) for d in known.get(m, [m])} & declared}
     assert not missing
 
@@ -195,7 +196,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("accel_gpt", "configs"):
         shutil.copytree(ROOT / name, folder / "tree" / name)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "tree")
     words = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     subprocess.run([*words, "-w", str(folder), str(folder / "tree")], check=True)
@@ -244,3 +245,30 @@ def test_the_wheel_alone_trains_by_name_and_reports(wheel: Path, tmp_path: Path)
     assert (run / "quickstart.yaml").read_bytes() == (ROOT / "configs/quickstart.yaml").read_bytes()
     shown("report", "runs/quickstart", "--reference", "quickstart")
     assert "quickstart, measured by us" in (run / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_folder_above_a_clone_imports_the_package(tmp_path: Path) -> None:
+    """An editable install of a clone in a folder of the package's name; Python runs above it."""
+    if find_spec("setuptools") is None:
+        pytest.skip("setuptools is not installed, which builds the wheel")
+    clone, site = tmp_path / "accel_gpt", tmp_path / "site"
+    shutil.copytree(ROOT / "accel_gpt", clone / "accel_gpt", symlinks=True)
+    shutil.copytree(ROOT / "configs", clone / "configs")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    code = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=clone, check=True)
+    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(site)
+    code = (
+        "import site, sys\n"
+        "sys.path[1:] = [path for path in sys.path[1:] if 'site-packages' not in path]\n"
+        "sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in repr(each)]\n"
+        f"site.addsitedir({str(site)!r})\n"
+        "import accel_gpt; print(accel_gpt.__file__, accel_gpt.__version__)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+    )  # fmt: skip
+    assert found.stdout.split()[0] == str(clone / "accel_gpt/__init__.py")

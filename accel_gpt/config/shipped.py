@@ -1,6 +1,6 @@
 """The configs that ship with the package: where they are, and the file that a user's word names.
 
-A checkout has `configs/` at its top; an installed package has the same folder inside.
+A checkout has `configs/` at its top and a link to it inside the package, as it is once installed.
 """
 
 import difflib
@@ -13,9 +13,7 @@ from accel_gpt.files import write_file
 
 def shipped_folder() -> Path:
     """Return the folder of the shipped configs, recipes (`data/`) and reference curves."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "configs"
-    return inside if inside.is_dir() else package.parent / "configs"
+    return (Path(__file__).parents[1] / "configs").resolve()
 
 
 def shipped_configs(room: str = "") -> Mapping[str, Path]:

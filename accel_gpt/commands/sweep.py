@@ -121,11 +121,9 @@ def main(argv: Sequence[str]) -> int:
         write_file(folder / "sweep.json", [json.dumps(content, indent=1).encode()])
         rows = sweep_rows(results, [*swept])
         best = [run.folder for setting in settings for run in setting.runs][:MOST_CURVES]
-        page = build_page(
-            open_runs([str(path) for path in best if RunFolder(path).launches]),
-            None,
-            {"heading": "Settings, best first", "rows": rows},
-        )
+        series = {"heading": "Settings, best first", "image": "", "lines": [], "rows": rows}
+        trained = open_runs([str(path) for path in best if RunFolder(path).launches])
+        page = build_page(trained, None, series)
         write_file(folder / "report.html", [page.encode(errors="replace")])
     write_out(table(rows, *("<" if key in swept else ">" for key in rows[0])))
     write_out(f"\n{folder / 'sweep.json'}, {folder / 'report.html'}\n")

@@ -1,11 +1,14 @@
 """What a process writes to its terminal, and how it ends: one sentence and an exit code."""
 
+import contextlib
 import errno
+import json
 import os
 import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
@@ -75,6 +78,16 @@ def exit_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
+def note_failure(text: str) -> None:
+    """Give torch's launcher the reason for which this process ends: it prints that of the earliest
+    failure last, below its own traceback.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        before_others = int(time.time()) - 1  # the launcher dates in seconds those without a reason
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": text, "timestamp": before_others}, file)
+
+
 def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """The exit code of `main(argv)`; a user's mistake, or a full disk, becomes one
     sentence on stderr.
@@ -88,6 +101,7 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         if len(text) > LONGEST_SENTENCE:  # a value out of a file
             text = f"{text[: LONGEST_SENTENCE // 2]} [...] {text[-LONGEST_SENTENCE // 2 :]}"
         sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {text}\n")
+        note_failure(f"error: {text}")
         return error.exit_code
     except (MemoryError, RuntimeError) as error:  # torch raises the second where malloc fails
         if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):

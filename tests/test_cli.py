@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from accel_gpt.cli import dispatch
 from accel_gpt.console import run_main
@@ -100,3 +101,18 @@ def test_a_sentence_keeps_its_beginning_and_end(capsys: pytest.CaptureFixture[st
     assert told.startswith("error: a value is xxx")
     assert told.endswith("xxx; expected another\n")
     assert len(told) < 1600
+
+
+def test_the_launcher_prints_the_sentence_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(_: object) -> int:
+        raise UserError("optim.lr is -1")
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert run_main(main, []) == 2
+    other = ProcessFailure(0, 1, 2, str(tmp_path / "none.json"))
+    own = ProcessFailure(1, 2, 2, str(tmp_path / "error.json"))
+    *_, line, border = str(ChildFailedError("train.py", {0: other, 1: own})).splitlines()
+    assert line.endswith(capsys.readouterr().err.strip())
+    assert set(border) == {"="}

@@ -1,13 +1,7 @@
-"""Ladders: the fit of a scaling law, what it predicts, its errors; killed and started again."""
+"""Ladders: the fit of a scaling law, what it predicts, its errors."""
 
 import json
-import os
-import random
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -209,36 +203,3 @@ def test_the_quickstart_has_a_shipped_ladder(capsys: pytest.CaptureFixture[str])
     assert value == pytest.approx(1.5909, rel=0.01)  # docs/fast.md: measured
     assert low < 1.5909 < high
     assert found["doubts"] == []
-
-
-# --------------------------------------------------------------------------- the command
-
-
-@pytest.mark.slow
-def test_killed_at_random_moments_it_is_the_same_ladder(
-    small_run: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    """Tiny rungs: one ladder in one go, another killed with its runs, again and again."""
-    command = [
-        sys.executable,
-        "-m",
-        "accel_gpt.cli",
-        "ladder",
-        *small_run("--checkpoint.every", "2"),
-    ]
-    command += ["--depths", "1,2", "--ratios", "0.03,0.05,0.08", "--out"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    subprocess.run([*command, str(whole)], check=True, capture_output=True)
-    generator, kills = random.Random(1), 0
-    while not (killed / "ladder.json").exists():
-        process = subprocess.Popen([*command, str(killed)], stderr=subprocess.DEVNULL)
-        with_time = generator.uniform(4, 14) if kills < 5 else 600
-        try:
-            assert process.wait(with_time) == 0
-        except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-            kills += 1
-    same = (whole / "ladder.json").read_text().replace('"title": "whole"', '"title": "killed"')
-    assert kills
-    assert (killed / "ladder.json").read_text() == same

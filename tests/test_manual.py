@@ -18,7 +18,9 @@ from accel_gpt.config.shipped import shipped_configs
 from accel_gpt.console import run_main
 from accel_gpt.files import load_yaml
 
-NAMES = [*shipped_configs(), *PRESETS]
+# those that take no model from the Hub
+SHIPPED = [n for n, path in shipped_configs().items() if "init_from" not in path.read_text()]
+NAMES = [*SHIPPED, *PRESETS]
 
 
 class Loader(yaml.SafeLoader):

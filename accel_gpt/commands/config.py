@@ -3,10 +3,9 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
-
+from accel_gpt.config.checks import Positional
 from accel_gpt.config.parse import parse_command, to_flat
 from accel_gpt.console import table, write_out
 from accel_gpt.errors import require
@@ -22,11 +21,11 @@ class ConfigCommand:
       accel-gpt config schema > accel_gpt.schema.json
     """
 
-    action: Annotated[Literal["diff", "schema"], tyro.conf.Positional]
+    action: Positional[Literal["diff", "schema"]]
     """diff or schema."""
-    a: Annotated[str, tyro.conf.Positional] = ""
+    a: Positional[str] = ""
     """YAML file, run folder, or name of a shipped config or of a preset of the model."""
-    b: Annotated[str, tyro.conf.Positional] = ""
+    b: Positional[str] = ""
     """The other one."""
 
     def __post_init__(self) -> None:

@@ -53,6 +53,30 @@ def write_err(text: str) -> None:
     sys.stderr.write(visible(f"{text}\n", sys.stderr))
 
 
+class ProgressLine:
+    """What is being done, on stderr: a line that is renewed on a terminal; elsewhere a line when
+    10 s have passed without one.
+    """
+
+    def __init__(self, terminal: bool | None = None) -> None:
+        self.terminal = sys.stderr.isatty() if terminal is None else terminal
+        self.shown, self.drawn = time.monotonic(), False
+
+    def show(self, text: str) -> None:
+        """Print `text`, unless a line was printed just before."""
+        now = time.monotonic()
+        if now - self.shown >= (0.2 if self.terminal else 10.0):
+            self.shown, self.drawn = now, True
+            sys.stderr.write(f"\r{text}\x1b[K" if self.terminal else f"{text}\n")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        """Take the line from the terminal."""
+        if self.terminal and self.drawn:
+            sys.stderr.write("\r\x1b[K")
+        self.shown, self.drawn = time.monotonic(), False
+
+
 def table(rows: Sequence[Sequence[str]], *columns: str, gap: int = 2) -> str:
     """Format `rows` of cells as lines; an empty row is an empty line.
 

@@ -12,6 +12,7 @@ a full and of a broken disk); sleep (2 s); hang. `NAME:N+=ACTION` acts from the 
 `step`, a training step, counts by its name only: its order relative to the writer varies.
 """
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -25,7 +26,8 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -96,7 +98,8 @@ def lock(path: Path, wait: bool = True, shared: bool = False, notice: str = "") 
     """Lock the file `path`, created if missing unless `shared`; closing what is returned unlocks.
 
     The kernel unlocks it too when the process ends. Where another process holds it: prints `notice`
-    on stderr and waits, or raises `BlockingIOError` if not `wait`.
+    on stderr and waits, or raises `BlockingIOError` if not `wait`. Who held it may have removed the
+    file (see `locked_file`): then what was locked has no name, and it is opened anew.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK if shared else os.O_RDWR | os.O_CREAT
     file = os.fdopen(os.open(path, flags, 0o644), "r" if shared else "r+", encoding="utf-8")
@@ -112,7 +115,30 @@ def lock(path: Path, wait: bool = True, shared: bool = False, notice: str = "") 
     except BaseException:
         file.close()
         raise
-    return file
+    if shared or is_at(file, path):
+        return file
+    file.close()
+    return lock(path, wait, shared, notice)
+
+
+@contextmanager
+def locked_file(path: Path, wait: bool = True, notice: str = "") -> Iterator[TextIO]:
+    """Hold the lock of `path`, and remove the file before it is unlocked."""
+    with lock(path, wait, notice=notice) as file:
+        try:
+            yield file
+        finally:
+            with contextlib.suppress(OSError):
+                if is_at(file, path):
+                    path.unlink()
+
+
+def is_at(file: TextIO, path: Path) -> bool:
+    """Whether `path` names the open `file`, and no other or none."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 # --------------------------------------------------------------------------- reading

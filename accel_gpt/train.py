@@ -212,7 +212,7 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
     """Log, evaluate, save and sample what is due after a step; only then wait for the device."""
     config, state, reporter = run.config, run.state, run.reporter
     last = state.step == run.plan.last_step
-    logging = last or state.step % config.log.every == 0
+    logging = last or state.step == 1 or state.step % config.log.every == 0
     evaluating = last or bool(config.eval.every and state.step % config.eval.every == 0)
     saving = last or stopping or retrying
     saving |= state.save_is_due(config.checkpoint, run.plan.tokens_per_step)
@@ -227,11 +227,11 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
             record |= reporter.batch_hash(run.loader)
     with reporter.watch.pause() if evaluating or saving or sampling else contextlib.nullcontext():
         if evaluating:
-            record |= run.evaluation.metrics(run.gpt, run.accelerator, reporter.beat)
+            record |= run.evaluation.metrics(run.gpt, run.accelerator, reporter.evaluated)
             state.val_loss = record["eval/val_loss"]
             saving |= state.note_best() and config.checkpoint.keep_best
             if last and config.eval.whole_at_end:
-                record |= run.evaluation.whole_val(run.gpt, run.accelerator, reporter.beat)
+                record |= run.evaluation.whole_val(run.gpt, run.accelerator, reporter.evaluated)
         if record:
             reporter.publish(state, record)
         if saving:

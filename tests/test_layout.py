@@ -42,7 +42,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 10_157  # goal: 8,000
+INNER_LINES = 10_263  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -52,19 +52,19 @@ HEAVY = {
 }
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
-    "": 1_177,
-    "config": 1_839,  # 1,160
+    "": 1_227,
+    "config": 1_871,  # 1,160
     "cost": 973,  # 420
     "model": 985,
     "optim": 515,  # 400
     "data": 3_113,  # 2,315
-    "text": 1_363,  # 820
-    "prepare": 1_148,  # 780
-    "training": 4_832,  # 3,020
+    "text": 1_372,  # 820
+    "prepare": 1_212,  # 780
+    "training": 4_851,  # 3,020
     "evals": 870,  # 760
     "report": 933,  # 740
-    "hub": 2_044,  # 1,800
-    "commands": 3_811,  # 1,680
+    "hub": 2_045,  # 1,800
+    "commands": 3_835,  # 1,680
 }
 # what could execute a file's content, or shows a wish to hide behaviour
 UNSAFE = {"exec", "eval", "compile", "globals", "locals", "__import__"}

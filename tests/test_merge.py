@@ -138,7 +138,7 @@ def test_a_merge_that_was_stopped_can_be_run_again(
     merge(out)
     assert len(inodes(out) & set.union(*map(inodes, parts))) == links * len(inodes(out))
     assert len(texts(out, "train")) + len(texts(out, "val")) == 63
-    assert {path.name for path in out.parent.iterdir()} == names | {"x", "x.lock"}
+    assert {path.name for path in out.parent.iterdir()} == names | {"x"}
 
 
 def test_what_an_earlier_merge_left_is_replaced(out: Path, parts: list[Path]) -> None:

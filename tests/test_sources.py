@@ -62,9 +62,9 @@ def test_a_folder_gives_its_text_files_in_order(tree: Path) -> None:
     assert read(tree / "**/*.py") == ["a/b/c.py"]
 
 
-def test_text_is_read_as_it_is(tmp_path: Path) -> None:
+def test_text_is_read_as_it_is_but_for_the_line_ends_of_windows(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_bytes("\ufeffone\r\ntwo\rthree é".encode())
-    assert read(tmp_path / "x.txt") == ["one\r\ntwo\rthree é"]
+    assert read(tmp_path / "x.txt") == ["one\ntwo\rthree é"]
 
 
 def test_what_is_not_there_is_named(tree: Path) -> None:

@@ -6,7 +6,7 @@ import signal
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +17,12 @@ from rich.console import Console
 from accel_gpt.config.experiment import CheckpointConfig, Config, EvalConfig, LogConfig, TrainConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.plan import make_plan
+from accel_gpt.console import ProgressLine
+from accel_gpt.prepare.bpe import train_bpe
 from accel_gpt.training.panel import Panel, draw, means
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import SAME_PRESS_SECONDS
-from accel_gpt.training.terminal import Display
+from accel_gpt.training.terminal import Display, last_words
 from tests.terminals import Terminal, in_python
 
 Arguments = Callable[..., list[str]]
@@ -289,3 +291,57 @@ with display:
         assert shell.finish() == 128 + signal.SIGINT
         assert termios.tcgetattr(shell.master) == shell.modes
     assert shell.written.rindex(SHOWN) > shell.written.rindex(HIDDEN)
+
+
+def test_progress_is_a_line_every_ten_seconds_and_one_renewed_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    plain, drawn = ProgressLine(terminal=False), ProgressLine(terminal=True)
+    for now in (101.0, 109.0, 111.0, 112.0, 122.0):
+        plain.show(f"at {now:.0f}")
+    plain.clear()
+    assert capsys.readouterr().err == "at 111\nat 122\n"
+    drawn.show("first")
+    drawn.show("too soon")
+    drawn.clear()
+    assert capsys.readouterr().err == "\rfirst\x1b[K\r\x1b[K"
+
+
+def test_the_training_of_a_bpe_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(ProgressLine, "show", lambda _, text: shown.append(text))
+    monkeypatch.setattr("accel_gpt.prepare.progress.TICK", 0.01)
+
+    def texts() -> Iterator[str]:
+        yield "ab " * 500_000
+        while not shown:
+            time.sleep(0.01)
+
+    train_bpe(texts(), 257)
+    assert re.fullmatch(r"training the bpe on [01].\d million characters, 0 s", shown[0])
+
+
+def test_an_evaluation_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    config, panel = make()
+    panel.doing = "evaluating: batch 3 of 64"
+    assert "evaluating: batch 3 of 64   evaluation in" in "\n".join(drawn(panel, 100))
+    display = Display(True, config, make_plan(config, 1))
+    display.line.shown -= 11
+    display.evaluated(3, 64)
+    assert capsys.readouterr().err == "evaluating: batch 3 of 64\n"
+
+
+def test_a_sample_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """rich reads `:car:` as an emoji unless it is told not to."""
+    text = "x[a:car:2] [red] 😀 👨\u200d👩\u200d👧 ❤\ufe0f"
+    make()[1].print(text)
+    assert capsys.readouterr().err == f"{text}\n"
+
+
+def test_the_last_words_can_be_pasted() -> None:
+    config = Config(out_dir="runs/my text", train=TrainConfig(max_steps=2))
+    words = last_words(config, make_plan(config, 1), TrainState(step=2), None)
+    assert "accel-gpt sample 'runs/my text' --prompt" in words
+    assert "tensorboard --logdir 'runs/my text'" in words

@@ -206,6 +206,8 @@ def test_evaluation_and_samples_leave_no_trace(small_run: Arguments, tmp_path: P
     quiet = ["--eval.every", "0", "--sample.every", "0", "--log.every", "3"]
     assert launch(small_run(*short, str(tmp_path / "without"), *quiet)) == 0
     assert_same_weights(weights(tmp_path / "with", 4), weights(tmp_path / "without", 4))
+    steps = [line["step"] for line in records(tmp_path / "without")]
+    assert steps == [1, 3, 4]  # the first at once
 
 
 def test_loss_curve_is_the_stored_one(small_run: Arguments, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from accel_gpt.commands.evaluate import EvaluateCommand, as_json, as_table
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
-from accel_gpt.console import write_out
+from accel_gpt.console import ProgressLine, write_out
 from accel_gpt.data.corpus import document_end, eval_splits
 from accel_gpt.data.sources import open_sources
 from accel_gpt.data.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.evals.evaluation import open_evaluation
 from accel_gpt.evals.hellaswag import read_questions, score_questions
 from accel_gpt.evals.tasks import open_tasks, run_tasks
-from accel_gpt.evals.validation import evaluate_source
+from accel_gpt.evals.validation import Beat, evaluate_source, no_beat
 from accel_gpt.hub.export import export
 from accel_gpt.hub.hf_config import matching_preset
 from accel_gpt.hub.load import load_pretrained, open_initial_weights
@@ -174,7 +174,7 @@ def evaluate_model(
     as_run: Record = {}
     others: Record = {}
     model = accelerator.prepare_model(model.eval(), evaluation_mode=True)
-    batch_size = options.batch_size or config.train.sequences
+    batch_size, beat = options.batch_size or config.train.sequences, shown_beat(accelerator)
     manager = None
     if options.tasks:
         manager = open_tasks(options.tasks, options.include_path)
@@ -191,7 +191,7 @@ def evaluate_model(
         source.tokenizer.require_same(tokenizer, "the data", options.run)
         (part,) = eval_splits([source], tokens, named=True)
         end = document_end(config.data, tokenizer)
-        score = evaluate_source(model, part, accelerator, batch_size, tokenizer, end)
+        score = evaluate_source(model, part, accelerator, batch_size, tokenizer, end, beat)
         losses |= score.metrics("val", source.name)
     elif config.data.train:
         whole = config.eval.whole_at_end and options.tokens == "run"
@@ -200,13 +200,13 @@ def evaluate_model(
         corpus = open_corpus(config_here)
         corpus.tokenizer.require_same(tokenizer, "the data", options.run)
         evaluation = replace(open_evaluation(config_here, corpus), batch_size=batch_size)
-        losses |= evaluation.metrics(model, accelerator)
+        losses |= evaluation.metrics(model, accelerator, beat)
         if whole:
-            losses |= evaluation.whole_val(model, accelerator)
+            losses |= evaluation.whole_val(model, accelerator, beat)
     if questions:
         same = config.eval.hellaswag in (None, path) and limit == config.eval.hellaswag_limit
         scores = as_run if same else others
-        scores |= score_questions(model, questions, accelerator, batch_size)
+        scores |= score_questions(model, questions, accelerator, batch_size, beat)
     if options.tasks:
         with exported(name, options.allow_pickle, accelerator) as folder:
             settings = (accelerator, options.tasks, manager, options.limit, batch_size)
@@ -214,6 +214,18 @@ def evaluate_model(
             scores |= run_tasks(folder, tokenizer, *settings)
     accelerator.end_training()
     return as_run, others
+
+
+def shown_beat(accelerator: Accelerator) -> Beat:
+    """Shows how far an evaluation is, on rank 0."""
+    line = ProgressLine()
+
+    def beat(done: int, total: int) -> None:
+        line.show(f"evaluating: batch {done:,} of {total:,}")
+        if done + 1 == total:
+            line.clear()
+
+    return beat if accelerator.is_main_process else no_beat
 
 
 @contextlib.contextmanager

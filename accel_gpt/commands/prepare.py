@@ -1,13 +1,15 @@
-"""`accel-gpt prepare [RECIPE]`: text -> a folder of token shards."""
+"""`accel-gpt prepare [PATH|RECIPE]`: text -> a folder of token shards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from glob import has_magic
 from pathlib import Path
 
 from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.config.parse import build, parse_command, read_values
-from accel_gpt.config.shipped import resolve_config
+from accel_gpt.config.shipped import resolve_config, shipped_configs
 from accel_gpt.console import write_out
+from accel_gpt.data.sources import is_url
 from accel_gpt.errors import require
 
 
@@ -15,18 +17,18 @@ from accel_gpt.errors import require
 class PrepareCommand(PrepareConfig):
     """Turn text, or shards of another project, into token shards; stopped, it resumes.
 
-    RECIPE, a YAML file or the name of a shipped one, holds any of these options as `key: value`;
-    those of the command line go first. Examples:
-      accel-gpt prepare --path 'notes/**/*.md' --tokenizer bpe --out data/notes
+    PATH is as --path. RECIPE, a YAML file or the name of a shipped one, holds any of these options
+    as `key: value`; those of the command line go first. Examples:
+      accel-gpt prepare 'notes/**/*.md' --tokenizer bpe --out data/notes
       accel-gpt prepare fineweb_edu_10bt --workers 8
-      accel-gpt prepare --path old/dataset --source shards --out data/new
+      accel-gpt prepare old/dataset --source shards --out data/new
     """
 
     source: SourceKind | None = None
-    """What path or dataset holds; null: what the endings of path's files tell, dataset with
+    """What path or dataset holds; null or auto: what the endings of path's files tell, dataset with
     --dataset, else stdlib, the library of this Python."""
     out: str = ""
-    """Folder to make; empty: data/<source>_<tokenizer>."""
+    """Folder to make; empty: data/<name of path, or source>_<tokenizer>."""
     rank: int = 0
     """Which part of out this machine makes, from 0; of the --world parts."""
     world: int = 1
@@ -45,12 +47,15 @@ def main(argv: Sequence[str]) -> int:
 
         merge(Path(options.out))
         return 0
-    if options.source is None:
+    if options.source in (None, "auto"):
         from accel_gpt.text.files import guess_source
 
         without_path: SourceKind = "dataset" if options.dataset else "stdlib"
         values["source"] = guess_source(options.path) if options.path else without_path
-    out = options.out or f"data/{values['source']}_{Path(options.tokenizer).stem}"
+    parts = [] if options.path in (None, "-") else Path(str(options.path)).parts
+    name = next((Path(part).stem for part in parts[::-1] if not has_magic(part)), values["source"])
+    tokenizer = Path(options.tokenizer).name.removesuffix(".json")
+    out = options.out or f"data/{name}_{tokenizer}"
     from accel_gpt.prepare.prepare import prepare
 
     if not prepare(PrepareConfig(**values), Path(out), options.rank, options.world):
@@ -64,10 +69,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
-    """Parse `[RECIPE] --key value ...`, both of which may set any option."""
+    """Parse `[PATH|RECIPE] --key value ...`; a recipe and the options may set any option."""
     words = list(argv)
-    path = words.pop(0) if words and not words[0].startswith("-") else None
-    if path is None or {"-h", "--help"} & set(words):
-        return parse_command(PrepareCommand, words, "accel-gpt prepare [RECIPE]")
-    values = read_values(PrepareCommand, str(resolve_config(path, "data")), words)
+    word = words.pop(0) if words and (words[0] == "-" or words[0][0] != "-") else None
+    if word is None or {"-h", "--help"} & set(words):
+        return parse_command(PrepareCommand, words, "accel-gpt prepare [PATH|RECIPE]")
+    if is_text_path(word):
+        return parse_command(PrepareCommand, ["--path", word, *words], "accel-gpt prepare PATH")
+    values = read_values(PrepareCommand, str(resolve_config(word, "data")), words)
     return build(PrepareCommand, values)
+
+
+def is_text_path(word: str) -> bool:
+    """Whether a word names text, not a recipe: another file than YAML, a folder, a glob, a URL."""
+    shipped = word in shipped_configs("data") and not Path(word).is_file()
+    if shipped or word.endswith((".yaml", ".yml")) or word.startswith("/dev/fd/"):
+        return False
+    return Path(word).expanduser().exists() or word == "-" or is_url(word) or has_magic(word)

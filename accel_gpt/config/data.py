@@ -8,7 +8,7 @@ from typing import Literal
 from accel_gpt.config.checks import Fraction, NotNegative, Positive, Section
 from accel_gpt.errors import require
 
-SourceKind = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "dataset", "shards"]
+SourceKind = Literal["stdlib", "auto", "text", "jsonl", "parquet", "arrow", "dataset", "shards"]
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,9 @@ class PrepareConfig(Section, prefix="data.prepare."):
     """How to make the data folder when it is missing."""
 
     source: SourceKind | None = None
-    """Kind of the source in path or dataset. null: do not prepare, the folder must exist. shards:
-    tokens in any readable format, copied into a folder of our format."""
+    """Kind of the source in path or dataset. null: do not prepare, the folder must exist. auto: the
+    kind that the endings of the files of path have. shards: tokens in any readable format, copied
+    into a folder of our format."""
     path: str | None = None
     """File, folder, glob, http(s) URL, or - for standard input; for text, jsonl, parquet and
     arrow."""
@@ -36,7 +37,8 @@ class PrepareConfig(Section, prefix="data.prepare."):
     tokenizer: str = "gpt2"
     """bytes, chars, bpe (trained on the text), gpt2, or the path of a tokenizer.json."""
     vocab_size: int = 4096
-    """Vocabulary size of a trained bpe, including the end-of-text token."""
+    """Vocabulary size of a trained bpe, including the end-of-text token; a small text reaches
+    less."""
     sample_bytes: Positive[int] = 1_000_000_000
     """UTF-8 bytes of text, spread over the source, on which a bpe is trained."""
     val_fraction: Fraction[float] = 0.1
@@ -44,6 +46,8 @@ class PrepareConfig(Section, prefix="data.prepare."):
     where there are few."""
     dedupe: bool = False
     """Drop documents that are equal to an earlier one."""
+    keep_crlf: bool = False
+    """Keep the line ends of Windows. false: they become those of Unix."""
     skip_invalid: bool = False
     """Skip and count documents that cannot be decoded, instead of stopping at the first."""
     shard_tokens: Positive[int] = 100_000_000
@@ -137,6 +141,10 @@ class DataConfig(Section, prefix="data."):
     train: str | tuple[Weighted, ...] | TextStream = ""
     """Folder of token shards, or its URL. A mixture: a list of {path, weight}. Or text to tokenize
     while training: {dataset: Hub id, streaming: true}."""
+    text: str | None = None
+    """Your own text in place of data.train: a file, folder, glob or URL. It is prepared in the
+    folder data of out_dir, as data.prepare says: this key sets data.train, data.prepare.path and
+    data.prepare.source."""
     val: str | Mapping[str, str] | None = None
     """Folder whose val split is evaluated, or several by name: {web: data/web, code: data/code}.
     null: the val splits of data.train."""

@@ -36,7 +36,7 @@ NANOGPT_NAMES: Mapping[str, str] = MappingProxyType(
 )
 # keys that `accel-gpt train --help` shows; --help-all shows every key
 ESSENTIAL = (
-    *("out_dir", "data.train", "data.prepare.source", "data.prepare.path"),
+    *("out_dir", "data.train", "data.text", "data.prepare.source"),
     *("data.prepare.tokenizer", "data.prepare.vocab_size"),
     *("model.preset", "model.depth", "model.init_from", "model.n_layer", "model.n_head"),
     *("model.n_embd", "model.block_size", "train.tokens_per_step", "train.micro_batch_size"),

@@ -5,6 +5,7 @@ import difflib
 import functools
 import math
 import re
+import shlex
 import sys
 import types
 import typing
@@ -88,7 +89,32 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
     for group in exclusive_keys(cls):
         if any(options.get(key) for key in group):
             found = {key: value for key, value in found.items() if key not in group}
-    return found | options
+    values = found | options
+    return values | own_text(values, options)
+
+
+def own_text(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that `data.text` stands for, over those of a file where it is among `options`.
+
+    Raises `UserError` where data are named twice, or a text stands in the place of a data folder.
+    """
+    text, train = values.get("data.text"), values.get("data.train")
+    if text is None:
+        require(
+            not (isinstance(train, str) and Path(train).is_file()),
+            f"data.train is {train}, a file where a folder of token shards is expected; to train "
+            f"on its text write --data.text {shlex.quote(str(train))} in place of --data.train",
+        )
+        return {}
+    given = options if "data.text" in options else values
+    for key in ("data.train", "data.prepare.path", "data.prepare.dataset"):
+        require(not given.get(key), f"data.text is {text} and {key} is {given.get(key)}; give one")
+    found = {"data.text": None, "data.prepare.path": text, "data.prepare.dataset": None}
+    found["data.prepare.source"] = given.get("data.prepare.source") or "auto"
+    found["data.train"] = str(Path(values.get("out_dir", Config.out_dir), "data"))
+    if tokenizer := values.get("data.tokenizer"):
+        found["data.prepare.tokenizer"] = values.get("data.prepare.tokenizer", tokenizer)
+    return found
 
 
 def read_yaml(path: str) -> Any:

@@ -1,6 +1,5 @@
 """All metrics of an evaluation: the loss of both splits, and HellaSwag."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.sources import is_url, train_paths, val_paths
 from accel_gpt.errors import require
-from accel_gpt.evals.validation import evaluate_splits
+from accel_gpt.evals.validation import Beat, evaluate_splits, no_beat
 from accel_gpt.model.gpt import GPT
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ class Evaluation:
     questions: "Questions" = ()  # of HellaSwag
 
     def metrics(
-        self, model: GPT, accelerator: Accelerator, beat: Callable[[], None] = lambda: None
+        self, model: GPT, accelerator: Accelerator, beat: Beat = no_beat
     ) -> dict[str, float]:
         """The eval/ metrics of a record; a collective. `beat` is called with each batch."""
         found = evaluate_splits(model, self.corpus, accelerator, self.batch_size, beat)
@@ -38,7 +37,7 @@ class Evaluation:
         return found
 
     def whole_val(
-        self, model: GPT, accelerator: Accelerator, beat: Callable[[], None] = lambda: None
+        self, model: GPT, accelerator: Accelerator, beat: Beat = no_beat
     ) -> dict[str, float]:
         """The eval/whole_val metrics, over all tokens of the val split; a collective."""
         val = tuple(replace(part, tokens=None) for part in self.corpus.evaluated["val"])

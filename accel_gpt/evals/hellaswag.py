@@ -9,7 +9,7 @@ Shapes: B batch, T tokens, R sequences: a question with one of its endings each.
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, UserError, require
-from accel_gpt.evals.validation import Batch, score_sequences
+from accel_gpt.evals.validation import Batch, Beat, no_beat, score_sequences
 from accel_gpt.files import load_json
 from accel_gpt.model.gpt import GPT
 
@@ -147,7 +147,7 @@ def score_questions(
     questions: Questions,
     accelerator: Accelerator,
     batch_size: int,
-    beat: Callable[[], None] = lambda: None,
+    beat: Beat = no_beat,
 ) -> dict[str, float]:
     """`acc` and `acc_norm` with their standard errors; a collective without random numbers.
 
@@ -174,7 +174,7 @@ def ending_losses(
     questions: Questions,
     accelerator: Accelerator,
     batch_size: int,
-    beat: Callable[[], None] = lambda: None,
+    beat: Beat = no_beat,
 ) -> npt.NDArray[np.float64]:
     """(R,) -log-likelihood of each ending of each question in nats; a collective."""
     sequences = [sequence for question in questions for sequence in question.sequences]

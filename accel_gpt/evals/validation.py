@@ -25,6 +25,11 @@ from accel_gpt.model.gpt import GPT, evaluating
 from accel_gpt.model.loss import IGNORE
 
 Batch = tuple[Sequence[int], int, int]  # numbers of the sequences, B, T
+Beat = Callable[[int, int], object]  # called before each batch: how many are done, of how many
+
+
+def no_beat(done: int, total: int) -> None:
+    """Where nobody waits for a sign of life."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ def evaluate_splits(
     corpus: Corpus,
     accelerator: Accelerator,
     batch_size: int,
-    beat: Callable[[], None] = lambda: None,
+    beat: Beat = no_beat,
 ) -> dict[str, float]:
     """The eval/ metrics of a record, for both splits; a collective.
 
@@ -109,7 +114,7 @@ def evaluate_source(
     batch_size: int,
     tokenizer: Tokenizer,
     document_end: int | None,
-    beat: Callable[[], None] = lambda: None,
+    beat: Beat = no_beat,
 ) -> Score:
     """Score a model on one source, in sequences of its block_size; a collective.
 
@@ -180,7 +185,7 @@ def score_sequences(
     accelerator: Accelerator,
     token_bytes: npt.NDArray[np.float64],
     document_end: int | None = None,
-    beat: Callable[[], None] = lambda: None,
+    beat: Beat = no_beat,
 ) -> npt.NDArray[np.float64]:
     """Nats, targets and their bytes (S, 3) of each sequence in `batches`; a collective without
     random numbers, with the same bits at any number of ranks.
@@ -198,8 +203,8 @@ def score_sequences(
     # frees, and keeps the C library from reusing it: 33 MB a batch of configs/quickstart.yaml.
     losses, done = torch.zeros(len(table), device=device), 0
     with evaluating(model):
-        for numbers, B, T in mine:
-            beat()
+        for batch, (numbers, B, T) in enumerate(mine):
+            beat(batch, len(mine))
             inputs, targets = collate([read(number) for number in numbers], B, T)
             documents = None
             if document_end is not None:

@@ -8,6 +8,7 @@ checkpoints does not remove them, and a later launch finds what is left.
 import atexit
 import contextlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -85,10 +86,10 @@ class BackgroundPush:
         atexit.unregister(self.stop)
         left = self.waiting()
         if left:
-            steps = ", ".join(f"{step:,}" for step in left)
+            steps, run = ", ".join(f"{step:,}" for step in left), shlex.quote(str(self.out_dir))
             self.log(
                 f"WARNING: not on the Hub: step {steps}; the same command launched again pushes "
-                f"it, or: accel-gpt push {self.out_dir} --repo {self.config.repo_id}"
+                f"it, or: accel-gpt push {run} --repo {self.config.repo_id}"
             )
         return cut_short and bool(left)
 

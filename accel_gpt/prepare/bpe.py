@@ -8,6 +8,7 @@ normalized: decoding gives the same bytes.
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 
 from accel_gpt.data.tokenizer import (
@@ -19,6 +20,7 @@ from accel_gpt.data.tokenizer import (
 )
 from accel_gpt.data.tokenizer_json import BYTE_CHARS, bpe_content
 from accel_gpt.errors import require
+from accel_gpt.prepare.progress import ticking
 from accel_gpt.text.pieces import pieces
 
 PIECE_CHARACTERS = 65_536  # of text, small enough to spread over the cores
@@ -46,10 +48,10 @@ def make_tokenizer(spec: str, vocab_size: int, texts: Callable[[], Iterator[str]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE of exactly `vocab_size` tokens on all of `texts`.
+    """Train a byte-level BPE of `vocab_size` tokens, or as many as there are, on all of `texts`.
 
-    Ids: 0..255 the bytes, then merges in the order they were learned, end-of-text last. Raises
-    `UserError` when the text has too few different words to reach `vocab_size`.
+    Ids: 0..255 the bytes, then merges in the order they were learned, end-of-text last. Fewer than
+    `vocab_size` where the text has too few different words, with a warning.
     """
     import tokenizers
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
@@ -66,14 +68,22 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
         initial_alphabet=ByteLevel.alphabet(),
     )
-    short = (piece for text in texts for piece in pieces([text], PIECE_CHARACTERS))
-    tokenizer.train_from_iterator(short, trainer)
+    seen = 0
+
+    def short() -> Iterator[str]:
+        nonlocal seen
+        for text in texts:
+            for piece in pieces([text], PIECE_CHARACTERS):
+                seen += len(piece)
+                yield piece
+
+    with ticking(lambda: f"training the bpe on {seen / 1e6:,.1f} million characters"):
+        tokenizer.train_from_iterator(short(), trainer)
     learned = tokenizer.get_vocab()
-    reached = len(learned) + 1
-    require(
-        reached == vocab_size,
-        f"data.prepare.vocab_size is {vocab_size}, but the text is too small for it: only {reached}"
-        f" tokens were reached; give more text or set vocab_size to at most {reached}",
-    )
+    if (reached := len(learned) + 1) < vocab_size:
+        sys.stderr.write(
+            f"WARNING: the text is small: its bpe has {reached:,} tokens, fewer than the "
+            f"{vocab_size:,} of data.prepare.vocab_size\n"
+        )
     vocabulary = [*BYTE_CHARS, *sorted(learned, key=learned.__getitem__)[256:]]
     return rank_tokenizer("bpe", vocabulary, to_json(bpe_content(vocabulary)))

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import INDEX, index_dtype, read_index
 from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError
-from accel_gpt.files import lock, read_json, sync, write_file
+from accel_gpt.files import locked_file, read_json, sync, write_file
 from accel_gpt.prepare.bpe import make_tokenizer
 from accel_gpt.prepare.copying import copy_shards, open_source
 from accel_gpt.prepare.dedupe import DATABASE, Seen
@@ -51,6 +52,7 @@ from accel_gpt.text.documents import (
     sample_texts,
     split_pieces,
 )
+from accel_gpt.text.files import guess_source
 from accel_gpt.text.readers import Skipped
 
 JOURNAL = "progress.json"
@@ -71,6 +73,7 @@ def prepare(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) -> 
     """
     check_part(config, rank, world)
     out = part_folder(Path(out).resolve(), rank, world)
+    config = with_source(config, out)
     if is_ready(config, out, rank, world):
         return False
     source = source_fingerprint(config, rank, world)  # fails before anything is made
@@ -90,13 +93,24 @@ def prepare(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) -> 
     return True
 
 
+def with_source(config: PrepareConfig, out: Path) -> PrepareConfig:
+    """`config` with the kind of its source where that is auto: as `out` has it, if it was made,
+    else by the endings of the files.
+    """
+    if config.source != "auto":
+        return config
+    prepared = read_index(out).get("prepared") if (out / INDEX).exists() else None
+    made = prepared.get("source") if isinstance(prepared, Mapping) else None
+    return replace(config, source=made or guess_source(str(config.path)))
+
+
 @contextmanager
 def writing(out: Path, advice: str) -> Iterator[None]:
     """Hold the lock of a data folder; what the disk refuses is a `UserError` ending in `advice`."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         notice = f"another process prepares {out}; waiting for it\n"
-        with lock(out.with_name(f"{out.name}.lock"), notice=notice):
+        with locked_file(out.with_name(f"{out.name}.lock"), notice=notice):
             yield
     except (OSError, sqlite3.Error) as error:
         raise UserError(f"data folder {out} could not be written: {error}{advice}") from None
@@ -117,6 +131,8 @@ def fill(config: PrepareConfig, folder: Path, source: str, rank: int, world: int
     work = begin(config, folder, requested, source)
     with closing(work.seen.database) if work.seen else nullcontext():
         work.write_shards(rank, world)
+    if world == 1 and config.source != "shards":
+        hold_out(work.writers, config.val_fraction)
     splits = {name: writer.finish() for name, writer in work.writers.items()}
     if world == 1:
         try:
@@ -129,6 +145,15 @@ def fill(config: PrepareConfig, folder: Path, source: str, rank: int, world: int
     sync(folder)
     counts = {key: count for key, count in work.counts().items() if left_out.get(key)}
     write_index(folder, work.tokenizer, splits, requested | counts)
+
+
+def hold_out(writers: Mapping[str, ShardWriter], val_fraction: float) -> None:
+    """Cut the last shard where all of the few documents fell to one split: its end is the other."""
+    for full, empty, share in (("train", "val", val_fraction), ("val", "train", 1 - val_fraction)):
+        lacking, source = writers[empty], writers[full]
+        if not lacking.shards and lacking.tokens < 2 and source.tokens > 3:
+            count = min(max(2, int(source.tokens * share)), source.tokens - 2)
+            lacking.add(*source.take(count))
 
 
 def check_enough_text(tokens: Mapping[str, int], val_fraction: float) -> None:

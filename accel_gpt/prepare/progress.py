@@ -1,7 +1,14 @@
 """Bytes done, bytes per second and time left, on stderr."""
 
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from accel_gpt.console import ProgressLine
+
+TICK = 1.0  # seconds
 
 
 class Progress:
@@ -33,3 +40,22 @@ class Progress:
         line = f"{self.verb}: {self.done / 1e6:.1f}{total} MB, {speed / 1e6:.1f} MB/s{left}"
         sys.stderr.write(f"\r{line}\x1b[K" if self.terminal else f"{line}\n")
         sys.stderr.flush()
+
+
+@contextmanager
+def ticking(describe: Callable[[], str]) -> Iterator[None]:
+    """Show what `describe` returns, and the seconds, while a library works that shows nothing."""
+    line, start, done = ProgressLine(), time.monotonic(), threading.Event()
+
+    def tick() -> None:
+        while not done.wait(TICK):
+            line.show(f"{describe()}, {time.monotonic() - start:.0f} s")
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        line.clear()

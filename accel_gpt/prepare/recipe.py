@@ -17,6 +17,7 @@ from accel_gpt.data.sources import is_url
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, UserError, require
 from accel_gpt.prepare.copying import open_source
+from accel_gpt.prepare.shard_writer import UNRECORDED
 from accel_gpt.text.documents import SPLITS, expected_bytes
 from accel_gpt.text.files import describe_source
 
@@ -73,7 +74,7 @@ def check_same(folder: Path, begun: Mapping[str, Any], requested: Mapping[str, A
     The path may be written differently, as the fingerprint says what it holds.
     """
     settings = {k: v for k, v in requested.items() if k not in ("path", "source_fingerprint")}
-    begun = {"loss_on": "text", **begun}  # as folders have it that do not say it
+    begun = {**dict(UNRECORDED), **begun}
     remedy = f"or remove {folder} to start over"
     if differ := differences(begun, settings):
         raise UserError(

@@ -14,6 +14,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError
 from accel_gpt.files import sha256, sync, write_file
 
+UNRECORDED = (("loss_on", "text"), ("keep_crlf", False))  # settings that older folders lack
 BUFFER_BYTES = 1 << 20  # few system calls, little memory
 
 
@@ -64,6 +65,18 @@ class ShardWriter:
             elif len(self.buffer) >= BUFFER_BYTES:
                 self.flush()
         return len(self.shards) > before
+
+    def take(self, count: int) -> tuple[Tokens, int, int]:
+        """Cut the last `count` tokens off the shard being written: what `add` takes, its bytes by
+        their share.
+        """
+        self.flush()
+        kept = self.tokens - count
+        tokens = np.fromfile(self.path, self.dtype, offset=HEADER + kept * self.dtype.itemsize)
+        os.truncate(self.path, HEADER + kept * self.dtype.itemsize)
+        utf8_bytes = self.bytes * count // self.tokens
+        self.tokens, self.bytes = kept, self.bytes - utf8_bytes
+        return tokens, 1, utf8_bytes
 
     def save(self) -> dict[str, Any]:
         """The state from which to resume, once all that was added survives a power cut."""
@@ -127,7 +140,7 @@ def write_index(
         "tokenizer": {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint},
         "vocab_size": tokenizer.vocab_size,
         "eot_id": tokenizer.eot_id,
-        "prepared": {key: value for key, value in prepared.items() if key != "loss_on"},
+        "prepared": {k: v for k, v in prepared.items() if (k, v) not in UNRECORDED},
         "splits": {name: [entry(shard) for shard in shards] for name, shards in splits.items()},
     }
     if prepared.get("loss_on") == "completions":

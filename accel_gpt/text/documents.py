@@ -135,6 +135,11 @@ def is_text(config: PrepareConfig) -> bool:
     return config.source in ("stdlib", "text") and config.path != "-"
 
 
+def line_ends(config: PrepareConfig, text: str) -> str:
+    """`text` with line ends of Windows as those of Unix, unless they are to be kept."""
+    return text if config.keep_crlf else text.replace("\r\n", "\n")
+
+
 # --------------------------------------------------------------------------- text files
 
 
@@ -168,7 +173,7 @@ def text_pieces(
             continue
         path = paths[unit]
         try:
-            parts = text_parts(path, config.val_fraction, len(paths) < FEW_TEXTS)
+            parts = text_parts(path, config, len(paths) < FEW_TEXTS)
         except DataError as error:
             skipped.add(str(error))
             continue
@@ -181,21 +186,22 @@ def text_pieces(
             for text in long or ["".join(chunks)]:
                 first, begin = begin == part.start, begin + len(text.encode())
                 last = begin == part.end
-                yield Piece(part.split, text, first, last, part.key, (unit, begin, 0))
+                after = (unit, begin, 0)
+                yield Piece(part.split, line_ends(config, text), first, last, part.key, after)
             require(begin == part.end, f"{path} changed while it was read; start again")
 
 
-def text_parts(path: Path, val_fraction: float, few: bool) -> list[Part]:
+def text_parts(path: Path, config: PrepareConfig, few: bool) -> list[Part]:
     """The documents in a text file that are not empty: the file, or of `few` its train and val."""
-    begin, cut = text_start(path), sys.maxsize
+    begin, cut, val_fraction = text_start(path), sys.maxsize, config.val_fraction
     if few:
         cut = int(sum(map(len, text_chunks(path, begin))) * (1 - val_fraction))
     hashes, sizes = (split_hash(), split_hash()), [0, 0]
     for chunk in text_chunks(path, begin):
+        cut -= chunk[max(0, cut - 1) : cut + 1] == "\r\n"
         for i, text in enumerate((chunk[:cut], chunk[cut:])):
-            data = text.encode()
-            hashes[i].update(data)
-            sizes[i] += len(data)
+            hashes[i].update(line_ends(config, text).encode())
+            sizes[i] += len(text.encode())
         cut = max(0, cut - len(chunk))
     train, val = (one.digest() for one in hashes)
     middle = begin + sizes[0]
@@ -222,7 +228,8 @@ def row_pieces(
     for unit, rows in row_units(config, start, rank, world, skipped, bookmarks):
         for row, text in rows:
             cut_long &= config.loss_on == "text"  # examples are encoded whole
-            found = document_pieces(config, cut_long, unit, row, clean(text))
+            text = line_ends(config, clean(text))
+            found = document_pieces(config, cut_long, unit, row, text)
             yield from found[start[2] if (unit, row) == start[:2] else 0 :]
 
 
@@ -300,7 +307,7 @@ def all_texts(config: PrepareConfig, size: int) -> Iterator[str]:
     if not is_text(config):
         for _, rows in row_units(config, (0, 0, 0), 0, 1, skipped):
             for _, text in rows:
-                yield from pieces([clean(text)], size) if text else ()
+                yield from pieces([line_ends(config, clean(text))], size) if text else ()
         return
     for path in files(config):
         try:
@@ -310,7 +317,8 @@ def all_texts(config: PrepareConfig, size: int) -> Iterator[str]:
         except DataError as error:
             skipped.add(str(error))
             continue
-        yield from filter(None, pieces(text_chunks(path, begin), size, path))
+        found = filter(None, pieces(text_chunks(path, begin), size, path))
+        yield from (line_ends(config, text) for text in found)
 
 
 # --------------------------------------------------------------------------- splits

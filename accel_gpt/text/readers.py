@@ -74,8 +74,9 @@ def text_chunks(path: Path, start: int, end: int | None = None) -> Iterator[str]
 
 
 def decoded(file: BinaryIO, where: object, start: int, end: int | None = None) -> Iterator[str]:
-    """UTF-8 from a file that is at offset `start`, until `end`, in chunks."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    """UTF-8 from a file that is at offset `start`, until `end`, in chunks; keeps \\r\\n whole."""
+    utf8 = codecs.getincrementaldecoder("utf-8")()
+    decoder = io.IncrementalNewlineDecoder(utf8, translate=False)
     data = b"first"
     while data:
         data = file.read(CHUNK_BYTES if end is None else min(CHUNK_BYTES, end - start))

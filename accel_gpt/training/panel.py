@@ -53,6 +53,7 @@ class Panel(JupyterMixin):
     def __init__(self, config: Config, plan: Plan) -> None:
         self.config, self.plan = config, plan
         self.step, self.metrics, self.losses = 0, dict[str, float](), list[float]()
+        self.doing = ""  # besides training
         self.left: float | None = None  # seconds, at the time `updated`
         self.updated = time.monotonic()
         console = Console(stderr=True)
@@ -83,7 +84,7 @@ class Panel(JupyterMixin):
         if self.cell:
             write_err(text)
             return
-        self.screen.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.screen.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def resume(self, step: int, losses: Iterable[float]) -> None:
         """Begin at `step`, with the losses of the run until then."""
@@ -143,7 +144,7 @@ class Panel(JupyterMixin):
             each = self.plan.tokens_per_step
             save = min(save, math.ceil((self.step * each // tokens + 1) * tokens / each))
         evaluation = next_multiple(self.step, self.config.eval.every, last)
-        lines = []
+        lines = [self.doing] if self.doing else []
         for name, due in (("evaluation", evaluation), ("save", save)):
             steps = due - self.step
             after = f" ({clock(left * steps / (last - self.step))})" if left else ""

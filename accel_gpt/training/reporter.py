@@ -153,6 +153,11 @@ class Reporter:
         self.display.advance(step)
         self.profile_step()
 
+    def evaluated(self, done: int, total: int) -> None:
+        """Note that `done` batches of an evaluation were computed."""
+        self.beat()
+        self.display.evaluated(done, total)
+
     def batch_hash(self, loader: Loader) -> Record:
         """The hash of the last global batch, with `log.batch_hash`; an all-reduce."""
         if not loader.keep_sequences:

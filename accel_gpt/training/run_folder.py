@@ -6,7 +6,7 @@
     samples/            step_00001000.txt
     checkpoints/        step_00001000/
     best                the step of the best checkpoint
-    .lock               held while a process works in the folder
+    .lock               there and held while a process works in the folder
 
 Anybody may have written these files: reads are bounded, what is missing, torn or of another kind is
 left out. Needs no torch. N: records.
@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from accel_gpt.config.parse import to_flat
 from accel_gpt.errors import AccelGPTError, BusyError, UserError
-from accel_gpt.files import load_json, load_yaml, lock, open_file, read_json, read_text
+from accel_gpt.files import load_json, load_yaml, lock, locked_file, open_file, read_json, read_text
 from accel_gpt.redact import redact_tokens
 
 LARGEST_FILE = 16 << 20  # bytes of run.json and config.yaml; ours have some thousand
@@ -183,17 +183,19 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises `UserError` where the folder cannot be written, `BusyError` where a run is at work in it.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = lock(folder / ".lock", wait=False)
-    except BlockingIOError:
-        owner = (folder / ".lock").read_text(errors="replace").strip() or "another process"
-        raise BusyError(
-            f"out_dir {folder} is in use by {owner}; wait for it, or set another out_dir"
-        ) from None
-    except OSError as error:
-        raise UserError(f"out_dir {folder} cannot be written: {error.strerror}") from None
-    with file:
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(locked_file(folder / ".lock", wait=False))
+        except BlockingIOError:
+            owner = "another process"
+            with contextlib.suppress(OSError):  # it has just ended
+                owner = (folder / ".lock").read_text(errors="replace").strip() or owner
+            raise BusyError(
+                f"out_dir {folder} is in use by {owner}; wait for it, or set another out_dir"
+            ) from None
+        except OSError as error:
+            raise UserError(f"out_dir {folder} cannot be written: {error.strerror}") from None
         file.truncate(0)
         now = datetime.now().astimezone().isoformat(" ", "seconds")
         file.write(f"process {os.getpid()} on {os.uname().nodename} since {now}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
-from accel_gpt.console import printable
+from accel_gpt.console import ProgressLine, printable
 from accel_gpt.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Display:
         self.active, self.config, self.plan = active, config, plan
         self.verbose = active and config.log.level == "info"
         self.panel: Panel | None = None
+        self.line = ProgressLine(terminal=False)
 
     def __enter__(self) -> Self:
         drawable = sys.stderr.isatty() and "utf" in str(sys.stderr.encoding).lower()
@@ -84,10 +86,19 @@ class Display:
             left = timedelta(seconds=min(round(seconds_left), 10**12))
             self.log(f"step {record['step']:,}/{self.plan.max_steps:,} | {metrics} | left {left}")
 
+    def evaluated(self, done: int, total: int) -> None:
+        """Print or draw that `done` batches of an evaluation were computed."""
+        text = f"evaluating: batch {done:,} of {total:,}"
+        if self.panel:
+            self.panel.doing = text
+        elif self.verbose:
+            self.line.show(text)
+
     def advance(self, step: int) -> None:
         """Draw that a step was completed."""
         if self.panel:
-            self.panel.step = step
+            self.panel.step, self.panel.doing = step, ""
+        self.line.clear()
 
     def resume(self, step: int, losses: Iterable[float]) -> None:
         """Begin at a step, with the losses of the run until then."""
@@ -108,7 +119,7 @@ def show_cursor() -> None:
 
 def last_words(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:
     """What the run reached, where it is, and what to do next."""
-    out, val = config.out_dir, state.val_loss
+    out, val = shlex.quote(config.out_dir), state.val_loss
     length = "train.max_tokens" if config.train.max_tokens else "train.max_steps"
     spent = timedelta(seconds=round(state.seconds))
     loss = "" if val is None else f", val loss {val:.4f}"

@@ -1,0 +1,126 @@
+"""A text of one's own in one argument: what it sets, how small it may be, and its line ends."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from accel_gpt.cli import dispatch
+from accel_gpt.config.data import PrepareConfig
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import load_config
+from accel_gpt.console import run_main
+from accel_gpt.data.shards import open_split, read_index
+from accel_gpt.data.tokenizer import load_tokenizer
+from accel_gpt.data.tokenizer_json import EOT
+from accel_gpt.errors import UserError
+from accel_gpt.prepare.prepare import prepare
+from accel_gpt.training.run_folder import RunFolder
+from tests.conftest import QUIET, launch, text_of
+
+
+def load(folder: Path, *words: str, text: str = "") -> Config:
+    path = folder / "x.yaml"
+    path.write_text(f"out_dir: runs/x\ndata: {{train: data/y, prepare: {{source: stdlib}}{text}}}")
+    return load_config([str(path), *words], "test")
+
+
+def test_a_text_takes_the_place_of_the_data_of_the_config(tmp_path: Path) -> None:
+    data = load(tmp_path, "--data.text", "a b/*.txt", "--data.tokenizer", "bytes").data
+    assert (data.train, data.text) == ("runs/x/data", None)
+    prepared = (data.prepare.source, data.prepare.path, data.prepare.tokenizer)
+    assert prepared == ("auto", "a b/*.txt", "bytes")
+    words = ("--data.text", "x.log", "--data.prepare.source", "text", "--out_dir", "runs/z")
+    data = load(tmp_path, *words).data
+    assert (data.train, data.prepare.source) == ("runs/z/data", "text")
+
+
+def test_data_are_named_once(tmp_path: Path) -> None:
+    for key in ("data.train", "data.prepare.path"):
+        with pytest.raises(UserError, match=rf"data.text is a.txt and {key} is b; give one"):
+            load(tmp_path, "--data.text", "a.txt", f"--{key}", "b")
+    with pytest.raises(UserError, match=r"data.text is a.txt and data.train is data/y"):
+        load(tmp_path, text=", text: a.txt")
+
+
+def test_a_text_in_the_place_of_a_data_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_text("text")
+    with pytest.raises(UserError, match=r"a file where a folder .* write --data.text .*input.txt"):
+        load(tmp_path, "--data.train", str(tmp_path / "input.txt"))
+
+
+@pytest.mark.slow
+def test_a_run_on_a_text_resumes_when_the_text_is_gone(
+    small_run: Callable[..., list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "rows.jsonl"
+    text.write_text("".join(json.dumps({"text": text_of(40, i)}) + "\n" for i in range(3)))
+    words = small_run("--data.text", str(text), "--data.prepare.tokenizer", "bpe", *QUIET)
+    assert launch([*words, "--train.max_steps", "4"]) == 0
+    assert capfd.readouterr().err.count("its bpe has") == 1
+    text.unlink()
+    more = ("--train.max_steps", "6", "--checkpoint.allow_change", "train.max_steps")
+    assert launch([*words, *more]) == 0
+    assert RunFolder(tmp_path / "run").step == 6
+    seen = capfd.readouterr()
+    assert "prepared" not in seen.out
+    assert launch([str(tmp_path / "run" / "config.yaml")]) == 0  # as the run recorded it
+
+
+@pytest.mark.parametrize("rows", range(1, 6))
+def test_few_documents_have_both_splits(tmp_path: Path, rows: int) -> None:
+    text = tmp_path / "a.jsonl"
+    text.write_text("".join(json.dumps({"text": f"row {i} " * 9}) + "\n" for i in range(rows)))
+    config = PrepareConfig("auto", str(text), tokenizer="bytes", val_fraction=0.2, workers=1)
+    prepare(config, tmp_path / "out")
+    train, val = (open_split(tmp_path / "out", name) for name in ("train", "val"))
+    assert train.tokens + val.tokens == rows * (9 * 6 + 1)
+    assert val.tokens >= 2 <= train.tokens
+    assert sum(s.bytes or 0 for split in (train, val) for s in split.shards) == rows * 9 * 6
+    assert read_index(tmp_path / "out")["prepared"]["source"] == "jsonl"
+    text.unlink()
+    assert not prepare(config, tmp_path / "out")
+
+
+def test_line_ends_of_windows_become_those_of_unix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever a file is cut: between chunks, pieces and splits."""
+    monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 20)
+    monkeypatch.setattr("accel_gpt.text.readers.CHUNK_BYTES", 7)
+    text = "ab cd\n\nefg. h\n  \n" * 4
+    config = PrepareConfig("text", str(tmp_path / "a.txt"), tokenizer="chars", workers=1)
+    for lines in ("\n", "\r\n"):
+        (tmp_path / "a.txt").write_bytes(text.replace("\n", lines).encode())
+        for i in range(1, 20, 3):
+            out = tmp_path / f"out{i}"
+            prepare(replace(config, val_fraction=i / 20), out)
+            tokenizer, both = load_tokenizer(out), ""
+            for name in ("train", "val"):
+                split = open_split(out, name)
+                both += tokenizer.decode(split.read(0, 0, split.tokens).tolist())
+            assert both == text
+            shutil.rmtree(out)
+    prepare(replace(config, keep_crlf=True), tmp_path / "kept")
+    assert "\r" in load_tokenizer(tmp_path / "kept").decode(range(10))
+
+
+def test_a_text_is_prepared_by_its_name_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b").mkdir()
+    for name in ("input.txt", "b/1.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"text": "some text\r\n" * 9}) + "\n")
+    options = ("--tokenizer", "bytes", "--workers", "1")
+    for word, out in (("input.txt", "input_bytes"), ("b", "b_bytes"), ("b/*", "b_bytes")):
+        shutil.rmtree(tmp_path / "data", ignore_errors=True)
+        assert run_main(dispatch, ["prepare", word, *options]) == 0
+        tokenizer, split = load_tokenizer(f"data/{out}"), open_split(f"data/{out}", "train")
+        assert tokenizer.decode(split.read(0, 0, split.tokens).tolist()).partition(EOT)[0]
+    capsys.readouterr()
+    assert run_main(dispatch, ["prepare", "inptu.txt"]) == 2
+    assert "inptu.txt does not exist" in capsys.readouterr().err

@@ -1,7 +1,13 @@
-"""Ladders: the fit of a scaling law, what it predicts, its errors."""
+"""Ladders: the fit of a scaling law, what it predicts, its errors; killed and started again."""
 
 import json
+import os
+import random
 import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +21,11 @@ from accel_gpt.cost.scaling_fit import HUBER, fit_law, minimize
 from accel_gpt.errors import UserError
 from accel_gpt.report.plots import ladder_png
 
+# of rungs so short that no law holds
+ANY_FIT = (
+    "import sys, accel_gpt.cost.scaling_fit as fit; fit.FLAT, fit.STEEPEST = -1.0, 1e9\n"
+    "from accel_gpt.commands.ladder import main; sys.exit(main(sys.argv[1:]))\n"
+)
 GIVEN = {"data.tokenizer": "bytes", "train.tokens_per_step": 512, "model.block_size": 64}
 WIDTHS = (0.7e6, 0.9e6, 3.4e6, 4.2e6)  # parameters
 
@@ -203,3 +214,31 @@ def test_the_quickstart_has_a_shipped_ladder(capsys: pytest.CaptureFixture[str])
     assert value == pytest.approx(1.5909, rel=0.01)  # docs/fast.md: measured
     assert low < 1.5909 < high
     assert found["doubts"] == []
+
+
+# --------------------------------------------------------------------------- the command
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_it_is_the_same_ladder(
+    small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Tiny rungs: one ladder in one go, another killed with its runs, again and again."""
+    command = [sys.executable, "-c", ANY_FIT, *small_run("--checkpoint.every", "2")]
+    command += ["--train.tokens_per_step", "128", "--train.micro_batch_size", "4"]
+    command += ["--depths", "1,2", "--seeds", "1,2", "--ratios", "0.01", "--out"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run([*command, str(whole)], check=True, capture_output=True)
+    generator, kills = random.Random(1), 0
+    while not (killed / "ladder.json").exists():
+        process = subprocess.Popen([*command, str(killed)], stderr=subprocess.DEVNULL)
+        with_time = generator.uniform(4, 14) if kills < 5 else 600
+        try:
+            assert process.wait(with_time) == 0
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            kills += 1
+    same = (whole / "ladder.json").read_text().replace('"title": "whole"', '"title": "killed"')
+    assert kills
+    assert (killed / "ladder.json").read_text() == same

@@ -39,7 +39,7 @@ def whole_examples(rows: Tokens, split: Split) -> Tokens:
     """
     if not split.completions or split.eot_id is None:
         return rows
-    ends = token_ids(rows) == split.eot_id
+    ends = rows == split.eot_id  # not the padding, which is no target
     last = rows.shape[1] - 1 - ends[:, ::-1].argmax(axis=1)
     after = np.arange(rows.shape[1]) > last[:, None]
     return np.where(after & ends.any(axis=1, keepdims=True), ~split.eot_id, rows)

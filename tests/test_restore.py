@@ -217,3 +217,22 @@ def test_no_advice_to_load_what_executes_code_is_passed_on(tmp_path: Path) -> No
     assert load_error(caught.value) == (
         "it holds objects other than tensors and plain values, which are not loaded"
     )
+
+
+def test_a_longer_run_needs_no_permission_where_no_step_changes(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    constant = [*QUIET, "--schedule.name", "constant", "--train.max_steps"]
+    whole = tmp_path / "whole"
+    assert launch(small_run(*constant, "6", "--out_dir", str(whole))) == 0
+    assert launch(small_run(*constant, "4")) == 0
+    assert launch(small_run(*constant, "4")) == 0
+    assert "is finished: it has trained all of its 4 steps" in capsys.readouterr().err
+    assert launch(small_run(*constant, "6")) == 0
+    assert records(tmp_path / "run")[-1]["eval/val_loss"] == records(whole)[-1]["eval/val_loss"]
+    assert launch(small_run(*constant, "5")) == 2
+    assert "is at step 6, beyond the 5 of the config; lengthen" in capsys.readouterr().err
+    cosine = [*QUIET, "--out_dir", str(tmp_path / "cosine"), "--train.max_steps"]
+    assert launch(small_run(*cosine, "4")) == 0
+    assert launch(small_run(*cosine, "6")) == 2
+    assert "allow_change train.max_steps" in capsys.readouterr().err

@@ -21,13 +21,14 @@ from safetensors.torch import load_file
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat
-from accel_gpt.config.plan import Plan
+from accel_gpt.config.plan import Plan, make_plan
 from accel_gpt.data.corpus import source_changes
-from accel_gpt.errors import CheckpointError, DivergedError, UserError, first_line
+from accel_gpt.errors import CheckpointError, DivergedError, UserError, first_line, require
 from accel_gpt.files import write_file
+from accel_gpt.launcher import world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.sharding import load_full
-from accel_gpt.optim.groups import state_names
+from accel_gpt.optim.groups import fraction_at, state_names
 from accel_gpt.training.anomalies import format_ranges, ranges
 from accel_gpt.training.checkpoint import (
     is_checkpoint,
@@ -66,6 +67,7 @@ BITS = (
     *("train.micro_batch_size", "train.mixed_precision"),
     *("train.matmul_precision", "train.cpu_threads"),
 )
+LENGTH = ("train.max_steps", "train.max_tokens")
 NOT_TOLD = "not told"  # stands for a path in the config of a checkpoint from the Hub
 
 
@@ -88,7 +90,7 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
         path = find_resume(out_dir, config.checkpoint.resume, log)
         if path:
             saved = read_state(path)
-            allowed = config.checkpoint.allow_change
+            allowed = config.checkpoint.allow_change + length_keys(config, saved, log)
             if config.data.allow_change:
                 allowed += ("data.train",)
             check_same_run(path, saved, now, allowed)
@@ -102,6 +104,28 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
 
     chosen: Path | None = on_main(choose)
     return chosen
+
+
+def length_keys(config: Config, saved: TrainState, log: Callable[[str], None]) -> tuple[str, ...]:
+    """The keys of the run's length if no step up to `saved` would have had another learning rate.
+
+    Raises `UserError` for a run that is shorter than what it has trained.
+    """
+    plan, (steps, tokens) = make_plan(config, world_size()), map(saved.config.get, LENGTH)
+    require(
+        saved.step <= plan.max_steps,
+        f"{config.out_dir} is at step {saved.step:,}, beyond the {plan.max_steps:,} of the config; "
+        "lengthen the run, or set another out_dir",
+    )
+    if saved.step == plan.max_steps:
+        log(f"{config.out_dir} is finished: it has trained all of its {saved.step:,} steps")
+    if not (steps or tokens):  # of a version that had other keys
+        return ()
+    train = replace(config.train, max_steps=steps, max_tokens=tokens)
+    before = replace(config, train=train)
+    old, done = make_plan(before, world_size()), range(saved.step)
+    same = all(fraction_at(n, config, plan) == fraction_at(n, before, old) for n in done)
+    return LENGTH if same else ()
 
 
 def find_resume(

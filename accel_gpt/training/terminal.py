@@ -133,11 +133,11 @@ def last_words(config: Config, plan: Plan, state: TrainState, signal_name: str |
             f"train.stop_at: saved at step {state.step:,} of {plan.max_steps:,} after {spent}"
             f"{loss}; launch again without it to continue"
         )
+    allow = f" and --checkpoint.allow_change {length}" * (config.schedule.name != "constant")
     return (
         f"{state.step:,} steps, {state.tokens:,} tokens in {spent}{loss}\n"
         f"  run         {out} (metrics.csv, metrics.jsonl, samples/, checkpoints/)\n"
         f'  try         accel-gpt sample {out} --prompt "..."\n'
         f"  curves      tensorboard --logdir {out}\n"
-        f"  go on       the same command with a larger {length} and "
-        f"--checkpoint.allow_change {length}"
+        f"  go on       the same command with a larger {length}{allow}"
     )

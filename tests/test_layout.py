@@ -42,7 +42,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 10_263  # goal: 8,000
+INNER_LINES = 10_287  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -60,7 +60,7 @@ LINES = {
     "data": 3_113,  # 2,315
     "text": 1_372,  # 820
     "prepare": 1_212,  # 780
-    "training": 4_851,  # 3,020
+    "training": 4_875,  # 3,020
     "evals": 870,  # 760
     "report": 933,  # 740
     "hub": 2_045,  # 1,800

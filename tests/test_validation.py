@@ -92,7 +92,7 @@ def test_under_fsdp_every_rank_does_as_many_batches(corpus: Path, model: GPT) ->
     for rank in range(3):
         part, beats = Member(rank, 3, [], None), list[int]()  # type: ignore[arg-type]
         part.distributed_type, part.reduce = DistributedType.FSDP, lambda value, _: value  # type: ignore[method-assign]
-        parts.append(score(model, split, part, beat=lambda beats=beats: beats.append(1)))
+        parts.append(score(model, split, part, beat=lambda *_, beats=beats: beats.append(1)))
         counts.append(len(beats))
     assert len(set(counts)) == 1
     assert sum(p.tokens for p in parts) == alone.tokens
@@ -112,7 +112,7 @@ def test_nothing_is_kept_of_a_batch(corpus: Path, model: GPT) -> None:
     """A tensor kept of each would grow the memory on a CPU: see `score_sequences`."""
     alive: list[int] = []
 
-    def beat() -> None:
+    def beat(*_: int) -> None:
         alive.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()))
 
     score(model, open_split(corpus, "val"), Accelerator(cpu=True), beat=beat)

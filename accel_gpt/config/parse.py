@@ -42,12 +42,12 @@ def load_config(
     essential = () if "--help-all" in words else ESSENTIAL
     show_help_if_asked(Config, words, f"{prog} CONFIG", essential)
     require(bool(path), f"no config file given; usage: {prog} CONFIG [--section.key v]")
-    given, options = read_values(Config, str(resolve_config(path)), []), read_options(Config, words)
-    if (chosen := dict(options)).get("model.depth") is not None:
+    given = read_values(Config, str(resolve_config(path)), words)
+    if (chosen := dict(read_options(Config, words))).get("model.depth") is not None:
         from accel_gpt.config.depth import SHAPE
 
-        given = {key: value for key, value in given.items() if key not in SHAPE}
-    return config_of({**given, **chosen}, inherit)
+        given = {key: v for key, v in given.items() if key in chosen or key not in SHAPE}
+    return config_of(given, inherit)
 
 
 def config_of(

@@ -250,7 +250,7 @@ def test_under_fsdp_every_process_does_as_many_batches(
         beats: list[int] = []
         part: Any = Member(rank, 4, [], None)  # type: ignore[arg-type]
         part.distributed_type, part.reduce = DistributedType.FSDP, lambda value, _: value
-        total += ending_losses(model, questions, part, 1, lambda beats=beats: beats.append(1))
+        total += ending_losses(model, questions, part, 1, lambda *_, beats=beats: beats.append(1))
         counts.append(len(beats))
     assert len(set(counts)) == 1
     assert total.tolist() == alone.tolist()

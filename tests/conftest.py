@@ -266,6 +266,7 @@ def gpt2_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         special_tokens={"<|endoftext|>": len(tokens)},
     )
     monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": encoding}.__getitem__)
+    monkeypatch.setattr("accel_gpt.data.tokenizer.tiktoken_has_gpt2", lambda: True)
 
 
 @pytest.fixture(autouse=True)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from accel_gpt.errors import UserError
-from accel_gpt.hub.client import (
+from accel_gpt.data.hub_client import (
     UnreachableError,
     download_repo,
     hub_errors,
     parse_repo,
 )
+from accel_gpt.errors import UserError
 from tests.hub_server import HubServer, no_waiting, point_at
 
 REPO = "tester/model"

@@ -201,6 +201,7 @@ def test_gpt2_without_its_files_names_the_cache(monkeypatch: pytest.MonkeyPatch)
     def offline(name: str) -> None:
         raise ConnectionError(name)
 
+    monkeypatch.setattr("accel_gpt.data.tokenizer.tiktoken_has_gpt2", lambda: True)
     monkeypatch.setattr("tiktoken.get_encoding", offline)
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
         make_tokenizer("gpt2", 0, corpus)

@@ -25,8 +25,9 @@ WARM_UP = 1000  # characters encoded before the clock starts: patterns are compi
 def compare(path: str, specs: Sequence[str], data: DataConfig) -> dict[str, Any]:
     """The report on the text in the file `path`; see the module.
 
-    `specs`: gpt2, bytes, a tokenizer.json, or a data folder or URL. Raises `UserError` for what is
-    not there or is no UTF-8; a tokenizer that cannot encode the text is a problem of the report.
+    `specs`: gpt2, bytes, a tokenizer.json, a Hub id, or a data folder or URL. Raises `UserError`
+    for what is not there or is no UTF-8; a tokenizer that cannot encode the text is a problem of
+    the report.
     """
     text = clean(read(Path(path)))
     size = len(text.encode())
@@ -53,14 +54,9 @@ def read(path: Path) -> str:
 
 def find_tokenizer(spec: str, data: DataConfig) -> Tokenizer:
     """The tokenizer that `spec` names, or that goes with the data at `spec`."""
-    if spec in ("gpt2", "bytes") or Path(spec).is_file() or (Path(spec) / FILE).is_file():
-        return named_tokenizer(spec)
-    if is_url(spec) or Path(spec).is_dir():
+    if is_url(spec) or (Path(spec).is_dir() and not (Path(spec) / FILE).is_file()):
         return open_data(spec, "train", data)[1]
-    raise UserError(
-        f"--tokenizers has {spec!r}, which is no file; expected gpt2, bytes, a tokenizer.json, or "
-        "a folder or URL of data"
-    )
+    return named_tokenizer(spec, "--tokenizers", "gpt2, bytes, a folder or URL of data")
 
 
 def measure(tokenizer: Tokenizer, text: str, size: int) -> dict[str, Any]:

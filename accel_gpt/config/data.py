@@ -35,7 +35,8 @@ class PrepareConfig(Section, prefix="data.prepare."):
     the tokenizer, and only the completion, or the last message, is trained on. Training packs whole
     examples into sequences; it needs data.document_mask."""
     tokenizer: str = "gpt2"
-    """bytes, chars, bpe (trained on the text), gpt2, or the path of a tokenizer.json."""
+    """bytes, chars, bpe (trained on the text), gpt2, the path of a tokenizer.json, or a Hub id
+    (user/name)."""
     vocab_size: int = 4096
     """Vocabulary size of a trained bpe, including the end-of-text token; a small text reaches
     less."""
@@ -150,7 +151,7 @@ class DataConfig(Section, prefix="data."):
     null: the val splits of data.train."""
     tokenizer: str | None = None
     """Tokenizer of data that does not name one (shards of other projects, streamed text): gpt2,
-    bytes or the path of a tokenizer.json."""
+    bytes, the path of a tokenizer.json, or a Hub id (user/name)."""
     shuffle: Literal["global", "groups", "shards", "none", "replacement"] = "global"
     """global: a new permutation of all sequences each epoch. groups: shards in random order, a
     permutation of the sequences of each shuffle_group shards. shards: shards in random order, each

@@ -152,7 +152,7 @@ def vocabulary(given: Mapping[str, Any]) -> int:
         tokenizer = given.get("data.prepare.tokenizer", PrepareConfig.tokenizer)
     trained = given.get("data.prepare.vocab_size", PrepareConfig.vocab_size)
     size = given.get("model.vocab_size") or tokenizer_vocabulary(tokenizer, trained)
-    size = size or prepared_vocabulary(given.get("data.train"))
+    size = size or prepared_vocabulary(given.get("data.train")) or file_vocabulary(str(tokenizer))
     require(
         size is not None,
         f"model.depth is {given['model.depth']}, from which the batch follows with the size of the "
@@ -165,6 +165,22 @@ def vocabulary(given: Mapping[str, Any]) -> int:
 def tokenizer_vocabulary(name: str | None, trained: int) -> int | None:
     """Tokens of a tokenizer by its name, of bpe the `trained` ones; None where no name tells it."""
     return trained if name == "bpe" else KNOWN_VOCABULARIES.get(str(name))
+
+
+def file_vocabulary(name: str) -> int | None:
+    """Tokens of the tokenizer.json at a path, or of a Hub id if it is in the cache; else None."""
+    path: Any = Path(name, "tokenizer.json") if Path(name).is_dir() else name
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        if not Path(name).exists() and "/" in name:
+            from huggingface_hub import try_to_load_from_cache
+
+            repo, _, revision = name.removeprefix("hf://").partition("@")
+            path = try_to_load_from_cache(repo, "tokenizer.json", revision=revision or None)
+        content = read_json(Path(path))
+        known = content["model"]["vocab"]
+        ids = known.values() if isinstance(known, dict) else range(len(known))
+        return int(max([*ids, *(token["id"] for token in content["added_tokens"])])) + 1
+    return None
 
 
 def prepared_vocabulary(train: Any) -> int | None:

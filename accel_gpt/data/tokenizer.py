@@ -4,9 +4,12 @@ Reads any tokenizer.json of Hugging Face's format, what lies beside it, and a fo
 versions; writes tokenizer.json so that `tokenizers` and transformers open it as well.
 """
 
+import contextlib
 import hashlib
 import json
+import os
 import re
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -20,7 +23,7 @@ from numpy.typing import NDArray
 from accel_gpt.data import tokenizer_json
 from accel_gpt.data.shards import Split, token_dtype
 from accel_gpt.data.tokenizer_json import BYTE_CHARS, CONFIG, EOT, FILE, PATTERN
-from accel_gpt.errors import AccelGPTError, DataError, UserError, require
+from accel_gpt.errors import AccelGPTError, DataError, UserError
 
 if TYPE_CHECKING:
     import tiktoken
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
 Ids = NDArray[Any]
 
 OLD_FORMAT = "accel_gpt-tokenizer"  # which earlier versions wrote
+# GPT-2's vocab.bpe and encoder.json in tiktoken's cache: SHA-1 of the URL that each comes from
+TIKTOKEN_FILES = (
+    *("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"),
+)
 
 
 class Tokenizer(ABC):
@@ -241,31 +248,54 @@ def clean(text: str) -> str:
 def named_tokenizer(
     spec: str, key: str = "data.tokenizer", kinds: str = "gpt2, bytes"
 ) -> Tokenizer:
-    """The tokenizer of a config: gpt2, bytes or a path; `UserError` for anything else."""
+    """The tokenizer of a config: gpt2, bytes, a path or a repository on the Hub.
+
+    `UserError` for anything else. A path that is there comes first; a Hub id has an owner.
+    """
     if spec == "gpt2":
         return load_gpt2()
     if spec == "bytes":
         return BytesTokenizer()
-    require(
-        Path(spec).exists(),
-        f"{key} is {spec!r}, which is no file; expected {kinds} or the path of a tokenizer.json",
+    if Path(spec).exists():
+        return load_tokenizer(spec)
+    if "/" in spec and not spec.endswith(".json"):
+        from accel_gpt.data.hub_client import SCHEME, download_tokenizer, is_repo
+
+        if is_repo(spec.removeprefix(SCHEME).partition("@")[0]):
+            return load_tokenizer(download_tokenizer(spec))
+    raise UserError(
+        f"{key} is {spec!r}, which is no file; expected {kinds}, the path of a tokenizer.json or a "
+        "Hub id (user/name)"
     )
-    return load_tokenizer(spec)
 
 
 def load_gpt2() -> Tokenizer:
-    """GPT-2's 50,257 tokens, from tiktoken's cache or the network."""
+    """GPT-2's 50,257 tokens, from tiktoken's cache, the Hub's cache or the network."""
     import tiktoken
 
+    if not tiktoken_has_gpt2():
+        from accel_gpt.data.hub_client import cached_gpt2_folders
+
+        for folder in cached_gpt2_folders():
+            with contextlib.suppress(AccelGPTError):
+                if (found := load_tokenizer(folder)).kind == "gpt2":
+                    return found
     try:
         encoding = tiktoken.get_encoding("gpt2")
     except Exception as error:  # requests' errors, or OSError and ValueError of the cache
         raise UserError(
             f"the gpt2 tokenizer could not be fetched by tiktoken ({type(error).__name__}); connect"
-            " once, set TIKTOKEN_CACHE_DIR to a folder that holds its files, or choose "
-            "data.prepare.tokenizer bpe"
+            " once, set TIKTOKEN_CACHE_DIR to a folder that holds its files, run hf download "
+            "openai-community/gpt2 where there is a network, or choose data.prepare.tokenizer bpe"
         ) from None
     return RankTokenizer("gpt2", encoding)
+
+
+def tiktoken_has_gpt2() -> bool:
+    """Whether tiktoken's cache, found as by its load.py, holds GPT-2's two files."""
+    folder = os.environ.get("DATA_GYM_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache")
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR", folder)
+    return all((Path(folder) / name).is_file() for name in TIKTOKEN_FILES)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -16,6 +16,7 @@ from accel_gpt.errors import DataError, UserError
 from accel_gpt.files import load_json, read_json, read_text
 
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+HUB_FILES = (FILE, CONFIG, TEMPLATE, "vocab.json", "merges.txt")
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 # Keys of tokenizer_config.json that name Python code to run, or files of the machine that wrote it.

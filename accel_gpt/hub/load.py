@@ -16,10 +16,10 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.corpus import Corpus
+from accel_gpt.data.hub_client import download_repo
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError, first_line, require
 from accel_gpt.files import read_json
-from accel_gpt.hub.client import download_repo
 from accel_gpt.hub.hf_weights import Tensors, load_weights
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.model.gpt import GPT

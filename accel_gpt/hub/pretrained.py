@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.config.experiment import Config
+from accel_gpt.data.hub_client import SCHEME, download_repo
+from accel_gpt.data.tokenizer_json import HUB_FILES
 from accel_gpt.errors import CheckpointError, require
 from accel_gpt.files import read_json
-from accel_gpt.hub.client import SCHEME, download_repo
 from accel_gpt.hub.hf_config import read_hf_config
 
-SMALL_FILES = ("config.json", "tokenizer*.json", "chat_template.jinja", "vocab.json", "merges.txt")
+SMALL_FILES = ("config.json", *HUB_FILES)
 TOKENIZER_KEYS = ("data.tokenizer", "data.prepare.tokenizer")
 # fields of ModelConfig that a config may change, and those that are no part of the shape
 CHANGEABLE = ("init_std", "norm_eps", "rope_")

@@ -14,9 +14,9 @@ from typing import Any
 from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import leaves
+from accel_gpt.data.hub_client import parse_repo
 from accel_gpt.errors import UserError
 from accel_gpt.files import link, sha256
-from accel_gpt.hub.client import parse_repo
 from accel_gpt.redact import may_be_secret, public_metric, public_name, public_source
 from accel_gpt.training.checkpoint import read_checkpoint_json, write_json
 from accel_gpt.training.machine import PACKAGES

@@ -19,8 +19,8 @@ from typing import TypeVar
 
 from safetensors import SafetensorError
 
+from accel_gpt.data.hub_client import UnreachableError, hub_errors, is_repo
 from accel_gpt.errors import UserError, require
-from accel_gpt.hub.client import UnreachableError, hub_errors, is_repo
 from accel_gpt.hub.export import write_model
 from accel_gpt.hub.load import STATE, load_pretrained
 from accel_gpt.hub.model_card import write_card

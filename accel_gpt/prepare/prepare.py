@@ -28,7 +28,7 @@ from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import INDEX, index_dtype, read_index
-from accel_gpt.data.tokenizer import load_tokenizer
+from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.files import locked_file, read_json, sync, write_file
 from accel_gpt.prepare.bpe import make_tokenizer
@@ -312,7 +312,7 @@ def resume(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], so
         raise DataError("standard input cannot be read again")
     given = None
     if config.tokenizer not in TOKENIZER_NAMES and config.source != "shards":
-        given = load_tokenizer(config.tokenizer).fingerprint
+        given = named_tokenizer(config.tokenizer).fingerprint
     try:
         journal = read_json(folder / JOURNAL)
         if journal["version"] != JOURNAL_VERSION:

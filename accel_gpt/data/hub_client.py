@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
+from accel_gpt.data.tokenizer_json import FILE, HUB_FILES
 from accel_gpt.errors import UserError, first_line, require
 
 SCHEME = "hf://"
@@ -50,6 +51,27 @@ def parse_repo(name: str) -> tuple[str, str | None]:
         f"{name} is neither a folder nor a repository on the Hub (user/name, user/name@revision)",
     )
     return f"openai-community/{repo}" if repo in OPENAI else repo, revision or None
+
+
+def download_tokenizer(name: str) -> Path:
+    """Download the tokenizer of a repository as `download_repo`; return its folder."""
+    folder = download_repo(name, *HUB_FILES)
+    require(
+        (folder / FILE).is_file() or (folder / "vocab.json").is_file(),
+        f"{name} has no {FILE} on the Hub, or the Hub cannot be reached and the cache has none; "
+        "name a repository that has one",
+    )
+    return folder
+
+
+def cached_gpt2_folders() -> Iterator[Path]:
+    """Folders of the Hub's cache that may hold GPT-2's tokenizer, without a request."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for repo in ("openai-community/gpt2", "gpt2"):
+        for name in (FILE, "vocab.json"):
+            if isinstance(found := try_to_load_from_cache(repo, name), str):
+                yield Path(found).parent
 
 
 def download_repo(name: str, *patterns: str) -> Path:

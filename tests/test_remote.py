@@ -206,7 +206,7 @@ def test_bytes_arrive_right_under_every_fault(
 
 
 def test_broken_transfer_goes_on_where_it_broke(server: Server, opened: Opener) -> None:
-    server.drops = 1
+    server.drops, server.delay = 1, 0.05  # it breaks long after the first piece
     opened().fetch(NAMES[0])
     (asked,) = server.ranges  # what the client had not yet read when it broke comes again
     assert 0 < int(asked.removeprefix("bytes=").removesuffix("-")) <= SIZE // 2

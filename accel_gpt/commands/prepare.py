@@ -10,7 +10,7 @@ from accel_gpt.config.parse import build, parse_command, read_values
 from accel_gpt.config.shipped import resolve_config, shipped_configs
 from accel_gpt.console import write_out
 from accel_gpt.data.sources import is_url
-from accel_gpt.errors import require
+from accel_gpt.errors import UserError, require
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,14 @@ class PrepareCommand(PrepareConfig):
 
 
 def main(argv: Sequence[str]) -> int:
+    """Make a data folder; errors name the options of this command, not the keys of a config."""
+    try:
+        return prepare_folder(argv)
+    except UserError as error:
+        raise type(error)(str(error).replace("data.prepare.", "--")) from None
+
+
+def prepare_folder(argv: Sequence[str]) -> int:
     """Make a data folder, or a part of one, or join the parts."""
     options = parse_recipe(argv)
     values = {f.name: getattr(options, f.name) for f in fields(PrepareConfig)}

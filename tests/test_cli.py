@@ -90,6 +90,20 @@ def test_prepare_train_and_sample_from_another_folder(
     assert greedy[0] == greedy[1]
 
 
+@pytest.mark.slow
+def test_smoke_goes_through_all_and_leaves_nothing(
+    tmp_path: Path, small_run: Arguments, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    assert call("train", *small_run("--smoke", "--train.max_steps", "1000")) == 0
+    told = capfd.readouterr()
+    assert "checkpoints and resuming work" in told.out
+    assert "saved at step 2 of 4" in told.err
+    assert "resuming" in told.err
+    assert sorted(tmp_path.iterdir()) == before
+    assert call("train", *small_run("--smoke", "--data.train", "nowhere")) == 2
+
+
 def test_a_sentence_keeps_its_beginning_and_end(capsys: pytest.CaptureFixture[str]) -> None:
     def main(_: object) -> int:
         raise UserError(f"a value is {'x' * 100_000}; expected another")

@@ -1,6 +1,7 @@
 """`accel-gpt train CONFIG`: train in this process; `accelerate launch` starts more of them.
 
-With `--dump_config` it writes the config, every key with its meaning, and trains nothing.
+With `--dump_config` it writes the config, every key with its meaning, and trains nothing. With
+`--smoke` it makes four steps through all that a run does, in a temporary folder.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,10 @@ def main(argv: Sequence[str]) -> int:
         words = [word for word in argv if word != "--dump_config"]
         write_out(commented_yaml(named_config(words, inherit)))
         return 0
+    if "--smoke" in argv:
+        from accel_gpt.commands.smoke import smoke
+
+        return smoke([word for word in argv if word != "--smoke"])
     config = load_config(argv, "accel-gpt train", inherit)
     from accel_gpt.train import launch
 

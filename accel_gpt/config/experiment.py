@@ -302,7 +302,8 @@ class Config(Section):
     """Train a GPT as CONFIG says: a YAML file, or the name of a shipped config, as quickstart.
 
     Any key can be set over it as --section.key value. --help-all lists all keys;
-    --dump_config writes them all as a YAML file. Examples:
+    --dump_config writes them all as a YAML file. --smoke tries the config: four steps, with
+    evaluation, samples, checkpoints and resuming, in a temporary folder. Examples:
       accel-gpt train quickstart
       accel-gpt train configs/gpt2_124m.yaml --out_dir runs/small --train.max_steps 1000
       accelerate launch accel_gpt/train.py gpt2_124m --train.mixed_precision bf16

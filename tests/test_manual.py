@@ -103,3 +103,8 @@ def test_configs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ):
         assert run_main(dispatch, ["config", *words]) == 2
         assert error in capsys.readouterr().err
+
+
+def test_options_count_as_for_a_run() -> None:
+    config = named_config(["gpt2_124m", "--train.max_steps", "5"])  # over its max_tokens
+    assert (config.train.max_steps, config.train.max_tokens) == (5, None)

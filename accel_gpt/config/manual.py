@@ -20,11 +20,10 @@ from accel_gpt.config.parse import (
     alternatives,
     config_of,
     is_section,
+    load_config,
     read_options,
-    read_values,
     to_plain,
 )
-from accel_gpt.config.shipped import resolve_config
 
 SCHEMA_FILE = "accel_gpt.schema.json"
 WIDTH = 96  # characters of a line of comments
@@ -38,11 +37,11 @@ def named_config(
     shipped config, a preset of the model, or without a name the defaults.
     """
     name, *options = words if words and not words[0].startswith("-") else ["", *words]
-    values: dict[str, Any] = {"model.preset": name} if name in PRESETS else {}
-    if name and not values:
+    if name and name not in PRESETS:
         inside = Path(name, "config.yaml")
-        path = inside if inside.is_file() else resolve_config(name)
-        values = read_values(Config, str(path), ())
+        path = str(inside) if inside.is_file() else name
+        return load_config([path, *options], "accel-gpt train --dump_config", inherit)
+    values: dict[str, Any] = {"model.preset": name} if name else {}
     return config_of(values | dict(read_options(Config, options)), inherit)
 
 

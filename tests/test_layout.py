@@ -42,7 +42,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 10_320  # goal: 8,000
+INNER_LINES = 10_332  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -53,7 +53,7 @@ HEAVY = {
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
     "": 1_227,
-    "config": 1_889,  # 1,160
+    "config": 1_905,  # 1,160
     "cost": 973,  # 420
     "model": 985,
     "optim": 515,  # 400

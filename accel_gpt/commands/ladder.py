@@ -17,7 +17,7 @@ from accel_gpt.commands.plan_time import split_tokens
 from accel_gpt.commands.plan_vocabulary import data_folders, vocabulary_size
 from accel_gpt.commands.series import Series, SeriesRun
 from accel_gpt.config.checks import Positional, Section
-from accel_gpt.config.depth import CHANNELS_PER_LAYER, HEAD_DIM, scaling_parameters
+from accel_gpt.config.depth import HEAD_DIM, scaling_parameters, width
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import config_of, parse_command, read_values, to_flat
 from accel_gpt.config.plan import plural
@@ -173,8 +173,8 @@ def depth_keys(given: Mapping[str, Any], depth: int) -> dict[str, Any]:
     """The keys of a size: the depth dial where the config has it, else its shape alone."""
     if given.get("model.depth") is not None:
         return {"model.depth": depth}
-    width = -(-depth * CHANNELS_PER_LAYER // HEAD_DIM) * HEAD_DIM
-    return dict(zip(SHAPE[1:], (depth, width // HEAD_DIM, width), strict=True))
+    channels = width(depth)
+    return dict(zip(SHAPE[1:], (depth, channels // HEAD_DIM, channels), strict=True))
 
 
 def rung_words(config: str, keys: Sequence[str], rung: Rung) -> list[str]:

@@ -14,7 +14,7 @@ from accel_gpt.commands.plan_time import plan_time
 from accel_gpt.commands.plan_vocabulary import data_folders
 from accel_gpt.config.depth import scaling_parameters
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat
+from accel_gpt.config.parse import to_flat, to_nested
 from accel_gpt.config.plan import make_plan
 from accel_gpt.config.shipped import shipped_folder
 from accel_gpt.console import table
@@ -242,17 +242,11 @@ def write_config(ladder: Ladder, best: Mapping[str, Any], out: Path) -> None:
     own = {"out_dir": f"runs/{out.stem}", **given_keys(ladder)}
     own |= depth_keys(ladder.config, best["depth"])
     own |= {"train.max_steps": best["steps"], "train.micro_batch_size": best["micro_batch_size"]}
-    nested: dict[str, Any] = {}
-    for key, value in own.items():
-        section, _, name = key.rpartition(".")
-        at = nested
-        for part in section.split(".") if section else ():
-            at = at.setdefault(part, {})
-        at[name] = list(value) if isinstance(value, tuple) else value
+    own = {key: list(v) if isinstance(v, tuple) else v for key, v in own.items()}
     text = f"# ladder {ladder.title}, depth {best['depth']}: val loss {best['loss']:.3f} expected ("
     text += f"{LEVEL:.0%}: {best['low']:.3f} to {best['high']:.3f}), {best['hours']:.3g} hours\n"
     try:
-        write_file(out, [(text + yaml.safe_dump(nested, sort_keys=False)).encode()])
+        write_file(out, [(text + yaml.safe_dump(to_nested(own), sort_keys=False)).encode()])
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {error.strerror}") from None
 

@@ -79,7 +79,7 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
         return given.get(key, found.get(key))
 
     found["model.n_layer"] = depth
-    found["model.n_embd"] = -(-depth * CHANNELS_PER_LAYER // HEAD_DIM) * HEAD_DIM
+    found["model.n_embd"] = width(depth)
     found["model.n_head"] = max(1, value("model.n_embd") // HEAD_DIM)
     shape = {key[6:]: item for key, item in (found | dict(given)).items() if key[:6] == "model."}
     model, vocab_size = ModelConfig(**shape), vocabulary(given)
@@ -106,6 +106,11 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
     if value("model.preset") == "fast" and value("optim.name") == "muon":
         found |= learning_rates(value, B, ratio, steps)
     return found
+
+
+def width(depth: int) -> int:
+    """The channels of a depth, whole heads."""
+    return -(-depth * CHANNELS_PER_LAYER // HEAD_DIM) * HEAD_DIM
 
 
 def learning_rates(value: Any, B: int, ratio: float, steps: int) -> dict[str, Any]:

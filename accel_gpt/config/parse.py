@@ -399,6 +399,18 @@ def to_flat(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def to_nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert dotted keys to nested mappings."""
+    found: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, last = key.split(".")
+        inner = found
+        for name in path:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+    return found
+
+
 def changed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of `config`, by dotted key, that are not the defaults of its preset."""
     preset = PRESETS.get(str(config.get("model.preset")), {})

@@ -15,7 +15,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import build, changed_keys
+from accel_gpt.config.parse import build, changed_keys, to_nested
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.data.shards import INDEX, open_split, read_index
@@ -123,7 +123,7 @@ def values_of_run(run: RunFolder, state: TrainState) -> dict[str, Any]:
         plan = make_plan(build(Config, state.config), state.world_size)
     except (UserError, TypeError, ValueError):  # the config of another version
         plan = None
-    text = yaml.safe_dump(nested(changed_keys(config)), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(to_nested(changed_keys(config)), sort_keys=False, allow_unicode=True)
     sampled = sorted((step for step in run.samples if step <= state.step), reverse=True)
     samples = ((step, text) for step in sampled for text in run.sample_texts(step))
     return {
@@ -238,15 +238,3 @@ def fenced(text: str, language: str) -> Markup:
 def single_line(text: str) -> str:
     """Return text without line breaks, control characters and tokens."""
     return " ".join(UNSEEN.sub(" ", redact_tokens(text)).split())
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn dotted keys into nested mappings."""
-    found: dict[str, Any] = {}
-    for key, value in flat.items():
-        *path, last = key.split(".")
-        inner = found
-        for name in path:
-            inner = inner.setdefault(name, {})
-        inner[last] = value
-    return found

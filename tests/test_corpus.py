@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,16 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import Plan
 from accel_gpt.data.corpus import sequences_given, source_changes
-from accel_gpt.errors import UserError
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.text.files import files
-from accel_gpt.text.streaming import TextCorpus, TextPosition
+from accel_gpt.text.streaming import TextCorpus, TextPosition, rank_sequences
 from accel_gpt.training.setup import open_corpus
 from accel_gpt.training.state import TrainState
 from tests.conftest import launch, text_of
 from tests.test_train import assert_same_weights, records, signal_after, weights
 
 Arguments = Callable[..., list[str]]
+Steps = list[tuple[Counter[bytes], dict[int, TextPosition]]]  # sequences, positions after them
 
 
 @pytest.fixture
@@ -224,7 +225,7 @@ def test_streamed_text_trains_stops_and_goes_on_exactly(
     assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 1
 
 
-def test_streamed_text_resumes_on_as_many_processes_and_another_begins_at_its_beginning(
+def test_other_streamed_text_begins_at_its_beginning(
     small_run: Arguments, streamed: list[str]
 ) -> None:
     first = opened(small_run(*streamed))
@@ -233,15 +234,37 @@ def test_streamed_text_resumes_on_as_many_processes_and_another_begins_at_its_be
     assert first.positions == (TextPosition(0, (0, 1, 2), 3),)
     marked = first.state_dict() | {"text_places": [[0, [0, 9, 0], 3, [[8, {"epoch": 0}]]]]}
     first.load_state_dict(marked)
-    assert first.marks == ({8: {"epoch": 0}},)
-    first.load_state_dict(state)
-    with pytest.raises(UserError, match="on 1 processes and cannot go on with 2"):
-        first.loader(Plan(2, 1, 32, 1, 1, 0, 1), 0, torch.device("cpu"), 0)
+    assert first.bookmarks == {0: {8: {"epoch": 0}}}
     changed = [option.replace("val_fraction: 0.1", "val_fraction: 0.2") for option in streamed]
     other = opened(small_run(*changed))
     other.load_state_dict(state)
     assert other.positions == ()
     assert source_changes(state, other.state_dict())  # refused without data.allow_change
+
+
+@pytest.mark.parametrize("first", [1, 2, 4])
+def test_streamed_text_goes_on_with_the_same_steps_on_any_number_of_processes(
+    small_run: Arguments, streamed: list[str], first: int
+) -> None:
+    """24 sequences a step of 32 tokens, the whole text in 10 of them."""
+
+    def steps(world: int, starts: tuple[TextPosition, ...], position: int) -> Steps:
+        """The sequences of five steps, and the positions of the shares after each."""
+        plan, ranks = Plan(world, 1, 32, 1, 1, 0, 1), range(world)
+        parts = [rank_sequences(text, starts, {}, plan, rank, position) for rank in ranks]
+        found: Steps = []
+        for _ in range(5):
+            one = [next(parts[rank]) for _ in range(24 // world) for rank in ranks]
+            places = {share: at for _, places in one[-world:] for share, at in places.items()}
+            found.append((Counter(tokens.tobytes() for tokens, _ in one), places))
+        return found
+
+    text = opened(small_run(*streamed)).text
+    begun = steps(first, (TextPosition(),) * first, 0)
+    places = begun[1][1]
+    assert sorted(places) == list(range(first))
+    for world in (1, 2, 3, 4, 6, 8):
+        assert steps(world, tuple(places[i] for i in range(first)), 48)[:3] == begun[2:]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Real processes: `accelerate launch`, `torchrun`, two gloo processes, signals to the launcher."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.conftest import text_of
 from tests.test_train import assert_same_weights, records, weights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,19 +63,29 @@ def test_two_processes_reach_the_losses_of_one(
 
 
 @pytest.mark.slow
-def test_another_number_of_processes_goes_on(small_run: Arguments, tmp_path: Path) -> None:
-    alike = ["--train.micro_batch_size", "2"]
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
-    finish([*TORCHRUN, TRAIN, *small_run(*alike, "--out_dir", str(whole))], tmp_path)
-    options = small_run(*alike, "--out_dir", str(moved))
-    short = ["--train.max_steps", "8", "--schedule.decay_steps", "10"]
-    full = ["--schedule.decay_steps", "10"]
-    finish([*TORCHRUN, "--nproc_per_node", "2", TRAIN, *options, *short], tmp_path)
-    allow = ["--checkpoint.allow_change", "train.max_steps"]
-    shown = finish([*TORCHRUN, TRAIN, *options, *full, *allow], tmp_path)
-    assert "from step 8" in shown
-    for alone, shared in zip(records(whole), records(moved), strict=True):
-        assert shared["train/loss"] == pytest.approx(alone["train/loss"], abs=1e-5)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_another_number_of_processes_goes_on(
+    streamed: bool, small_run: Arguments, tmp_path: Path
+) -> None:
+    lines = [json.dumps({"text": text_of(30, seed=i)}) for i in range(60)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    text = ["--data.train", "{path: text.jsonl, streaming: true}", "--data.tokenizer", "bytes"]
+    alike = [
+        "--train.micro_batch_size",
+        "2",
+        "--log.batch_hash",
+        "--model.dropout",
+        "0",
+        *(text if streamed else []),
+    ]
+    two = [*TORCHRUN, "--nproc_per_node", "2", TRAIN]
+    finish([*two, *small_run(*alike, "--out_dir", "whole")], tmp_path)
+    options = small_run(*alike, "--out_dir", "moved")
+    finish([*two, *options, "--train.stop_at", "8"], tmp_path)
+    assert "from step 8" in finish([*TORCHRUN, TRAIN, *options], tmp_path)
+    for never, moved in zip(records(tmp_path / "whole"), records(tmp_path / "moved"), strict=True):
+        assert never.keys() == moved.keys()
+        assert list(moved.values()) == pytest.approx(list(never.values()), abs=1e-5)
 
 
 @pytest.mark.slow

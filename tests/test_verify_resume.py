@@ -61,7 +61,7 @@ STREAM = ["--data.train", "{path: text.txt, streaming: true}", "--data.tokenizer
         (["--processes", "1,0"], "processes is 1,0; expected numbers above 0"),
         (["--processes", "3", *TWO], "3 processes = 384; nearest: 384"),
         (["--optim.lrr", "1"], "unknown key optim.lrr on the command line; did you mean optim.lr?"),
-        ([*STREAM, "--processes", "1,2"], "streamed text goes on on the same number only"),
+        ([*STREAM, "--processes", "1,2"], "the first launch divides streamed text"),
     ],
 )
 def test_a_mistake_is_reported_before_anything_starts(

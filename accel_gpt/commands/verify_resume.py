@@ -103,8 +103,8 @@ def main(argv: Sequence[str]) -> int:
     one_size = len(set(options.processes)) == 1
     require(
         one_size or not isinstance(config.data.train, TextStream),
-        f"processes is {','.join(map(str, options.processes))}, but streamed text goes on on the "
-        "same number only; give one number",
+        f"processes is {','.join(map(str, options.processes))}, but the first launch divides "
+        "streamed text by its own number, which these runs would not have in common; give one",
     )
     ensure_data(config.data)
     folder = Path(tempfile.mkdtemp(prefix="accel_gpt_verify_"))

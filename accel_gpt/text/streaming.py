@@ -1,14 +1,17 @@
 """Training straight from text: tokenized and packed on the fly, without shards.
 
-Each rank reads its own share of the documents in the order of the source, again and again. Its
-position is the document (or part of a long one) and the token in it where the next sequence begins,
-so that a run stops and resumes exactly, on the same number of ranks.
+The documents are divided into as many shares as the first launch has ranks, each read in the order
+of the source, again and again. The position of a share is the document (or part of a long one) and
+the token in it where its next sequence begins. Sequence g of the run comes from share g modulo the
+number of shares and is trained on by rank g modulo the number of ranks, so that a run stops and
+resumes exactly on any number of ranks; where that differs from the shares, several ranks read one.
 
 Legend: B micro-batch, T block_size.
 """
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +36,7 @@ from accel_gpt.data.loader import Loader, Sequences
 from accel_gpt.data.shards import Shard, Split, Tokens
 from accel_gpt.data.sources import open_sources, val_names, val_paths
 from accel_gpt.data.tokenizer import Tokenizer, named_tokenizer
-from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.errors import DataError, UserError
 from accel_gpt.redact import redact
 from accel_gpt.text.documents import Piece, Position, split_pieces
 from accel_gpt.text.files import describe_source, guess_source
@@ -43,7 +46,7 @@ MOST_CHARACTERS = 100_000_000  # read at most to gather what is evaluated; assum
 
 
 class TextPosition(NamedTuple):
-    """Where the next sequence of a rank begins."""
+    """Where the next sequence of a share begins."""
 
     epoch: int = 0
     piece: Position = (0, 0, 0)
@@ -69,13 +72,13 @@ class Text:
     def read(
         self,
         start: Position = (0, 0, 0),
-        rank: int = 0,
-        world: int = 1,
+        share: int = 0,
+        shares: int = 1,
         bookmarks: Bookmarks | None = None,
     ) -> Iterator[Piece]:
-        """The pieces of the documents of a rank from `start` on."""
+        """The pieces of the documents of a share from `start` on."""
         cut = self.tokenizer.cuts_at_lines
-        return split_pieces(self.config, cut, start, rank, world, bookmarks=bookmarks)
+        return split_pieces(self.config, cut, start, share, shares, bookmarks=bookmarks)
 
     def encode(self, piece: Piece) -> Tokens:
         """Tokens of a piece, end-of-text included where it ends a document."""
@@ -109,16 +112,16 @@ class Text:
         )
 
     def train_tokens(
-        self, start: TextPosition, rank: int, world: int, bookmarks: Bookmarks
+        self, start: TextPosition, share: int, shares: int, bookmarks: Bookmarks
     ) -> Iterator[tuple[TextPosition, Tokens]]:
-        """Tokens of each train piece of a rank, epoch after epoch, with the position of the first.
+        """Tokens of each train piece of a share, epoch after epoch, with the position of the first.
 
         Raises `DataError` when there are none.
         """
         at, skip = start.piece, start.token
         for epoch in itertools.count(start.epoch):
             found = at != (0, 0, 0)
-            for piece in self.read(at, rank, world, bookmarks):
+            for piece in self.read(at, share, shares, bookmarks):
                 if piece.split == "train":
                     yield TextPosition(epoch, at, skip), self.encode(piece)[skip:]
                     found, skip = True, 0
@@ -130,12 +133,11 @@ class Text:
 
 @dataclass(kw_only=True)
 class TextCorpus(Corpus):
-    """A corpus whose training sequences come from `text`, of which each rank has its own share."""
+    """A corpus whose training sequences come from `text`."""
 
     text: Text
-    positions: tuple[TextPosition, ...] = ()  # of each rank; empty: the beginning
-    marks: tuple[Bookmarks, ...] = ()  # of each rank: the last one before its position, if any
-    bookmarks: Bookmarks = field(default_factory=dict)  # of this rank, as it reads
+    positions: tuple[TextPosition, ...] = ()  # of each share; empty: the beginning
+    bookmarks: dict[int, Bookmarks] = field(default_factory=dict)  # of shares, added to as it reads
 
     @property
     def fingerprint(self) -> str:
@@ -151,35 +153,31 @@ class TextCorpus(Corpus):
         """What a checkpoint keeps: with a `loader` the position of every rank; a collective."""
         state = super().state_dict()
         if loader is not None:
-            at = loader.position
-            known = dict(self.bookmarks)  # the loader's thread adds to them
-            mark = max((row for row in known if row <= at.piece[1]), default=None)
-            last = [] if mark is None else [[mark, known[mark]]]
-            state["text_places"] = gather_object([[at.epoch, list(at.piece), at.token, last]])
+            places = gather_object([{s: self.place(s, at) for s, at in loader.position.items()}])
+            merged = {share: place for rank in places for share, place in rank.items()}
+            state["text_places"] = [merged[share] for share in sorted(merged)]
         return state
 
+    def place(self, share: int, at: TextPosition) -> list[Any]:
+        """What a checkpoint keeps of a share: its position, and the last bookmark before it."""
+        known = dict(self.bookmarks[share])  # the loader's thread adds to them
+        mark = max((row for row in known if row <= at.piece[1]), default=None)
+        return [at.epoch, list(at.piece), at.token, [] if mark is None else [[mark, known[mark]]]]
+
     def load_state_dict(self, state: StateDict) -> None:
-        """Resume each rank at its position; other text than before begins at its beginning."""
+        """Resume each share at its position; other text than before begins at its beginning."""
         super().load_state_dict(state)
         same = state["data_fingerprint"] == self.fingerprint
         saved = state["text_places"] if same else []
         self.positions = tuple(TextPosition(place[0], tuple(place[1]), place[2]) for place in saved)
-        self.marks = tuple(dict(place[3]) if len(place) > 3 else {} for place in saved)
+        marks = [dict(place[3]) if len(place) > 3 else {} for place in saved]
+        self.bookmarks = dict(enumerate(marks))
 
     def loader(self, plan: Plan, rank: int, device: torch.device, position: int) -> Loader:
-        """Micro-batches of one rank from its position on.
-
-        Raises `UserError` on another number of ranks, whose shares of the text differ.
-        """
-        require(
-            len(self.positions) in (0, plan.world_size),
-            f"the run streamed its text on {len(self.positions)} processes and cannot go on with "
-            f"{plan.world_size}; use as many, or prepare the text once with accel-gpt prepare",
-        )
-        start = self.positions[rank] if self.positions else TextPosition()
-        self.bookmarks = dict(self.marks[rank]) if self.positions else {}
-        batches = text_batches(self.text, start, plan, rank, self.bookmarks)
-        return Loader(batches, plan.micro_batch_size, device)
+        """Micro-batches of one rank from `position` on."""
+        starts = self.positions or (TextPosition(),) * plan.world_size
+        sequences = rank_sequences(self.text, starts, self.bookmarks, plan, rank, position)
+        return Loader(text_batches(sequences, plan.micro_batch_size), plan.micro_batch_size, device)
 
     def lines(self, plan: Plan) -> list[str]:
         """Where the text comes from."""
@@ -227,13 +225,40 @@ def open_text(config: Config) -> TextCorpus:
     )
 
 
+def rank_sequences(
+    text: Text,
+    starts: tuple[TextPosition, ...],
+    bookmarks: dict[int, Bookmarks],
+    plan: Plan,
+    rank: int,
+    position: int,
+) -> Iterator[tuple[Tokens, dict[int, TextPosition]]]:
+    """Sequences (T + 1,) of one rank from number `position` of the run on, each with the positions
+    of the shares that the rank reads: those from which some sequence of its own comes.
+
+    `starts`: where each share begins.
+    """
+    world, shares = plan.world_size, len(starts)
+    common = math.gcd(world, shares)
+    at = {share: starts[share] for share in range(rank % common, shares, common)}
+    readers = {}
+    for share, start in at.items():
+        pieces = text.train_tokens(start, share, shares, bookmarks.setdefault(share, {}))
+        readers[share] = pack(pieces, plan.block_size + 1)
+    for first in itertools.count(position, world):
+        for number in range(first, first + world):  # one for each rank
+            if (share := number % shares) in readers:
+                tokens, at[share] = next(readers[share])
+                if number % world == rank:
+                    own = tokens
+        yield own, dict(at)
+
+
 def text_batches(
-    text: Text, start: TextPosition, plan: Plan, rank: int, bookmarks: Bookmarks
-) -> Iterator[tuple[Sequences, TextPosition]]:
-    """Micro-batches (B, T + 1) of one rank from `start` on, each with the position after it."""
-    pieces = text.train_tokens(start, rank, plan.world_size, bookmarks)
-    sequences = pack(pieces, plan.block_size + 1)
-    while batch := list(itertools.islice(sequences, plan.micro_batch_size)):
+    sequences: Iterator[tuple[Tokens, dict[int, TextPosition]]], size: int
+) -> Iterator[tuple[Sequences, dict[int, TextPosition]]]:
+    """Micro-batches (B, T + 1), each with the positions after it."""
+    while batch := list(itertools.islice(sequences, size)):
         yield np.stack([tokens for tokens, _ in batch]).astype(np.uint32), batch[-1][1]
 
 

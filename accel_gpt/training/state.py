@@ -30,7 +30,7 @@ class TrainState:
     data_origin: int = 0  # sequence at which this mixture of sources began
     data_given: dict[str, int] = field(default_factory=dict)  # sequences before it, by fingerprint
     data_sources: list[dict[str, Any]] = field(default_factory=list)  # name, weight, fingerprint
-    text_places: list[Any] = field(default_factory=list)  # position of each rank in streamed text
+    text_places: list[Any] = field(default_factory=list)  # position of each share of streamed text
     # of the step guard
     skipped: int = 0  # updates left out, because they were not finite or a spike
     skipped_in_row: list[int] = field(default_factory=list)  # first sequences of the last of them

@@ -77,6 +77,11 @@ class ProgressLine:
         self.shown, self.drawn = time.monotonic(), False
 
 
+def batches_done(done: int, total: int) -> str:
+    """How far an evaluation is; `total` 0: the number of its batches is not known."""
+    return f"evaluating: batch {done:,}" + (f" of {total:,}" if total else "")
+
+
 def table(rows: Sequence[Sequence[str]], *columns: str, gap: int = 2) -> str:
     """Format `rows` of cells as lines; an empty row is an empty line.
 

@@ -198,8 +198,7 @@ def update(run: Run) -> None:
             run.gradients.backward(run.model(tokens, targets, documents=documents) * weight)
     loss = run.gradients.finish()  # the all-reduced mean, as the gradient is
     grad_norm = run.gradients.clip(run.config.optim.grad_clip)
-    skip = run.guard.check(state.step + 1, state.sequences, loss, grad_norm)
-    run.optimizer.optimizer.skip = skip
+    run.optimizer.optimizer.skip = run.guard.check(state.step + 1, state.sequences, loss, grad_norm)
     with run.reporter.layers(state.step + 1, grad_norm, tokens, documents):
         run.optimizer.step()
     run.optimizer.zero_grad()
@@ -227,7 +226,8 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
             record |= reporter.batch_hash(run.loader)
     with reporter.watch.pause() if evaluating or saving or sampling else contextlib.nullcontext():
         if evaluating:
-            record |= run.evaluation.metrics(run.gpt, run.accelerator, reporter.evaluated)
+            place = reporter.evaluated, state.step, last
+            record |= run.evaluation.metrics(run.gpt, run.accelerator, *place)
             state.val_loss = record["eval/val_loss"]
             saving |= state.note_best() and config.checkpoint.keep_best
             if last and config.eval.whole_at_end:

@@ -30,9 +30,9 @@ LEVELS = [
     ["text"],
     ["prepare"],
     ["training"],
-    ["evals"],
     ["report"],
     ["hub"],
+    ["evals"],
     ["commands", "train"],
     ["interface"],
     ["cli"],
@@ -42,7 +42,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 10_332  # goal: 8,000
+INNER_LINES = 10_375  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -52,16 +52,16 @@ HEAVY = {
 }
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
-    "": 1_227,
-    "config": 1_905,  # 1,160
+    "": 1_232,
+    "config": 1_918,  # 1,160
     "cost": 973,  # 420
     "model": 985,
     "optim": 515,  # 400
     "data": 3_275,  # 2,315
-    "text": 1_372,  # 820
+    "text": 1_397,  # 820
     "prepare": 1_212,  # 780
-    "training": 4_875,  # 3,020
-    "evals": 870,  # 760
+    "training": 4_876,  # 3,020
+    "evals": 952,  # 760
     "report": 933,  # 740
     "hub": 1_937,  # 1,800
     "commands": 3_888,  # 1,680

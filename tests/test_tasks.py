@@ -18,7 +18,7 @@ from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer, load_tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.evals import tasks as module
 from accel_gpt.evals.hellaswag import ending_losses, read_questions
-from accel_gpt.evals.tasks import load_tasks, metrics_of, open_model, open_tasks, run_tasks
+from accel_gpt.evals.tasks import metrics_of, open_model, open_tasks
 from accel_gpt.hub.export import export_tokenizer
 from accel_gpt.hub.hf_config import write_hf_config
 from accel_gpt.hub.hf_weights import export_tensors
@@ -68,8 +68,8 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def evaluate(exported: Path, tasks: Path, names: list[str], limit: int | None) -> dict[str, float]:
-    manager, tokenizer = open_tasks(names, str(tasks)), load_tokenizer(exported)
-    return run_tasks(exported, tokenizer, Accelerator(cpu=True), names, manager, limit, 4)
+    opened = open_tasks(names, str(tasks), limit)
+    return opened.score(exported, load_tokenizer(exported), Accelerator(cpu=True), 4)
 
 
 PROCESS = """
@@ -78,10 +78,10 @@ from pathlib import Path
 datasets.config.HF_DATASETS_CACHE = sys.argv[3]
 from accelerate import Accelerator
 from accel_gpt.data.tokenizer import load_tokenizer
-from accel_gpt.evals.tasks import open_tasks, run_tasks
+from accel_gpt.evals.tasks import open_tasks
 accelerator, names = Accelerator(cpu=True), sys.argv[4:]
-folder, manager = Path(sys.argv[1]), open_tasks(names, sys.argv[2])
-found = run_tasks(folder, load_tokenizer(folder), accelerator, names, manager, 9, 4)
+folder, tasks = Path(sys.argv[1]), open_tasks(names, sys.argv[2], 9, 2)
+found = tasks.score(folder, load_tokenizer(folder), accelerator, 4)
 (folder / f"found_{accelerator.process_index}").write_text(json.dumps(found))
 """
 
@@ -123,7 +123,7 @@ def test_hellaswag_agrees_with_the_harness_question_by_question(
 
     tokenizer, one, name = train_bpe([text_of(2000)], 300), Accelerator(cpu=True), "local_hellaswag"
     exported = export(tmp_path / "exported", tokenizer)
-    loaded = load_tasks([name], open_tasks([name], str(tasks)), one)
+    loaded = open_tasks([name], str(tasks)).loaded
     harness = open_model(exported, tokenizer, one, 4)
     answered = evaluate(lm=harness, task_dict=loaded, bootstrap_iters=0)["samples"][name]
     answered.sort(key=lambda answer: answer["doc_id"])
@@ -137,6 +137,40 @@ def test_hellaswag_agrees_with_the_harness_question_by_question(
     right = [answer["acc"] for answer in answered]
     assert (ours.argmax(-1) == [q.label for q in questions]).tolist() == right
     assert 0 < sum(right) < len(right)
+
+
+@needs_lm_eval
+@pytest.mark.slow
+def test_tasks_while_training_are_those_of_the_command_and_change_nothing_else(
+    small_run: Callable[..., list[str]],
+    tasks: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    options = small_run("--train.max_steps", "8", "--eval.every", "2", "--sample.every", "0")
+    assert launch([*options, "--out_dir", str(tmp_path / "without")]) == 0
+    asked = ["--eval.tasks", "local_piqa,local_answers", "--eval.tasks_path", str(tasks)]
+    capfd.readouterr()
+    assert launch([*options, *asked, "--eval.tasks_every", "4", "--train.stop_at", "6"]) == 0
+    assert launch([*options, *asked, "--eval.tasks_every", "4"]) == 0
+    assert "Running" not in capfd.readouterr().err  # progress bars of lm_eval
+    found, without = records(tmp_path / "run"), records(tmp_path / "without")
+    assert [r["step"] for r in found if "eval/local_piqa_acc" in r] == [4, 6, 8]
+    for record, other in zip(found, without, strict=True):
+        assert {k: v for k, v in record.items() if "local" not in k} == other
+    last = {key: value for key, value in found[-1].items() if "local" in key}
+    assert "eval/local_answers_exact_match" in last
+    assert run_here(cli.dispatch, ["evaluate", str(tmp_path / "run"), "--json"]) == 0
+    printed = json.loads(capfd.readouterr().out)["figures"]
+    assert {key: printed[key] for key in last} == pytest.approx(last)
+    wrong = [*options, *asked, "--out_dir", str(tmp_path / "wrong")]
+    assert launch([*wrong, "--eval.tasks_every", "3"]) == 2
+    assert launch([*wrong, "--eval.tasks", "local_piga"]) == 2
+    assert launch([*wrong, "--model.preset", "fast", "--model.bias", "true"]) == 2
+    shown = capfd.readouterr().err
+    assert "eval.tasks_every is 3 and eval.every 2" in shown
+    assert "unknown task 'local_piga'" in shown
+    assert "no class of transformers computes this shape" in shown
 
 
 @needs_lm_eval
@@ -187,7 +221,7 @@ def test_what_cannot_be_evaluated_is_refused(tasks: Path, tmp_path: Path) -> Non
     assert evaluate(exported, tasks, ["local_answers"], 2)
     exported = export(tmp_path / "exported", CharsTokenizer("abc"))
     with pytest.raises(UserError, match="task away could not be loaded"):
-        evaluate(exported, tasks, ["away"], None)
+        open_tasks(["away"], str(tasks))
     with pytest.raises(UserError, match="is no folder; give one that holds the YAML files"):
         open_tasks(["local_piqa"], str(tmp_path / "none"))
     with pytest.raises(UserError, match="a character that the tokenizer of the model lacks"):

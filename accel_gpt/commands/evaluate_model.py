@@ -16,16 +16,17 @@ from accelerate import Accelerator
 from accel_gpt.commands.evaluate import EvaluateCommand, as_json, as_table
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import load_config
-from accel_gpt.console import ProgressLine, write_out
+from accel_gpt.console import ProgressLine, batches_done, write_out
 from accel_gpt.data.corpus import document_end, eval_splits
 from accel_gpt.data.sources import open_sources
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.evals.evaluation import open_evaluation
 from accel_gpt.evals.hellaswag import read_questions, score_questions
-from accel_gpt.evals.tasks import open_tasks, run_tasks
-from accel_gpt.evals.validation import Beat, evaluate_source, no_beat
+from accel_gpt.evals.tasks import Tasks, open_tasks
+from accel_gpt.evals.validation import evaluate_source
 from accel_gpt.hub.export import export
 from accel_gpt.hub.hf_config import matching_preset
 from accel_gpt.hub.load import load_pretrained, open_initial_weights
@@ -174,11 +175,13 @@ def evaluate_model(
     as_run: Record = {}
     others: Record = {}
     model = accelerator.prepare_model(model.eval(), evaluation_mode=True)
-    batch_size, beat = options.batch_size or config.train.sequences, shown_beat(accelerator)
-    manager = None
-    if options.tasks:
-        manager = open_tasks(options.tasks, options.include_path)
-        matching_preset(model.config)  # raises if transformers has no such model
+    batch_size, line = options.batch_size or config.train.sequences, ProgressLine()
+
+    def beat(done: int, total: int) -> None:
+        if accelerator.is_main_process:
+            line.show(batches_done(done, total))
+
+    tasks = requested_tasks(options, config, model.config, accelerator.num_processes)
     path = options.hellaswag or config.eval.hellaswag
     limit = options.limit or config.eval.hellaswag_limit
     questions = read_questions(path, tokenizer, model.config.block_size, limit) if path else ()
@@ -195,7 +198,7 @@ def evaluate_model(
         losses |= score.metrics("val", source.name)
     elif config.data.train:
         whole = config.eval.whole_at_end and options.tokens == "run"
-        evals = replace(config.eval, tokens=tokens, whole_at_end=whole, hellaswag=None)
+        evals = replace(config.eval, tokens=tokens, whole_at_end=whole, hellaswag=None, tasks=())
         config_here = replace(config, eval=evals)
         corpus = open_corpus(config_here)
         corpus.tokenizer.require_same(tokenizer, "the data", options.run)
@@ -207,25 +210,25 @@ def evaluate_model(
         same = config.eval.hellaswag in (None, path) and limit == config.eval.hellaswag_limit
         scores = as_run if same else others
         scores |= score_questions(model, questions, accelerator, batch_size, beat)
-    if options.tasks:
+    if tasks:
+        scores = as_run if tasks.limit == config.eval.tasks_limit else others
         with exported(name, options.allow_pickle, accelerator) as folder:
-            settings = (accelerator, options.tasks, manager, options.limit, batch_size)
-            scores = as_run if options.limit is None else others
-            scores |= run_tasks(folder, tokenizer, *settings)
+            scores |= tasks.score(folder, tokenizer, accelerator, batch_size, beat)
+    line.clear()
     accelerator.end_training()
     return as_run, others
 
 
-def shown_beat(accelerator: Accelerator) -> Beat:
-    """Shows how far an evaluation is, on rank 0."""
-    line = ProgressLine()
-
-    def beat(done: int, total: int) -> None:
-        line.show(f"evaluating: batch {done:,} of {total:,}")
-        if done + 1 == total:
-            line.clear()
-
-    return beat if accelerator.is_main_process else no_beat
+def requested_tasks(
+    options: EvaluateCommand, config: Config, model: ModelConfig, processes: int
+) -> Tasks | None:
+    """The tasks of the options, else those of the run; `UserError` if they cannot be evaluated."""
+    names, evals = options.tasks or config.eval.tasks, config.eval
+    if not names:
+        return None
+    matching_preset(model)  # raises if transformers has no such model
+    path, limit = options.include_path or evals.tasks_path, options.limit or evals.tasks_limit
+    return open_tasks(names, path, limit, processes)
 
 
 @contextlib.contextmanager

@@ -1,18 +1,22 @@
-"""Tasks of lm-evaluation-harness on an exported model: `accel-gpt evaluate RUN --tasks ...`.
+"""Tasks of lm-evaluation-harness: `eval.tasks` while training, `accel-gpt evaluate RUN --tasks`.
 
-lm-evaluation-harness evaluates the folder through its own interface to transformers, `HFLM`. Reads
-the data of the tasks from the Hub or its cache, or local files that a task's YAML names.
+lm-evaluation-harness evaluates an exported folder through its own interface to transformers,
+`HFLM`. Reads the data of the tasks from the Hub or its cache, or local files that a task names.
 """
 
-import contextlib
 import difflib
 import importlib.util
+import io
+import itertools
 import logging
 import os
 import random
 import sys
+import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -24,50 +28,112 @@ from accelerate import Accelerator
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError, require
 from accel_gpt.evals.samples import prompt_ids
+from accel_gpt.evals.validation import Beat, no_beat
+from accel_gpt.model.gpt import GPT
+from accel_gpt.model.sharding import is_sharded
 from accel_gpt.training.ranks import all_gather
+from accel_gpt.training.tensor_files import weights_of
 
 Results = dict[str, Any]  # what lm_eval.evaluate returns
 SEEDS = (0, 1234)  # of Python, and of numpy and torch: the defaults of lm_eval
 RESAMPLES = 1000  # of a bootstrapped standard error: accurate to about 2%
 
 
-def run_tasks(
-    folder: Path,
-    tokenizer: Tokenizer,
-    accelerator: Accelerator,
-    tasks: Sequence[str],
-    manager: Any,
-    limit: int | None,
-    batch_size: int,
-) -> dict[str, float]:
-    """Evaluate the exported model in `folder` on `tasks`; a collective. Seeds all generators.
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks with their data, as lm_eval loads them."""
 
-    Returns `eval/TASK_METRIC` on all ranks. `manager`: the result of `open_tasks`. `limit`: only
-    so many questions of each task. Raises `UserError` for a task whose data cannot be loaded.
-    """
-    from lm_eval.evaluator import evaluate
+    loaded: dict[str, Any]  # what lm_eval.evaluate takes
+    limit: int | None  # first questions of each; None: all
 
-    os.environ["DISABLE_MULTIPROC"] = "1"  # lm_eval would fork a process per core
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    random.seed(SEEDS[0])  # as tasks shuffle answers
-    np.random.seed(SEEDS[1])
-    torch.manual_seed(SEEDS[1])
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformers and lm_eval
-        loaded = load_tasks(tasks, manager, accelerator)
-        check_shares(loaded["tasks"], limit, accelerator.num_processes)
-        model = open_model(folder, tokenizer, accelerator, batch_size)
-        settings = {"limit": limit, "bootstrap_iters": RESAMPLES, "log_samples": False}
-        try:  # None on all ranks but the first
-            results: Results | None = evaluate(lm=model, task_dict=loaded, **settings)
-        except Exception as error:
-            if "[UNK]" not in str(error):
-                raise
-            raise UserError(
-                "a task has a character that the tokenizer of the model lacks"
-            ) from None
-    metrics: dict[str, float] = all_gather(metrics_of(results) if results else {})[0]
-    return metrics
+    def score(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        accelerator: Accelerator,
+        batch_size: int,
+        beat: Beat = no_beat,
+    ) -> dict[str, float]:
+        """Evaluate the exported model in `folder`: `eval/TASK_METRIC` on all ranks; a collective.
+
+        `beat` is called with each batch, with 0 for their number, which is not known.
+        """
+        from lm_eval.evaluator import evaluate
+
+        os.environ["DISABLE_MULTIPROC"] = "1"  # lm_eval would fork a process per core
+        count, stderr = itertools.count(), sys.stderr
+
+        def on_batch(*_: object) -> None:
+            with redirect_stderr(stderr):
+                beat(next(count), 0)
+
+        with seeded(accelerator.device), quiet():
+            model = open_model(folder, tokenizer, accelerator, batch_size)
+            model.model.register_forward_pre_hook(on_batch)
+            for task in self.loaded["tasks"].values():
+                task.set_fewshot_seed(seed=SEEDS[1])
+            settings = {"limit": self.limit, "bootstrap_iters": RESAMPLES, "log_samples": False}
+            try:  # None on all ranks but the first
+                results: Results | None = evaluate(lm=model, task_dict=self.loaded, **settings)
+            except Exception as error:
+                if "[UNK]" not in str(error):
+                    raise
+                raise UserError(
+                    "a task has a character that the tokenizer of the model lacks"
+                ) from None
+        metrics: dict[str, float] = all_gather(metrics_of(results) if results else {})[0]
+        return metrics
+
+    def score_weights(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        accelerator: Accelerator,
+        batch_size: int,
+        beat: Beat = no_beat,
+    ) -> dict[str, float]:
+        """As `score`, for the weights of a model, which may be sharded."""
+        from accel_gpt.hub.export import write_files
+
+        weights = {}
+        for name, tensor in weights_of(model).items():
+            whole = tensor.full_tensor() if is_sharded(tensor) else tensor
+            if accelerator.is_local_main_process:
+                weights[name] = whole.cpu()
+        with tempfile.TemporaryDirectory() as folder:
+            if accelerator.is_local_main_process:
+                copy = GPT.allocate(model.config, model.vocab_size)
+                copy.load_state_dict(weights, strict=False)  # tied weights are there once
+                write_files(copy, tokenizer, Path(folder), torch.float32)
+            folders = all_gather(folder)
+            own = folders[accelerator.process_index - accelerator.local_process_index]
+            found = self.score(Path(own), tokenizer, accelerator, batch_size, beat)
+            accelerator.wait_for_everyone()
+        return found
+
+
+@contextmanager
+def seeded(device: torch.device) -> Iterator[None]:
+    """Seed all generators, as tasks shuffle answers; afterwards they are as before."""
+    python, arrays = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        random.seed(SEEDS[0])
+        np.random.seed(SEEDS[1])
+        torch.manual_seed(SEEDS[1])
+        yield
+    random.setstate(python)
+    np.random.set_state(arrays)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars and warnings of transformers, datasets and lm_eval."""
+    for name in ("lm_eval", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    to = io.StringIO()
+    with redirect_stdout(to), redirect_stderr(to), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def open_model(
@@ -117,10 +183,13 @@ def metrics_of(results: Results) -> dict[str, float]:
 # --------------------------------------------------------------------------- tasks
 
 
-def open_tasks(names: Sequence[str], include_path: str | None) -> Any:
-    """Return lm_eval's index of its tasks and those of a folder, which takes seconds to read.
+def open_tasks(
+    names: Sequence[str], path: str | None = None, limit: int | None = None, processes: int = 1
+) -> Tasks:
+    """Load the tasks, groups and tags of these names, of lm_eval and of the folder `path`.
 
-    Raises `UserError` unless lm_eval is installed and knows all `names`.
+    Raises `UserError` unless lm_eval is installed and knows all `names`, and for tasks whose data
+    cannot be loaded, that run code, or have no question for one of the processes.
     """
     require(
         importlib.util.find_spec("lm_eval") is not None,
@@ -130,41 +199,34 @@ def open_tasks(names: Sequence[str], include_path: str | None) -> Any:
     from lm_eval.tasks import TaskManager
 
     manager = None
-    if include_path is not None:
+    if path is not None:
         require(
-            Path(include_path).is_dir(),
-            f"{include_path} is no folder; give one that holds the YAML files of tasks",
+            Path(path).is_dir(),
+            f"{path} is no folder; give one that holds the YAML files of tasks",
         )
-        manager = TaskManager(include_path=include_path, include_defaults=False)
+        manager = TaskManager(include_path=path, include_defaults=False)
     if manager is None or not set(names) <= set(manager.all_subtasks):  # its own are thousands
-        manager = TaskManager(include_path=include_path)
-    for name in names:
-        matching_tasks(name, manager)
-    return manager
-
-
-def load_tasks(names: Sequence[str], manager: Any, accelerator: Accelerator) -> dict[str, Any]:
-    """Load the tasks, groups and tags of these names with their data; the first rank goes first."""
+        manager = TaskManager(include_path=path)
     known = [match for name in names for match in matching_tasks(name, manager)]
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
-    with accelerator.main_process_first():
-        for name in known:
-            try:
+    for name in known:
+        try:
+            with quiet():
                 parts = manager.load(name)
-            except Exception as error:  # of datasets, the Hub, the network, a task's own code
-                why = str(error).strip().partition("\n")[0]
-                raise UserError(
-                    f"task {name} could not be loaded ({type(error).__name__}: {why}); its data "
-                    "must be on the Hub and reachable, in its cache, or where its YAML file says"
-                ) from error
-            for kind, entries in loaded.items():
-                entries.update(parts.get(kind, {}))
+        except Exception as error:  # of datasets, the Hub, the network, a task's own code
+            why = str(error).strip().partition("\n")[0]
+            raise UserError(
+                f"task {name} could not be loaded ({type(error).__name__}: {why}); its data "
+                "must be on the Hub and reachable, in its cache, or where its YAML file says"
+            ) from error
+        for kind, entries in loaded.items():
+            entries.update(parts.get(kind, {}))
     for name, task in loaded["tasks"].items():
         check_harmless(name, task)
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(seed=SEEDS[1])
-    return loaded
+    check_shares(loaded["tasks"], limit, processes)
+    return Tasks(loaded, limit)
 
 
 def matching_tasks(name: str, manager: Any) -> list[str]:

@@ -147,39 +147,48 @@ def write_model(
 ) -> Exported:
     """Write all files of a model into `folder`, which exists, and compare what transformers reads.
 
+    Consumes the model.
+    """
+    preset = matching_preset(model.config)
+    tokens, compared_on = compared_tokens(model, tokenizer, pretrained)
+    round_weights(model, EXPORT_DTYPES[dtype])
+    reference = compute_reference(model, tokens)
+    require(
+        bool(reference["logits"].isfinite().all()),
+        f"the weights in {dtype} give logits that are not finite; nothing was exported",
+    )
+    parameters, size = write_files(model, tokenizer, folder, EXPORT_DTYPES[dtype])
+    report = prove_equal(reference, tokenizer, folder)
+    return Exported(
+        *(HF_CLASSES[preset], parameters, size, dtype, report["difference"]),
+        *(compared_on, report["transformers"]),
+    )
+
+
+def write_files(
+    model: GPT, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Write all files of a model into `folder`; returns its parameters and their bytes.
+
     Consumes the model: its memory is freed on the way.
     """
     from huggingface_hub import save_torch_state_dict
 
-    torch_dtype, preset = EXPORT_DTYPES[dtype], matching_preset(model.config)
-    dtype_name = str(torch_dtype).removeprefix("torch.")
+    dtype_name = str(dtype).removeprefix("torch.")
     shape = write_hf_config(model.config, model.vocab_size, tokenizer.eot_id, dtype_name)
     generation = {key: shape[key] for key in ("bos_token_id", "eos_token_id")}
     generation["pad_token_id"] = tokenizer.eot_id
     for name, content in (("config.json", shape), ("generation_config.json", generation)):
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
         write_file(folder / name, [text.encode()])
-    tokens, compared_on = compared_tokens(model, tokenizer, pretrained)
-    round_weights(model, torch_dtype)
-    reference = compute_reference(model, tokens)
-    require(
-        bool(reference["logits"].isfinite().all()),
-        f"the weights in {dtype} give logits that are not finite; nothing was exported",
-    )
-    tensors = export_tensors(model, preset, torch_dtype)
+    export_tokenizer(tokenizer, folder, model.config.block_size)
+    tensors = export_tensors(model, matching_preset(model.config), dtype)
     model.to("meta")  # frees its memory, before another process needs as much
-    parameters = sum(tensor.numel() for tensor in tensors.values())
-    size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
     save_torch_state_dict(tensors, folder, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
-    del tensors
     for file in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", file)  # it is readable by its owner only
-    export_tokenizer(tokenizer, folder, model.config.block_size)
-    report = prove_equal(reference, tokenizer, folder)
-    return Exported(
-        *(HF_CLASSES[preset], parameters, size, dtype, report["difference"]),
-        *(compared_on, report["transformers"]),
-    )
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    return parameters, sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
 
 
 @torch.no_grad()

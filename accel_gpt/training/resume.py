@@ -53,7 +53,8 @@ FREE = (
     *("train.compile", "train.activation_checkpointing", "train.sync_each_batch"),
     *("train.cpu_threads", "train.stop_at"),
     *("train.time_limit", "train.step_timeout", "train.init_timeout", "train.profile"),
-    *("eval.every", "eval.only", "eval.hellaswag", "sample.", "checkpoint.", "log.", "hub."),
+    *("eval.every", "eval.only", "eval.hellaswag", "eval.tasks"),
+    *("sample.", "checkpoint.", "log.", "hub."),
 )
 IDENTITY = (
     "model.",  # tensors would not fit

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
-from accel_gpt.console import ProgressLine, printable
+from accel_gpt.console import ProgressLine, batches_done, printable
 from accel_gpt.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Display:
 
     def evaluated(self, done: int, total: int) -> None:
         """Print or draw that `done` batches of an evaluation were computed."""
-        text = f"evaluating: batch {done:,} of {total:,}"
+        text = batches_done(done, total)
         if self.panel:
             self.panel.doing = text
         elif self.verbose:

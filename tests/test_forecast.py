@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -375,6 +376,7 @@ def test_an_accelerate_config_brings_processes_precision_and_fsdp(
             ("--mfu", 0.4, "--tokens_per_second", 9),
             "--mfu is 0.4 and --tokens_per_second is 9.0; set one of them",
         ),
+        (("--measure", "--gpus", 2), "--measure trains on the CPUs of this machine in one process"),
         (("--optim.learning_rate", 1), "did you mean optim.lr?"),
         (("--gpuz", 1), "unknown key gpuz"),
         (("--train.mixed_precision", "fp16"), "a CPU has no fp16 training"),
@@ -407,6 +409,17 @@ def test_a_run_in_out_dir_gives_the_speed_of_a_cpu(
     assert found["tokens_per_second"] == pytest.approx(500, rel=1e-3)
     assert f"measured by the run in {run}" in found["source"]
     assert "assumed MFU" in plan(capsys, *words, "--gpu", "h100")["time"]["source"]
+
+
+@pytest.mark.slow
+def test_a_few_steps_here_give_the_speed_of_this_machine(
+    capsys: pytest.CaptureFixture[str], small_run: Callable[..., list[str]]
+) -> None:
+    """Neither the data nor the batch of the config is needed."""
+    own = small_run("--data.train", "none", "--train.tokens_per_step", str(2**20))
+    found = plan(capsys, *own, "--vocab_size", 300, "--measure")["time"]
+    assert found["source"] == "measured here: 3 steps of 8 sequences, uncompiled"
+    assert found["hours"] == pytest.approx(12 * 2**20 / found["tokens_per_second"] / 3600, rel=0.1)
 
 
 def test_every_device_has_its_memory() -> None:

@@ -42,7 +42,9 @@ NODE = 8  # GPUs of a node where nothing says it: assumption, as in HGX and OAM 
 
 @dataclass(frozen=True)
 class PlanCommand(
-    Section, prefix="--", exclusive=(("mfu", "tokens_per_second"), ("config", "budget", "hours"))
+    Section,
+    prefix="--",
+    exclusive=(("mfu", "tokens_per_second", "measure"), ("config", "budget", "hours")),
 ):
     """Tell what a config will take: size, FLOPs, memory, steps, hours, disk, and whether it fits.
 
@@ -82,6 +84,8 @@ class PlanCommand(
     """Share of the peak FLOP/s that is reached, 0 to 1, for the hours."""
     tokens_per_second: Positive[float | None] = None
     """Of all devices together, in place of mfu; like it without waiting for other devices."""
+    measure: bool = False
+    """Train some steps on this machine's CPUs, on random tokens, for the speed; takes seconds."""
     bandwidth: Positive[float | None] = None
     """Of the network of a node in Gbit/s, one direction, all its cards together: 8 of 400 are 3200.
     """

@@ -1,12 +1,18 @@
 """The part of `accel-gpt plan` about time: of a step, what limits it, of the run, and its cost."""
 
+import json
+import math
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_gpt.commands.plan_vocabulary import data_folders
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan
+from accel_gpt.config.parse import to_yaml
+from accel_gpt.config.plan import Plan, plural
 from accel_gpt.cost.cluster import Network, step_time
 from accel_gpt.cost.devices import device_key
 from accel_gpt.cost.flops import flops_per_token, mfu
@@ -18,6 +24,8 @@ if TYPE_CHECKING:
 
 ASSUMED_MFU = 0.4  # assumption: llm.c and nanoGPT report 0.4 to 0.5 for GPT-2 on A100 and H100
 RECOMPUTED = 3 / 4  # of it with activation checkpointing: a second forward pass
+UNKNOWN = "not known; give --tokens_per_second, or --measure it here"
+MEASURED_STEPS, MEASURED_FLOPS = 3, 2e11  # steps; of each, a second or two on two cores
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step: the backward pass takes two
 
 
@@ -43,11 +51,13 @@ def plan_time(
         assumed = ASSUMED_MFU * (RECOMPUTED if recomputed else 1)
         rate = (options.mfu or assumed) * peak * machine.devices / flops
         source = "--mfu" if options.mfu else f"an assumed MFU of {assumed:.0%}"
+    if options.measure:
+        rate, source = measured_rate(config, vocab_size, machine)
     if not rate and machine.gpu is None and (rate := trained_rate(config, flops, machine.devices)):
         source = f"measured by the run in {config.out_dir}, which may have been on another machine"
     if not rate:
         unknown = ("tokens_per_second", "mfu", "hours", "evaluation_hours", "device_hours", "cost")
-        return dict.fromkeys((*unknown, "step")) | {"source": "not known; give --tokens_per_second"}
+        return dict.fromkeys((*unknown, "step")) | {"source": UNKNOWN}
     network = Network(machine, (options.bandwidth or 0) * 1e9 / 8 or None, options.latency / 1e3)
     step = step_time(config, vocab_size, network, plan.tokens_per_step / rate)
     rate = plan.tokens_per_step / step["total"]
@@ -76,6 +86,43 @@ def trained_rate(config: Config, flops: float, processes: int) -> float | None:
         return None
     device, rates = str(run.last_launch("device")), run.metrics.curve("perf/tokens_per_second")[1]
     return float(sorted(rates)[len(rates) // 2]) if len(rates) and not device_key(device) else None
+
+
+def measured_rate(config: Config, vocab_size: int, machine: Machine) -> tuple[float, str]:
+    """Tokens per second of this machine's CPUs, by a few steps on random tokens, and what it is.
+
+    The steps are those of `accel-gpt bench`, uncompiled, of fewer sequences where a step is long.
+    """
+    import numpy as np
+
+    require(
+        machine.gpu is None and machine.devices == 1,
+        f"--measure trains on the CPUs of this machine in one process, but the plan is for "
+        f"{machine}; leave out --gpu and --gpus",
+    )
+    T, flops = config.model.block_size, flops_per_token(config.model, vocab_size)
+    sequences = min(config.train.sequences, math.ceil(MEASURED_FLOPS / (flops * T)))
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = np.random.default_rng(0).integers(256, size=100 * (T + 1)).astype(np.uint16)
+        for split in ("train", "val"):
+            np.save(Path(folder, f"random_{split}_000000.npy"), tokens)
+        path = Path(folder, "config.yaml")
+        path.write_text(to_yaml(config), encoding="utf-8")
+        own = {
+            **{"data.train": folder, "data.tokenizer": "bytes", "data.val": "null"},
+            **{"data.prepare.source": "null", "model.vocab_size": max(vocab_size, 257)},
+            **{"model.init_from": "scratch", "train.compile": "false"},
+            **{"train.micro_batch_size": sequences, "train.tokens_per_step": sequences * T},
+            **{"eval.tokens": T, "eval.whole_at_end": "false"},
+        }
+        words = [sys.executable, "-m", "accel_gpt.cli", "bench", str(path), "--json", "--parts=0"]
+        words += ["--warmup=1", f"--steps={MEASURED_STEPS}"]
+        words += [f"--{key}={value}" for key, value in own.items()]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    require(not done.returncode, f"--measure failed: {error.removeprefix('error: ')}")
+    source = f"measured here: {MEASURED_STEPS} steps of {plural(sequences, 'sequence')}, uncompiled"
+    return json.loads(done.stdout)["tokens_per_second"], source
 
 
 def evaluation_tokens(config: Config, steps: int) -> int | None:

@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 
 from accel_gpt.cli import dispatch
-from accel_gpt.commands.ladder import check_rung, make_rung
+from accel_gpt.commands.ladder import check_rung, fit_ladder, ladder_lines, make_rung
 from accel_gpt.config.parse import to_flat
 from accel_gpt.cost.scaling import Ladder, Law, Size, read_ladder
 from accel_gpt.cost.scaling_fit import HUBER, fit_law, minimize
 from accel_gpt.errors import UserError
 from accel_gpt.report.plots import ladder_png
+from accel_gpt.training.run_folder import RunFolder
+from tests.runs import LAUNCH, make_run, record
 
 # of rungs so short that no law holds
 ANY_FIT = (
@@ -152,10 +154,33 @@ def test_rungs_differ_in_depth_and_length_alone(tmp_path: Path) -> None:
 def test_a_rung_of_another_config_is_named(tmp_path: Path) -> None:
     rung = make_rung(GIVEN, 1, 5.0)
     (tmp_path / "config.yaml").write_text("optim: {lr: 0.5}\nout_dir: elsewhere\n")
-    from accel_gpt.training.run_folder import RunFolder
-
     with pytest.raises(UserError, match=r"optim\.lr 0\.5, and this ladder has 0\.0006"):
         check_rung(rung, RunFolder(tmp_path))
+
+
+def test_a_rung_that_diverged_is_left_out_and_one_of_other_data_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rungs = [make_rung(GIVEN, depth, ratio) for depth in (1, 3) for ratio in (1, 2, 4, 8)]
+    for rung in rungs:
+        loss = {"eval/val_loss": true_loss(rung.size) / 4, "eval/val_loss_se": 0.01}
+        make_run(tmp_path / rung.name, [record(10, **loss)])
+    diverged, other = tmp_path / rungs[2].name, tmp_path / rungs[-1].name
+    (diverged / "metrics.jsonl").write_text(f"{json.dumps(record(10, **{'eval/val_loss': 5.6}))}\n")
+    runs = {rung.name: RunFolder(tmp_path / rung.name) for rung in rungs}
+    found = fit_ladder("t", GIVEN, rungs, runs, {})
+    told = f"{rungs[2].name}: diverged, its val loss is 5.6"
+    assert (len(found.rungs), found.left_out) == (7, [told])
+    assert capsys.readouterr().err == f"left out: {told}\n"
+    assert told in ladder_lines(found)[-1]
+    failures = dict.fromkeys([rung.name for rung in rungs[:6]], "not finite")
+    with pytest.raises(UserError, match=r"2 of 8 rungs can be fitted, .* \(depth_1_ratio_1: not f"):
+        fit_ladder("t", GIVEN, rungs, runs, failures)
+    launch = {**LAUNCH, "data": {**LAUNCH["data"], "tokenizer": "chars"}}
+    (other / "run.json").write_text(json.dumps({"launches": [launch]}))
+    runs[other.name] = RunFolder(other)
+    with pytest.raises(UserError, match=f"tokenizer of {other.name} is chars, of the smaller"):
+        fit_ladder("t", GIVEN, rungs, runs, {})
 
 
 # --------------------------------------------------------------------------- plan
@@ -167,6 +192,25 @@ def folder(law: Law, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "ladder.json").write_text(json.dumps(ladder(law).content()))
     (tmp_path / "c.yaml").write_text("data: {tokenizer: bytes}\ntrain: {max_steps: 900}\n")
     return tmp_path
+
+
+def test_a_budget_leaves_depths_aside_of_which_the_rungs_tell_nothing(
+    law: Law, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--ladder", ".", "--gpu", "h100", "--hours", "4e-4", "--json"]
+    best = []
+    for deepest in (4, 2):  # of few parameters
+        rungs = [rung for rung in ladder(law).rungs if rung["depth"] <= deepest]
+        known = [{**rung, "tokens": 2 * rung["tokens"]} for rung in rungs]
+        (folder / "ladder.json").write_text(json.dumps(ladder(law, rungs=known).content()))
+        assert dispatch(words) == 0
+        answer = json.loads(capsys.readouterr().out)
+        rows = {row["depth"]: row for row in answer["rows"]}
+        best.append(rows[answer["best"]])
+    assert best[0]["depth"] > best[1]["depth"]
+    deeper = rows[best[1]["depth"] + 1]
+    assert deeper["loss"] < best[1]["loss"]
+    assert "times the parameters" in deeper["doubts"][0]
 
 
 def test_a_budget_trains_the_best_depth(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

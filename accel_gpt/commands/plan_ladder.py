@@ -136,7 +136,10 @@ def loss_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def plan_budget(options: "PlanCommand", machine: Machine) -> dict[str, Any]:
-    """The depth that reaches the lowest loss in the hours of a budget, and its neighbors."""
+    """The depth that reaches the lowest loss in the hours of a budget, and its neighbors.
+
+    One whose loss is a guess is the best only if all are.
+    """
     require(options.ladder is not None, "--budget and --hours need --ladder")
     require(
         options.hours is not None or options.price is not None,
@@ -144,15 +147,16 @@ def plan_budget(options: "PlanCommand", machine: Machine) -> dict[str, Any]:
     )
     hours = options.hours or (options.budget or 0) / (options.price or 1) / machine.devices
     ladder = read_ladder(options.ladder or "")
+    deepest = max(rung["depth"] for rung in ladder.rungs)
+    smallest = min(size.flops for size in ladder.sizes)
     found: list[dict[str, Any]] = []
+    best: dict[str, Any] = {"depth": DEEPEST, "flops": 0.0}
     for depth in range(1, DEEPEST + 1):
         one = candidate(options, ladder, machine, depth, hours)
         found += [one] if one else []
-        best = min(found, key=lambda row: row["loss"], default=None)
-        if best and depth >= best["depth"] + WORSE:
+        best = min(found, key=lambda row: (len(row["doubts"]) > 0, row["loss"]), default=best)
+        if depth >= max(deepest, best["depth"] + WORSE):
             break
-    smallest = min(size.flops for size in ladder.sizes)
-    best = min(found, key=lambda row: row["loss"], default={"flops": 0.0})
     require(
         best["flops"] >= smallest,
         f"{hours:,.3g} hours on {machine} are too few: they do not train as much as the smallest "
@@ -255,7 +259,7 @@ def budget_text(report: Mapping[str, Any]) -> str:
     """The answer to a budget as a table: the best depth and its neighbors."""
     rows = report["rows"]
     best = next(row for row in rows if row["depth"] == report["best"])
-    lines = [[("best" if row is best else "") for row in rows]]
+    lines = [["best" if row is best else "a guess" if row["doubts"] else "" for row in rows]]
     lines += [[f"{row['depth']}" for row in rows]]
     names = ["", "depth"]
     for name, form in BUDGET_ROWS.items():

@@ -24,7 +24,9 @@ Floats = npt.NDArray[np.float64]
 
 FILE = "ladder.json"
 LEVEL = 0.9  # of all intervals
-FAR = 10  # beyond so many times the sizes of the rungs a prediction is a guess; assumption
+# beyond so many times the sizes of the rungs a prediction is a guess, and beyond as many times as
+# they lie apart themselves, but not within the first; assumption
+FAR = (2, 10)
 EPOCHS = 4  # repeated so often, text is worth as much as new; Muennighoff et al. 2023
 SIZES = ("parameters", "tokens", "flops")  # fields of `Size`
 SEED = 0  # of the noise of predictions
@@ -123,10 +125,12 @@ class Ladder:
         found = []
         for name, value in size._asdict().items():
             known = [getattr(one, name) for one in self.sizes]
-            if value > FAR * max(known):
-                found.append(f"{value / max(known):,.0f} times the {name} of the largest rung")
-            elif value < min(known) / FAR:
-                found.append(f"1/{min(known) / value:,.0f} of the {name} of the smallest rung")
+            low, high = min(known), max(known)
+            far = min(max(high / low, FAR[0]), FAR[1])
+            if value > far * high:
+                found.append(f"{value / high:,.1f} times the {name} of the largest rung")
+            elif value < low / far:
+                found.append(f"1/{low / value:,.1f} of the {name} of the smallest rung")
         epochs = size.tokens / (self.data["train_tokens"] or math.inf)
         if epochs > EPOCHS:
             found.append(f"its text is read {epochs:,.0f} times")

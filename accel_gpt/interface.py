@@ -144,7 +144,7 @@ def as_command(words: list[str]) -> Iterator[None]:
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils.memory import clear_device_cache
 
-    from accel_gpt.training.stopping import SIGNALS
+    from accel_gpt.launcher import SIGNALS
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     argv, environment = sys.argv, dict(os.environ)

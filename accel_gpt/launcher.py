@@ -2,11 +2,14 @@
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 
 from accel_gpt.errors import require
 
+PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # stop a run
 PREFIXES = (  # of the variables that launchers set
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),

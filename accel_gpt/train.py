@@ -29,7 +29,7 @@ from accel_gpt.errors import DataError
 from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
-from accel_gpt.launcher import is_main, world_size
+from accel_gpt.launcher import PREEMPTED, is_main, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
 from accel_gpt.training.accelerator import build_model, resolve_auto, start_accelerator
@@ -42,7 +42,7 @@ from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restor
 from accel_gpt.training.saving import CheckpointWriter
 from accel_gpt.training.setup import new_state, open_corpus, prepare_run
 from accel_gpt.training.state import TrainState
-from accel_gpt.training.stopping import INIT, PREEMPTED, StopSignal, Watchdog, die_with_launcher
+from accel_gpt.training.stopping import INIT, StopSignal, Watchdog, die_with_launcher
 from accel_gpt.training.terminal import Display, last_words
 
 

@@ -226,7 +226,7 @@ def trained(train_once: Callable[..., Path], corpus: Path) -> Callable[..., Path
 @pytest.fixture(autouse=True)
 def plain_signals() -> Iterator[None]:
     """Training listens to signals for good; no test hears with the ears of another."""
-    from accel_gpt.training.stopping import SIGNALS
+    from accel_gpt.launcher import SIGNALS
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job

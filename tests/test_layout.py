@@ -42,7 +42,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 10_375  # goal: 8,000
+INNER_LINES = 10_376  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -52,8 +52,8 @@ HEAVY = {
 }
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
-    "": 1_232,
-    "config": 1_918,  # 1,160
+    "": 1_235,
+    "config": 1_919,  # 1,160
     "cost": 977,  # 420
     "model": 985,
     "optim": 515,  # 400
@@ -64,7 +64,7 @@ LINES = {
     "evals": 952,  # 760
     "report": 933,  # 740
     "hub": 1_937,  # 1,800
-    "commands": 3_942,  # 1,680
+    "commands": 3_944,  # 1,680
 }
 # what could execute a file's content, or shows a wish to hide behaviour
 UNSAFE = {"exec", "eval", "compile", "globals", "locals", "__import__"}

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from accel_gpt.commands import series
-from accel_gpt.commands.series import PREEMPTED, Series, SeriesRun, visible_devices
+from accel_gpt.commands.series import Series, SeriesRun, visible_devices
+from accel_gpt.launcher import PREEMPTED
 from accel_gpt.training.run_folder import RunFolder
 
 PROGRAM = (

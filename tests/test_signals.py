@@ -12,7 +12,8 @@ import pytest
 from accel_gpt.config.checks import duration
 from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import UserError
-from accel_gpt.training.stopping import PREEMPTED, SIGNALS, StopSignal
+from accel_gpt.launcher import PREEMPTED, SIGNALS
+from accel_gpt.training.stopping import StopSignal
 
 
 @pytest.mark.parametrize("number", SIGNALS)

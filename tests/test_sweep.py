@@ -83,6 +83,16 @@ def test_the_better_half_goes_on(
     ]
 
 
+def test_values_that_no_folder_can_be_named_by(
+    made: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = ["a/b", "a b", f"{'x' * 300}1", f"{'x' * 300}2"]
+    monkeypatch.setattr(sweep, "split_values", lambda key, text: text.split(","))
+    assert made("--optim.lr", "1", "--sample.prompts", ",".join(prompts)) == 0
+    names = [path.name for path in (tmp_path / "sweep").glob("sample.prompts=*")]
+    assert (len(names), max(map(len, names)) < 255) == (4, True)
+
+
 def test_settings_are_drawn_with_all_their_seeds() -> None:
     swept = {"optim.lr": ["1", "2", "3"], "seed": ["7", "8"], "optim.beta1": ["0", "0.5"]}
     assert len(draw_settings(swept, None)) == 6

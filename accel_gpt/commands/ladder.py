@@ -20,7 +20,7 @@ from accel_gpt.config.checks import Positional, Section
 from accel_gpt.config.depth import HEAD_DIM, scaling_parameters, width
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import config_of, parse_command, read_values, to_flat
-from accel_gpt.config.plan import plural
+from accel_gpt.config.plan import LENGTH, plural
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import table, write_err, write_out
 from accel_gpt.cost.flops import flops_per_token
@@ -35,7 +35,6 @@ from accel_gpt.training.run_folder import RunFolder
 NAME = re.compile(r"depth_(\d+)_ratio_([\d.e+-]+?)(?:_seed_(\d+))?")
 SHAPE = ("model.depth", "model.n_layer", "model.n_head", "model.n_embd")
 FEWEST = 3  # rungs
-LENGTH = ("train.max_steps", "train.max_tokens")
 # what does not change the loss that a run reaches; `data.` goes by fingerprint
 LOOSE = (
     *("out_dir", "log.", "sample.", "checkpoint.", "hub.", "eval.every", "data.cache"),

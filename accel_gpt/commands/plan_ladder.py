@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from accel_gpt.commands.ladder import LENGTH, LOOSE, SHAPE, depth_keys, recipe_differences, sized
+from accel_gpt.commands.ladder import LOOSE, SHAPE, depth_keys, recipe_differences, sized
 from accel_gpt.commands.plan_time import plan_time
 from accel_gpt.commands.plan_vocabulary import data_folders
 from accel_gpt.config.depth import scaling_parameters
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_nested
-from accel_gpt.config.plan import make_plan
+from accel_gpt.config.plan import LENGTH, make_plan
 from accel_gpt.config.shipped import shipped_folder
 from accel_gpt.console import table
 from accel_gpt.cost.flops import flops_per_token

@@ -17,11 +17,9 @@ from types import FrameType
 
 from accel_gpt.config.plan import plural
 from accel_gpt.console import write_err
-from accel_gpt.launcher import environment_without_launcher
+from accel_gpt.launcher import PREEMPTED, SIGNALS, environment_without_launcher
 from accel_gpt.training.run_folder import RunFolder
 
-PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again; as `accel-gpt train` ends
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 POLL_SECONDS, PROGRESS_SECONDS = 0.2, 30.0  # of waiting; between two lines about a run
 
 

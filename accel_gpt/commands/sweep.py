@@ -4,6 +4,7 @@ A setting is a combination of all values but the seed's. Each run is an ordinary
 its own below `--out_dir`; beside them `sweep.json` and `report.html`, lowest val loss first.
 """
 
+import hashlib
 import itertools
 import json
 import math
@@ -36,6 +37,7 @@ from accel_gpt.report.runs import open_runs
 from accel_gpt.training.run_folder import RunFolder, locked
 
 MOST_RUNS = 1000
+MOST_LETTERS = 200  # of the name of a folder, of which file systems take 255
 MOST_CURVES = 16  # runs that the report draws, of the best settings
 
 
@@ -184,7 +186,10 @@ def make_settings(
             words = [*arguments, *(f"--{key}={value}" for key, value in values.items())]
             config = load_config(words, "accel-gpt sweep", inherit)
             name = ",".join(f"{key}={value}" for key, value in values.items())
-            path = folder / re.sub(r"[^\w.,=+-]", "_", name)[:200]
+            safe = re.sub(r"[^\w.,=+-]", "_", name)
+            if safe != name or len(name) > MOST_LETTERS:
+                safe = f"{safe[:MOST_LETTERS]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+            path = folder / safe
             runs.append(SeriesRun(name, path, words, make_plan(config, 1).last_step))
             data += [] if config.data in data else [config.data]
         setting = {key: value for key, value in group[0].items() if key != "seed"}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import UserError, require
 
+LENGTH = ("train.max_steps", "train.max_tokens")  # keys that set the length of a run
 WSD_DECAY_SHARE = 0.2  # of all steps; assumption, within the 10-20 % of Hägele et al. 2024, fig. 5
 
 

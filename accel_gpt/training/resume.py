@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat
-from accel_gpt.config.plan import Plan, make_plan
+from accel_gpt.config.plan import LENGTH, Plan, make_plan
 from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import CheckpointError, DivergedError, UserError, first_line, require
 from accel_gpt.files import write_file
@@ -68,7 +68,6 @@ BITS = (
     *("train.micro_batch_size", "train.mixed_precision"),
     *("train.matmul_precision", "train.cpu_threads"),
 )
-LENGTH = ("train.max_steps", "train.max_tokens")
 NOT_TOLD = "not told"  # stands for a path in the config of a checkpoint from the Hub
 
 

@@ -18,13 +18,11 @@ from accelerate import Accelerator
 
 from accel_gpt.config.checks import duration
 from accel_gpt.config.experiment import Config
-from accel_gpt.launcher import rank, started_by_launcher
+from accel_gpt.launcher import PREEMPTED, SIGNALS, rank, started_by_launcher
 from accel_gpt.training.accelerator import host_group
 from accel_gpt.training.terminal import show_cursor
 
 SAME_PRESS_SECONDS = 2.0  # a terminal and the launcher both deliver one Ctrl-C; assumption
-PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 PEER_FAILED = 70  # EX_SOFTWARE: this or another process failed
 LAUNCHER_WORDS = (b"torch", b"accel")  # in the command of one
 PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_gpt.training.stopping import SIGNALS
+from accel_gpt.launcher import SIGNALS
 from tests.faults.launches import (
     TWO,
     Direct,

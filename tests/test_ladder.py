@@ -101,7 +101,7 @@ def test_one_ratio_has_a_law_in_compute() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [GRID, MORE])
+@pytest.mark.parametrize("sizes", [pytest.param(GRID, marks=pytest.mark.long), MORE])
 def test_intervals_hold_nine_of_ten_runs(sizes: list[Size]) -> None:
     target = TARGET if sizes is GRID else size(8.5e6, 17e6)
     held = 0

@@ -26,7 +26,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # private names of other packages that the package uses; each may go with any of their versions
 PRIVATE = {
-    **dict.fromkeys(["_foreach_copy_", "_foreach_norm"], "torch"),
+    **dict.fromkeys(["_foreach_copy_", "_foreach_norm", "_C", "_distributed_c10d"], "torch"),
     "_compiled_call_impl": "torch",
     "_pat_str": "tiktoken",
     "_reset_state": "accelerate",

@@ -103,6 +103,8 @@ def start_processes(config: Config) -> PartialState:
     # Accelerator reads use_cpu of the accelerate config, PartialState does not
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     check_devices(cpu)
+    if world_size() > 1:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "100")  # collectives, for `Watchdog`
     state, started = PartialState(cpu=cpu, timeout=group_timeout(config)), world_size()
     require(
         state.num_processes == started,

@@ -1,7 +1,9 @@
 """Stops a run before its end: signals, a dead launcher, the time limit, a watchdog for hangs."""
 
+import contextlib
 import ctypes
 import faulthandler
+import json
 import os
 import signal
 import socket
@@ -29,6 +31,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIME_LIMIT, INIT = "train.time_limit", "train.init_timeout"
 REASONS = ("", TIME_LIMIT, *(number.name for number in SIGNALS))
 RESERVE_SHARE, RESERVE_SECONDS = 0.02, 1.0  # of the limit, at least; to end processes; assumption
+SHOWN_COLLECTIVES = 5
 CHECKS = 20  # of the watchdog, in the time that is allowed
 
 
@@ -160,6 +163,23 @@ def die_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # it died just before
 
 
+def last_collectives() -> list[str]:
+    """The last collectives of this process, by torch's flight recorder: a rank that others wait for
+    has one less, or another one.
+    """
+    if not dist.is_initialized():
+        return []
+    name = "nccl" if "nccl" in dist.get_backend() else "fr"
+    dump = getattr(torch._C._distributed_c10d, f"_dump_{name}_trace_json")
+    entries = json.loads(dump()).get("entries", [])[-SHOWN_COLLECTIVES:]
+    return [
+        f"collective {one['collective_seq_id']} of {one['process_group'][1]}: "
+        f"{one['profiling_name']} {one['input_sizes']} "
+        f"{'completed' if one['retired'] else one['state']}"
+        for one in entries
+    ]
+
+
 class Watchdog:
     """Dumps the stacks of all threads and ends the process after `limit`, as `30m`, without a beat.
 
@@ -207,6 +227,8 @@ class Watchdog:
                 show_cursor()
                 stderr.write(f"error: process {rank()} {self.reason}:\n")
                 faulthandler.dump_traceback(file=stderr, all_threads=True)
+                with contextlib.suppress(Exception):  # a private part of torch
+                    stderr.write("".join(f"{line}\n" for line in last_collectives()))
                 stderr.flush()
                 os._exit(PEER_FAILED)
         faulthandler.cancel_dump_traceback_later()

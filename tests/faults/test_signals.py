@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -273,6 +274,10 @@ def test_a_hang_ends_all_and_names_the_place(
     assert 'accel_gpt/files.py", line' in shown
     assert "in fail" in shown
     assert 'data/loader.py", line' in shown  # another thread
+    waits, last = (launch.shown(r).strip().splitlines()[-1] for r in (1 - rank, rank))
+    assert re.match(r"collective \d+ of default_pg: gloo:\w+ .* scheduled", waits)
+    assert last.endswith("completed")
+    assert int(waits.split()[1]) > int(last.split()[1])
 
 
 def test_a_hang_that_holds_the_interpreter_ends_too() -> None:

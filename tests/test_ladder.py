@@ -101,7 +101,8 @@ def test_one_ratio_has_a_law_in_compute() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [pytest.param(GRID, marks=pytest.mark.long), MORE])
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [GRID, MORE])
 def test_intervals_hold_nine_of_ten_runs(sizes: list[Size]) -> None:
     target = TARGET if sizes is GRID else size(8.5e6, 17e6)
     held = 0
@@ -264,6 +265,7 @@ def test_the_quickstart_has_a_shipped_ladder(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_at_random_moments_it_is_the_same_ladder(
     small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:

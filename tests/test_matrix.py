@@ -207,6 +207,7 @@ def collectives(engine: str, optimizer: str, micro_steps: int, synced: bool) -> 
     return {"reduce": 2, "scatter": scatter, "gather": gather}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_losses_are_those_of_one_process_and_collectives_are_counted(

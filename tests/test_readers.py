@@ -148,6 +148,11 @@ def write(path: Path, table: pa.Table, kind: str) -> None:
     ids=str,
 )
 def test_columns_of_text_are_read(tmp_path: Path, kind: str, column: pa.DataType) -> None:
+    if column == pa.string_view():
+        try:
+            pa.array(["a"], column).cast(pa.large_binary())
+        except pa.ArrowNotImplementedError:
+            pytest.skip("this pyarrow reads no string_view")
     encoded = pa.types.is_dictionary(column)
     body = pa.array(ROWS, pa.string()).dictionary_encode() if encoded else pa.array(ROWS, column)
     table = pa.table({"n": list(range(5)), "body": body, "other": [[1]] * 5})

@@ -222,8 +222,7 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
         if logging:
             fraction = fraction_at(state.step - 1, config, run.plan)
             record = metrics | {"train/lr": config.optim.lr * fraction}
-            record |= reporter.speed.metrics(reporter.watch.lap(state.step))
-            record |= reporter.batch_hash(run.loader)
+            record |= reporter.step_metrics(state.step, run.loader)
     with reporter.watch.pause() if evaluating or saving or sampling else contextlib.nullcontext():
         if evaluating:
             place = reporter.evaluated, state.step, last

@@ -42,7 +42,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 10_400  # goal: 8,000
+INNER_LINES = 10_470  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -57,10 +57,10 @@ LINES = {
     "cost": 980,  # 420
     "model": 985,
     "optim": 515,  # 400
-    "data": 3_275,  # 2,315
+    "data": 3_278,  # 2,315
     "text": 1_397,  # 820
     "prepare": 1_212,  # 780
-    "training": 4_897,  # 3,020
+    "training": 4_965,  # 3,020
     "evals": 952,  # 760
     "report": 933,  # 740
     "hub": 1_937,  # 1,800

@@ -47,6 +47,7 @@ class Loader:
     ) -> None:
         self.chunks, self.batch_size, self.device = chunks, batch_size, device
         self.position: Any = None
+        self.waited = 0.0  # seconds for which `next` waited for the thread
         self.keep_sequences = False
         self.kept: list[Tensor] = []
         self.batches: Iterator[Tensor] = iter(())
@@ -61,7 +62,9 @@ class Loader:
     def __next__(self) -> tuple[Tensor, Tensor]:
         batch = next(self.batches, None)
         if batch is None:
+            since = time.monotonic()
             ready = self.ready.get()
+            self.waited += time.monotonic() - since
             if isinstance(ready, Exception):
                 raise ready
             chunk, self.position = ready

@@ -26,6 +26,7 @@ from accel_gpt.redact import command_line, redact
 from accel_gpt.training.machine import describe_machine
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
 from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.slow_steps import SlowSteps
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.terminal import Display
 from accel_gpt.training.trackers import Trackers, quiet_tensorboard
@@ -58,6 +59,7 @@ class Reporter:
         self.metrics: MetricsLog | None = None  # on rank 0
         self.disk_full = False  # it has refused metrics
         self.synchronize = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
+        self.slow_steps = SlowSteps(accelerator.device, self.synchronize)
         self.watch = Stopwatch(0.0, 0)
         self.beat: Callable[[], None] = lambda: None  # of the watchdog
         self.profile_step: Callable[[], None] = lambda: None
@@ -157,6 +159,15 @@ class Reporter:
         """Note that `done` batches of an evaluation were computed."""
         self.beat()
         self.display.evaluated(done, total)
+
+    def step_metrics(self, step: int, loader: Loader) -> Record:
+        """Speed since the last call, and the hash of the last global batch; collectives."""
+        steps = max(step - self.watch.step, 1)
+        seconds = self.watch.lap(step)
+        if warning := self.slow_steps.check(seconds, loader.waited / steps):
+            self.log(warning)
+        loader.waited = 0.0
+        return self.speed.metrics(seconds) | self.batch_hash(loader)
 
     def batch_hash(self, loader: Loader) -> Record:
         """The hash of the last global batch, with `log.batch_hash`; an all-reduce."""

@@ -31,7 +31,7 @@ from accel_gpt.evals.samples import prompt_ids
 from accel_gpt.evals.validation import Beat, no_beat
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.sharding import is_sharded
-from accel_gpt.training.ranks import all_gather
+from accel_gpt.training.ranks import all_gather, all_ranks
 from accel_gpt.training.tensor_files import weights_of
 
 Results = dict[str, Any]  # what lm_eval.evaluate returns
@@ -101,10 +101,11 @@ class Tasks:
             if accelerator.is_local_main_process:
                 weights[name] = whole.cpu()
         with tempfile.TemporaryDirectory() as folder:
-            if accelerator.is_local_main_process:
-                copy = GPT.allocate(model.config, model.vocab_size)
-                copy.load_state_dict(weights, strict=False)  # tied weights are there once
-                write_files(copy, tokenizer, Path(folder), torch.float32)
+            with all_ranks():
+                if accelerator.is_local_main_process:
+                    copy = GPT.allocate(model.config, model.vocab_size)
+                    copy.load_state_dict(weights, strict=False)  # tied weights are there once
+                    write_files(copy, tokenizer, Path(folder), torch.float32)
             folders = all_gather(folder)
             own = folders[accelerator.process_index - accelerator.local_process_index]
             found = self.score(Path(own), tokenizer, accelerator, batch_size, beat)

@@ -36,7 +36,7 @@ from accel_gpt.training.accelerator import build_model, resolve_auto, start_acce
 from accel_gpt.training.anomalies import StepGuard, TooManySkippedError, check_weights
 from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches, skip_excluded
 from accel_gpt.training.metrics import Record
-from accel_gpt.training.ranks import all_ranks, peers, require_same
+from accel_gpt.training.ranks import all_gather, all_ranks, peers, require_same
 from accel_gpt.training.reporter import Reporter, open_display
 from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restore
 from accel_gpt.training.saving import CheckpointWriter
@@ -108,11 +108,12 @@ def train(config: Config, plan: Plan, started: float) -> int:
                 run.reporter.completed(run.state.step)
             run.loader.close()
             run.writer.wait()
-        stop.saved = stopping
-        run.reporter.write(accelerator.end_training)
-        preempted = stopping
+        stop.saved = preempted = stopping
         for copies in run.copies:  # what a signal keeps from the Hub, the next launch pushes
             stopping |= copies.finish(lambda: preempted or stop.received is not None)
+        if preempted:  # a launcher ends all ranks as soon as one has exit code 75
+            all_gather(None, stop.group)
+        run.reporter.write(accelerator.end_training)
     stop.ignore()
     display.log(last_words(config, plan, run.state, stop.received if stopping else None))
     return PREEMPTED if stopping else 0

@@ -12,6 +12,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
@@ -92,6 +93,13 @@ def test_what_accelerate_started_is_refused_by_name(
         )  # fmt: skip
         accelerator.check_engine(started, Config(train=TrainConfig(reproducible=exact)))
 
+    started: Any = SimpleNamespace(
+        distributed_type=DistributedType.NO, mixed_precision="no", device=torch.device("mps")
+    )
+    blocks = TrainConfig(activation_checkpointing="blocks")
+    accelerator.check_engine(started, Config(train=blocks))
+    with pytest.raises(UserError, match="blocks and the device is mps, where PyTorch recomputes"):
+        accelerator.check_engine(started, Config(train=blocks, model=ModelConfig(dropout=0.1)))
     for fine in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
         check(fine, "bf16", "cuda", exact=False)
     check("MULTI_CPU", "bf16", "cpu", exact=True)

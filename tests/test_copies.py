@@ -1,6 +1,7 @@
 """Checkpoints copied elsewhere while a run trains, and taken from there by a run that has none."""
 
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,8 +9,13 @@ import fsspec
 import pytest
 
 from accel_gpt import train
+from accel_gpt.config.experiment import CheckpointConfig, Config
 from accel_gpt.training.checkpoint import verify
+from accel_gpt.training.copies import CheckpointCopies
+from accel_gpt.training.run_folder import checkpoint_steps
 from tests.conftest import run_here
+from tests.faults.launches import until
+from tests.test_launch import PLAIN, TORCHRUN
 from tests.test_train import assert_same_weights, records, signal_after, weights
 
 Arguments = Callable[..., list[str]]
@@ -79,6 +85,58 @@ def test_a_copy_that_broke_off_is_pruned(small_run: Arguments, tmp_path: Path) -
     assert steps(str(tmp_path / "other")) == ["step_00000012"]
 
 
+def test_copies_of_what_was_rolled_back_are_removed(place: str, tmp_path: Path) -> None:
+    kept = CheckpointConfig(copy_to=place, keep_last=2)
+    copies = CheckpointCopies(Config(out_dir=str(tmp_path / "run"), checkpoint=kept), print)
+    found = []
+    fsspec.url_to_fs(place)[0].makedirs(f"{place}/step_00000009")  # of an earlier launch
+    for step in (1, 2, 3, 2, 4):
+        checkpoint = tmp_path / str(step) / f"step_{step:08d}"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / "manifest.json").write_text("{}")
+        copies.on_checkpoint(checkpoint)
+        until(lambda: not checkpoint_steps(copies.folder))
+        found.append([int(name[5:]) for name in steps(place)])
+    assert found == [[1, 9], [2, 9], [3, 9], [2, 9], [4, 9]]
+    copies.finish(lambda: False)
+
+
+SLOW_COPY = """
+import os, signal, sys, time
+from fsspec.implementations.local import LocalFileSystem
+from accel_gpt import train
+from accel_gpt.console import run_main
+update, save, put = train.update, train.save, LocalFileSystem.put_file
+def stopped(run):
+    if run.state.step == 5 and os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return update(run)
+def slow_save(*args):  # a later signal is a second one
+    time.sleep(3)
+    return save(*args)
+def slow_put(*args):
+    time.sleep(0.5)
+    return put(*args)
+train.update, train.save, LocalFileSystem.put_file = stopped, slow_save, slow_put
+sys.exit(run_main(train.main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_launcher_does_not_end_the_rank_that_copies(small_run: Arguments, tmp_path: Path) -> None:
+    """Once another rank has left with exit code 75."""
+    script = tmp_path / "script.py"
+    script.write_text(SLOW_COPY)
+    own = small_run(*EVERY, "--checkpoint.every", "50", "--checkpoint.copy_to", "other")
+    words = [*TORCHRUN, "--nproc_per_node", "2", str(script), *own]
+    words += ["--train.micro_batch_size", "2"]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=PLAIN, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "SIGUSR1: saved at step 6" in done.stderr
+    verify(tmp_path / "other" / "step_00000006")
+
+
 def test_a_place_that_cannot_be_written_harms_nothing(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,7 +145,32 @@ def test_a_place_that_cannot_be_written_harms_nothing(
     assert run_here(train.main, own) == 0
     said = capsys.readouterr().err
     assert said.count("could not be copied to") == 1
+    assert "WARNING: the last checkpoint was not copied to" in said
     assert "12 steps" in said
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("file", "copy_to file is a file; give a folder"),
+        ("run/checkpoints", "lies in out_dir run; give a folder elsewhere"),
+        ("other", "resume is never but checkpoint.copy_to other holds copies of a run"),
+    ],
+)
+def test_a_place_where_checkpoints_would_be_lost_is_refused(
+    place: str,
+    message: str,
+    small_run: Arguments,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "other" / "step_00000020").mkdir(parents=True)
+    own = ["--out_dir", "run", "--checkpoint.copy_to", place, "--checkpoint.resume", "never"]
+    assert run_here(train.main, small_run(*own)) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_url_with_a_password_is_refused(

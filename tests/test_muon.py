@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
-from accel_gpt.optim import muon
+from accel_gpt.optim import adamw, muon
+from accel_gpt.optim.adamw import GuardedAdamW
 from accel_gpt.optim.groups import PEAK, make_optimizer, set_lr
 from accel_gpt.optim.muon import MuonAdamW, muon_weights
 from tests.conftest import launch, tiny
@@ -251,6 +252,19 @@ def test_an_update_that_is_left_out_leaves_weights_and_state(
     assert after.keys() == before.keys()
     for name, old in before.items():
         assert torch.equal(old, after[name]) == left_out, name
+
+
+def test_where_the_kernel_updates_regardless_the_host_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, updates = nn.Linear(4, 4), []
+    optimizer = GuardedAdamW(net.parameters(), lr=0.1, fused=True)
+    monkeypatch.setattr(adamw, "UNGUARDED", ("cpu",))
+    monkeypatch.setattr(adamw, "undecorated", lambda _: lambda *_: updates.append(skip))
+    for skip in (1.0, 0.0):
+        optimizer.skip = torch.tensor(skip)
+        optimizer.step()
+    assert updates == [0.0]
 
 
 @pytest.mark.parametrize("unscaled", [True, False])

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +108,25 @@ def test_a_trial_runs_with_each_option(small_run: Arguments, options: tuple[str,
     accelerator = Accelerator(cpu=True, mixed_precision=config.train.mixed_precision)
     sizing.try_step(config, 257, accelerator)
     assert accelerator.gradient_accumulation_steps == 1
+
+
+@pytest.mark.slow
+def test_trials_of_many_sizes_do_not_use_up_what_the_compiler_allows(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of FlexAttention on CUDA: one compiled function, again for each shape."""
+    again = torch.compile(torch.neg, dynamic=False, fullgraph=True, backend="eager")
+
+    class Compiled(sizing.GPT):
+        def forward(self, tokens: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            again(tokens)
+            return super().forward(tokens, *args, **options)
+
+    monkeypatch.setattr(sizing, "GPT", Compiled)
+    for size in range(1, 12):
+        config = load_config(small_run("--train.tokens_per_step", str(16 * size)), "test")
+        config = replace(config, train=replace(config.train, micro_batch_size=size))
+        sizing.try_step(config, 257, Accelerator(cpu=True))
 
 
 def test_running_out_of_memory_is_an_answer(

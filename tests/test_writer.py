@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from accel_gpt.files import fault_counts
 from accel_gpt.training import saving as writer
 from accel_gpt.training.checkpoint import read_state, verify, write_json
 from accel_gpt.training.run_folder import checkpoint_steps
-from accel_gpt.training.saving import check_shared
+from accel_gpt.training.saving import CheckpointWriter, check_shared
 from tests.conftest import QUIET, launch
 from tests.test_train import assert_same_weights, records, weights
 
@@ -307,3 +308,20 @@ def test_a_warning_that_cannot_be_written_hides_no_failure(
         with pytest.raises(OSError, match="No space"):
             launch(options)  # the sentence of the error itself has no room, either
     assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [4, 8]
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_the_first_rank_alone_writes_the_scale_of_the_loss(main: bool, tmp_path: Path) -> None:
+    """Also where a save fails; the ranks would write one file."""
+    seen = []
+
+    def save_state(_: str) -> None:
+        seen.append(accelerator.scaler)
+        raise OSError
+
+    accelerator: Any = SimpleNamespace(scaler="scaler", save_state=save_state)
+    rank: Any = SimpleNamespace(accelerator=accelerator, fsdp=False, snapshot=None, main=main)
+    with pytest.raises(OSError):  # noqa: PT011 - the one from above
+        CheckpointWriter.save_tensors(rank, tmp_path, rank, rank)
+    assert seen == ["scaler" if main else None]
+    assert accelerator.scaler == "scaler"

@@ -46,6 +46,7 @@ class Loader:
         self, chunks: Iterator[tuple[Sequences, Any]], batch_size: int, device: torch.device
     ) -> None:
         self.chunks, self.batch_size, self.device = chunks, batch_size, device
+        self.overlaps = device.type == "cuda"  # elsewhere the chunk may be gone before it is copied
         self.position: Any = None
         self.waited = 0.0  # seconds for which `next` waited for the thread
         self.keep_sequences = False
@@ -73,7 +74,9 @@ class Loader:
         if self.keep_sequences:
             self.kept.append(batch)
         signed = batch.dtype.is_signed  # -1 - id: no target, see `packing.py`
-        batch = batch.to(self.device, non_blocking=True).long()  # (B, T + 1), widened on the device
+        batch = batch.to(
+            self.device, non_blocking=self.overlaps
+        ).long()  # (B, T + 1), widened on the device
         tokens, targets = batch[:, :-1], batch[:, 1:]
         if signed:
             return torch.maximum(tokens, ~tokens), targets.masked_fill(targets < 0, IGNORE)

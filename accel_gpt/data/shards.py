@@ -136,7 +136,11 @@ class Split:
                 try:
                     if number not in self.opened:
                         self.open(number)
-                    found = os.preadv(self.opened[number], [row.data], one.offset + skip)
+                    file, first = self.opened[number], one.offset + skip
+                    found = more = os.preadv(file, [row.data], first)
+                    while more and found < row.nbytes:  # Linux reads at most 2 GiB at once
+                        more = os.preadv(file, [row.view(np.uint8)[found:].data], first + found)
+                        found += more
                 except OSError as error:
                     raise DataError(
                         f"shard {self.folder / one.name} cannot be read: {error.strerror}; "

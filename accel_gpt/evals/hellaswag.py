@@ -75,8 +75,13 @@ def read_records(path: str) -> Iterator[tuple[str, Any]]:
         except OSError as error:
             raise UserError(f"eval.hellaswag {path} cannot be read: {error.strerror}") from None
         return
-    import datasets
-
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"eval.hellaswag {path} is no file, and to read it from the Hub takes the package "
+            "datasets; pip install datasets"
+        ) from None
     from accel_gpt.config.data import PrepareConfig
     from accel_gpt.text.hub import hub_sentence
 

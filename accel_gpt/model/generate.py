@@ -124,7 +124,9 @@ def sample_token(
     likeliest, ids = logits.topk(min(top_k or V, V))  # (B, k), in descending order
     probabilities = likeliest.softmax(-1)
     if top_p < 1:
-        before = probabilities.cumsum(-1) - probabilities  # exactly 0 for the likeliest: it stays
+        # on the CPU, as CUDA's kernel is refused where all must be deterministic
+        sums = probabilities.cpu().cumsum(-1).to(probabilities.device)
+        before = sums - probabilities  # exactly 0 for the likeliest: it stays
         probabilities = probabilities.masked_fill(before >= top_p, 0.0)
     index = torch.multinomial(probabilities, 1, generator=generator)
     return ids.gather(-1, index).squeeze(-1)

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+UNGUARDED = ("mps",)  # devices whose fused kernel updates regardless, so the host looks
+
 
 def undecorated(method: Any) -> Any:
     """A method of torch without its decorator, which keeps the compiler out of the method but
@@ -37,10 +39,13 @@ class GuardedAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         """Update the parameters, or skip the update."""
         update = undecorated(torch.optim.AdamW.step)
-        if self.skip is None:
+        skip = self.skip_or_found_inf()
+        if skip is None:
             return update(self, closure)
+        if skip.device.type in UNGUARDED and skip.item():
+            return None
         found: Tensor | None = getattr(self, "found_inf", None)
-        self.found_inf = self.skip_or_found_inf()
+        self.found_inf = skip
         try:
             return update(self, closure)
         finally:

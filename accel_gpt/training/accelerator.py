@@ -290,6 +290,7 @@ def check_engine(accelerator: Accelerator, config: Config) -> None:
     """Raise `UserError` unless tests cover what Accelerate made of the accelerate config."""
     kind, device = accelerator.distributed_type, accelerator.device.type
     precision, exact = accelerator.mixed_precision, config.train.reproducible
+    dropout = config.model.dropout > 0
     fsdp, other = kind == DistributedType.FSDP, "set train.mixed_precision to bf16 or no"
     for unsupported, what, why in (
         (
@@ -326,6 +327,11 @@ def check_engine(accelerator: Accelerator, config: Config) -> None:
             exact and device == "mps",
             "train.reproducible is true but the device is mps",
             "which has no float64; use a CPU",
+        ),
+        (
+            device == "mps" and config.train.activation_checkpointing == "blocks" and dropout,
+            "train.activation_checkpointing is blocks and the device is mps",
+            "where PyTorch recomputes with another dropout; set one of them to its default",
         ),
     ):
         require(not unsupported, f"{what}, {why}")
@@ -375,6 +381,7 @@ def build_model(
 
     Under FSDP the model is sharded on the meta device: no rank allocates more than its shards.
     """
+    forget_compiled()
     sharded = accelerator.distributed_type == DistributedType.FSDP
     gpt = GPT.allocate(config.model, vocab_size, "meta" if sharded else "cpu")
     set_up_model(gpt, config.train)
@@ -395,6 +402,14 @@ def build_model(
     gc.collect()  # what there is now lives to the end: the garbage collector need not search it
     gc.freeze()
     return gpt, model, wrapped
+
+
+def forget_compiled() -> None:
+    """Drop what torch.compile made for other shapes: it compiles a function for eight, and a trial
+    or an earlier run of this process has had its own.
+    """
+    if "torch._dynamo" in sys.modules:  # else there is nothing, and the import takes a second
+        torch.compiler.reset()
 
 
 def machine_mesh(config: Config, accelerator: Accelerator) -> "DeviceMesh | None":

@@ -37,8 +37,9 @@ class CheckpointCopies:
         self.system, self.root = open_store(self.to)
         self.wake, self.ending = threading.Event(), False
         self.current: int | None = None  # the step that is being copied
+        self.copied = set[int]()  # steps
         shutil.rmtree(self.folder, ignore_errors=True)  # a killed launch's: checkpoints come again
-        self.folder.mkdir()
+        self.folder.mkdir(parents=True)
         self.thread = threading.Thread(target=self.run, name="checkpoint copies", daemon=True)
         self.thread.start()
 
@@ -70,6 +71,8 @@ class CheckpointCopies:
             if before and time.monotonic() - start > LAST_SECONDS:
                 break
         left = bool(checkpoint_steps(self.folder))
+        if left:
+            self.log(f"WARNING: the last checkpoint was not copied to {redact_url(self.to)}")
         shutil.rmtree(self.folder, ignore_errors=True)
         return left and self.thread.is_alive()
 
@@ -82,7 +85,7 @@ class CheckpointCopies:
             for step in checkpoint_steps(self.folder)[-1:]:
                 self.current = step
                 try:
-                    self.copy(self.folder / step_name(step))
+                    self.copy(step)
                     failed = 0
                 except Exception as error:  # of botocore, huggingface_hub, OSError, ...
                     failed += 1
@@ -99,8 +102,9 @@ class CheckpointCopies:
                         if old <= step:
                             shutil.rmtree(self.folder / step_name(old), ignore_errors=True)
 
-    def copy(self, checkpoint: Path) -> None:
-        """Copy a checkpoint, and remove the oldest copies."""
+    def copy(self, step: int) -> None:
+        """Copy a checkpoint, and remove the oldest copies and those that a roll back left."""
+        checkpoint = self.folder / step_name(step)
         target = f"{self.root}/{checkpoint.name}"
         self.system.makedirs(target, exist_ok=True)
         if self.system.exists(f"{target}/{MANIFEST}"):  # the step was trained once more
@@ -108,8 +112,11 @@ class CheckpointCopies:
         names = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
         for name in (*sorted(names), MANIFEST):
             self.system.put_file(str(checkpoint / name), f"{target}/{name}")
-        for step in copied_steps(self.system, self.root)[: -self.keep]:
-            old = f"{self.root}/{step_name(step)}"
+        rolled_back = {later for later in self.copied if later > step}
+        self.copied = self.copied - rolled_back | {step}
+        steps = [one for one in copied_steps(self.system, self.root) if one not in rolled_back]
+        for former in {*rolled_back, *steps[: -self.keep]} - {step}:
+            old = f"{self.root}/{step_name(former)}"
             with contextlib.suppress(FileNotFoundError):  # it broke off
                 self.system.rm_file(f"{old}/{MANIFEST}")
             self.system.rm(old, recursive=True)
@@ -138,13 +145,25 @@ def fetch_copy(config: Config, log: Callable[[str], None]) -> None:
     """Download the newest intact copy for a run that has no checkpoint of its own, where
     `checkpoint.resume` is auto. Raises `UserError` if the store cannot be opened or read.
     """
-    url = str(config.checkpoint.copy_to)
+    url, resume = str(config.checkpoint.copy_to), config.checkpoint.resume
     run, (system, root) = RunFolder(config.out_dir), open_store(url)
-    if run.checkpoints or config.checkpoint.resume != "auto":
+    if "://" not in url:
+        require(not Path(url).is_file(), f"checkpoint.copy_to {url} is a file; give a folder")
+        require(
+            not Path(url).resolve().is_relative_to(Path(config.out_dir).resolve()),
+            f"checkpoint.copy_to {url} lies in out_dir {config.out_dir}; give a folder elsewhere",
+        )
+    if run.checkpoints or resume not in ("auto", "never"):
         return
     folder = Path(config.out_dir) / "checkpoints"
     try:
-        for step in reversed(copied_steps(system, root)):
+        steps = copied_steps(system, root)
+        require(
+            not (steps and resume == "never"),
+            f"checkpoint.resume is never but checkpoint.copy_to {redact_url(url)} holds copies of "
+            "a run; set another, or remove them",
+        )
+        for step in reversed(steps):
             source, name = f"{root}/{step_name(step)}", step_name(step)
             if not system.exists(f"{source}/{MANIFEST}"):
                 continue
@@ -164,6 +183,8 @@ def fetch_copy(config: Config, log: Callable[[str], None]) -> None:
             sync(folder)
             log(f"step {step:,} was downloaded from {redact_url(url)}")
             return
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
             f"checkpoint.copy_to {redact_url(url)} cannot be read: {reason(error)}"

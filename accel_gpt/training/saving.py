@@ -142,17 +142,21 @@ class CheckpointWriter:
         """Save, or copy, what the next step of training changes."""
         folder.mkdir(parents=True, exist_ok=True)
         fault_point("save.begun")
-        if not self.fsdp and not self.snapshot:
-            self.accelerator.save_state(str(folder))
-        else:
-            content = self.content(gpt, optimizer)
-            if self.snapshot:
-                self.copied = self.snapshot.copy(content)
+        accelerator, scaler = self.accelerator, self.accelerator.scaler
+        accelerator.scaler = scaler if self.main else None  # every rank would write the same file
+        try:
+            if not self.fsdp and not self.snapshot:
+                accelerator.save_state(str(folder))
             else:
-                write_content(content, folder)
-            scaler = self.accelerator.scaler if self.main else None
-            rank, step = self.accelerator.process_index, self.accelerator.step
-            save_accelerator_state(str(folder), [], [], [], [], rank, step, scaler)
+                content = self.content(gpt, optimizer)
+                if self.snapshot:
+                    self.copied = self.snapshot.copy(content)
+                else:
+                    write_content(content, folder)
+                rank, step = accelerator.process_index, accelerator.step
+                save_accelerator_state(str(folder), [], [], [], [], rank, step, accelerator.scaler)
+        finally:
+            accelerator.scaler = scaler
         fault_point("save.filled")
 
     def content(self, gpt: GPT, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
@@ -272,11 +276,11 @@ class Snapshot:
         if not isinstance(value, Tensor):
             return value
         buffer = self.buffers.get(key)
+        cuda = value.device.type == "cuda"
         if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-            pinned = value.device.type == "cuda"
-            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
+            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=cuda)
             self.buffers[key] = buffer
-        return buffer.copy_(value.detach(), non_blocking=True)
+        return buffer.copy_(value.detach(), non_blocking=cuda)
 
 
 def write_content(files: dict[str, Any], folder: Path) -> None:

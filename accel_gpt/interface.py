@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_gpt.config.parse import load_config, parse_command
-from accel_gpt.errors import PeerError, UserError
+from accel_gpt.errors import PeerError, UserError, require
 from accel_gpt.launcher import is_main
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class TrainedRun:
         """Continue a prompt; `options` as of `accel-gpt sample`: num, temperature, seed, ..."""
         from accel_gpt.commands.sample import SampleCommand, continue_prompt
 
+        require(isinstance(prompt, str), f"the prompt is {prompt!r}; expected text")
         words = to_words({"prompt": prompt, **options})
         return continue_prompt(parse_command(SampleCommand, [str(self.path), *words], "sample"))
 
@@ -95,6 +96,10 @@ def train_run(config: str, options: Mapping[str, object], processes: int) -> Tra
     from accel_gpt.hub.pretrained import inherit
     from accel_gpt.training.terminal import in_notebook
 
+    require(
+        isinstance(processes, int) and processes > 0,
+        f"processes is {processes!r}; expected a whole number above 0",
+    )
     words = [config, *to_words(options)]
     parsed = load_config(words, "accel_gpt.train", inherit)
     run = TrainedRun(Path(parsed.out_dir))

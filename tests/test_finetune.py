@@ -123,6 +123,27 @@ def test_a_long_example_loses_its_end(tmp_path: Path) -> None:
     assert len(set(targets.tolist())) == 1  # the digit alone
 
 
+def test_an_example_of_which_the_prompt_alone_remains_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = [{"prompt": f"p{i}", "completion": "c" * 40} for i in range(9)]
+    long = [{"prompt": "p" * 50, "completion": f"{i}"} for i in range(9)]
+    folders = [tmp_path / name for name in ("some", "all")]
+    for folder in folders:
+        folder.mkdir()
+    opened = corpus(prepared(folders[0], short + long, val_fraction=0.3))
+    assert "examples whose prompt alone is longer than model.block_size, 32; they are left" in (
+        capsys.readouterr().err
+    )
+    n = opened.train.orders[0].sequences_per_epoch
+    loader = opened.loader(Plan(1, 1, 32, 1, n, 0, 0), 0, torch.device("cpu"), 0)
+    for _ in range(n):
+        assert (next(loader)[1] != IGNORE).any()
+    loader.close()
+    with pytest.raises(DataError, match=r"model.block_size, 32, and no other; raise it"):
+        corpus(prepared(folders[1], long, val_fraction=0.3))
+
+
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
 

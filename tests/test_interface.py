@@ -85,6 +85,11 @@ def test_mistakes_are_exceptions(small_run: Arguments, tmp_path: Path) -> None:
         run.sample(temprature=0)
     with pytest.raises(UserError, match="nowhere"):
         run.evaluate()
+    with pytest.raises(UserError, match="expected text"):
+        run.sample(["one", "two"])  # type: ignore[arg-type]
+    for processes in (0, 1.5):
+        with pytest.raises(UserError, match="expected a whole number above 0"):
+            accel_gpt.train(*small_run(), processes=processes)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="max_tokens is 'many'; expected a whole number"):
         accel_gpt.train(*small_run(), {"train.max_tokens": "many"})
 

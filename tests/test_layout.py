@@ -42,7 +42,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 10_470  # goal: 8,000
+INNER_LINES = 10_544  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -52,19 +52,19 @@ HEAVY = {
 }
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
-    "": 1_235,
-    "config": 1_919,  # 1,160
+    "": 1_240,
+    "config": 1_921,  # 1,160
     "cost": 980,  # 420
     "model": 985,
-    "optim": 515,  # 400
-    "data": 3_278,  # 2,315
+    "optim": 519,  # 400
+    "data": 3_310,  # 2,315
     "text": 1_397,  # 820
     "prepare": 1_212,  # 780
-    "training": 4_965,  # 3,020
-    "evals": 953,  # 760
+    "training": 5_019,  # 3,020
+    "evals": 958,  # 760
     "report": 933,  # 740
     "hub": 1_937,  # 1,800
-    "commands": 3_944,  # 1,680
+    "commands": 3_946,  # 1,680
 }
 # what could execute a file's content, or shows a wish to hide behaviour
 UNSAFE = {"exec", "eval", "compile", "globals", "locals", "__import__"}

@@ -46,6 +46,18 @@ def test_data_are_named_once(tmp_path: Path) -> None:
         load(tmp_path, text=", text: a.txt")
 
 
+@pytest.mark.slow
+def test_what_is_wrong_with_a_text_is_told_with_the_keys_of_training(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "notes.log"
+    text.write_text("text")
+    words = ["quickstart", "--data.text", str(text), "--out_dir", str(tmp_path / "z")]
+    with pytest.raises(SystemExit, match="2"):
+        launch(words)
+    assert "set data.prepare.source to text" in capfd.readouterr().err
+
+
 def test_a_text_in_the_place_of_a_data_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("text")
     with pytest.raises(UserError, match=r"a file where a folder .* write --data.text .*input.txt"):

@@ -137,6 +137,9 @@ def test_options_of_a_command_come_before_those_of_its_config() -> None:
 def test_missing_config_file_names_the_nearest(config_file: str) -> None:
     with pytest.raises(UserError, match=r"does not exist; did you mean .*small\.yaml\?"):
         load(config_file.replace("small", "smal"))
+    folder = str(Path(config_file).parent)
+    with pytest.raises(UserError, match=f"{folder} is a folder; a run's is {folder}/config.yaml"):
+        load(folder)
 
 
 def test_every_knob_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import torch
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import leaves, to_flat
 from accel_gpt.errors import CheckpointError, UserError
+from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.resume import check_same_run, config_changes, load_error
 from accel_gpt.training.run_folder import checkpoint_steps
 from accel_gpt.training.state import TrainState
@@ -201,8 +202,44 @@ def test_a_rate_of_its_own_may_change_but_not_come_or_go() -> None:
     with pytest.raises(UserError, match=r"allow_change optim.embedding_lr"):
         check_same_run(Path("step"), before, now, ())
     none = TrainState(config={**now.config, "optim.embedding_lr": None})
-    with pytest.raises(CheckpointError, match=r"optim.embedding_lr was None, is 0.1"):
+    with pytest.raises(CheckpointError, match=r"optim.embedding_lr was null, is 0.1"):
         check_same_run(Path("step"), none, now, ("optim.embedding_lr",))
+
+
+def test_no_change_is_offered_beside_one_that_is_refused_anyway() -> None:
+    now = TrainState(config=to_flat(Config()))
+    before = TrainState(config={**now.config, "optim.lr": 0.2, "seed": 2})
+    with pytest.raises(CheckpointError, match=r"set another out_dir$"):
+        check_same_run(Path("step"), before, now, ("optim.lr",))
+    with pytest.raises(CheckpointError, match=r"seed was 2, .*set another out_dir$"):
+        check_same_run(Path("step"), before, now, ())
+
+
+def test_a_key_to_allow_must_be_one(
+    small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run("--train.stop_at", "4")) == 0
+    assert launch(small_run("--checkpoint.allow_change", "optim.lr,sed")) == 2
+    assert "checkpoint.allow_change has sed, which is no key" in capsys.readouterr().err
+
+
+def test_the_best_loss_so_far_is_that_of_the_same_text(
+    small_run: Arguments, corpus: Path, tmp_path: Path
+) -> None:
+    own = ["--eval.every", "2", "--checkpoint.every", "2"]
+    assert launch(small_run(*own, "--train.stop_at", "4")) == 0
+    state = tmp_path / "run" / "checkpoints" / "step_00000004"
+    content = json.loads((state / "trainer_state.json").read_text())
+    content |= {"best_val_loss": 0.1, "best_step": 2}  # as if that text were easy
+    (state / "trainer_state.json").write_text(json.dumps(content))
+    reseal(state)
+    fewer = ["--eval.tokens", "64", "--checkpoint.allow_change", "eval.tokens"]
+    assert launch(small_run(*own, "--train.stop_at", "6")) == 0
+    assert read_state(state.with_name("step_00000006")).best_val_loss == 0.1
+    assert launch(small_run(*own, *fewer)) == 0
+    last = read_state(state.with_name("step_00000012"))
+    assert last.best_val_loss is not None
+    assert last.best_val_loss > 1
 
 
 def test_all_that_differs_is_listed_at_once() -> None:

@@ -123,6 +123,8 @@ def read_yaml(path: str) -> Any:
         return load_yaml(Path(path).read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError) as error:
         reason = "does not exist" if isinstance(error, FileNotFoundError) else f"fails: {error}"
+        if isinstance(error, IsADirectoryError):
+            reason = f"is a folder; a run's is {path.rstrip('/')}/config.yaml"
         raise UserError(f"config file {path} {reason}") from None
     except ValueError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None

@@ -231,6 +231,12 @@ def model_vocabulary(config: Config, tokenizer: Tokenizer, path: str) -> int:
     """Vocabulary of the model; `UserError` where the config has fewer tokens than the tokenizer."""
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
+        start = config.model.init_from
+        require(
+            start == "scratch",
+            f"the vocabulary of {start} has {vocab_size:,} tokens but the tokenizer of {path} has "
+            f"{tokenizer.vocab_size:,}; prepare the data with the tokenizer of those weights",
+        )
         raise UserError(
             f"model.vocab_size is {vocab_size:,} but the tokenizer of {path} has "
             f"{tokenizer.vocab_size:,} tokens; leave model.vocab_size unset or raise it"

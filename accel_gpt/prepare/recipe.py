@@ -113,7 +113,7 @@ def is_ready(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) ->
     if not (out / INDEX).exists():
         raise UserError(
             f"{out} exists and has no {INDEX}, so it is not a data folder; it is left unchanged: "
-            "choose another data.train"
+            "choose another one"
         )
     prepared = read_index(out).get("prepared") or {}
     if config.source is None:
@@ -128,7 +128,7 @@ def is_ready(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) ->
     if differ := differences(made, {**recipe(config), **part}):
         raise UserError(
             f"data folder {out} was prepared with other settings ({'; '.join(differ)}); delete the "
-            "folder or choose another data.train"
+            "folder or choose another one"
         )
     if text_changed(config, prepared.get("source_fingerprint")):
         sys.stderr.write(

@@ -142,7 +142,7 @@ def check_weights(model: nn.Module, accelerator: Accelerator, step: int) -> None
         raise DivergedError(
             f"after step {step:,} weights are not finite, and were not saved; lower optim.lr, "
             "lengthen schedule.warmup_steps or use train.mixed_precision bf16; a new launch goes "
-            "on from the last checkpoint"
+            "on from the last checkpoint, if there is one"
         )
     differs = (norms - norms[0]).abs() > NORM_TOLERANCE * norms[0]
     if accelerator.distributed_type in REPLICATED and differs.any():

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat
-from accel_gpt.config.plan import LENGTH, Plan, make_plan
+from accel_gpt.config.plan import LENGTH, Plan, make_plan, plural
 from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import CheckpointError, DivergedError, UserError, first_line, require
 from accel_gpt.files import write_file
@@ -68,6 +68,7 @@ BITS = (
     *("train.micro_batch_size", "train.mixed_precision"),
     *("train.matmul_precision", "train.cpu_threads"),
 )
+VAL_DATA = ("data.train", "data.val", "eval.tokens")  # what the val loss is of
 NOT_TOLD = "not told"  # stands for a path in the config of a checkpoint from the Hub
 
 
@@ -90,6 +91,9 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
         path = find_resume(out_dir, config.checkpoint.resume, log)
         if path:
             saved = read_state(path)
+            known = saved.config.keys() | now.config.keys()
+            for key in config.checkpoint.allow_change:
+                require(key in known, f"checkpoint.allow_change has {key}, which is no key")
             allowed = config.checkpoint.allow_change + length_keys(config, saved, log)
             if config.data.allow_change:
                 allowed += ("data.train",)
@@ -250,7 +254,7 @@ def check_same_run(
     raise kind(
         f"{path} was made with another config: {format_changes(refused)}; restore "
         f"{'it' if len(refused) == 1 else 'them'}, set another out_dir"
-        + allow_hint([key.partition("[")[0] for key in refused if not key.startswith(identity)])
+        + (allow_hint([key.partition("[")[0] for key in refused]) if kind is UserError else "")
     )
 
 
@@ -262,7 +266,8 @@ def check_same_config(config: Config) -> None:
     if refused:
         raise UserError(
             f"out_dir {config.out_dir} holds a run of another config: {format_changes(refused)}; "
-            "set another out_dir" + allow_hint([k for k in refused if not k.startswith(IDENTITY)])
+            "set another out_dir"
+            + ("" if any(k.startswith(IDENTITY) for k in refused) else allow_hint([*refused]))
         )
 
 
@@ -282,7 +287,11 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 
 def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """`optim.lr was 0.001, is 0.002, ...`."""
-    return ", ".join(f"{key} was {was}, is {now}" for key, (was, now) in changes.items())
+    words = [
+        (key, *("null" if value is None else value for value in pair))
+        for key, pair in changes.items()
+    ]
+    return ", ".join(f"{key} was {was}, is {now}" for key, was, now in words)
 
 
 def allow_hint(keys: list[str]) -> str:
@@ -338,10 +347,14 @@ def restore(
     if same_world:
         check_random_states(random_states)
     else:
-        log(f"{path} was trained by {saved.world_size} processes, this is {now.world_size}")
+        count = plural(saved.world_size, "process", "processes")
+        log(f"{path} was trained by {count}, this is {now.world_size}")
     state = replace(saved, config=now.config, world_size=now.world_size, versions=now.versions)
-    if path.parent.parent.resolve() != Path(now.config["out_dir"]).resolve():
-        state.best_step = state.best_val_loss = None  # the best so far is in another folder
+    # the best so far is in another folder, or of other text
+    elsewhere = path.parent.parent.resolve() != Path(now.config["out_dir"]).resolve()
+    changed = source_changes(vars(saved), vars(now)) | config_changes(saved.config, now.config)
+    if elsewhere or any(key.startswith(VAL_DATA) for key in changed):
+        state.best_step = state.best_val_loss = None
     return state
 
 

@@ -381,7 +381,6 @@ def build_model(
 
     Under FSDP the model is sharded on the meta device: no rank allocates more than its shards.
     """
-    forget_compiled()
     sharded = accelerator.distributed_type == DistributedType.FSDP
     gpt = GPT.allocate(config.model, vocab_size, "meta" if sharded else "cpu")
     set_up_model(gpt, config.train)
@@ -404,14 +403,6 @@ def build_model(
     return gpt, model, wrapped
 
 
-def forget_compiled() -> None:
-    """Drop what torch.compile made for other shapes: it compiles a function for eight, and a trial
-    or an earlier run of this process has had its own.
-    """
-    if "torch._dynamo" in sys.modules:  # else there is nothing, and the import takes a second
-        torch.compiler.reset()
-
-
 def machine_mesh(config: Config, accelerator: Accelerator) -> "DeviceMesh | None":
     """The ranks of this machine, among which Muon shares its matrices under DDP; a collective.
 
@@ -432,10 +423,11 @@ def machine_mesh(config: Config, accelerator: Accelerator) -> "DeviceMesh | None
 
 def set_up_model(gpt: GPT, train: TrainConfig) -> None:
     """Set activation checkpointing and torch.compile of `gpt`, before Accelerate wraps it."""
-    gpt.recompute = train.activation_checkpointing == "blocks"
-    if train.compile is True:
-        from accel_gpt.training.precision import use_compile_cache
+    from accel_gpt.training.precision import forget_compiled, use_compile_cache
 
+    gpt.recompute = train.activation_checkpointing == "blocks"
+    forget_compiled()
+    if train.compile is True:
         use_compile_cache()
         gpt.compile()  # in place: no wrapper, the names of the weights stay
 

@@ -23,7 +23,7 @@ from accel_gpt.errors import require
 from accel_gpt.launcher import local_world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training.accelerator import REPLICATED, forget_compiled, set_up_model
+from accel_gpt.training.accelerator import REPLICATED, set_up_model
 from accel_gpt.training.precision import earlier_choice
 from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.setup import open_corpus
@@ -134,7 +134,6 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     Not compiled: that would take minutes a size, and a compiled step takes less.
     """
     device, size = accelerator.device, config.train.sequences
-    forget_compiled()
     gpt = GPT(config.model, vocab_size).to(device)
     set_up_model(gpt, replace(config.train, compile=False))
     optimizer = make_optimizer(gpt, config.optim)

@@ -163,6 +163,14 @@ def compiler_error(device: str) -> str | None:
     return None
 
 
+def forget_compiled() -> None:
+    """Drop what torch.compile made for other shapes: it compiles a function for eight, and a trial
+    or an earlier run of this process has had its own.
+    """
+    if "torch._dynamo" in sys.modules:  # else there is nothing, and the import takes a second
+        torch.compiler.reset()
+
+
 def use_compile_cache() -> None:
     """Set torch's cache of compiled code to a folder of the user, where later launches find it.
 

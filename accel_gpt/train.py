@@ -36,13 +36,13 @@ from accel_gpt.training.accelerator import build_model, resolve_auto, start_acce
 from accel_gpt.training.anomalies import StepGuard, TooManySkippedError, check_weights
 from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches, skip_excluded
 from accel_gpt.training.metrics import Record
-from accel_gpt.training.ranks import all_gather, all_ranks, peers, require_same
+from accel_gpt.training.ranks import all_ranks, peers, require_same
 from accel_gpt.training.reporter import Reporter, open_display
 from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restore
 from accel_gpt.training.saving import CheckpointWriter
 from accel_gpt.training.setup import new_state, open_corpus, prepare_run
 from accel_gpt.training.state import TrainState
-from accel_gpt.training.stopping import INIT, StopSignal, Watchdog, die_with_launcher
+from accel_gpt.training.stopping import INIT, StopSignal, Watchdog, die_with_launcher, finish_copies
 from accel_gpt.training.terminal import Display, last_words
 
 
@@ -108,12 +108,9 @@ def train(config: Config, plan: Plan, started: float) -> int:
                 run.reporter.completed(run.state.step)
             run.loader.close()
             run.writer.wait()
-        stop.saved = preempted = stopping
-        for copies in run.copies:  # what a signal keeps from the Hub, the next launch pushes
-            stopping |= copies.finish(lambda: preempted or stop.received is not None)
-        if preempted:  # a launcher ends all ranks as soon as one has exit code 75
-            all_gather(None, stop.group)
-        run.reporter.write(accelerator.end_training)
+        stop.saved = stopping
+        run.reporter.write(run.reporter.trackers.finish)
+        stopping |= finish_copies(run.copies, accelerator, stop, stopping)
     stop.ignore()
     display.log(last_words(config, plan, run.state, stop.received if stopping else None))
     return PREEMPTED if stopping else 0

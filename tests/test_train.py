@@ -249,7 +249,7 @@ def test_a_folder_of_another_run_is_refused(
     assert launch(small_run("--model.n_layer", "3", "--optim.lr", "0.5")) == 4
     message = capsys.readouterr().err
     assert "model.n_layer was 2, is 3, optim.lr was 0.01, is 0.5" in message
-    assert "--checkpoint.allow_change optim.lr" in message
+    assert "allow_change" not in message  # it would not help
     assert launch(small_run("--checkpoint.resume", "never")) == 2
     assert "holds a run with checkpoints" in capsys.readouterr().err
     (tmp_path / "other.txt").write_text(text_of(5000, seed=1))

@@ -74,9 +74,8 @@ class Loader:
         if self.keep_sequences:
             self.kept.append(batch)
         signed = batch.dtype.is_signed  # -1 - id: no target, see `packing.py`
-        batch = batch.to(
-            self.device, non_blocking=self.overlaps
-        ).long()  # (B, T + 1), widened on the device
+        batch = batch.to(self.device, non_blocking=self.overlaps)
+        batch = batch.long()  # (B, T + 1), widened on the device
         tokens, targets = batch[:, :-1], batch[:, 1:]
         if signed:
             return torch.maximum(tokens, ~tokens), targets.masked_fill(targets < 0, IGNORE)

@@ -45,7 +45,7 @@ def example_starts(split: Split, length: int) -> tuple[Ints, ...]:
         cut = bool(begins[-1] < tokens)
     what = f"the {split.name} split of {split.folder} has {lost:,} examples whose prompt alone is "
     what += f"longer than model.block_size, {length - 1:,}"
-    if not any(map(len, found)):
+    if lost and not any(map(len, found)):
         raise DataError(f"{what}, and no other; raise it")
     if lost and is_main():
         sys.stderr.write(f"WARNING: {what}; they are left out\n")

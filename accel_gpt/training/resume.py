@@ -287,11 +287,13 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 
 def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """`optim.lr was 0.001, is 0.002, ...`."""
-    words = [
-        (key, *("null" if value is None else value for value in pair))
-        for key, pair in changes.items()
-    ]
-    return ", ".join(f"{key} was {was}, is {now}" for key, was, now in words)
+
+    def word(value: Any) -> Any:
+        return "null" if value is None else value
+
+    return ", ".join(
+        f"{key} was {word(was)}, is {word(now)}" for key, (was, now) in changes.items()
+    )
 
 
 def allow_hint(keys: list[str]) -> str:

@@ -10,9 +10,10 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from accel_gpt.config.checks import duration
 from accel_gpt.config.experiment import Config
 from accel_gpt.launcher import PREEMPTED, SIGNALS, rank, started_by_launcher
 from accel_gpt.training.accelerator import host_group
+from accel_gpt.training.ranks import all_gather
 from accel_gpt.training.terminal import show_cursor
 
 SAME_PRESS_SECONDS = 2.0  # a terminal and the launcher both deliver one Ctrl-C; assumption
@@ -136,6 +138,23 @@ class StopSignal:
         reserve = 2 * (self.longest + save_seconds)
         reserve += max(RESERVE_SHARE * self.time_limit, RESERVE_SECONDS)
         return now - self.started + reserve > self.time_limit
+
+
+def finish_copies(
+    copies: Iterable[Any], accelerator: Accelerator, stop: StopSignal, preempted: bool
+) -> bool:
+    """Wait for the copies of the last checkpoint, and end the process group; returns whether an
+    interrupt left one. What a signal keeps from the Hub, the next launch pushes.
+
+    If `preempted`, all ranks wait: a launcher ends all as soon as one has left with exit code 75.
+    """
+    if not preempted:
+        accelerator.end_training()
+    left = [one.finish(lambda: preempted or stop.received is not None) for one in copies]
+    if preempted:
+        all_gather(None, stop.group)
+        accelerator.end_training()
+    return any(left)
 
 
 def interactive() -> bool:

@@ -76,6 +76,12 @@ class Trackers:
                 tracker.writer = SummaryWriter(tracker.logging_dir, purge_step=step)
                 self.add_charts(tracker)
 
+    def finish(self) -> None:
+        """Write what is left, and close all."""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+        self.accelerator.trackers = []
+
     def add_charts(self, tracker: TensorBoardTracker) -> None:
         """Begin a file of curves with the groups of charts."""
         tracker.writer.add_custom_scalars(self.charts)

@@ -232,6 +232,7 @@ def test_a_budget_trains_the_best_depth(folder: Path, capsys: pytest.CaptureFixt
     ("words", "problem"),
     [
         (["--hours", "1"], "--budget and --hours need --ladder"),
+        (["quickstart", "--hours", "1"], "CONFIG is quickstart and --hours is 1.0; set one"),
         (["--ladder", ".", "--budget", "9", "--gpu", "h100"], "without --price it buys no hours"),
         (["--ladder", ".", "--hours", "1"], "has no runs beside it"),
         (["--ladder", ".", "--hours", "1e-7", "--gpu", "h100"], "are too few"),

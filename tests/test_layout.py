@@ -42,7 +42,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 10_558  # goal: 8,000
+INNER_LINES = 10_561  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -53,7 +53,7 @@ HEAVY = {
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
     "": 1_240,
-    "config": 1_921,  # 1,160
+    "config": 1_924,  # 1,160
     "cost": 980,  # 420
     "model": 985,
     "optim": 519,  # 400

@@ -54,13 +54,16 @@ class Section:
         cls.prefix, cls.exclusive = prefix or cls.prefix, exclusive or cls.exclusive
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self), include_extras=True).items():
+        hints = get_type_hints(type(self), include_extras=True)
+        for name, hint in hints.items():
             value = getattr(self, name)
             for bound in get_args(hint):
                 if isinstance(bound, Bound) and isinstance(value, int | float):
                     self.require(bound.holds(value), name, f"it must {bound.words}")
         for group in self.exclusive:
-            found = [f"{self.prefix}{name} is {value}" for name in group
+            words = {name.upper() if is_positional(hints[name]) else f"{self.prefix}{name}": name
+                     for name in group}  # fmt: skip
+            found = [f"{word} is {value}" for word, name in words.items()
                      if (value := getattr(self, name))]  # fmt: skip
             require(len(found) < 2, f"{' and '.join(found)}; set one of them")
 

@@ -42,7 +42,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 10_561  # goal: 8,000
+INNER_LINES = 10_562  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -60,7 +60,7 @@ LINES = {
     "data": 3_310,  # 2,315
     "text": 1_397,  # 820
     "prepare": 1_212,  # 780
-    "training": 5_044,  # 3,020
+    "training": 5_046,  # 3,020
     "evals": 958,  # 760
     "report": 933,  # 740
     "hub": 1_937,  # 1,800

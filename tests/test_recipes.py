@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from accel_gpt.cli import dispatch
+from accel_gpt.commands import prepare as command
 from accel_gpt.commands.prepare import PrepareCommand, parse_recipe
 from accel_gpt.console import run_main
 from accel_gpt.data.shards import open_split, read_index
@@ -92,3 +93,14 @@ def test_parts_are_made_and_joined_by_the_command(
     assert open_split(out, "train").tokens == 4 * (400 * 0.9 + 1)
     assert call("--merge") == 2
     assert "--merge needs --out" in capsys.readouterr().err
+
+
+def test_an_error_without_any_word_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> int:
+        raise UserError("data.prepare.tokenizer is gone")
+
+    monkeypatch.setattr(command, "prepare_folder", fail)
+    with pytest.raises(UserError, match="--tokenizer is gone"):
+        command.main([])
+    with pytest.raises(UserError, match=r"data.prepare.tokenizer is"):  # of training
+        command.main(["/dev/fd/9"])

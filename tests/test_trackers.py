@@ -22,8 +22,10 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 
 from accel_gpt import train
+from accel_gpt.config.experiment import Config
 from accel_gpt.training import accelerator as environment
 from accel_gpt.training import metrics
+from accel_gpt.training.trackers import Trackers
 from tests.conftest import launch
 from tests.test_train import records
 
@@ -214,3 +216,15 @@ def test_wandb_offline(small_run: Arguments, tmp_path: Path) -> None:
     name = run_name(tmp_path / "run")
     assert all(folder.name.endswith(name) for folder in folders)  # wandb sync joins them
     assert secret_files(tmp_path / "run" / "wandb") == []
+
+
+def test_trackers_are_closed_once_also_after_an_error() -> None:
+    """The end of the process group closes those that Accelerate still has."""
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    accelerator: Any = SimpleNamespace(trackers=[SimpleNamespace(finish=full)])
+    with pytest.raises(OSError, match="full"):
+        Trackers(accelerator, Config(), has_mfu=False).finish()
+    assert accelerator.trackers == []

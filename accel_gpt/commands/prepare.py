@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return prepare_folder(argv)
     except UserError as error:
-        if argv[0].startswith("/dev/fd/"):  # of the config that trains
+        if argv and argv[0].startswith("/dev/fd/"):  # of the config that trains
             raise
         raise type(error)(str(error).replace("data.prepare.", "--")) from None
 

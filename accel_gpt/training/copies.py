@@ -143,7 +143,8 @@ def copied_steps(system: Any, root: str) -> list[int]:
 
 def fetch_copy(config: Config, log: Callable[[str], None]) -> None:
     """Download the newest intact copy for a run that has no checkpoint of its own, where
-    `checkpoint.resume` is auto. Raises `UserError` if the store cannot be opened or read.
+    `checkpoint.resume` is auto. Raises `UserError` if the store cannot be opened or read, and for
+    one where checkpoints would be lost.
     """
     url, resume = str(config.checkpoint.copy_to), config.checkpoint.resume
     run, (system, root) = RunFolder(config.out_dir), open_store(url)

@@ -12,7 +12,8 @@ from accel_gpt.training.ranks import all_gather
 
 SLOW = 1.5  # times the median
 KEPT, FEWEST = 50, 4  # of the earlier times that the median is of
-CUDA_MATRIX, MATRIX = 4096, 512  # rows of the measured product, which takes 1 to 10 ms
+MATRIX = 1024  # rows: 4 MB, as a device may be full
+CUDA_PRODUCTS = 100  # 1 to 10 ms; on a CPU one takes more
 
 
 class SlowSteps:
@@ -45,12 +46,12 @@ class SlowSteps:
         return "; ".join(parts)
 
     def product(self) -> float:
-        """Seconds of a fixed product of matrices on this rank's device, at its second run."""
-        size = CUDA_MATRIX if self.device.type == "cuda" else MATRIX
-        matrix = torch.ones(size, size, device=self.device)
+        """Seconds of fixed products of matrices on this rank's device, at their second run."""
+        matrix = torch.ones(MATRIX, MATRIX, device=self.device)
         for _ in range(2):
             self.synchronize()
             start = time.monotonic()
-            torch.mm(matrix, matrix)
+            for _ in range(CUDA_PRODUCTS if self.device.type == "cuda" else 1):
+                torch.mm(matrix, matrix)
             self.synchronize()
         return time.monotonic() - start

@@ -78,9 +78,9 @@ class Trackers:
 
     def finish(self) -> None:
         """Write what is left, and close all."""
-        for tracker in self.accelerator.trackers:
+        trackers, self.accelerator.trackers = self.accelerator.trackers, []  # also after an error
+        for tracker in trackers:
             tracker.finish()
-        self.accelerator.trackers = []
 
     def add_charts(self, tracker: TensorBoardTracker) -> None:
         """Begin a file of curves with the groups of charts."""

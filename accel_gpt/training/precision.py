@@ -40,7 +40,7 @@ SLOW_CORE = 1e10  # FLOP/s of a slow core while training: assumption
 GPU_MFU = 0.3  # of a step that is not compiled: assumption
 # The share of a step that compiling saves, and the seconds that it takes. CPU: measured, see
 # docs/speed.md. CUDA: nanoGPT's README, 250 ms become 135; the seconds are an assumption.
-CPU_GAIN_FLOAT32, CPU_GAIN_BF16, CUDA_GAIN = 0.05, 0.25, 0.45
+CPU_GAIN_FLOAT32, CPU_GAIN_MATRIX_UNITS, CUDA_GAIN = 0.05, 0.25, 0.45
 COMPILE_SECONDS: Mapping[str, float] = MappingProxyType({"cpu": 45.0, "cuda": 60.0})
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -136,8 +136,13 @@ def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
         return False, f"torch.compile on {device} has not been measured"
     if earlier and isinstance(earlier[0], bool):
         return earlier[0], f"as in {earlier[1]}"
-    cpu_gain = CPU_GAIN_FLOAT32 if requested_precision(config) == "no" else CPU_GAIN_BF16
-    gain, cost = CUDA_GAIN if device == "cuda" else cpu_gain, COMPILE_SECONDS[device]
+    gain, cost = CUDA_GAIN, COMPILE_SECONDS[device]
+    if device == "cpu" and requested_precision(config) == "no":
+        gain = CPU_GAIN_FLOAT32
+    elif device == "cpu":
+        if bf16_instructions() != MATRIX_UNITS:
+            return False, "it saves nothing in bf16 on a CPU without matrix units"
+        gain = CPU_GAIN_MATRIX_UNITS
     seconds = run_seconds(config, plan)
     return seconds * gain > cost, (
         f"it saves about {gain:.0%} of a step and takes about {cost:.0f} s; the run is "

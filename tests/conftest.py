@@ -37,6 +37,7 @@ QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
 PLACE = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", PLACE)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tests run side by side
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # of the processes that they start
 MOST_WORKERS = 8  # each holds torch; more gain little
 NO_VOCABULARY = "GPT-2's published vocabulary is not at hand: TIKTOKEN_CACHE_DIR holds none"
 WORDS = [

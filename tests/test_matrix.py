@@ -135,7 +135,7 @@ def work(engine: str, world: int, tasks: list[Any], folder: Path, device: str = 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared: dict[str, Any] = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": 1}
+    shared: dict[str, Any] = {"PYTHONPATH": str(Path(__file__).parents[1])}
     if world > 1:
         shared |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

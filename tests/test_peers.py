@@ -134,7 +134,7 @@ def benchmark(tmp_path: Path, name: str, *options: str) -> str:
     text.write_text(TEXT, encoding="utf-8")
     peer = Path(os.environ["ACCEL_GPT_PEERS"]) / "nanoGPT"
     command = [sys.executable, str(ROOT / "benchmarks" / name), str(peer), str(text), *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )

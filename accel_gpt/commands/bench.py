@@ -282,7 +282,7 @@ def bench_text(report: Report) -> str:
             "device",
             f"{report['processes']} x {report['device']}, precision {report['mixed_precision']}, "
             f"{'' if report['compiled'] else 'not '}compiled, "
-            f"{report['threads_per_process']} threads",
+            f"{plural(report['threads_per_process'], 'thread')}",
         ),
         (
             "speed",

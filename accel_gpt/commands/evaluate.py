@@ -5,11 +5,11 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from accel_gpt.config.checks import Positional, Positive, Section
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import exit_on_sigterm, write_out
-from accel_gpt.errors import require
 
 LOSS = re.compile(r"eval/(train|val)_loss(/.+)?")
 OF_LOSSES = re.compile(r"eval/(train|val)_(loss|perplexity|bits_per_byte)(_se)?(/.+)?")
@@ -31,7 +31,7 @@ class EvaluateCommand(Section, prefix="evaluate."):
     """Of a run: last, best, or a step."""
     data: str | None = None
     """Data folder, or its URL, whose val split is measured; null: the data of the run."""
-    tokens: str = "run"
+    tokens: Positive[int | Literal["run"] | None] = "run"
     """Tokens of each split, spread over it; null: all; run: as many as the run's eval.tokens."""
     hellaswag: str | None = None
     """JSONL file in the original format, or Hub id, as Rowan/hellaswag; null: the run's, if any."""
@@ -47,13 +47,6 @@ class EvaluateCommand(Section, prefix="evaluate."):
     """One JSON object in place of a table."""
     allow_pickle: bool = False
     """Also read weights in pickle files (.bin), without running what they hold."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.tokens in ("run", "null") or bool(re.fullmatch("0*[1-9][0-9]{0,15}", self.tokens)),
-            f"--tokens is {self.tokens}; expected a whole number above 0, null for all, or run",
-        )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -185,9 +185,7 @@ def evaluate_model(
     path = options.hellaswag or config.eval.hellaswag
     limit = options.limit or config.eval.hellaswag_limit
     questions = read_questions(path, tokenizer, model.config.block_size, limit) if path else ()
-    tokens = config.eval.tokens
-    if options.tokens != "run":
-        tokens = None if options.tokens == "null" else int(options.tokens)
+    tokens = config.eval.tokens if options.tokens == "run" else options.tokens
     losses = as_run if tokens == config.eval.tokens else others
     if options.data:
         (source,) = open_sources([Weighted(options.data)], "val", config.data)

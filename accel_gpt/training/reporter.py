@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_yaml
-from accel_gpt.config.plan import Plan
+from accel_gpt.config.plan import Plan, plural
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
@@ -122,7 +122,7 @@ class Reporter:
                 *(f"plan     {line}" for line in self.plan.describe().splitlines()),
                 *(f"plan     {line}" for line in depth),
                 f"device   {machine['processes']} x {machine['device']}, precision {precision}"
-                f"{default}, {machine['threads_per_process']} threads{unknown}",
+                f"{default}, {plural(machine['threads_per_process'], 'thread')}{unknown}",
             ]
         )
 

@@ -52,7 +52,7 @@ class Server:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.faults.server"],
-                cwd=ROOT, env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+                cwd=ROOT, env={**inherited, "PYTHONPATH": paths},
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
             )  # fmt: skip
         return self

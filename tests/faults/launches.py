@@ -80,7 +80,7 @@ class Server:
     def __init__(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, env={**PLAIN, "OMP_NUM_THREADS": "1"},
+            text=True, env=PLAIN,
         )  # fmt: skip
         self.answer()  # everything is imported
 

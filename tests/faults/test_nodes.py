@@ -57,9 +57,7 @@ class Nodes:
 
     def launch(self, folder: Path, argv: list[str], interface: bool = True) -> None:
         """`accelerate launch` on both; the name of this machine leads to its loopback interface."""
-        environment = {**PLAIN, "OMP_NUM_THREADS": "1"}
-        if interface:
-            environment["GLOO_SOCKET_IFNAME"] = "eth0"
+        environment = {**PLAIN, **({"GLOO_SOCKET_IFNAME": "eth0"} if interface else {})}
         for node in (0, 1):
             words = [*self.inside(node), *LAUNCH, "--machine_rank", str(node)]
             words += ["--main_process_ip", MAIN, TRAIN, *argv]

@@ -94,7 +94,7 @@ class CheckpointCopies:
                             f"WARNING: the checkpoint of step {step:,} could not be copied to "
                             f"{redact_url(self.to)}: {reason(error)}; it is tried again"
                         )
-                    if self.ending:
+                    if self.ending and failed < TRIES:
                         time.sleep(failed)
                         self.wake.set()
                 else:

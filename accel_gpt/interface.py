@@ -59,8 +59,8 @@ class TrainedRun:
         words = [str(self.path), *to_words(options | {"json": True})]
         with as_command(["evaluate", *words]):
             report = evaluate(parse_command(EvaluateCommand, words, "evaluate"))
-        figures: dict[str, float] = json.loads(report or "{}").get("figures", {})
-        return figures
+        metrics: dict[str, float] = json.loads(report or "{}").get("metrics", {})
+        return metrics
 
     def export(self, to: str | Path, **options: object) -> Path:
         """Write a folder that transformers opens, proven equal; `options` as of the command."""

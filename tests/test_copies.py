@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,6 +100,32 @@ def test_copies_of_what_was_rolled_back_are_removed(place: str, tmp_path: Path) 
         found.append([int(name[5:]) for name in steps(place)])
     assert found == [[1, 9], [2, 9], [3, 9], [2, 9], [4, 9]]
     copies.finish(lambda: False)
+
+
+def test_what_is_saved_after_a_roll_back_is_copied_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the checkpoint that was rolled back is being copied."""
+    started, ready = threading.Event(), threading.Event()
+    copy = CheckpointCopies.copy
+
+    def slow(own: CheckpointCopies, step: int) -> None:
+        started.set()
+        assert ready.wait(60)
+        copy(own, step)
+
+    monkeypatch.setattr(CheckpointCopies, "copy", slow)
+    kept = CheckpointConfig(copy_to=str(tmp_path / "other"), keep_last=2)
+    copies = CheckpointCopies(Config(out_dir=str(tmp_path / "run"), checkpoint=kept), print)
+    for step in (3, 2):
+        checkpoint = tmp_path / str(step) / f"step_{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{}")
+        copies.on_checkpoint(checkpoint)
+        assert started.wait(60)
+    ready.set()
+    assert not copies.finish(lambda: False)
+    assert steps(str(tmp_path / "other")) == ["step_00000002"]
 
 
 SLOW_COPY = """

@@ -88,7 +88,7 @@ def test_the_command_gives_the_metrics_of_the_run_and_adds_to_them(
 ) -> None:
     before = records(trained)
     found = evaluate(trained)
-    assert found["figures"] == {k: v for k, v in before[-1].items() if k.startswith("eval/")}
+    assert found["metrics"] == {k: v for k, v in before[-1].items() if k.startswith("eval/")}
     assert found["step"] == 4
     assert records(trained) == before
 
@@ -131,7 +131,7 @@ def test_a_run_is_measured_in_the_precision_of_its_launch(
     AcceleratorState._reset_state(reset_partial_state=True)
     found = evaluate(run)
     assert found["precision"] == "bf16"
-    assert found["figures"]["eval/val_loss"] == before[-1]["eval/val_loss"]
+    assert found["metrics"]["eval/val_loss"] == before[-1]["eval/val_loss"]
     assert launch(small_run(*FOUR, "--eval.only")) == 0
     assert "step 4, in bf16" in capsys.readouterr().out
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -152,7 +152,7 @@ def test_other_data_is_named(
 ) -> None:
     shutil.copytree(corpus, tmp_path / "copy")
     own, names = records(trained)[-1], ("val_loss", "val_loss_se", "val_bits_per_byte")
-    found = evaluate(trained, "--data", tmp_path / "copy")["figures"]
+    found = evaluate(trained, "--data", tmp_path / "copy")["metrics"]
     assert found == {f"eval/{name}/copy": own[f"eval/{name}"] for name in names}
     recipe = {"path": str(tmp_path / "text.txt"), "tokenizer": "chars"}
     prepare(PrepareConfig(source="text", workers=1, **recipe), tmp_path / "chars")
@@ -195,7 +195,7 @@ def test_bits_per_byte_are_those_of_the_text(
     assert text.endswith(whole)
     assert len(whole) < 0.8 * len(whole.encode())
     size = len(whole.removeprefix(tokenizer.decode(ids[:1])).encode())
-    for found in (records(tmp_path / "run")[-1], evaluate(tmp_path / "run")["figures"]):
+    for found in (records(tmp_path / "run")[-1], evaluate(tmp_path / "run")["metrics"]):
         bits = found["eval/val_loss"] * (len(ids) - 1) / math.log(2)
         assert found["eval/val_bits_per_byte"] == pytest.approx(bits / size, 1e-6)
 
@@ -207,12 +207,12 @@ def test_the_whole_val_split_at_the_end_has_a_key_of_its_own(
     assert launch(small_run(*words)) == 0
     known = records(tmp_path / "run")
     assert [r["step"] for r in known if "eval/whole_val_loss" in r] == [4]
-    every = evaluate(tmp_path / "run", "--tokens", "null")["figures"]
+    every = evaluate(tmp_path / "run", "--tokens", "null")["metrics"]
     for key in ("loss", "loss_se", "perplexity", "bits_per_byte"):
         assert known[-1][f"eval/whole_val_{key}"] == every[f"eval/val_{key}"]
     assert known[-1]["eval/val_loss"] != every["eval/val_loss"]
     own = {key: value for key, value in known[-1].items() if key.startswith("eval/")}
-    assert evaluate(tmp_path / "run")["figures"] == own
+    assert evaluate(tmp_path / "run")["metrics"] == own
 
 
 def test_eval_only_measures_and_leaves_the_run_alone(
@@ -276,7 +276,7 @@ def test_table_and_json() -> None:
     assert shown[3].split() == ["val", "3.0000", "±0.0100", "20.09", "1.1000"]
     assert shown[4].split() == ["val/code", "2.0000", "7.39"]
     assert shown[6].split() == ["hellaswag_acc", "0.5000", "±0.1000"]
-    found = json.loads(as_json("gpt2", None, metrics, "x", "bf16"))["figures"]
+    found = json.loads(as_json("gpt2", None, metrics, "x", "bf16"))["metrics"]
     assert found == metrics | {"eval/val_bits_per_byte_se": None}
 
 
@@ -318,7 +318,7 @@ def test_equal_to_transformers_on_the_exported_model(
     encode = AutoTokenizer.from_pretrained(tmp_path / "exported").encode
     questions = [hellaswag.question(i) for i in range(9)]
     file = hellaswag.write(tmp_path / "h.jsonl", questions)
-    found = evaluate(run, "--tokens", "null", "--hellaswag", file)["figures"]
+    found = evaluate(run, "--tokens", "null", "--hellaswag", file)["metrics"]
 
     split, nats, count = open_split(folder, "val"), 0.0, 0
     with torch.no_grad():

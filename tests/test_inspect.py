@@ -234,7 +234,7 @@ def test_data_behind_a_url(data: Path, capsys: Printed, monkeypatch: pytest.Monk
     here, there = reported(capsys, data), reported(capsys, data.as_uri())
     for split in (*here["splits"].values(), *there["splits"].values()):
         del split["read"]["seconds"]
-    assert there | {"place": str(data)} == here
+    assert there | {"path": str(data)} == here
 
 
 @pytest.mark.parametrize(

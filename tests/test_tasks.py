@@ -161,7 +161,7 @@ def test_tasks_while_training_are_those_of_the_command_and_change_nothing_else(
     last = {key: value for key, value in found[-1].items() if "local" in key}
     assert "eval/local_answers_exact_match" in last
     assert run_here(cli.dispatch, ["evaluate", str(tmp_path / "run"), "--json"]) == 0
-    printed = json.loads(capfd.readouterr().out)["figures"]
+    printed = json.loads(capfd.readouterr().out)["metrics"]
     assert {key: printed[key] for key in last} == pytest.approx(last)
     wrong = [*options, *asked, "--out_dir", str(tmp_path / "wrong")]
     assert launch([*wrong, "--eval.tasks_every", "3"]) == 2
@@ -193,7 +193,7 @@ def test_the_command_keeps_the_metrics_of_tasks_with_the_run(
     new = after.keys() - before.keys()
     names = {"piqa_acc", "piqa_acc_norm", "lambada_acc", "lambada_perplexity"}
     assert new == {f"eval/local_{name}{end}" for name in names for end in ("", "_stderr")}
-    assert {key: printed["figures"][key] for key in new} == {key: after[key] for key in new}
+    assert {key: printed["metrics"][key] for key in new} == {key: after[key] for key in new}
     assert run_here(cli.dispatch, [*command, "local_piqa", "--limit", "3"]) == 0
     assert records(run)[-1] == after  # a quick look is not kept
     capfd.readouterr()

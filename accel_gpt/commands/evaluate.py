@@ -17,7 +17,7 @@ OF_LOSSES = re.compile(r"eval/(train|val)_(loss|perplexity|bits_per_byte)(_se)?(
 
 @dataclass(frozen=True)
 class EvaluateCommand(Section, prefix="evaluate."):
-    """Measure a model on held-out data and on questions; a run's figures are kept in its metrics.
+    """Measure a model on held-out data and on questions; those of a run are added to its metrics.
 
     On several processes: accelerate launch -m accel_gpt.cli evaluate RUN ... Examples:
       accel-gpt evaluate runs/quickstart
@@ -83,8 +83,8 @@ def as_table(name: str, step: int | None, metrics: dict[str, float], kept: str, 
 
 def as_json(name: str, step: int | None, metrics: dict[str, float], kept: str, dtype: str) -> str:
     """One JSON object; null for what is not finite."""
-    figures = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-    content = {"place": name, "step": step, "precision": dtype, "figures": figures, "kept": kept}
+    finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+    content = {"model": name, "step": step, "precision": dtype, "metrics": finite, "kept": kept}
     return json.dumps(content, ensure_ascii=False) + "\n"
 
 

@@ -2,7 +2,7 @@
 
 `inspect_data` returns the object that `accel-gpt inspect PATH --json` prints; null: not known.
 
-    kind "data", place, problems [one sentence each]
+    kind "data", path, problems [one sentence each]
     tokenizer {kind, fingerprint}, vocab_size, eot_id, dtype (of the stored ids)
     prepared {...}             how it was made, as dataset.json says
     splits {name: {fingerprint, shards, tokens, documents, bytes, bytes_per_token,
@@ -73,7 +73,7 @@ def inspect_data(
     ours = (first.folder / INDEX).exists()
     return {
         "kind": "data",
-        "place": path,
+        "path": path,
         "tokenizer": {"kind": first.tokenizer_kind, "fingerprint": first.tokenizer_fingerprint},
         "vocab_size": first.vocab_size,
         "eot_id": first.eot_id,
@@ -184,7 +184,7 @@ def data_lines(report: dict[str, Any]) -> list[str]:
         numbers = [number_text(split[key]) for key in counts]
         rows.append([name, *numbers, split["fingerprint"][:12]])
     lines = [
-        report["place"],
+        report["path"],
         f"tokenizer   {tokenizer['kind']}, {report['vocab_size']:,} tokens, end-of-text "
         f"{number_text(report['eot_id'])}, fingerprint {tokenizer['fingerprint'][:12]}",
         f"stored as   {report['dtype']}",

@@ -2,7 +2,7 @@
 
 `inspect_run` returns the object that `accel-gpt inspect PATH --json` prints; null: not known.
 
-    kind "run" or "checkpoint", place, problems [one sentence each]
+    kind "run" or "checkpoint", path, problems [one sentence each]
     best                       name of the run's best checkpoint
     checkpoints [{name, intact (null: not verified, with --quick), step, tokens, seconds,
         train_loss, val_loss, best_val_loss, best_step, world_size, parameters {part: count, total,
@@ -49,7 +49,7 @@ def inspect_run(path: Path, quick: bool) -> dict[str, Any]:
     problems: list[str] = []
     return {
         "kind": "checkpoint" if one else "run",
-        "place": str(path),
+        "path": str(path),
         "best": find_checkpoint(path, "best").name if best else None,
         "checkpoints": [inspect_checkpoint(folder, quick, problems) for folder in found],
         "problems": problems,
@@ -116,7 +116,7 @@ def run_lines(report: dict[str, Any]) -> list[str]:
             row[5:8] = [loss(entry[key]) for key in ("train_loss", "val_loss", "best_val_loss")]
             row[8:] = [str(entry["best_step"]), "<- best" * (entry["name"] == report["best"])]
         rows.append(row)
-    lines = [report["place"], *table(rows, "<0", "<0", *[">0"] * 7, "<0").splitlines()]
+    lines = [report["path"], *table(rows, "<0", "<0", *[">0"] * 7, "<0").splitlines()]
     newest = next((entry for entry in reversed(report["checkpoints"]) if "step" in entry), None)
     return lines + (newest_lines(newest) if newest else [])
 

@@ -36,7 +36,7 @@ class CheckpointCopies:
         self.keep, self.to = config.checkpoint.keep_last, str(config.checkpoint.copy_to)
         self.system, self.root = open_store(self.to)
         self.wake, self.ending = threading.Event(), False
-        self.current: int | None = None  # the step that is being copied
+        self.newest = self.current = -1  # the steps saved last, and being copied
         self.copied = set[int]()  # steps
         shutil.rmtree(self.folder, ignore_errors=True)  # a killed launch's: checkpoints come again
         self.folder.mkdir(parents=True)
@@ -44,7 +44,8 @@ class CheckpointCopies:
         self.thread.start()
 
     def on_checkpoint(self, checkpoint: Path) -> None:
-        """Copy a new checkpoint, in place of older ones that wait."""
+        """Copy a new checkpoint, in place of those that wait."""
+        self.newest = int(checkpoint.name.removeprefix("step_"))
         for step in checkpoint_steps(self.folder):
             if step != self.current:
                 shutil.rmtree(self.folder / step_name(step), ignore_errors=True)
@@ -82,7 +83,7 @@ class CheckpointCopies:
         while not (self.ending and (failed >= TRIES or not checkpoint_steps(self.folder))):
             self.wake.wait(PAUSE_SECONDS if failed else None)
             self.wake.clear()
-            for step in checkpoint_steps(self.folder)[-1:]:
+            if (step := self.newest) in checkpoint_steps(self.folder):
                 self.current = step
                 try:
                     self.copy(step)
@@ -99,7 +100,7 @@ class CheckpointCopies:
                         self.wake.set()
                 else:
                     for old in checkpoint_steps(self.folder):
-                        if old <= step:
+                        if old == step or old != self.newest:
                             shutil.rmtree(self.folder / step_name(old), ignore_errors=True)
 
     def copy(self, step: int) -> None:

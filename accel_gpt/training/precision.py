@@ -136,13 +136,11 @@ def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
         return False, f"torch.compile on {device} has not been measured"
     if earlier and isinstance(earlier[0], bool):
         return earlier[0], f"as in {earlier[1]}"
-    gain, cost = CUDA_GAIN, COMPILE_SECONDS[device]
-    if device == "cpu" and requested_precision(config) == "no":
-        gain = CPU_GAIN_FLOAT32
-    elif device == "cpu":
-        if bf16_instructions() != MATRIX_UNITS:
-            return False, "it saves nothing in bf16 on a CPU without matrix units"
-        gain = CPU_GAIN_MATRIX_UNITS
+    bf16 = requested_precision(config) != "no"
+    if device == "cpu" and bf16 and bf16_instructions() != MATRIX_UNITS:
+        return False, "it saves nothing in bf16 on a CPU without matrix units"
+    cpu_gain = CPU_GAIN_MATRIX_UNITS if bf16 else CPU_GAIN_FLOAT32
+    gain, cost = CUDA_GAIN if device == "cuda" else cpu_gain, COMPILE_SECONDS[device]
     seconds = run_seconds(config, plan)
     return seconds * gain > cost, (
         f"it saves about {gain:.0%} of a step and takes about {cost:.0f} s; the run is "

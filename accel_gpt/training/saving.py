@@ -120,7 +120,10 @@ class CheckpointWriter:
             if self.lost:
                 raise lost_peer(self.lost)
             time.sleep(LAST_PAUSE_SECONDS if remaining else 0)
-        raise not_written(state.step, self.problem)
+        raise CheckpointError(
+            f"the checkpoint of step {state.step:,} could not be written: {self.problem}; those "
+            "before it are intact: make room and launch again"
+        )
 
     def wait(self) -> None:
         """Wait until the save in progress is on disk, or has failed."""
@@ -302,14 +305,6 @@ def save_error(error: Exception) -> str:
     """Why a save failed; a full disk by its name, of which torch says `unexpected pos 64 vs 0`."""
     text = str(error) or type(error).__name__
     return os.strerror(errno.ENOSPC) if any(words in text for words in DISK_FULL) else text
-
-
-def not_written(step: int, problem: str | None) -> CheckpointError:
-    """The error of a launch whose checkpoint must be on disk, and is not."""
-    return CheckpointError(
-        f"the checkpoint of step {step:,} could not be written: {problem}; those before it are "
-        "intact: make room and launch again"
-    )
 
 
 # --------------------------------------------------------------------------- files

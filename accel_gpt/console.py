@@ -19,6 +19,9 @@ from accel_gpt.redact import redact
 CONTROL = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\udc80-\udcff\u2028-\u202e\u2066-\u2069]|\r(?!\n)"
 )
+OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")  # on a CPU; on CUDA
+# of a path that a user gave: not to be opened, too long, below a file
+PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR)
 LONGEST_SENTENCE = 1500  # characters of an error that are printed
 
 
@@ -118,8 +121,8 @@ def note_failure(text: str) -> None:
 
 
 def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """The exit code of `main(argv)`; a user's mistake, or a full disk, becomes one
-    sentence on stderr.
+    """The exit code of `main(argv)`; a user's mistake, a full disk, or a path that cannot be opened
+    becomes one sentence on stderr.
     """
     rank = os.environ.get("RANK", "0")
     open_closed_streams()
@@ -133,21 +136,22 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         note_failure(f"error: {text}")
         return error.exit_code
     except (MemoryError, RuntimeError) as error:  # torch raises the second where malloc fails
-        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+        if isinstance(error, RuntimeError) and not OUT_OF_MEMORY.search(str(error)):
             raise
         sys.stderr.write(
-            f"error: there is not enough memory ({printable(first_line(error))[-120:]}); lower "
-            "the model's size, train.micro_batch_size or sample.num: accel-gpt plan shows what "
-            "they take\n"
+            f"error: out of memory ({printable(first_line(error))[-120:]}); lower the model's "
+            "size, train.micro_batch_size or sample.num: accel-gpt plan shows what they take\n"
         )
         return UserError.exit_code
     except BrokenPipeError:  # whoever read our output has enough, as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not full and error.errno not in PATH_ERRORS:
             raise
-        sys.stderr.write(f"error: {error}; make room and launch again\n")
+        advice = "; make room and launch again" if full else ""
+        sys.stderr.write(f"error: {redact(printable(str(error)))}{advice}\n")
         return UserError.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

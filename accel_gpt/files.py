@@ -217,12 +217,18 @@ def load_yaml(text: str) -> Any:
 
 
 def expanded_size(node: yaml.Node, known: dict[int, int]) -> int:
-    """Count the values that a node stands for; `ValueError` where it contains itself."""
+    """Count the values that a node stands for; `ValueError` where it contains itself, or a mapping
+    has a key twice, of which YAML's loader would drop the first.
+    """
     if isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in known:
         known[id(node)] = 0
         pairs = isinstance(node, yaml.MappingNode)
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)] if pairs else []
+        for i, key in enumerate(keys):
+            if any(key.value == other.value for other in keys[:i]):
+                raise ValueError(f"line {key.start_mark.line + 1}: {key.value} stands there twice")
         parts = [part for pair in node.value for part in pair] if pairs else node.value
         known[id(node)] = 1 + sum(expanded_size(part, known) for part in parts)
     if known[id(node)] == 0:

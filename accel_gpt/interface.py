@@ -136,7 +136,10 @@ def train_processes(words: list[str], processes: int) -> None:
 def to_words(options: Mapping[str, object]) -> list[str]:
     """`options` as they are typed on a command line."""
     structured = (bool, list, tuple, dict, type(None))
-    texts = {k: json.dumps(v) if isinstance(v, structured) else str(v) for k, v in options.items()}
+    texts = {
+        k: json.dumps(v, default=str) if isinstance(v, structured) else str(v)
+        for k, v in options.items()
+    }
     return [f"--{key}={text}" for key, text in texts.items()]
 
 
@@ -154,6 +157,7 @@ def as_command(words: list[str]) -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     argv, environment = sys.argv, dict(os.environ)
     deterministic, wakeup = torch.are_deterministic_algorithms_enabled(), signal.set_wakeup_fd(-1)
+    threads = torch.get_num_threads()
     sys.argv = ["accel-gpt", *words]  # what run.json records
     try:
         yield
@@ -168,6 +172,7 @@ def as_command(words: list[str]) -> Iterator[None]:
             del os.environ[name]
         os.environ.update(environment)
         torch.use_deterministic_algorithms(deterministic)
+        torch.set_num_threads(threads)
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         clear_device_cache(garbage_collection=True)

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     """Measure both contexts."""
     config = load_config(argv, "benchmarks/sample.py")
     vocab_size = config.model.vocab_size or config.data.prepare.vocab_size
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     found = {}
     for block_size in dict.fromkeys((config.model.block_size, NEW_TOKENS + PROMPT)):
         shape = replace(config.model, block_size=block_size)

@@ -140,7 +140,7 @@ def flushes_denormals() -> bool:
 
 def environ() -> dict[str, str]:
     """All variables but those that pytest and, when it compiles, torch set for themselves."""
-    own = (TEST_VARIABLE, "_TORCHINDUCTOR")
+    own = (TEST_VARIABLE, "_TORCHINDUCTOR", "TRITON_")
     return {name: value for name, value in os.environ.items() if not name.startswith(own)}
 
 

@@ -28,6 +28,10 @@ def call(*words: str) -> int:
         ["sample", "x", "--temprature", "1"],
         ["prepare", "--source", "stdlib", "--path", "x.txt", "--out", "o"],
         ["train", "quickstart", "--out_dir", " "],
+        ["train", "a" * 300],
+        ["prepare", ""],
+        ["prepare", "--path", "", "--tokenizer", "bytes"],
+        ["prepare", "--path", "x.txt", "--dataset", "user/name"],
     ],
 )
 def test_a_mistake_is_one_sentence_and_leaves_nothing(

@@ -131,6 +131,9 @@ def test_what_the_dial_cannot_do_is_said(load: Load, options: list[str], message
 def test_the_vocabulary_is_that_of_the_prepared_folder(load: Load, corpus: Path) -> None:
     config = load("--data.train", corpus, "--model.depth", 2)
     assert config.train == load("--model.depth", 2, "--model.vocab_size", 257).train
+    mixture = f"[{{path: {corpus}, weight: 1}}]"
+    mixed = to_flat(load("--data.train", mixture, "--model.depth", 2))
+    assert describe_depth(mixed)
 
 
 def test_a_depth_on_the_command_line_goes_before_the_shape_in_the_file(load: Load) -> None:

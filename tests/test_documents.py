@@ -295,6 +295,7 @@ def test_flex_attention_is_taken_where_it_can_do_the_work(
 
 @pytest.mark.gpu
 @traced_mask
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("preset", ["gpt2", "llama"])
 def test_on_cuda_the_flex_kernel_equals_the_dense_mask(

@@ -108,7 +108,7 @@ def test_the_command_gives_the_metrics_of_the_run_and_adds_to_them(
 
     # measured in another way: printed, not kept
     kept = evaluate(trained, "--tokens", "null", "--hellaswag", questions, "--limit", "2")["kept"]
-    assert kept == "not kept: --tokens, --limit or --hellaswag differ from the run's"
+    assert kept == "not kept: data, tokens, questions or tasks are not those of the run"
     with locked(trained):
         kept = evaluate(trained, "--checkpoint", "4", "--hellaswag", questions)["kept"]
     assert kept.startswith(f"not kept: out_dir {trained} is in use")
@@ -213,6 +213,29 @@ def test_the_whole_val_split_at_the_end_has_a_key_of_its_own(
     assert known[-1]["eval/val_loss"] != every["eval/val_loss"]
     own = {key: value for key, value in known[-1].items() if key.startswith("eval/")}
     assert evaluate(tmp_path / "run")["metrics"] == own
+
+
+def test_what_is_measured_otherwise_leaves_the_metrics_alone(
+    small_run: Arguments,
+    tmp_path: Path,
+    evaluate: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert launch(small_run(*FOUR)) == 0
+    before, run = records(tmp_path / "run"), tmp_path / "run"
+    (tmp_path / "other.txt").write_text(text_of(3000, seed=1))
+    other = PrepareConfig(
+        source="text", path=str(tmp_path / "other.txt"), tokenizer="bytes", workers=1
+    )
+    prepare(other, tmp_path / "other")
+    for words in (("--eval.tokens", "64"), ("--data.train", str(tmp_path / "other"))):
+        assert launch(small_run(*FOUR, "--eval.only", *words)) == 0
+        assert "not kept: data, tokens, questions" in capsys.readouterr().out
+    assert evaluate(run, "--data", tmp_path / "other")["kept"].startswith("not kept: data")
+    shutil.rmtree(tmp_path / "corpus")
+    (tmp_path / "other").rename(tmp_path / "corpus")
+    assert evaluate(run)["kept"].startswith("not kept: data")
+    assert records(run) == before
 
 
 def test_eval_only_measures_and_leaves_the_run_alone(

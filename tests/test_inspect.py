@@ -360,6 +360,13 @@ def test_a_damaged_checkpoint_is_named(run: Path, capsys: Printed, name: str) ->
         assert quick["checkpoints"][1]["intact"] is None
 
 
+def test_a_best_checkpoint_that_is_gone_is_named(run: Path, capsys: Printed) -> None:
+    (run / "best").write_text("9\n")
+    report = reported(capsys, run, code=4)
+    assert (report["best"], len(report["checkpoints"])) == ("step_00000009", 2)
+    assert report["problems"] == ["the best checkpoint, step_00000009, is not there"]
+
+
 def test_a_run_without_checkpoints(tmp_path: Path, capsys: Printed) -> None:
     (tmp_path / "checkpoints").mkdir()
     assert call("inspect", tmp_path) == 2

@@ -214,7 +214,11 @@ def test_a_budget_leaves_depths_aside_of_which_the_rungs_tell_nothing(
     assert "times the parameters" in deeper["doubts"][0]
 
 
-def test_a_budget_trains_the_best_depth(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_trains_the_best_depth(
+    law: Law, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {**GIVEN, "train.mixed_precision": "auto"}  # on the device bf16
+    (folder / "ladder.json").write_text(json.dumps(ladder(law, config=given).content()))
     words = ["plan", "--ladder", ".", "--gpu", "h100", "--price", "2.5", "--out", "best.yaml"]
     assert dispatch([*words, "--budget", "0.1", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -236,6 +240,9 @@ def test_a_budget_trains_the_best_depth(folder: Path, capsys: pytest.CaptureFixt
         (["--ladder", ".", "--budget", "9", "--gpu", "h100"], "without --price it buys no hours"),
         (["--ladder", ".", "--hours", "1"], "has no runs beside it"),
         (["--ladder", ".", "--hours", "1e-7", "--gpu", "h100"], "are too few"),
+        (["--ladder", ".", "--hours", "1", "--optim.lr", "9"], "--optim.lr has no effect with"),
+        (["--ladder", ".", "--hours", "1", "--measure"], "--measure has no effect with"),
+        (["--ladder", ".", "--hours", "1", "--gpu", "h100", "--out", "c.yaml"], "another config"),
         (["c.yaml", "--ladder", ".", "--vocab_size", "300"], "one of 300"),
         (["c.yaml", "--ladder", "nowhere"], "expected the folder of accel-gpt ladder"),
     ],

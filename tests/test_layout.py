@@ -52,19 +52,19 @@ HEAVY = {
 }
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
-    "": 1_240,
-    "config": 1_924,  # 1,160
-    "cost": 980,  # 420
-    "model": 985,
+    "": 1_252,
+    "config": 1_925,  # 1,160
+    "cost": 974,  # 420
+    "model": 987,
     "optim": 519,  # 400
-    "data": 3_310,  # 2,315
+    "data": 3_309,  # 2,315
     "text": 1_397,  # 820
-    "prepare": 1_212,  # 780
-    "training": 5_046,  # 3,020
+    "prepare": 1_224,  # 780
+    "training": 5_048,  # 3,020
     "evals": 958,  # 760
     "report": 933,  # 740
-    "hub": 1_937,  # 1,800
-    "commands": 3_946,  # 1,680
+    "hub": 1_934,  # 1,800
+    "commands": 3_988,  # 1,680
 }
 # what could execute a file's content, or shows a wish to hide behaviour
 UNSAFE = {"exec", "eval", "compile", "globals", "locals", "__import__"}

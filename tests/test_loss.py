@@ -11,7 +11,12 @@ from torch import Tensor
 from accel_gpt.cost.flops import padded_vocab_size
 from accel_gpt.model import loss as module
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model.loss import IGNORE, chunked_next_token_loss, chunked_sequence_losses
+from accel_gpt.model.loss import (
+    IGNORE,
+    _losses_and_dlogits,
+    chunked_next_token_loss,
+    chunked_sequence_losses,
+)
 from tests.conftest import THREADS, tiny
 
 VOCAB, ROWS, C = 100, 128, 32
@@ -209,6 +214,14 @@ def test_a_compiled_model_has_one_graph_and_the_same_gradients(recompute: bool) 
     torch.testing.assert_close(loss, expected[0])
     for name, gradient in expected[1].items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 15.0])
+def test_the_gradient_of_the_logits_is_the_same_where_it_is_compiled(softcap: float) -> None:
+    logits, targets = torch.randn(40, 128), torch.randint(100, (40,))
+    compiled = torch.compile(_losses_and_dlogits, backend="aot_eager", fullgraph=True)
+    found = compiled(logits.clone(), targets, 100, softcap)
+    torch.testing.assert_close(found, _losses_and_dlogits(logits, targets, 100, softcap))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

@@ -1,5 +1,6 @@
 """YAML and command line: precedence, conversion, and the sentences that users read."""
 
+import errno
 import importlib
 import math
 import re
@@ -114,6 +115,7 @@ def test_command_line_mistake_is_told_in_one_sentence(
         ("model: {n_layers: 2}", "unknown key model.n_layers in {path}; did you mean model.n_l"),
         ("model: {n_layer: [2]}", "model.n_layer is [2]; expected a whole number"),
         ("optim: {lr: true}", "optim.lr is True; expected a number"),
+        ("optim: {lr: 1}\nlog: {}\noptim: {beta1: 0}", "line 3: optim stands there twice"),
     ],
 )
 def test_yaml_mistake_is_told_in_one_sentence(tmp_path: Path, text: str, message: str) -> None:
@@ -157,6 +159,8 @@ def test_an_option_replaces_what_excludes_it_in_the_file(tmp_path: Path) -> None
     assert (config.train.max_steps, config.train.max_tokens) == (2, None)
     schedule = config.schedule
     assert (schedule.warmup_tokens, schedule.decay_steps, schedule.decay_share) == (5, 1, None)
+    schedule = load(str(path), "--schedule.warmup_steps", "0").schedule
+    assert (schedule.warmup_tokens, schedule.warmup_steps) == (None, 0)
     with pytest.raises(UserError, match=r"max_steps is 2 and train\.max_tokens is 9; set one"):
         load(str(path), "--train.max_steps", "2", "--train.max_tokens", "9")
 
@@ -243,9 +247,19 @@ def test_what_takes_memory_or_time_by_its_number_is_bounded(config_file: str, ke
         load(config_file, f"--{key}", str(10**12))
 
 
-def test_too_little_memory_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    def allocate(words: object) -> int:
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), "out of memory (D"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 9 GiB"), "out of memory (CUDA out"),
+        (PermissionError(errno.EACCES, "Permission denied", "run"), "[Errno 13] Permission denied"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_sentence(
+    error: Exception, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(words: object) -> int:
+        raise error
 
-    assert run_main(allocate, []) == 2
-    assert "there is not enough memory" in capsys.readouterr().err
+    assert run_main(fail, []) == 2
+    assert capsys.readouterr().err.startswith(f"error: {sentence}")

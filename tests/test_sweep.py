@@ -14,6 +14,7 @@ import pytest
 from accel_gpt.commands import sweep
 from accel_gpt.commands.series import SeriesRun
 from accel_gpt.commands.sweep import draw_settings, split_values
+from accel_gpt.config.parse import load_config
 from tests.conftest import run_here
 from tests.runs import LAUNCH, make_run, record
 
@@ -30,9 +31,10 @@ class Trained:
 
     def train(self) -> dict[str, str]:
         for run in self.runs:
-            given = dict(word[2:].split("=") for word in run.arguments[1:])
-            loss = LOSSES[given["optim.lr"]] + 0.01 * int(given.get("seed", 0))
-            self.launched.append(f"{given['optim.lr']} to {run.steps}")
+            lr = load_config(run.arguments, "").optim.lr
+            (text,) = (rate for rate in LOSSES if float(rate) == lr)
+            loss = LOSSES[text] + 0.01 * int(run.name.partition("seed=")[2] or 0)
+            self.launched.append(f"{text} to {run.steps}")
             if not run.folder.exists():
                 make_run(run.folder, [record(run.steps)], [LAUNCH])
             with (run.folder / "metrics.jsonl").open("a") as file:
@@ -89,7 +91,8 @@ def test_values_that_no_folder_can_be_named_by(
     prompts = ["a/b", "a b", f"{'x' * 300}1", f"{'x' * 300}2"]
     monkeypatch.setattr(sweep, "split_values", lambda key, text: text.split(","))
     assert made("--optim.lr", "1", "--sample.prompts", ",".join(prompts)) == 0
-    names = [path.name for path in (tmp_path / "sweep").glob("sample.prompts=*")]
+    found = (tmp_path / "sweep").glob("sample.prompts=*")
+    names = [path.name for path in found if path.is_dir()]
     assert (len(names), max(map(len, names)) < 255) == (4, True)
 
 
@@ -146,9 +149,24 @@ def test_the_folder_of_another_sweep_is_refused(
         f"{tmp_path / 'sweep'} has another sweep: optim.beta1 was not set, is 0.5; set another"
     )
     assert message in capsys.readouterr().err
+    (tmp_path / "sweep/sweep.json").write_text("{")
+    assert made("--optim.lr", "1e-3,3e-3") == 2
+    assert "sweep.json cannot be read; remove it" in capsys.readouterr().err
     (tmp_path / "sweep/run.json").touch()
     assert made("--optim.lr", "1e-3,3e-3") == 2
     assert f"{tmp_path / 'sweep'} is a run's" in capsys.readouterr().err
+
+
+def test_a_sweep_of_which_no_run_starts(
+    made: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Trained, "train", lambda _: {"optim.lr=1e-3": "no data"})
+    assert made("--optim.lr", "1e-3,3e-3") == 1
+    assert capsys.readouterr().out.rstrip().endswith("sweep.json")
+    assert not (tmp_path / "sweep/report.html").exists()
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from accel_gpt.config.parse import load_config, parse_command
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import exit_on_sigterm, table, write_out
 from accel_gpt.cost.flops import parameter_counts
-from accel_gpt.errors import require
+from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import is_main, world_size
 
 if TYPE_CHECKING:  # torch is imported once the options are right
@@ -245,6 +245,8 @@ def compare_precisions(options: BenchCommand, keys: Sequence[str]) -> str:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         reports[name] = {"error": lines[-1]} if done.returncode else json.loads(done.stdout)
+    if all("error" in report for report in reports.values()):
+        raise UserError(lines[-1].removeprefix("error: "))
     if options.json:
         return json.dumps(reports, indent=1) + "\n"
     rows = [

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from accelerate import Accelerator
 
@@ -17,7 +17,7 @@ from accel_gpt.commands.evaluate import EvaluateCommand, as_json, as_table
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.config.parse import load_config
+from accel_gpt.config.parse import load_config, to_flat
 from accel_gpt.console import ProgressLine, batches_done, write_out
 from accel_gpt.data.corpus import document_end, eval_splits
 from accel_gpt.data.sources import open_sources
@@ -46,6 +46,8 @@ EVALUATED_IN: Mapping[str, Literal["no", "bf16", "fp16"]] = MappingProxyType(
     {"no": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 )
 DTYPES = MappingProxyType({"no": "float32", "bf16": "bf16", "fp16": "fp16"})
+ADDED = ("eval.hellaswag", "eval.tasks")  # what a run need not have had
+MEASURED = (*ADDED, "data.val", "eval.tokens", "eval.hellaswag_limit", "eval.tasks_limit")
 BATCH_SIZE = 8  # sequences, where no run says how many fit; assumption
 
 
@@ -63,10 +65,13 @@ def evaluate(options: EvaluateCommand) -> str:
         accelerator = start_evaluation(config, run)
         name = str(source.folder) if source.is_checkpoint else options.run
         model, tokenizer = load_pretrained(name, "last", options.allow_pickle, accelerator.device)
-        as_run, others = evaluate_model(options, name, config, model, tokenizer, accelerator)
+        state = read_state(source.folder) if source.is_checkpoint else None
+        trained_on = state.data_fingerprint if state else None
+        as_run, others = evaluate_model(
+            options, name, config, model, tokenizer, accelerator, trained_on
+        )
         if not accelerator.is_main_process:
             return ""
-        state = read_state(source.folder) if source.is_checkpoint else None
         precision, kept = accelerator.mixed_precision, "not kept: this is no run of ours"
         if run and state:
             kept = keep(run, state, as_run, others, precision, locked)
@@ -97,12 +102,24 @@ def evaluate_only(config: Config) -> int:
         model = GPT.allocate(config.model, corpus.vocab_size, accelerator.device)
         load(model)
     set_up_model(model, config.train)
-    metrics, _ = evaluate_model(EvaluateCommand(name), name, config, model, tokenizer, accelerator)
+    as_run, others = evaluate_model(
+        *(EvaluateCommand(name), name, config, model, tokenizer, accelerator),
+        state.data_fingerprint or None,
+    )
+    if measured_otherwise(config, RunFolder(out).config):
+        as_run, others = {}, as_run | others
     if accelerator.is_main_process:
         precision = accelerator.mixed_precision
-        kept = keep(out, state, metrics, {}, precision, contextlib.nullcontext)
-        write_out(as_table(str(out), state.step, metrics, kept, DTYPES[precision]))
+        kept = keep(out, state, as_run, others, precision, contextlib.nullcontext)
+        write_out(as_table(str(out), state.step, as_run | others, kept, DTYPES[precision]))
     return 0
+
+
+def measured_otherwise(config: Config, run: Mapping[str, Any]) -> bool:
+    """Whether `config` sets other val data, tokens, questions or tasks than the keys of a run."""
+    flat = {k: list(v) if isinstance(v, tuple) else v for k, v in to_flat(config).items()}
+    known = [key for key in MEASURED if key in run and (run[key] or key not in ADDED)]
+    return any(run[key] != flat[key] for key in known)
 
 
 def run_of(source: Pretrained) -> Path | None:
@@ -166,11 +183,13 @@ def evaluate_model(
     model: GPT,
     tokenizer: Tokenizer,
     accelerator: Accelerator,
+    trained_on: str | None,
 ) -> tuple[Record, Record]:
     """Metrics of the model that `name` names, those measured as in its run, and others; a
     collective, which ends the training of `accelerator`.
 
-    Tasks and questions are checked before losses are computed.
+    `trained_on`: the fingerprint of the run's training data, where it is known. Tasks and questions
+    are checked before losses are computed.
     """
     as_run: Record = {}
     others: Record = {}
@@ -186,14 +205,13 @@ def evaluate_model(
     limit = options.limit or config.eval.hellaswag_limit
     questions = read_questions(path, tokenizer, model.config.block_size, limit) if path else ()
     tokens = config.eval.tokens if options.tokens == "run" else options.tokens
-    losses = as_run if tokens == config.eval.tokens else others
     if options.data:
         (source,) = open_sources([Weighted(options.data)], "val", config.data)
         source.tokenizer.require_same(tokenizer, "the data", options.run)
         (part,) = eval_splits([source], tokens, named=True)
         end = document_end(config.data, tokenizer)
         score = evaluate_source(model, part, accelerator, batch_size, tokenizer, end, beat)
-        losses |= score.metrics("val", source.name)
+        others |= score.metrics("val", source.name)
     elif config.data.train:
         whole = config.eval.whole_at_end and options.tokens == "run"
         evals = replace(config.eval, tokens=tokens, whole_at_end=whole, hellaswag=None, tasks=())
@@ -201,6 +219,8 @@ def evaluate_model(
         corpus = open_corpus(config_here)
         corpus.tokenizer.require_same(tokenizer, "the data", options.run)
         evaluation = replace(open_evaluation(config_here, corpus), batch_size=batch_size)
+        same = tokens == config.eval.tokens and trained_on in (None, corpus.fingerprint)
+        losses = as_run if same else others
         losses |= evaluation.metrics(model, accelerator, beat)
         if whole:
             losses |= evaluation.whole_val(model, accelerator, beat)
@@ -254,7 +274,7 @@ def keep(
     if launched not in (None, precision):
         found, expected = DTYPES[precision], DTYPES[str(launched)]
         return f"not kept: computed in {found}, those of the run in {expected}"
-    reason = "not kept: --tokens, --limit or --hellaswag differ from the run's"
+    reason = "not kept: data, tokens, questions or tasks are not those of the run"
     if not as_run:
         return reason
     clock = {"step": state.step, "tokens": state.tokens, "time": state.seconds}

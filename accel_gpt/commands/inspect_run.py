@@ -31,7 +31,7 @@ from accel_gpt.training.checkpoint import (
     read_state,
     verify,
 )
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.run_folder import RunFolder, step_name
 
 STATES = MappingProxyType({True: "intact", False: "DAMAGED", None: "not verified"})
 
@@ -45,12 +45,14 @@ def inspect_run(path: Path, quick: bool) -> dict[str, Any]:
     found = [path] if one else list(RunFolder(path).checkpoints.values())
     if not found:
         find_checkpoint(path)  # raises
-    best = not one and (path / "best").is_file()
-    problems: list[str] = []
+    best = "" if one else RunFolder(path).best
+    best = step_name(int(best)) if best.isdecimal() else ""
+    problems = [f"the best checkpoint, {best}, is not there"]
+    problems = problems if best and best not in [folder.name for folder in found] else []
     return {
         "kind": "checkpoint" if one else "run",
         "path": str(path),
-        "best": find_checkpoint(path, "best").name if best else None,
+        "best": best or None,
         "checkpoints": [inspect_checkpoint(folder, quick, problems) for folder in found],
         "problems": problems,
     }

@@ -15,7 +15,7 @@ from typing import Any
 
 from accel_gpt.commands.plan_time import split_tokens
 from accel_gpt.commands.plan_vocabulary import data_folders, vocabulary_size
-from accel_gpt.commands.series import Series, SeriesRun
+from accel_gpt.commands.series import Series, series_run
 from accel_gpt.config.checks import Positional, Section
 from accel_gpt.config.depth import HEAD_DIM, scaling_parameters, width
 from accel_gpt.config.experiment import Config
@@ -25,14 +25,16 @@ from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import table, write_err, write_out
 from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.cost.scaling import FILE, LEVEL, SIZES, Ladder, Size
+from accel_gpt.cost.scaling_fit import fit_law, law_terms
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.report.page import build_page
 from accel_gpt.report.plots import ladder_png
 from accel_gpt.report.runs import open_runs
 from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.setup import ensure_data
 
-NAME = re.compile(r"depth_(\d+)_ratio_([\d.e+-]+?)(?:_seed_(\d+))?")
+NAME = re.compile(r"depth_(\d+)_ratio_(\d+(?:\.\d+)?(?:e-?\d+)?)(?:_seed_(\d+))?")
 SHAPE = ("model.depth", "model.n_layer", "model.n_head", "model.n_embd")
 FEWEST = 3  # rungs
 # what does not change the loss that a run reaches; `data.` goes by fingerprint
@@ -87,11 +89,11 @@ class Rung:
     def name(self) -> str:
         """The name of its folder."""
         seed = "" if self.seed is None else f"_seed_{self.seed}"
-        return f"depth_{self.depth}_ratio_{self.ratio:g}{seed}"
+        return f"depth_{self.depth}_ratio_{repr(self.ratio).removesuffix('.0')}{seed}"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train the rungs, fit the law, write ladder.json, the page and a table."""
+    """Train the rungs, fit the law, write ladder.json, the page and a table; 1 if a rung failed."""
     keys: list[str] = []
     options = parse_command(LadderCommand, argv, "accel-gpt ladder", keys)
     given = read_values(Config, str(resolve_config(options.config)), keys)
@@ -102,16 +104,16 @@ def main(argv: Sequence[str]) -> int:
         "scratch; leave it out",
     )
     out = Path(options.out or f"{base.out_dir.rstrip('/')}_ladder")
-    prepare_data(base)
+    if base.data.train == str(Path(base.out_dir, "data")):  # of data.text: not in another run
+        given["data.train"] = str(out / "data")
+    ensure_data(config_of(given).data)  # the sizes of all rungs follow from its vocabulary
     rungs = all_rungs(options, given, out)
     runs = {rung.name: RunFolder(out / rung.name) for rung in rungs}
+    law_terms([rung.size for rung in rungs])  # raises before any is trained
     for rung in rungs:
         check_rung(rung, runs[rung.name])
-    words = [
-        SeriesRun(rung.name, out / rung.name, rung_words(options.config, keys, rung), steps(rung))
-        for rung in rungs
-    ]
-    failures = Series(words).train()
+    series = [series_run(rung.name, out, rung.config, steps(rung)) for rung in rungs]
+    failures = Series(series).train()
     runs = {rung.name: RunFolder(out / rung.name) for rung in rungs}  # read anew
     ladder = fit_ladder(out.name, given, rungs, runs, failures)
     write_file(out / FILE, [(json.dumps(ladder.content(), indent=1) + "\n").encode()])
@@ -119,19 +121,10 @@ def main(argv: Sequence[str]) -> int:
     write_out(table(ladder_rows(ladder), "<", *[">"] * 7) + "\n")
     write_out("\n".join(ladder_lines(ladder)) + "\n\n")
     write_out(f"ladder     {out / FILE}\nreport     {out / 'report.html'}\n")
-    return 0
+    return int(bool(failures))
 
 
 # --------------------------------------------------------------------------- the rungs
-
-
-def prepare_data(config: Config) -> None:
-    """Prepare the data where it is missing: the sizes of all rungs follow from its vocabulary."""
-    data = config.data
-    if data.prepare.source is not None and data.folder and not Path(data.folder).exists():
-        from accel_gpt.prepare.prepare import prepare
-
-        prepare(data.prepare, Path(data.folder))
 
 
 def all_rungs(options: LadderCommand, given: Mapping[str, Any], out: Path) -> list[Rung]:
@@ -174,18 +167,6 @@ def depth_keys(given: Mapping[str, Any], depth: int) -> dict[str, Any]:
         return {"model.depth": depth}
     channels = width(depth)
     return dict(zip(SHAPE[1:], (depth, channels // HEAD_DIM, channels), strict=True))
-
-
-def rung_words(config: str, keys: Sequence[str], rung: Rung) -> list[str]:
-    """The words of `accel-gpt train` for a rung."""
-    flat, own = (
-        to_flat(rung.config),
-        [*SHAPE, *LENGTH, *(["seed"] if rung.seed is not None else [])],
-    )
-    if rung.config.model.depth is not None:  # the rest of the shape follows
-        own = [key for key in own if key not in SHAPE[1:]]
-    values = {key: "null" if flat[key] is None else str(flat[key]) for key in own}
-    return [config, *keys, *(word for key in own for word in (f"--{key}", values[key]))]
 
 
 def steps(rung: Rung) -> int:
@@ -251,8 +232,6 @@ def fit_ladder(
         f"{len(rows)} of {plural(len(rungs), 'rung')} can be fitted, and a law takes {FEWEST}"
         + (f" ({left_out[0]})" if left_out else "; give more --depths or --ratios"),
     )
-    from accel_gpt.cost.scaling_fit import fit_law
-
     sizes = [Size(*(row[name] for name in SIZES)) for row in rows]
     config, last = rungs[0].config, rows[-1]
     data["folder"] = Path(config.data.folder or "").name

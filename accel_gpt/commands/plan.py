@@ -104,9 +104,15 @@ def main(argv: Sequence[str]) -> int:
     keys: list[str] = []
     options = parse_command(PlanCommand, argv, "accel-gpt plan", keys)
     if options.budget or options.hours:
-        from accel_gpt.commands.plan_ladder import budget_text, plan_budget
+        from accel_gpt.commands.plan_ladder import budget_text, open_budget, plan_budget
 
-        answer = plan_budget(options, make_machine(options, Config()))
+        require(
+            not keys,
+            f"{(keys or [''])[0]} has no effect with --budget and --hours, whose config is that of "
+            "the ladder; set it when the ladder is trained",
+        )
+        ladder, config = open_budget(options)
+        answer = plan_budget(options, ladder, make_machine(options, config))
         write_out(json.dumps(answer, indent=1) + "\n" if options.json else budget_text(answer))
         return 0
     config = load_config([options.config or "", *keys], "accel-gpt plan", inherit_known)
@@ -196,8 +202,9 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
     replicas = nodes if options.distribution == "hsdp" else 1
     if options.distribution is None:
         sharded = str(launch.get("distributed_type")) == "FSDP"
-        axes = launch.get("parallelism_config") or {}
-        replicas = axes.get("parallelism_config_dp_replicate_size", 1) if sharded else 1
+        axes = launch.get("parallelism_config") if sharded else None
+        if isinstance(axes, dict):
+            replicas = axes.get("parallelism_config_dp_replicate_size", 1)
     require(
         isinstance(replicas, int) and replicas > 0 and devices % replicas == 0,
         f"dp_replicate_size in {path} is {replicas!r}; it must divide the {devices} devices",

@@ -135,18 +135,32 @@ def loss_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 # --------------------------------------------------------------------------- a budget
 
 
-def plan_budget(options: "PlanCommand", machine: Machine) -> dict[str, Any]:
-    """The depth that reaches the lowest loss in the hours of a budget, and its neighbors.
-
-    One whose loss is a guess is the best only if all are.
-    """
+def open_budget(options: "PlanCommand") -> tuple[Ladder, Config]:
+    """The ladder by which a budget is spent, and its config at the depth of the deepest rung."""
     require(options.ladder is not None, "--budget and --hours need --ladder")
     require(
         options.hours is not None or options.price is not None,
         f"--budget is {options.budget}, and without --price it buys no hours; give it, or --hours",
     )
-    hours = options.hours or (options.budget or 0) / (options.price or 1) / machine.devices
+    without = {"tokens_per_second": None, "measure": False, "vocab_size": None}
+    without |= {} if options.gpu else {"mfu": None}
+    for name, value in without.items():
+        require(
+            getattr(options, name) == value,
+            f"--{name} has no effect with --budget and --hours: speed and vocabulary are those of "
+            "--gpu, or of the ladder's rungs; leave it out",
+        )
     ladder = read_ladder(options.ladder or "")
+    deepest = max(rung["depth"] for rung in ladder.rungs)
+    return ladder, sized(given_keys(ladder), deepest, steps=1)
+
+
+def plan_budget(options: "PlanCommand", ladder: Ladder, machine: Machine) -> dict[str, Any]:
+    """The depth that reaches the lowest loss in the hours of a budget, and its neighbors.
+
+    One whose loss is a guess is the best only if all are.
+    """
+    hours = options.hours or (options.budget or 0) / (options.price or 1) / machine.devices
     deepest = max(rung["depth"] for rung in ladder.rungs)
     smallest = min(size.flops for size in ladder.sizes)
     found: list[dict[str, Any]] = []
@@ -249,6 +263,8 @@ def write_config(ladder: Ladder, best: Mapping[str, Any], out: Path) -> None:
     own = {key: list(v) if isinstance(v, tuple) else v for key, v in own.items()}
     text = f"# ladder {ladder.title}, depth {best['depth']}: val loss {best['loss']:.3f} expected ("
     text += f"{LEVEL:.0%}: {best['low']:.3f} to {best['high']:.3f}), {best['hours']:.3g} hours\n"
+    known = out.read_text(errors="replace") if out.is_file() else "# ladder "
+    require(known.startswith("# ladder "), f"--out {out} is another config; name another file")
     try:
         write_file(out, [(text + yaml.safe_dump(to_nested(own), sort_keys=False)).encode()])
     except OSError as error:

@@ -146,6 +146,6 @@ def split_tokens(folders: list[str], split: str, limit: int | None) -> int | Non
         return limit
     from accel_gpt.data.shards import read_index
 
-    shards = [shard for folder in indexes for shard in read_index(folder)["splits"][split]]
+    shards = [shard for folder in indexes for shard in read_index(folder)["splits"].get(split, ())]
     whole = sum(int(shard["tokens"]) for shard in shards)
     return whole if limit is None else min(limit, whole)

@@ -57,7 +57,12 @@ def prepare_folder(argv: Sequence[str]) -> int:
 
         merge(Path(options.out))
         return 0
+    require("" not in (options.path, options.dataset), "the path is empty; give that of the text")
     if options.source in (None, "auto"):
+        require(
+            options.path is None or options.dataset is None,
+            f"both the path {options.path} and --dataset {options.dataset} are given; give one",
+        )
         from accel_gpt.text.files import guess_source
 
         without_path: SourceKind = "dataset" if options.dataset else "stdlib"
@@ -81,7 +86,7 @@ def prepare_folder(argv: Sequence[str]) -> int:
 def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
     """Parse `[PATH|RECIPE] --key value ...`; a recipe and the options may set any option."""
     words = list(argv)
-    word = words.pop(0) if words and (words[0] == "-" or words[0][0] != "-") else None
+    word = words.pop(0) if words and (words[0] == "-" or words[0][:1] != "-") else None
     if word is None or {"-h", "--help"} & set(words):
         return parse_command(PrepareCommand, words, "accel-gpt prepare [PATH|RECIPE]")
     if is_text_path(word):

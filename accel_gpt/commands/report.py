@@ -5,6 +5,7 @@ writes nothing there but `report.html`. Needs no torch.
 """
 
 import csv
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,8 +107,8 @@ def write_csv(runs: Sequence[NamedRun], path: Path) -> None:
 
 
 def format_number(value: float) -> str:
-    """A number with all its digits; an empty text for `nan`."""
-    if value != value:
+    """A number with all its digits; an empty text for what is not finite."""
+    if not math.isfinite(value):
         return ""
     return str(int(value)) if value == int(value) else repr(value)
 

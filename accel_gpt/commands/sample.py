@@ -80,7 +80,7 @@ def continue_prompt(options: SampleCommand) -> list[str]:
     from accel_gpt.evals.samples import warn_cut, write_text
     from accel_gpt.hub.load import load_pretrained
 
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model, tokenizer = load_pretrained(
         options.run, options.checkpoint, options.allow_pickle, device
     )

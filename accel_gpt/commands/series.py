@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import to_yaml
 from accel_gpt.config.plan import plural
 from accel_gpt.console import write_err
+from accel_gpt.files import write_file
 from accel_gpt.launcher import PREEMPTED, SIGNALS, environment_without_launcher
 from accel_gpt.training.run_folder import RunFolder
 
@@ -36,6 +39,15 @@ class SeriesRun:
     def finished(self) -> bool:
         """Whether the run has reached its step."""
         return max(RunFolder(self.folder).checkpoints, default=0) >= self.steps
+
+
+def series_run(name: str, out: Path, config: Config, steps: int, folder: str = "") -> SeriesRun:
+    """The run of a `config`, which is written beside its `folder` in `out` (empty: `name`)."""
+    path = out / (folder or name)
+    file = out / f"{path.name}.yaml"
+    out.mkdir(parents=True, exist_ok=True)
+    write_file(file, [to_yaml(config).encode()])
+    return SeriesRun(name, path, [str(file)], steps)
 
 
 class Child:

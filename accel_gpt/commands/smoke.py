@@ -9,7 +9,7 @@ from pathlib import Path
 
 from accel_gpt.commands.verify_resume import shortened
 from accel_gpt.config.parse import load_config, to_yaml
-from accel_gpt.console import write_out
+from accel_gpt.console import exit_on_sigterm, write_out
 from accel_gpt.files import write_file
 
 STEPS = 4
@@ -22,12 +22,14 @@ def smoke(argv: Sequence[str]) -> int:
     """
     from accel_gpt.hub.pretrained import inherit
 
+    exit_on_sigterm()
     config = shortened(load_config(argv, "accel-gpt train", inherit), STEPS)
     batch = config.train.sequences * config.model.block_size
     sample = replace(config.sample, every=2, max_new_tokens=SAMPLE_TOKENS)
     evaluation = replace(
-        config.eval, every=2, tokens=batch, hellaswag_limit=QUESTIONS, tasks_limit=QUESTIONS
-    )
+        config.eval, every=2, tokens=batch, hellaswag_limit=QUESTIONS, tasks_limit=QUESTIONS,
+        tasks_every=2 if config.eval.tasks_every else 0,
+    )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="accel_gpt_smoke_") as folder:
         checkpoint = replace(config.checkpoint, every=2, copy_to=None)
         config = replace(

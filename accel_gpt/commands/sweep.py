@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_origin
 
-from accel_gpt.commands.series import Series, SeriesRun
+from accel_gpt.commands.series import Series, SeriesRun, series_run
 from accel_gpt.config.checks import Positional, Positive, Section
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import (
@@ -30,7 +30,7 @@ from accel_gpt.config.parse import (
 from accel_gpt.config.plan import make_plan
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import table, write_out
-from accel_gpt.errors import require
+from accel_gpt.errors import UserError, require
 from accel_gpt.files import read_json, write_file
 from accel_gpt.report.page import build_page
 from accel_gpt.report.runs import open_runs
@@ -124,11 +124,11 @@ def main(argv: Sequence[str]) -> int:
         rows = sweep_rows(results, [*swept])
         best = [run.folder for setting in settings for run in setting.runs][:MOST_CURVES]
         series = {"heading": "Settings, best first", "image": "", "lines": [], "rows": rows}
-        trained = open_runs([str(path) for path in best if RunFolder(path).launches])
-        page = build_page(trained, None, series)
-        write_file(folder / "report.html", [page.encode(errors="replace")])
+        if trained := open_runs([str(path) for path in best if RunFolder(path).launches]):
+            page = build_page(trained, None, series)
+            write_file(folder / "report.html", [page.encode(errors="replace")])
     write_out(table(rows, *("<" if key in swept else ">" for key in rows[0])))
-    write_out(f"\n{folder / 'sweep.json'}, {folder / 'report.html'}\n")
+    write_out(f"\n{folder / 'sweep.json'}{f', {folder}/report.html' if trained else ''}\n")
     return int(failed)
 
 
@@ -189,8 +189,10 @@ def make_settings(
             safe = re.sub(r"[^\w.,=+-]", "_", name)
             if safe != name or len(name) > MOST_LETTERS:
                 safe = f"{safe[:MOST_LETTERS]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-            path = folder / safe
-            runs.append(SeriesRun(name, path, words, make_plan(config, 1).last_step))
+            own = str(Path(config.out_dir, "data"))
+            if config.data.train == own:  # of data.text, prepared once for all runs
+                config = replace(config, data=replace(config.data, train=str(folder / "data")))
+            runs.append(series_run(name, folder, config, make_plan(config, 1).last_step, safe))
             data += [] if config.data in data else [config.data]
         setting = {key: value for key, value in group[0].items() if key != "seed"}
         settings.append(Setting(setting, tuple(runs)))
@@ -214,7 +216,10 @@ def check_same_sweep(folder: Path, options: Mapping[str, Any]) -> None:
     path = folder / "sweep.json"
     if not path.exists():
         write_file(path, [json.dumps(now).encode()])
-    was = read_json(path)["options"]
+    try:
+        was = dict(read_json(path)["options"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{path} cannot be read; remove it, or set another --out_dir") from None
     for key in sorted(was.keys() | now["options"].keys()):
         a, b = (side.get(key, "not set") for side in (was, now["options"]))
         problem = f"{folder} has another sweep: {key} was {a}, is {b}; set another --out_dir"

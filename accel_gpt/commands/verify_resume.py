@@ -140,7 +140,7 @@ def shortened(config: Config, steps: int) -> Config:
     return replace(
         config,
         schedule=schedule,
-        train=replace(config.train, max_steps=steps, max_tokens=None),
+        train=replace(config.train, max_steps=steps, max_tokens=None, stop_at=None),
         sample=replace(config.sample, every=0),
         log=LogConfig(every=1, trackers=(), batch_hash=True),
         hub=replace(config.hub, push="never"),

@@ -190,9 +190,10 @@ def file_vocabulary(name: str) -> int | None:
 
 def prepared_vocabulary(train: Any) -> int | None:
     """Tokens in the vocabulary of the (first) prepared folder in `data.train`; None: not there."""
-    folder = train[0].path if isinstance(train, tuple) and train else train
+    first = train[0] if isinstance(train, tuple | list) and train else train
+    known: Any = first["path"] if isinstance(first, Mapping) else getattr(first, "path", first)
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        size = read_json(Path(folder) / "dataset.json")["vocab_size"]
+        size = read_json(Path(known) / "dataset.json")["vocab_size"]
         return int(size) if is_count(size, 1) else None
     return None
 

@@ -87,7 +87,7 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
     require(isinstance(values, dict), f"{path} holds no keys; see configs/ for examples")
     found, options = dict(flatten(cls, values, f"in {path}")), dict(read_options(cls, argv))
     for group in exclusive_keys(cls):
-        if any(options.get(key) for key in group):
+        if any(options.get(key) is not None for key in group):
             found = {key: value for key, value in found.items() if key not in group}
     values = found | options
     return values | own_text(values, options)

@@ -44,7 +44,7 @@ def parameter_counts(config: ModelConfig, vocab_size: int) -> dict[str, int]:
     head counts 0.
     """
     C, n_layer = config.n_embd, config.n_layer
-    rows = padded_vocab_size(vocab_size)
+    rows, (qkv, out, up, down) = padded_vocab_size(vocab_size), hidden_matrices(config)
     tables = 1 if config.tie_embeddings else 2
     norm_vectors = 2 if config.bias and config.norm == "layernorm" else 1
     norms = (2 * n_layer + 1 + config.embedding_norm) * C * norm_vectors
@@ -52,8 +52,8 @@ def parameter_counts(config: ModelConfig, vocab_size: int) -> dict[str, int]:
     parts = {
         "embedding": rows * C,
         "position": config.block_size * C if config.position == "learned" else 0,
-        "attention": n_layer * sum(_attention_parameters(config)),
-        "mlp": n_layer * sum(_mlp_parameters(config)),
+        "attention": n_layer * (qkv + out + (qkv // C + C) * config.bias),
+        "mlp": n_layer * (up + down + (up // C + C) * config.bias),
         "norm": (norms + qk_norms) * config.norm_weight,
         "head": rows * C * (tables - 1),
     }
@@ -61,22 +61,8 @@ def parameter_counts(config: ModelConfig, vocab_size: int) -> dict[str, int]:
     return parts | {"total": total, "total_unpadded": total - tables * (rows - vocab_size) * C}
 
 
-def _attention_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Weights and biases of one attention layer."""
-    C, D = config.n_embd, config.head_size
-    qkv = (config.n_head + 2 * config.kv_heads) * D
-    return C * qkv + config.n_head * D * C, (qkv + C) * config.bias
-
-
-def _mlp_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Weights and biases of one MLP."""
-    C, hidden = config.n_embd, config.hidden_size
-    up = hidden * (2 if config.mlp == "swiglu" else 1)
-    return C * up + hidden * C, (up + C) * config.bias
-
-
 def hidden_matrices(config: ModelConfig) -> list[int]:
-    """Parameters of each weight of one block's attention and MLP, biases left out."""
+    """Parameters of the four weights of a block, without biases: qkv, out, up and down."""
     C, D = config.n_embd, config.head_size
     up = config.hidden_size * (2 if config.mlp == "swiglu" else 1)
     rows = ((config.n_head + 2 * config.kv_heads) * D, config.n_head * D, up, config.hidden_size)
@@ -92,8 +78,7 @@ def flops_per_token(config: ModelConfig, vocab_size: int) -> int:
     12 L H D T: scores and weighted values over the full T x T square, as nanoGPT counts it, though
     a causal kernel can skip half. Norms, biases, activations and recomputation are not counted.
     """
-    layer = _attention_parameters(config)[0] + _mlp_parameters(config)[0]
-    multiplied = config.n_layer * layer + vocab_size * config.n_embd
+    multiplied = config.n_layer * sum(hidden_matrices(config)) + vocab_size * config.n_embd
     attended = config.n_head * config.head_size * config.block_size
     return 6 * multiplied + 12 * config.n_layer * attended
 

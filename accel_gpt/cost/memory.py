@@ -208,6 +208,8 @@ def block_bytes(model: ModelConfig, tokens: int, documents: bool, machine: Machi
         norms += 2 * machine.stream_width * C
     copies = FLOAT * (1 + model.qk_norm) if cpu and width < FLOAT else width * (1 + transformed)
     attention = copies * qkv + width * H * D + FLOAT * H
+    if not cpu and model.qk_norm and width < FLOAT:  # normalised in float32
+        attention += FLOAT * (H + model.kv_heads) * D
     if cpu and model.dropout:
         attention += 3 * FLOAT * H * model.block_size
     elif cpu and documents:
@@ -234,13 +236,15 @@ def logits_bytes(model: ModelConfig, vocab_size: int, tokens: int, machine: Mach
     """The most that logits and loss take at once.
 
     In one piece: log-probabilities, their gradient and that of the logits, in float32; with
-    `logit_softcap` the tanh besides. In chunks: the gradients of head and hidden states, and the
-    chunk at work, or those gradients once more when they are scaled by that of the loss.
+    `logit_softcap` the tanh besides, on a GPU in bf16 and fp16 once more. In chunks: the gradients
+    of head and hidden states, and the chunk at work, or those gradients once more when they are
+    scaled by that of the loss.
     """
     rows, capped = padded_vocab_size(vocab_size), model.logit_softcap is not None
     chunk = chunk_tokens(rows, machine.gpu is None)
     if tokens <= chunk:
-        return (3 + capped) * FLOAT * tokens * vocab_size
+        widened = capped and machine.width < FLOAT and machine.gpu is not None
+        return (3 + capped + widened) * FLOAT * tokens * vocab_size
     kept = FLOAT * rows * model.n_embd
     kept += tokens * (machine.stream_width - machine.width) * model.n_embd
     half = machine.width if machine.width < FLOAT else 0  # the product before it is widened

@@ -20,10 +20,9 @@ ROUNDS = 100
 SAME = 1.05  # ratios of tokens to parameters closer than this are one: whole steps round them
 
 
-def fit_law(sizes: Sequence[Size], losses: Sequence[float]) -> Law:
-    """The law of runs (n,) with their losses in nats; `UserError` where it does not converge.
-
-    Where all have one ratio of tokens to parameters, the law has the FLOPs alone.
+def law_terms(sizes: Sequence[Size]) -> tuple[str, ...]:
+    """What the law of runs (n,) depends on: the FLOPs alone where all have one ratio of tokens to
+    parameters. `UserError` where they are too few for it.
     """
     ratios = [size.tokens / size.parameters for size in sizes]
     single = max(ratios) < SAME * min(ratios)
@@ -34,6 +33,12 @@ def fit_law(sizes: Sequence[Size], losses: Sequence[float]) -> Law:
         f"{len(sizes)} rungs are too few: a law in {' and '.join(names)} takes {needed}; give more "
         "--depths or --ratios",
     )
+    return names
+
+
+def fit_law(sizes: Sequence[Size], losses: Sequence[float]) -> Law:
+    """The law of runs (n,) with their losses in nats; `UserError` where it does not converge."""
+    names = law_terms(sizes)
     center = [float(np.exp(np.mean([np.log(getattr(s, name)) for s in sizes]))) for name in names]
     features, targets = Law(names, center, (), 0.0, ()).features(sizes), np.log(losses)
     best = minimum(features, targets)

@@ -229,8 +229,12 @@ def _losses_and_dlogits(
     logs, tanh = _log_probabilities(logits, vocab_size, softcap)
     index = targets.unsqueeze(1)
     losses = -logs.gather(1, index).squeeze(1)
-    dlogits = logs.exp_()
-    dlogits.scatter_add_(1, index, dlogits.new_full(index.shape, -1.0))
+    if torch.compiler.is_compiling():  # one kernel; for a scatter the chunk is written in float32
+        is_target = torch.arange(logs.shape[1], device=logs.device) == index
+        dlogits = logs.exp() - is_target.to(logs.dtype)
+    else:
+        dlogits = logs.exp_()
+        dlogits.scatter_add_(1, index, dlogits.new_full(index.shape, -1.0))
     if tanh is not None:  # the derivative of cap tanh(l / cap) by l
         dlogits *= 1 - tanh.square_()
     return losses, dlogits.to(logits.dtype)

@@ -29,7 +29,7 @@ from typing import Any
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import INDEX, index_dtype, read_index
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
-from accel_gpt.errors import AccelGPTError, DataError, UserError
+from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import locked_file, read_json, sync, write_file
 from accel_gpt.prepare.bpe import make_tokenizer
 from accel_gpt.prepare.copying import copy_shards, open_source
@@ -129,10 +129,17 @@ def fill(config: PrepareConfig, folder: Path, source: str, rank: int, world: int
         check_same(folder, read_index(folder)["prepared"], requested)
         return
     work = begin(config, folder, requested, source)
+    completions = config.loss_on == "completions"
+    require(
+        not completions or work.tokenizer.eot_id is not None,
+        f"tokenizer {config.tokenizer} has no end-of-text token, with which an example ends; give "
+        "another",
+    )
     with closing(work.seen.database) if work.seen else nullcontext():
         work.write_shards(rank, world)
-    if world == 1 and config.source != "shards":
-        hold_out(work.writers, config.val_fraction)
+    alone = completions and all(writer.documents < 2 for writer in work.writers.values())
+    if world == 1 and config.source != "shards" and not alone:  # an example is not cut
+        hold_out(work.writers, config.val_fraction, work.tokenizer.eot_id)
     splits = {name: writer.finish() for name, writer in work.writers.items()}
     if world == 1:
         try:
@@ -147,13 +154,13 @@ def fill(config: PrepareConfig, folder: Path, source: str, rank: int, world: int
     write_index(folder, work.tokenizer, splits, requested | counts)
 
 
-def hold_out(writers: Mapping[str, ShardWriter], val_fraction: float) -> None:
+def hold_out(writers: Mapping[str, ShardWriter], val_fraction: float, eot_id: int | None) -> None:
     """Cut the last shard where all of the few documents fell to one split: its end is the other."""
     for full, empty, share in (("train", "val", val_fraction), ("val", "train", 1 - val_fraction)):
         lacking, source = writers[empty], writers[full]
         if not lacking.shards and lacking.tokens < 2 and source.tokens > 3:
             count = min(max(2, int(source.tokens * share)), source.tokens - 2)
-            lacking.add(*source.take(count))
+            lacking.add(*source.take(count, eot_id))
 
 
 def check_enough_text(tokens: Mapping[str, int], val_fraction: float) -> None:

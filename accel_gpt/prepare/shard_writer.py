@@ -66,17 +66,22 @@ class ShardWriter:
                 self.flush()
         return len(self.shards) > before
 
-    def take(self, count: int) -> tuple[Tokens, int, int]:
-        """Cut the last `count` tokens off the shard being written: what `add` takes, its bytes by
-        their share.
+    def take(self, count: int, eot_id: int | None) -> tuple[Tokens, int, int]:
+        """Cut about the last `count` tokens off the shard being written, between documents if it
+        holds several: what `add` takes, its bytes by their share.
         """
         self.flush()
-        kept = self.tokens - count
-        tokens = np.fromfile(self.path, self.dtype, offset=HEADER + kept * self.dtype.itemsize)
+        tokens, kept = np.fromfile(self.path, self.dtype, offset=HEADER), self.tokens - count
+        starts = np.flatnonzero(tokens[:-1] == eot_id) + 1  # of documents but the first
+        if len(starts):
+            kept = int(starts[np.argmin(abs(starts - kept))])
         os.truncate(self.path, HEADER + kept * self.dtype.itemsize)
-        utf8_bytes = self.bytes * count // self.tokens
+        documents = max(1, int(sum(starts >= kept)))
+        utf8_bytes = self.bytes * (self.tokens - kept) // self.tokens
+        if eot_id is not None:  # a document counts where it ends
+            self.documents -= documents
         self.tokens, self.bytes = kept, self.bytes - utf8_bytes
-        return tokens, 1, utf8_bytes
+        return tokens[kept:], documents, utf8_bytes
 
     def save(self) -> dict[str, Any]:
         """The state from which to resume, once all that was added survives a power cut."""

@@ -391,8 +391,7 @@ def build_model(
     else:
         optimizer = make_optimizer(gpt, config.optim, compiled, machine_mesh(config, accelerator))
     # with a device_placement Accelerate does not look for FSDP's tensors: 0.6 s of start-up
-    alone = accelerator.distributed_type == DistributedType.NO
-    placement = [True, True] if alone else None
+    placement = [True, True] if accelerator.distributed_type == DistributedType.NO else None
     model, wrapped = accelerator.prepare(gpt, optimizer, device_placement=placement)
     if sharded:
         gpt.materialize(accelerator.device)
@@ -427,8 +426,9 @@ def set_up_model(gpt: GPT, train: TrainConfig) -> None:
 
     gpt.recompute = train.activation_checkpointing == "blocks"
     forget_compiled()
-    if train.compile is True:
+    if train.compile is True or torch.cuda.is_available():  # which compiles FlexAttention
         use_compile_cache()
+    if train.compile is True:
         gpt.compile()  # in place: no wrapper, the names of the weights stay
 
 

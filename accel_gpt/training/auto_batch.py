@@ -134,7 +134,7 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     Not compiled: that would take minutes a size, and a compiled step takes less.
     """
     device, size = accelerator.device, config.train.sequences
-    gpt = GPT(config.model, vocab_size).to(device)
+    gpt = GPT.allocate(config.model, vocab_size, device)
     set_up_model(gpt, replace(config.train, compile=False))
     optimizer = make_optimizer(gpt, config.optim)
     count = sum(parameter.numel() for parameter in gpt.parameters())

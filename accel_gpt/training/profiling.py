@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
 
@@ -31,12 +32,8 @@ def profile(
 
     Yields the function to be called after each step. A disk without room is a warning.
     """
-    steps, folder, device = (
-        config.train.profile,
-        Path(config.out_dir) / "profile",
-        accelerator.device,
-    )
-    recorded = 0
+    folder, steps = Path(config.out_dir) / "profile", config.train.profile
+    device, recorded = accelerator.device, 0
 
     def finish(profiler: Any) -> None:
         nonlocal recorded
@@ -62,7 +59,13 @@ def profile(
         on_trace_ready=finish,
     )
     with accelerator.profile(options) as profiler:
-        yield profiler.step
+
+        def completed() -> None:
+            if device.type == "cuda" and profiler.step_num < BEFORE + steps:
+                torch.cuda.synchronize(device)  # else kernels of the step before are counted
+            profiler.step()
+
+        yield completed
     if recorded <= 0:
         log(
             f"WARNING: train.profile is {steps}, but this launch made only "

@@ -47,7 +47,7 @@ STEP_ALONE = (  # over the config: nothing but the training step
 class BenchCommand(Section, prefix="bench."):
     """Measure the training step of a config: tokens a second, MFU, memory, where its time goes.
 
-    Any --section.key of the config may be set as well. Nothing is kept. On several processes:
+    Any --section.key of the config may be set as well. No run is kept. On several processes:
     accelerate launch -m accel_gpt.cli bench CONFIG ... Examples:
       accel-gpt bench quickstart
       accel-gpt bench quickstart --compare

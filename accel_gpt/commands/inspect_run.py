@@ -7,7 +7,7 @@
     checkpoints [{name, intact (null: not verified, with --quick), step, tokens, seconds,
         train_loss, val_loss, best_val_loss, best_step, world_size, parameters {part: count, total,
         total_unpadded}, model {the fields of ModelConfig}, vocab_size, data {train, fingerprint},
-        tokenizer {kind, fingerprint}, changed_keys {key of the config: value, where it is not the
+        tokenizer {kind, fingerprint}, changed {key of the config: value, where it is not the
         default}, versions {python, package: version, commit}}], by step; of one whose files cannot
         be read: name, intact
 """
@@ -45,14 +45,14 @@ def inspect_run(path: Path, quick: bool) -> dict[str, Any]:
     found = [path] if one else list(RunFolder(path).checkpoints.values())
     if not found:
         find_checkpoint(path)  # raises
-    best = "" if one else RunFolder(path).best
-    best = step_name(int(best)) if best.isdecimal() else ""
-    problems = [f"the best checkpoint, {best}, is not there"]
-    problems = problems if best and best not in [folder.name for folder in found] else []
+    number = "" if one else RunFolder(path).best
+    best = step_name(int(number)) if number.isdecimal() else None
+    missing = best is not None and best not in [folder.name for folder in found]
+    problems = [f"the best checkpoint, {best}, is not there"] if missing else []
     return {
         "kind": "checkpoint" if one else "run",
         "path": str(path),
-        "best": best or None,
+        "best": best,
         "checkpoints": [inspect_checkpoint(folder, quick, problems) for folder in found],
         "problems": problems,
     }

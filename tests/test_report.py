@@ -237,6 +237,9 @@ def test_csv_holds_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("accel_gpt.commands.report.CHUNK", 2)
     run = make_run(tmp_path / "=run", [record(1), record(10), record(12, **{"eval/x": 1 / 3})])
     assert report(run, "--csv", tmp_path / "x.csv", "--reference", "none") == 0
+    (run / "metrics.csv").write_text("its own")
+    assert report(run, "--csv", run / "metrics.csv") == 2
+    assert (run / "metrics.csv").read_text() == "its own"
     with (tmp_path / "x.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["run"] for row in rows] == ["'=run"] * 3  # not a formula

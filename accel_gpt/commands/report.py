@@ -15,7 +15,7 @@ import numpy as np
 from accel_gpt.config.checks import Positional
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import write_out
-from accel_gpt.errors import UserError
+from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.report.page import build_page
 from accel_gpt.report.payload import payload
@@ -63,6 +63,9 @@ def report(options: ReportCommand) -> str:
     be written.
     """
     runs = open_runs(options.run)
+    for path in filter(None, (options.out, options.csv)):
+        own = not path.endswith(".html") and (Path(path).parent / "run.json").exists()
+        require(not (own and Path(path).exists()), f"{path} is a file of a run; name another one")
     reference = find_reference(options.reference, runs)
     default = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
     out = Path(options.out) if options.out else default

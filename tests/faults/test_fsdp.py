@@ -80,7 +80,9 @@ def watch():
     while True:
         held = re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())
         peaks[phase[0]] = max(peaks.get(phase[0], 0), 1024 * int(held[1]))
-        Path(f"peaks_{os.environ['RANK']}.json").write_text(json.dumps(peaks))
+        written = Path(f"peaks_{os.environ['RANK']}.json.new")
+        written.write_text(json.dumps(peaks))
+        written.replace(written.with_suffix(""))  # the end of the process may cut a write short
         time.sleep(0.05)
 threading.Thread(target=watch, daemon=True).start()
 def within(name):

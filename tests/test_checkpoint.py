@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_gpt.config.experiment import CheckpointConfig
-from accel_gpt.errors import CheckpointError, NewerFormatError
+from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
 from accel_gpt.training.checkpoint import (
     find_checkpoint,
     load_model,
@@ -55,6 +55,9 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     prune(tmp_path, CheckpointConfig(keep_last=1), 7, best_step=6 + 3)  # its save failed
     assert checkpoint_steps(root) == [2, 7]
     assert (tmp_path / "best").read_text() == "2\n"
+    (tmp_path / "best").unlink()
+    with pytest.raises(UserError, match="no checkpoint 'best'; choose last or one of 2, 7"):
+        find_checkpoint(tmp_path, "best")
 
 
 def test_only_a_checkpoint_of_the_step_in_its_name_is_counted(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def call(*words: str) -> int:
         ["prepare", ""],
         ["prepare", "--path", "", "--tokenizer", "bytes"],
         ["prepare", "--path", "x.txt", "--dataset", "user/name"],
+        ["prepare", "-", "--path", __file__, "--tokenizer", "bytes"],
     ],
 )
 def test_a_mistake_is_one_sentence_and_leaves_nothing(

@@ -170,7 +170,7 @@ def test_mistakes_of_the_command(
     for words, code, message in (
         ([lone], 2, "is no run, so its val data is not known; give --data"),
         ([trained, "--limit", "0"], 2, "evaluate.limit is 0"),
-        ([trained, "--checkpoint", "3"], 2, "has no checkpoint '3'; choose last, best or"),
+        ([trained, "--checkpoint", "3"], 2, "has no checkpoint '3'; choose last or one of"),
         ([trained, "--hellaswag", bad], 3, "line 1: not a question"),
         ([trained, "--data", tmp_path / "none"], 2, "none"),
     ):

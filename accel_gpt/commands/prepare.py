@@ -90,6 +90,8 @@ def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
     if word is None or {"-h", "--help"} & set(words):
         return parse_command(PrepareCommand, words, "accel-gpt prepare [PATH|RECIPE]")
     if is_text_path(word):
+        twice = any(option.partition("=")[0] == "--path" for option in words)
+        require(not twice, f"both the path {word} and --path are given; give one")
         return parse_command(PrepareCommand, ["--path", word, *words], "accel-gpt prepare PATH")
     values = read_values(PrepareCommand, str(resolve_config(word, "data")), words)
     return build(PrepareCommand, values)

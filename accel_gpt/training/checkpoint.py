@@ -68,15 +68,12 @@ def find_checkpoint(path: Path, which: str = "last") -> Path:
     found = {s: p for s, p in RunFolder(path).checkpoints.items() if is_checkpoint(p)}
     require(path.is_dir(), f"{path} does not exist; give the folder of a run or of a checkpoint")
     require(bool(found), f"{path} holds no checkpoint; give the folder of a run that saved one")
-    if which == "best":
-        which = RunFolder(path).best or "last"
-    number = int(which) if re.fullmatch("[0-9]{1,18}", which) else -1
-    step = max(found) if which == "last" else number
-    require(
-        step in found,
-        f"{path} has no checkpoint {which!r}; choose last, best or one of "
-        + ", ".join(map(str, found)),
-    )
+    number = RunFolder(path).best if which == "best" else which
+    step = int(number) if re.fullmatch("[0-9]{1,18}", number) else -1
+    if which == "last":
+        step = max(found)
+    steps = ", ".join(map(str, found))
+    require(step in found, f"{path} has no checkpoint {which!r}; choose last or one of {steps}")
     return found[step]
 
 

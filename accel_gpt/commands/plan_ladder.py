@@ -151,8 +151,7 @@ def open_budget(options: "PlanCommand") -> tuple[Ladder, Config]:
             "--gpu, or of the ladder's rungs; leave it out",
         )
     ladder = read_ladder(options.ladder or "")
-    deepest = max(rung["depth"] for rung in ladder.rungs)
-    return ladder, sized(given_keys(ladder), deepest, steps=1)
+    return ladder, sized(given_keys(ladder), ladder.depths[-1], steps=1)
 
 
 def plan_budget(options: "PlanCommand", ladder: Ladder, machine: Machine) -> dict[str, Any]:
@@ -161,7 +160,6 @@ def plan_budget(options: "PlanCommand", ladder: Ladder, machine: Machine) -> dic
     One whose loss is a guess is the best only if all are.
     """
     hours = options.hours or (options.budget or 0) / (options.price or 1) / machine.devices
-    deepest = max(rung["depth"] for rung in ladder.rungs)
     smallest = min(size.flops for size in ladder.sizes)
     found: list[dict[str, Any]] = []
     best: dict[str, Any] = {"depth": DEEPEST, "flops": 0.0}
@@ -169,7 +167,7 @@ def plan_budget(options: "PlanCommand", ladder: Ladder, machine: Machine) -> dic
         one = candidate(options, ladder, machine, depth, hours)
         found += [one] if one else []
         best = min(found, key=lambda row: (len(row["doubts"]) > 0, row["loss"]), default=best)
-        if depth >= max(deepest, best["depth"] + WORSE):
+        if depth >= max(ladder.depths[-1], best["depth"] + WORSE):
             break
     require(
         best["flops"] >= smallest,
@@ -235,7 +233,7 @@ def given_keys(ladder: Ladder) -> dict[str, Any]:
 
 def measured_flops(folder: str, ladder: Ladder, depth: int) -> float:
     """FLOP/s of a process that trained the rungs nearest to a depth, the median of their steps."""
-    nearest = min((rung["depth"] for rung in ladder.rungs), key=lambda other: abs(other - depth))
+    nearest = min(ladder.depths, key=lambda other: abs(other - depth))
     found = [
         (size.flops / size.tokens) * statistics.median(rates)
         for rung, size in zip(ladder.rungs, ladder.sizes, strict=True)

@@ -121,6 +121,11 @@ class Ladder:
         """Of the rungs."""
         return [Size(*(rung[name] for name in SIZES)) for rung in self.rungs]
 
+    @property
+    def depths(self) -> list[int]:
+        """Of the rungs, each once, ascending."""
+        return sorted({rung["depth"] for rung in self.rungs})
+
     def doubts(self, size: Size) -> list[str]:
         """What makes a prediction for a run of that size a guess."""
         found = []

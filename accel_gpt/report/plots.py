@@ -73,9 +73,8 @@ def ladder_png(ladder: Ladder) -> bytes:
     figure, drawn = Figure(figsize=(12, 8), dpi=100, facecolor="white"), io.BytesIO()
     figure.subplots_adjust(left=0.08, right=0.975, top=0.97, bottom=0.085, hspace=0.12)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    depths = sorted({rung["depth"] for rung in ladder.rungs})
     largest = max(size.flops for size in ladder.sizes)
-    for number, depth in enumerate(depths):
+    for number, depth in enumerate(ladder.depths):
         pairs = zip(ladder.rungs, ladder.sizes, strict=True)
         rungs = [(size, rung["loss"]) for rung, size in pairs if rung["depth"] == depth]
         one, color = rungs[0][0], COLORS[number % len(COLORS)]

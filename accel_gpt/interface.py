@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from accel_gpt.config.parse import load_config, parse_command
 from accel_gpt.errors import PeerError, UserError, require
-from accel_gpt.launcher import is_main
+from accel_gpt.launcher import PREEMPTED, is_main
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,17 @@ if TYPE_CHECKING:
 
     from accel_gpt.data.tokenizer import Tokenizer
     from accel_gpt.model.gpt import GPT
+
+# torchrun, which itself ends with 1, with the exit code of the first process that failed
+TORCHRUN = """
+import sys
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+try:
+    main()
+except ChildFailedError as error:
+    sys.exit(error.get_first_failure()[1].exitcode)
+"""
 
 
 @dataclass(frozen=True)
@@ -119,9 +130,9 @@ def train_run(config: str, options: Mapping[str, object], processes: int) -> Tra
 
 def train_processes(words: list[str], processes: int) -> None:
     """Train in processes of their own, as this one may have used its device; `PeerError` if one
-    fails. An interrupt reaches all of them: they save and stop.
+    fails. An interrupt reaches all of them: they save and stop, as at the time limit.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable, "-c", TORCHRUN, "--standalone"]
     command += ["--nproc_per_node", str(processes), "-m", "accel_gpt.cli", "train", *words]
     with subprocess.Popen(command) as process:
         try:
@@ -129,7 +140,7 @@ def train_processes(words: list[str], processes: int) -> None:
         except KeyboardInterrupt:
             process.wait()
             return
-    if code:
+    if code not in (0, PREEMPTED):
         raise PeerError(f"training on {processes} processes failed; their error stands above")
 
 

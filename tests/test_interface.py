@@ -113,6 +113,9 @@ def test_two_processes_train_beside_one(
     run = accel_gpt.train(*small_run(), options, processes=2)
     assert "2 processes" in capfd.readouterr().err
     assert list(run.metrics.index) == [1, 2, 3]
+    limit = options | {"train.max_steps": 10**6, "train.time_limit": "2s", "out_dir": str(tmp_path)}
+    run = accel_gpt.train(*small_run(), limit, processes=2)  # saves, and returns
+    assert "train.time_limit: saved at step" in capfd.readouterr().err
     with pytest.raises(PeerError, match="training on 2 processes failed"):
         accel_gpt.train(*small_run(), options | {"train.micro_batch_size": 5}, processes=2)
 

@@ -52,7 +52,7 @@ HEAVY = {
 }
 # lines of each room, of the top-level files together; behind them the goal, where it is not reached
 LINES = {
-    "": 1_252,
+    "": 1_263,
     "config": 1_925,  # 1,160
     "cost": 979,  # 420
     "model": 987,

@@ -340,8 +340,11 @@ def test_a_sample_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == f"{text}\n"
 
 
-def test_the_last_words_can_be_pasted() -> None:
+def test_the_last_words_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/my text/samples").mkdir(parents=True)
     config = Config(out_dir="runs/my text", train=TrainConfig(max_steps=2))
     words = last_words(config, make_plan(config, 1), TrainState(step=2), None)
     assert "accel-gpt sample 'runs/my text' --prompt" in words
-    assert "tensorboard --logdir 'runs/my text'" in words
+    assert "accel-gpt report 'runs/my text'" in words
+    assert "run         'runs/my text' (samples)" in words

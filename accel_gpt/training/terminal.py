@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
@@ -120,6 +121,7 @@ def show_cursor() -> None:
 def last_words(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:
     """What the run reached, where it is, and what to do next."""
     out, val = shlex.quote(config.out_dir), state.val_loss
+    files = ", ".join(sorted(path.name for path in Path(config.out_dir).glob("*")))
     length = "train.max_tokens" if config.train.max_tokens else "train.max_steps"
     spent = timedelta(seconds=round(state.seconds))
     loss = "" if val is None else f", val loss {val:.4f}"
@@ -136,8 +138,8 @@ def last_words(config: Config, plan: Plan, state: TrainState, signal_name: str |
     allow = f" and --checkpoint.allow_change {length}" * (config.schedule.name != "constant")
     return (
         f"{state.step:,} steps, {state.tokens:,} tokens in {spent}{loss}\n"
-        f"  run         {out} (metrics.csv, metrics.jsonl, samples/, checkpoints/)\n"
+        f"  run         {out} ({files})\n"
         f'  try         accel-gpt sample {out} --prompt "..."\n'
-        f"  curves      tensorboard --logdir {out}\n"
+        f"  curves      accel-gpt report {out}\n"
         f"  go on       the same command with a larger {length}{allow}"
     )

@@ -1,5 +1,6 @@
 """Checkpoints copied elsewhere while a run trains, and taken from there by a run that has none."""
 
+import json
 import shutil
 import subprocess
 import threading
@@ -14,7 +15,7 @@ from accel_gpt.config.experiment import CheckpointConfig, Config
 from accel_gpt.training.checkpoint import verify
 from accel_gpt.training.copies import CheckpointCopies
 from accel_gpt.training.run_folder import checkpoint_steps
-from tests.conftest import run_here
+from tests.conftest import reseal, run_here
 from tests.faults.launches import until
 from tests.test_launch import PLAIN, TORCHRUN
 from tests.test_train import assert_same_weights, records, signal_after, weights
@@ -71,10 +72,53 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
     shutil.rmtree(tmp_path / "run")
     assert run_here(train.main, own) == 0
     said = capsys.readouterr().err
-    assert "truncated; taking the copy before it" in said
+    assert "truncated; a copy before it is taken" in said
     assert "step 4 was downloaded from" in said
     assert steps(str(place)) == ["step_00000004", "step_00000008", "step_00000012"]
     verify(place / "step_00000012")
+    for checkpoint in place.iterdir():
+        file = checkpoint / "optimizer.bin"
+        file.write_bytes(file.read_bytes()[:-9])
+    shutil.rmtree(tmp_path / "run")
+    assert run_here(train.main, own) == 4
+    assert f"all copies in checkpoint.copy_to {place} are damaged; " in capsys.readouterr().err
+
+
+def test_a_lost_run_that_began_with_a_path_goes_on_from_the_copy(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not from the path; its best checkpoint so far is lost, so that a later one is the best."""
+    first = small_run(*EVERY, "--out_dir", str(tmp_path / "first"), "--train.stop_at", "4")
+    assert run_here(train.main, first) == 0
+    path = str(tmp_path / "first" / "checkpoints" / "step_00000004")
+    own = small_run("--eval.every", "2", "--checkpoint.every", "50", "--checkpoint.keep_last", "1")
+    own += ["--checkpoint.resume", path, "--checkpoint.copy_to", str(tmp_path / "other")]
+    own += ["--checkpoint.keep_best", "true"]
+    assert run_here(train.main, [*own, "--train.stop_at", "7"]) == 0
+    state = tmp_path / "other" / "step_00000007" / "trainer_state.json"
+    content = json.loads(state.read_text()) | {"best_val_loss": 0.1, "best_step": 6}
+    state.write_text(json.dumps(content))
+    reseal(state.parent)
+    shutil.rmtree(tmp_path / "run")
+    assert run_here(train.main, [*own, "--train.stop_at", "9"]) == 0
+    assert "resuming" in capsys.readouterr().err.partition("from step 7 (")[0]
+    assert (tmp_path / "run" / "best").read_text() == "9\n"
+
+
+def test_a_checkpoint_that_was_not_copied_is_copied_by_the_next_launch(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    place = tmp_path / "other"
+    place.write_text("a file")
+    own = small_run(*EVERY)
+    assert run_here(train.main, own) == 0
+    place.unlink()
+    own += ["--checkpoint.copy_to", str(place)]
+    assert run_here(train.main, own) == 0
+    assert steps(str(place)) == ["step_00000012"]
+    written = (place / "step_00000012" / "manifest.json").stat().st_mtime_ns
+    assert run_here(train.main, own) == 0
+    assert (place / "step_00000012" / "manifest.json").stat().st_mtime_ns == written
 
 
 def test_a_copy_that_broke_off_is_pruned(small_run: Arguments, tmp_path: Path) -> None:
@@ -98,7 +142,7 @@ def test_copies_of_what_was_rolled_back_are_removed(place: str, tmp_path: Path) 
         copies.on_checkpoint(checkpoint)
         until(lambda: not checkpoint_steps(copies.folder))
         found.append([int(name[5:]) for name in steps(place)])
-    assert found == [[1, 9], [2, 9], [3, 9], [2, 9], [4, 9]]
+    assert found == [[1], [1, 2], [2, 3], [2], [2, 4]]
     copies.finish(lambda: False)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -223,8 +224,8 @@ def test_a_run_seeds_dropout_by_the_sequence_before_and_after_a_resume(
 # --------------------------------------------------------------------------- refusals
 
 
-def test_the_micro_batch_is_held_where_it_decides_the_bits(
-    small_run: Arguments, capsys: pytest.CaptureFixture[str]
+def test_what_decides_the_bits_is_held(
+    small_run: Arguments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exact = ["--train.reproducible", "--eval.every", "0", "--sample.every", "0"]
     longer = ["--train.max_steps", "4", "--train.micro_batch_size", "4"]
@@ -236,6 +237,10 @@ def test_the_micro_batch_is_held_where_it_decides_the_bits(
     assert "train.reproducible was True, is False" in capsys.readouterr().err
     allow[1] += ",train.micro_batch_size"
     assert launch(small_run(*exact, *longer, *allow)) == 0
+    AcceleratorState._reset_state()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch` sets it
+    assert launch(small_run(*exact, *longer, *allow)) == 2
+    assert "train.mixed_precision was no, is bf16" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------- real processes

@@ -88,7 +88,8 @@ def test_too_many_in_a_row_return_and_leave_the_batches_out(
 ) -> None:
     """The fault is in sequences 40 to 63: steps 6 to 8, of which two are too many."""
     poison(monkeypatch, lambda state: 40 <= state.sequences < 64)
-    assert launch(small_run(*QUIET, "--train.max_skipped", "2")) == 0
+    own = [*QUIET, "--train.max_skipped", "2", "--checkpoint.keep_last", "9"]
+    assert launch(small_run(*own)) == 0
     run = tmp_path / "run"
     said = capsys.readouterr().err
     assert "the updates of 2 steps in a row were skipped, of sequences 40 to 55" in said
@@ -100,6 +101,9 @@ def test_too_many_in_a_row_return_and_leave_the_batches_out(
     assert state.excluded == [[40, 56]]
     assert (state.step, state.sequences) == (12, 12 * 8 + 16)
     assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
+    path = ["--checkpoint.resume", str(run.rename(tmp_path / "a") / "checkpoints/step_00000004")]
+    assert launch(small_run(*own, *path)) == 0
+    assert records(run)[-1]["eval/val_loss"] == lines[-1]["eval/val_loss"]
 
 
 def test_a_fault_that_is_not_in_the_batches_ends_the_run_and_names_them(

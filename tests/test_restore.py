@@ -274,3 +274,7 @@ def test_a_longer_run_needs_no_permission_where_no_step_changes(
     assert launch(small_run(*cosine, "4")) == 0
     assert launch(small_run(*cosine, "6")) == 2
     assert "allow_change train.max_steps" in capsys.readouterr().err
+    long = [*cosine, "12", "--schedule.name", "wsd", "--schedule.decay_steps", "7"]
+    assert launch(small_run(*long)) == 2  # not for 6, with the 4 and the decay that do not fit
+    allow = "allow_change schedule.decay_steps,schedule.name,train.max_steps"
+    assert allow in capsys.readouterr().err

@@ -6,14 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
+from accel_gpt import train
 from accel_gpt.config.checks import duration
 from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import UserError
 from accel_gpt.launcher import PREEMPTED, SIGNALS
 from accel_gpt.training.stopping import StopSignal
+from tests.conftest import run_here
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -78,6 +81,16 @@ def test_without_a_limit_time_is_no_reason() -> None:
     stop = StopSignal(started=-1e9)
     assert stop.agreed() == (False, False)
     assert stop.received is None
+
+
+def test_a_limit_is_refused_where_the_launcher_would_start_the_run_again(
+    small_run: Callable[..., list[str]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert run_here(train.main, small_run("--train.time_limit", "1h")) == 2
+    assert "train.time_limit does not go with --max_restarts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,12 @@ class CheckpointCopies:
         self.system, self.root = open_store(self.to)
         self.wake, self.ending = threading.Event(), False
         self.newest = self.current = -1  # the steps saved last, and being copied
-        self.copied = set[int]()  # steps
-        shutil.rmtree(self.folder, ignore_errors=True)  # a killed launch's: checkpoints come again
-        self.folder.mkdir(parents=True)
+        shutil.rmtree(self.folder, ignore_errors=True)  # a killed launch's
+        self.folder.mkdir(parents=True, exist_ok=True)
+        own = RunFolder(config.out_dir).checkpoints
+        self.resumed = max(own, default=-1)  # its copy may have failed
+        if own:
+            self.on_checkpoint(own[self.resumed])
         self.thread = threading.Thread(target=self.run, name="checkpoint copies", daemon=True)
         self.thread.start()
 
@@ -104,7 +107,15 @@ class CheckpointCopies:
                             shutil.rmtree(self.folder / step_name(old), ignore_errors=True)
 
     def copy(self, step: int) -> None:
-        """Copy a checkpoint, and remove the oldest copies and those that a roll back left."""
+        """Copy a checkpoint, and remove the oldest copies and later ones, which a roll back left.
+
+        That of an earlier launch is copied only where the store has none as new.
+        """
+        copied = copied_steps(self.system, self.root)
+        as_new = [one for one in copied if one >= step] if step == self.resumed else []
+        if any(self.system.exists(f"{self.root}/{step_name(n)}/{MANIFEST}") for n in as_new):
+            return
+        self.resumed = -1  # after a roll back the same step is another checkpoint
         checkpoint = self.folder / step_name(step)
         target = f"{self.root}/{checkpoint.name}"
         self.system.makedirs(target, exist_ok=True)
@@ -113,10 +124,8 @@ class CheckpointCopies:
         names = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
         for name in (*sorted(names), MANIFEST):
             self.system.put_file(str(checkpoint / name), f"{target}/{name}")
-        rolled_back = {later for later in self.copied if later > step}
-        self.copied = self.copied - rolled_back | {step}
-        steps = [one for one in copied_steps(self.system, self.root) if one not in rolled_back]
-        for former in {*rolled_back, *steps[: -self.keep]} - {step}:
+        kept = sorted(one for one in {*copied, step} if one <= step)[-self.keep :]
+        for former in {*copied} - {*kept}:
             old = f"{self.root}/{step_name(former)}"
             with contextlib.suppress(FileNotFoundError):  # it broke off
                 self.system.rm_file(f"{old}/{MANIFEST}")
@@ -143,9 +152,10 @@ def copied_steps(system: Any, root: str) -> list[int]:
 
 
 def fetch_copy(config: Config, log: Callable[[str], None]) -> None:
-    """Download the newest intact copy for a run that has no checkpoint of its own, where
-    `checkpoint.resume` is auto. Raises `UserError` if the store cannot be opened or read, and for
-    one where checkpoints would be lost.
+    """Download the newest intact copy for a run that has no checkpoint of its own.
+
+    Raises `UserError` if the store cannot be opened or read, and for one where checkpoints would be
+    lost; `CheckpointError` where all copies are damaged.
     """
     url, resume = str(config.checkpoint.copy_to), config.checkpoint.resume
     run, (system, root) = RunFolder(config.out_dir), open_store(url)
@@ -155,9 +165,9 @@ def fetch_copy(config: Config, log: Callable[[str], None]) -> None:
             not Path(url).resolve().is_relative_to(Path(config.out_dir).resolve()),
             f"checkpoint.copy_to {url} lies in out_dir {config.out_dir}; give a folder elsewhere",
         )
-    if run.checkpoints or resume not in ("auto", "never"):
+    if run.checkpoints:
         return
-    folder = Path(config.out_dir) / "checkpoints"
+    folder, damaged = Path(config.out_dir) / "checkpoints", False
     try:
         steps = copied_steps(system, root)
         require(
@@ -178,14 +188,20 @@ def fetch_copy(config: Config, log: Callable[[str], None]) -> None:
             try:
                 verify(temporary)
             except CheckpointError as error:
-                log(f"WARNING: {error}; taking the copy before it")
+                log(f"WARNING: {error}; a copy before it is taken")
                 shutil.rmtree(temporary)
+                damaged = True
                 continue
             temporary.rename(folder / name)
             sync(folder)
             log(f"step {step:,} was downloaded from {redact_url(url)}")
             return
-    except UserError:
+        if damaged:
+            raise CheckpointError(
+                f"all copies in checkpoint.copy_to {redact_url(url)} are damaged; set another one "
+                "to start from scratch"
+            )
+    except (UserError, CheckpointError):
         raise
     except Exception as error:
         raise UserError(

@@ -127,7 +127,10 @@ def length_keys(config: Config, saved: TrainState, log: Callable[[str], None]) -
         return ()
     train = replace(config.train, max_steps=steps, max_tokens=tokens)
     before = replace(config, train=train)
-    old, done = make_plan(before, world_size()), range(saved.step)
+    try:
+        old, done = make_plan(before, world_size()), range(saved.step)
+    except UserError:  # the schedule of `config` does not fit the old length
+        return ()
     same = all(fraction_at(n, config, plan) == fraction_at(n, before, old) for n in done)
     return LENGTH if same else ()
 
@@ -195,7 +198,9 @@ def choose_rollback(
         out_dir = Path(config.out_dir)
         states = read_states(out_dir)
         stable = [step for step, saved in states.items() if not saved.skipped_in_row]
-        path = find_resume(out_dir, "auto", log, stable[-1] if stable else math.inf)
+        first = config.checkpoint.resume  # perhaps a path that the run began with
+        first = "auto" if first == "never" else first
+        path = find_resume(out_dir, first, log, stable[-1] if stable else math.inf)
         if path is None:
             raise DivergedError(f"{what}, and there is no checkpoint to return to; {advice}")
         saved = read_state(path)
@@ -352,8 +357,11 @@ def restore(
         count = plural(saved.world_size, "process", "processes")
         log(f"{path} was trained by {count}, this is {now.world_size}")
     state = replace(saved, config=now.config, world_size=now.world_size, versions=now.versions)
-    # the best so far is in another folder, or of other text
-    elsewhere = path.parent.parent.resolve() != Path(now.config["out_dir"]).resolve()
+    # the best so far is in another folder, of other text, or was lost with another machine
+    run = RunFolder(now.config["out_dir"])
+    elsewhere = path.parent.parent.resolve() != run.path.resolve()
+    if now.config["checkpoint.keep_best"] and not run.best:
+        elsewhere |= saved.best_step not in run.checkpoints
     changed = source_changes(vars(saved), vars(now)) | config_changes(saved.config, now.config)
     if elsewhere or any(key.startswith(VAL_DATA) for key in changed):
         state.best_step = state.best_val_loss = None

@@ -21,6 +21,7 @@ from accelerate import Accelerator
 
 from accel_gpt.config.checks import duration
 from accel_gpt.config.experiment import Config
+from accel_gpt.errors import require
 from accel_gpt.launcher import PREEMPTED, SIGNALS, rank, started_by_launcher
 from accel_gpt.training.accelerator import host_group
 from accel_gpt.training.ranks import all_gather
@@ -79,6 +80,11 @@ class StopSignal:
     def listen_for(cls, config: Config, accelerator: Accelerator, started: float) -> Self:
         """Listen for the signals and the time limit of a run from now on; a collective."""
         limit = duration("train.time_limit", config.train.time_limit)
+        require(
+            limit is None or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
+            "train.time_limit does not go with --max_restarts, which would start the run again "
+            "when the time is up; take one of them",
+        )
         return cls(host_group(config, accelerator), limit, started)
 
     def listen(self) -> None:

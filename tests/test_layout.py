@@ -42,7 +42,7 @@ INNER = {
     *("train", "errors", "console", "files", "redact", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
-INNER_LINES = 10_562  # goal: 8,000
+INNER_LINES = 10_571  # goal: 8,000
 # each costs 0.1 to 1 s
 HEAVY = {
     *("transformers", "tokenizers", "datasets", "huggingface_hub", "lm_eval", "matplotlib"),
@@ -60,7 +60,7 @@ LINES = {
     "data": 3_309,  # 2,315
     "text": 1_397,  # 820
     "prepare": 1_224,  # 780
-    "training": 5_048,  # 3,020
+    "training": 5_079,  # 3,020
     "evals": 958,  # 760
     "report": 932,  # 740
     "hub": 1_934,  # 1,800

@@ -11,7 +11,6 @@ import os
 import platform
 import sys
 import warnings
-from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,9 +68,6 @@ def start_accelerator(config: Config, plan: Plan) -> tuple[Config, Accelerator]:
         from accel_gpt.training.precision import resolve_precision
 
         config = resolve_precision(config)
-    if config.train.reproducible:  # a resume compares it
-        precision: Any = requested_precision(config)
-        config = replace(config, train=replace(config.train, mixed_precision=precision))
     return config, make_accelerator(config, plan)
 
 

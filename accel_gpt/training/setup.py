@@ -26,7 +26,7 @@ from accel_gpt.launcher import (
     rank,
     world_size,
 )
-from accel_gpt.training.accelerator import start_processes
+from accel_gpt.training.accelerator import requested_precision, start_processes
 from accel_gpt.training.machine import code_versions
 from accel_gpt.training.ranks import (
     all_gather,
@@ -164,10 +164,13 @@ def open_corpus(config: Config) -> Corpus:
 
 def new_state(config: Config, corpus: Corpus, world_size: int) -> TrainState:
     """The state of a run before its first step."""
+    flat = to_flat(config)
+    if config.train.reproducible:  # else a resume may change it
+        flat["train.mixed_precision"] = requested_precision(config)
     return TrainState(
         world_size=world_size,
         tokenizer_fingerprint=corpus.tokenizer.fingerprint,
-        config=to_flat(config),
+        config=flat,
         versions=code_versions(),
         **corpus.state_dict(),
     )

@@ -82,8 +82,7 @@ class StopSignal:
         limit = duration("train.time_limit", config.train.time_limit)
         require(
             limit is None or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
-            "train.time_limit does not go with --max_restarts, which would start the run again "
-            "when the time is up; take one of them",
+            "train.time_limit does not go with --max_restarts, which starts the run again",
         )
         return cls(host_group(config, accelerator), limit, started)
 

@@ -18,7 +18,7 @@ import yaml
 from accel_gpt.config.checks import is_positional
 from accel_gpt.config.experiment import ESSENTIAL, NANOGPT_NAMES, Config
 from accel_gpt.config.model import PRESETS
-from accel_gpt.config.removed import REMOVED, is_removed
+from accel_gpt.config.removed import REMOVED, REMOVED_OPTIONS, is_removed
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import write_out
 from accel_gpt.errors import UserError, require
@@ -226,6 +226,8 @@ def read_options(
             continue
         if key in REMOVED:
             raise UserError(f"--{key} no longer exists; {REMOVED[key].advice}")
+        if key in REMOVED_OPTIONS and key not in known:
+            raise UserError(f"--{key} no longer exists; {REMOVED_OPTIONS[key]}")
         hint = check_key(cls, key, "on the command line")
         if not equals:
             flag = bool in (hint, *get_args(hint)) and not has_value

@@ -31,6 +31,19 @@ REMOVED: Mapping[str, Removed] = MappingProxyType(
     }
 )
 
+# Options of commands, by name
+REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "csv": "metrics.csv in the folder of each run has the metrics",
+        "png": "take a screenshot of the page",
+        "text": "tokenize the text with accel-gpt prepare and compare bits per byte",
+        "tokenizers": "tokenize the text with accel-gpt prepare and compare bits per byte",
+    }
+)
+REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
+    {"config": "compare files that accel-gpt train --dump_config CONFIG writes with diff"}
+)
+
 
 def is_removed(key: str, value: object, where: str) -> bool:
     """Return whether `key` is a removed option that still has its old default.

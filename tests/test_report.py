@@ -258,9 +258,9 @@ def test_the_png_of_the_model_card(tmp_path: Path) -> None:
 
 def test_smoothing_does_not_lag() -> None:
     line = 10 - np.arange(600) / 100
-    assert smoothed(line) == pytest.approx(line)
+    assert smoothed(line)[:590] == pytest.approx(line[:590])
     noisy = 3 + (-1.0) ** np.arange(600)
-    assert abs(smoothed(noisy)[100:500] - 3).max() < 0.1
+    assert abs(smoothed(noisy)[100:] - 3).max() < 0.1
     assert smoothed(np.array([3.0])) == [3.0]
 
 

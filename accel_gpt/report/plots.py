@@ -38,7 +38,7 @@ def loss_curves(records: Iterable[Mapping[str, Any]], path: Path) -> None:
         if len(values) == 0:
             continue
         tokens = np.interp(steps, metrics.steps, metrics.tokens)
-        marker = "o" if len(values) == 1 else ""
+        marker = "o" if len(values) == 1 or key == "eval/val_loss" else ""
         if key == "train/loss":
             axes.plot(tokens, values, color=color, alpha=0.3, linewidth=1.2)
             values = smoothed(values)
@@ -63,9 +63,10 @@ def smoothed(values: Floats) -> Floats:
     """
     index = np.arange(len(values))
     reach = np.minimum(len(values) // NEIGHBORS, index // 8)
-    reach = np.minimum(reach, len(values) - 1 - index)
+    start = index - reach
+    end = np.minimum(index + reach + 1, len(values))
     sums = np.append(0.0, np.cumsum(values))
-    means: Floats = (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
+    means: Floats = (sums[end] - sums[start]) / (end - start)
     return means
 
 

@@ -3,13 +3,17 @@
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.conftest import launch
+from accel_gpt import train
+from accel_gpt.data import verify
+from tests.conftest import QUIET, launch
+from tests.test_guards import train_pair
 from tests.test_train import records
 
 Arguments = Callable[..., list[str]]
@@ -157,3 +161,62 @@ def test_sources_of_a_mixture_are_verified(
     listed = f"[{{path: {foreign}, weight: 1}}, {{path: {corpus}, weight: 3}}]"
     assert launch(small_run("--data.train", listed, "--data.tokenizer", "bytes")) == 3
     assert f"error: {shard} was altered" in capsys.readouterr().err
+
+
+def test_an_alteration_found_while_training_ends_the_run_before_a_save(
+    small_run: Arguments,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shard = corpus / "train_000001.npy"
+    overwrite(shard, 5000, bytes(200))
+    trained = threading.Event()
+    update = train.update
+
+    def update_and_tell(run: train.Run) -> None:
+        update(run)
+        trained.set()
+
+    monkeypatch.setattr(train, "VERIFY_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(train, "update", update_and_tell)
+    monkeypatch.setattr(verify, "lower_priority", trained.wait)  # the data take long to read
+    long = ["--train.max_steps", "100000", "--checkpoint.every", "50000"]
+    assert launch(small_run(*long, *QUIET)) == 3
+    assert f"error: {shard} was altered" in capsys.readouterr().err
+    assert 0 < records(tmp_path / "run")[-1]["step"] < 50_000
+    assert not list((tmp_path / "run").glob("checkpoints/step_*"))
+
+
+# the second process is on another machine, whose copy of the data is read after step 5 alone
+OTHER_MACHINE = """
+import threading
+from accel_gpt import train
+from accel_gpt.data import verify
+trained = threading.Event()
+def update_and_tell(run):
+    plain_update(run)
+    if run.state.step == 5:
+        trained.set()
+train.VERIFY_FIRST_SECONDS = 0.0
+train.update = update_and_tell
+verify.lower_priority = trained.wait
+os.environ["LOCAL_RANK"] = "0"
+os.chdir("second")
+"""
+
+
+@pytest.mark.slow
+def test_an_altered_copy_on_one_machine_ends_all_processes(
+    small_run: Arguments, corpus: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(corpus, tmp_path / "second" / "corpus")
+    overwrite(tmp_path / "second" / "corpus" / "train_000001.npy", 5000, bytes(200))
+    relative = ["--data.train", "corpus", "--train.max_steps", "6"]
+    codes, told = train_pair(OTHER_MACHINE, small_run(*relative), tmp_path)
+    assert codes == [3, 3], told
+    assert "error: corpus/train_000001.npy was altered" in told[1]
+    assert "Traceback" not in told[0] + told[1]
+    saved_steps = [path.name for path in (tmp_path / "run").glob("checkpoints/step_*")]
+    assert saved_steps == ["step_00000004"]

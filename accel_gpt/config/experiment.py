@@ -4,9 +4,7 @@
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Annotated, Literal
 
 from accel_gpt.config.checks import NotNegative, Positive, Section, Share, at_most, duration
@@ -15,25 +13,6 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.errors import require
 
-# names of nanoGPT and llm.c -> keys here, for the hint after an unknown key
-NANOGPT_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "always_save_checkpoint": "checkpoint.every",
-        "batch_size": "train.micro_batch_size",
-        "dataset": "data.train",
-        "decay_lr": "schedule.name",
-        "dtype": "train.mixed_precision",
-        "eval_interval": "eval.every",
-        "eval_iters": "eval.tokens",
-        "gradient_accumulation_steps": "train.tokens_per_step",
-        "learning_rate": "optim.lr",
-        "log_interval": "log.every",
-        "lr_decay_iters": "schedule.decay_steps",
-        "max_iters": "train.max_steps",
-        "warmup_iters": "schedule.warmup_steps",
-        "wandb_log": "log.trackers",
-    }
-)
 # keys that `accel-gpt train --help` shows; --help-all shows every key
 ESSENTIAL = (
     *("out_dir", "data.train", "data.text", "data.prepare.source"),

@@ -57,8 +57,9 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
     """Reduce gradients after every micro-batch. Under FSDP no rank then holds those of the whole
     model, 4 bytes a parameter; costs a reduce-scatter more per micro-batch."""
     cpu_threads: Annotated[Positive[int | None], at_most(4096)] = None
-    """Threads per process on a CPU. null: all cores, divided among the processes of the machine, or
-    1 with reproducible, since kernels split their sums by threads."""
+    """Threads per process on a CPU. null: OMP_NUM_THREADS if you set it, else all cores, divided
+    among the processes of the machine. With reproducible 1, since kernels split their sums by
+    threads."""
     reproducible: bool = False
     """Make weights and losses bit-identical at any number of processes, on CPUs of one kind, by
     summing gradients in float64. Costs 8 bytes of memory per parameter and twice the all-reduce

@@ -23,6 +23,7 @@ from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
 from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.redact import command_line, redact
+from accel_gpt.training.accelerator import threads_of_environment
 from accel_gpt.training.machine import describe_machine
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
 from accel_gpt.training.run_folder import RunFolder
@@ -107,6 +108,9 @@ class Reporter:
         parameters = parameter_counts(config.model, corpus.vocab_size)["total"]
         unknown = "" if speed.peak else f"; no MFU: its {speed.dtype} peak is not known"
         precision = "fp32" if machine["mixed_precision"] == "no" else machine["mixed_precision"]
+        threads = plural(machine["threads_per_process"], "thread")
+        if self.accelerator.device.type == "cpu" and threads_of_environment(config.train):
+            threads += " (OMP_NUM_THREADS)"
         default = " (default)" if config.train.mixed_precision is None else ""
         depth: Sequence[str] = ()
         if config.model.depth:
@@ -122,7 +126,7 @@ class Reporter:
                 *(f"plan     {line}" for line in self.plan.describe().splitlines()),
                 *(f"plan     {line}" for line in depth),
                 f"device   {machine['processes']} x {machine['device']}, precision {precision}"
-                f"{default}, {plural(machine['threads_per_process'], 'thread')}{unknown}",
+                f"{default}, {threads}{unknown}",
             ]
         )
 

@@ -26,7 +26,11 @@ from accel_gpt.launcher import (
     rank,
     world_size,
 )
-from accel_gpt.training.accelerator import requested_precision, start_processes
+from accel_gpt.training.accelerator import (
+    requested_precision,
+    start_processes,
+    warn_without_gpu,
+)
 from accel_gpt.training.machine import code_versions
 from accel_gpt.training.ranks import (
     all_gather,
@@ -53,6 +57,7 @@ def prepare_run(config: Config, source: str) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         with Watchdog(config.train.init_timeout, INIT, meeting, advice):
             start_processes(config)
+            warn_without_gpu()
             with all_ranks():
                 if is_main():
                     held.enter_context(locked(folder))

@@ -1,7 +1,6 @@
 """What a run reports: run.json, metrics, trackers and terminal, all from the same records."""
 
 import contextlib
-import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from accel_gpt.config.plan import Plan, plural
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
-from accel_gpt.files import write_file
+from accel_gpt.files import strict_json, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.redact import command_line, redact
 from accel_gpt.training.accelerator import threads_of_environment
@@ -98,9 +97,8 @@ class Reporter:
         }
         launches = [*RunFolder(self.out_dir).launches, launch]
         write_file(self.out_dir / "config.yaml", [to_yaml(self.config).encode()])
-        write_file(
-            self.out_dir / "run.json", [json.dumps({"launches": launches}, indent=1).encode()]
-        )
+        text = strict_json({"launches": launches}, indent=1)
+        write_file(self.out_dir / "run.json", [text.encode()])
 
     def first_lines(self, corpus: Corpus, machine: dict[str, Any]) -> str:
         """Model, data, plan and device of the run, for a person."""

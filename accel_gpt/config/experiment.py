@@ -36,7 +36,8 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
     max_steps: Positive[int | None] = None
     """Number of optimizer steps in the run. Set this or max_tokens."""
     max_tokens: Positive[int | None] = None
-    """Number of tokens in the run. Set this or max_steps."""
+    """Number of tokens in the run. Set this or max_steps. For N epochs: N times the train tokens,
+    which the first lines of a run print."""
     stop_at: Positive[int | None] = None
     """Step after which this launch evaluates, saves and stops; a later launch without it continues
     to the end of the run, on the same schedule. null: the last step of the run."""

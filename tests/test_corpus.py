@@ -107,7 +107,7 @@ def test_another_mixture_is_refused_with_what_differs_or_accepted_and_logged(
     longer = ["--train.max_steps", "7", "--checkpoint.allow_change", "train.max_steps"]
     capsys.readouterr()
     assert launch(small_run(*other, *longer)) == 0
-    assert "it was" not in capsys.readouterr().err
+    assert "on data.train" not in capsys.readouterr().err
 
 
 def opened(arguments: list[str]) -> Any:

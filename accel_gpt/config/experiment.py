@@ -117,14 +117,15 @@ class ScheduleConfig(
     warmup_tokens: Positive[int | None] = None
     """Length of the warm-up in tokens, in place of warmup_steps."""
     decay_steps: Positive[int | None] = None
-    """Number of steps of the decay to min_lr. null: all steps after the warm-up (wsd: the last
-    fifth of the run)."""
+    """Number of steps of the decay, after which the learning rate is min_lr. null: all steps after
+    the warm-up (wsd: the last fifth of the run)."""
     decay_tokens: Positive[int | None] = None
     """Length of the decay in tokens, in place of decay_steps."""
     decay_share: Share[float | None] = None
     """Length of the decay as a share of all steps, 0 to 1, in place of decay_steps."""
     min_lr: NotNegative[float] = 0.0
-    """Learning rate at the end of the decay."""
+    """Learning rate after the last step of the decay. That step itself has a little more, as the
+    first step of the decay has the peak."""
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,8 @@ def test_unquoted_no_in_yaml_is_the_precision_no(tmp_path: Path) -> None:
         (["--model.n_kv_head", "-1"], "model.n_kv_head is -1; it must be above 0"),
         (["--data.prepare.source", "stdlib", "--data.prepare.path", "x"], "source to text"),
         (["--data.prepare.source", "text"], "data.prepare.path is empty"),
-        (["stray"], "unexpected argument 'stray'"),
+        (["stray"], "unexpected argument 'stray'; options are written --key value"),
+        (["-b", "4"], "unexpected argument '-b'; did you mean train.micro_batch_size?"),
     ],
 )
 def test_command_line_mistake_is_told_in_one_sentence(

@@ -51,8 +51,36 @@ NANOGPT: Mapping[str, str] = MappingProxyType(
     }
 )
 
+VAL_BATCHES = "set eval.tokens, the number of evaluated tokens: batches x batch size x length"
+DATA_FILES = "to the folder that holds the .bin files"
+
+# the options of train_gpt2.cu, then those of train_gpt2.py
 LLM_C: Mapping[str, str] = MappingProxyType(
     {
+        "-b": "train.micro_batch_size",
+        "-c": "optim.weight_decay",
+        "-d": "train.tokens_per_step",
+        "-e": "set model.preset for a new model, model.init_from for existing weights",
+        "-f": "train.matmul_precision",
+        "-g": "sample.max_new_tokens",
+        "-i": f"set data.train {DATA_FILES}",
+        "-j": f"set data.val {DATA_FILES}",
+        "-k": "schedule.name",
+        "-l": "optim.lr",
+        "-m": VAL_BATCHES,
+        "-n": "checkpoint.every",
+        "-nk": "checkpoint.keep_last",
+        "-o": "out_dir",
+        "-q": "set schedule.min_lr: learning rate x final fraction",
+        "-r": "set train.activation_checkpointing to blocks",
+        "-s": "sample.every",
+        "-sl": "set train.spike_sigma, and train.skip_spikes to true",
+        "-t": "model.block_size",
+        "-u": "schedule.warmup_steps",
+        "-v": "eval.every",
+        "-x": "train.max_steps",
+        "-y": "no option is needed: launch the same command again to resume",
+        "-z": "set FSDP in the accelerate config, as configs/accelerate/fsdp2_8.yaml does",
         "batch_size": "train.micro_batch_size",
         "compile": "train.compile",
         "device": NANOGPT["device"],
@@ -60,8 +88,8 @@ LLM_C: Mapping[str, str] = MappingProxyType(
         "flash": "no key is needed: attention always runs PyTorch's fused kernels",
         "grad_clip": "optim.grad_clip",
         "inference_only": "generate with accel-gpt sample RUN",
-        "input_bin": "set data.train to the folder that holds the .bin files",
-        "input_val_bin": "set data.val to the folder that holds the .bin files",
+        "input_bin": f"set data.train {DATA_FILES}",
+        "input_val_bin": f"set data.val {DATA_FILES}",
         "learning_rate": "optim.lr",
         "learning_rate_decay_frac": "set schedule.min_lr: learning_rate x learning_rate_decay_frac",
         "model": "set model.preset for a new model, model.init_from for existing weights",
@@ -69,14 +97,13 @@ LLM_C: Mapping[str, str] = MappingProxyType(
         "output_dir": "out_dir",
         "overfit_single_batch": "no key does it; accel-gpt train CONFIG --smoke tries a config in "
         "four steps",
-        "recompute": "train.activation_checkpointing",
+        "recompute": "set train.activation_checkpointing to blocks",
         "sample_every": "sample.every",
         "sequence_length": "model.block_size",
         "tensorcores": "train.matmul_precision",
         "total_batch_size": "train.tokens_per_step",
         "val_loss_every": "eval.every",
-        "val_max_steps": "set eval.tokens, the number of evaluated tokens: val_max_steps x "
-        "batch_size x sequence_length",
+        "val_max_steps": VAL_BATCHES,
         "warmup_iters": "schedule.warmup_steps",
         "weight_decay": "optim.weight_decay",
         "zero_stage": "set FSDP in the accelerate config, as configs/accelerate/fsdp2_8.yaml does",

@@ -236,7 +236,8 @@ def read_options(
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
-            problem = f"unexpected argument {word!r}; options are written --key value"
+            advice = answer_of_names(cls, word) or "options are written --key value"
+            problem = f"unexpected argument {word!r}; {advice}"
             require(bool(positional), problem)
             key = positional[0]
             if get_origin(known[key]) is tuple:

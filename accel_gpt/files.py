@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -54,6 +55,25 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> str:
         os.fsync(file.fileno())
     temporary.rename(path)
     return hasher.hexdigest()
+
+
+def strict_json(value: Any, indent: int | None = None) -> str:
+    """Write JSON. A number that is not finite becomes null: JSON has no NaN and no infinity."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(without_nan(value), indent=indent, allow_nan=False)
+
+
+def without_nan(value: Any) -> Any:
+    """Copy a value of lists and mappings, with None for each number that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def write_all(file: io.FileIO, data: memoryview) -> None:

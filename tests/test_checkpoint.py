@@ -12,6 +12,7 @@ import torch
 from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
 from accel_gpt.training.checkpoint import (
+    FORMAT,
     find_checkpoint,
     load_model,
     read_state,
@@ -164,6 +165,23 @@ def test_intervals_in_steps_and_tokens() -> None:
         config = CheckpointConfig(every=every, every_tokens=every_tokens)
         states = (TrainState(step=step, tokens=100 * step) for step in range(1, 9))
         assert [state.step for state in states if state.save_is_due(config, 100)] == due
+
+
+def test_a_state_with_a_loss_that_is_no_number_is_json_and_so_is_an_earlier_one(
+    tmp_path: Path,
+) -> None:
+    nan = float("nan")
+    config = {"optim.lr": 1.0}
+    state = TrainState(step=3, val_loss=nan, train_loss=float("inf"), config=config)
+    write_json(tmp_path / "trainer_state.json", {"format": FORMAT, **vars(state)})
+    text = (tmp_path / "trainer_state.json").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    again = read_state(tmp_path)
+    assert (again.step, again.val_loss, again.train_loss, again.config) == (3, None, None, config)
+    earlier = text.replace('"val_loss": null', '"val_loss": NaN')
+    (tmp_path / "trainer_state.json").write_text(earlier)
+    assert str(read_state(tmp_path).val_loss) == "nan"
 
 
 def test_only_a_lower_number_is_better() -> None:

@@ -58,6 +58,7 @@ def test_a_mixture_trains_stops_and_goes_on_exactly(
     shown = capsys.readouterr().err
     assert f"{two[0]}: " in shown
     assert "weight 0.3" in shown
+    assert len(re.findall(r"this run reads \d+\.\d\d epochs of ", shown)) == 2
     with monkeypatch.context() as patch:
         signal_after(patch, 5, 15)
         assert launch(small_run(*mixed)) == 75
@@ -106,7 +107,7 @@ def test_another_mixture_is_refused_with_what_differs_or_accepted_and_logged(
     longer = ["--train.max_steps", "7", "--checkpoint.allow_change", "train.max_steps"]
     capsys.readouterr()
     assert launch(small_run(*other, *longer)) == 0
-    assert "it was" not in capsys.readouterr().err
+    assert "on data.train" not in capsys.readouterr().err
 
 
 def opened(arguments: list[str]) -> Any:

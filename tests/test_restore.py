@@ -257,6 +257,24 @@ def test_no_advice_to_load_what_executes_code_is_passed_on(tmp_path: Path) -> No
     )
 
 
+def test_a_change_that_is_allowed_is_named_with_what_it_does_to_the_learning_rate(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run(*QUIET, "--train.max_steps", "4")) == 0
+    assert "learning rate" not in capsys.readouterr().err
+    allow = ["--checkpoint.allow_change", "train.max_steps,optim.beta2"]
+    longer = [*QUIET, "--train.max_steps", "8", "--optim.beta2", "0.9", *allow]
+    assert launch(small_run(*longer)) == 0
+    shown = capsys.readouterr().err
+    assert "from step 4 on optim.beta2 is 0.9; it was 0.95" in shown
+    assert "from step 4 on train.max_steps is 8; it was 4" in shown
+    assert "the learning rate rises from 5.00e-03 in step 4 to 7.50e-03 in step 5" in shown
+    rates = [record["train/lr"] for record in records(tmp_path / "run")]
+    assert rates[3:5] == pytest.approx([5.0e-3, 7.5e-3])
+    assert launch(small_run(*longer)) == 0  # finished: nothing changes any more
+    assert "learning rate" not in capsys.readouterr().err
+
+
 def test_a_longer_run_needs_no_permission_where_no_step_changes(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

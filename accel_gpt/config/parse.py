@@ -16,8 +16,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 
 from accel_gpt.config.checks import is_positional
-from accel_gpt.config.experiment import ESSENTIAL, NANOGPT_NAMES, Config
+from accel_gpt.config.experiment import ESSENTIAL, Config
 from accel_gpt.config.model import PRESETS
+from accel_gpt.config.names import NAMES
 from accel_gpt.config.removed import REMOVED, REMOVED_OPTIONS, is_removed
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import write_out
@@ -167,17 +168,45 @@ def exclusive_keys(cls: type, prefix: str = "") -> Iterator[list[str]]:
 
 
 def check_key(cls: type, key: str, where: str) -> Any:
-    """Return the type of a key, or raise `UserError` with the nearest valid name."""
+    """Return the type of a key, or raise `UserError` that says in one line what to write."""
     known = leaves(cls)
-    if key in known:
-        return known[key]
+    if key not in known:
+        raise UserError(f"unknown key {key} {where}; {advice_on_key(cls, key)}")
+    return known[key]
+
+
+def advice_on_key(cls: type, key: str) -> str:
+    """What to write in place of an unknown key.
+
+    The name of another trainer (see `names.py`) comes first, then the same name in another section,
+    then the nearest name.
+    """
+    known = leaves(cls)
     last = key.rpartition(".")[2]
-    near = [k for k in known if k.rpartition(".")[2] == last]  # right name, other section
-    if not near and NANOGPT_NAMES.get(last) in known:
-        near = [NANOGPT_NAMES[last]]
-    near = near or difflib.get_close_matches(key, [*known, *sections(cls)], n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(known)}"
-    raise UserError(f"unknown key {key} {where}; {hint}")
+    if answer := answer_of_names(cls, last):
+        return answer
+    if key in sections(cls):
+        example = next(name for name in known if name.startswith(f"{key}."))
+        return f"{key} is a section: set one of its keys, such as {example}"
+    elsewhere = [name for name in known if name.rpartition(".")[2] == last]
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    names = {name.rpartition(".")[2]: name for name in known}
+    names |= {name: name for name in (*known, *sections(cls))}
+    if near := difflib.get_close_matches(key, names, n=1, cutoff=0.7):
+        return f"did you mean {names[near[0]]}?"
+    foreign = [name for name in NAMES if answer_of_names(cls, name)]
+    if near := difflib.get_close_matches(last, foreign, n=1, cutoff=0.8):
+        return answer_of_names(cls, near[0])
+    return f"{'accel-gpt train --help-all' if cls is Config else '--help'} shows all keys"
+
+
+def answer_of_names(cls: type, name: str) -> str:
+    """What to write in place of another trainer's `name`; "" where nothing is known about it."""
+    answer = NAMES.get(name, "")
+    if answer in (*leaves(cls), *sections(cls)):
+        return f"did you mean {answer}?"
+    return answer if cls is Config else ""
 
 
 def flatten(
@@ -210,7 +239,8 @@ def read_options(
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
-            problem = f"unexpected argument {word!r}; options are written --key value"
+            advice = answer_of_names(cls, word) or "options are written --key value"
+            problem = f"unexpected argument {word!r}; {advice}"
             require(bool(positional), problem)
             key = positional[0]
             if get_origin(known[key]) is tuple:

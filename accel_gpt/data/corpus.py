@@ -153,7 +153,7 @@ class ShardCorpus(Corpus):
         lines = [
             f"data     {source.split.folder}: {source.split.tokens:,} train tokens"
             + (f", weight {source.weight:g}" if len(epochs) > 1 else "")
-            + f"; {count:.2f} epochs"
+            + f"; this run reads {count:.2f} epochs of them"
             for source, count in zip(train.sources, epochs, strict=True)
         ]
         lines[-1] += f"; {val:,} val tokens, tokenizer {tokenizer.kind} of {tokenizer.vocab_size:,}"

@@ -16,7 +16,6 @@ A folder without a valid manifest is not a checkpoint. Accelerate loads pickles 
 """
 
 import contextlib
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,7 +31,7 @@ from accel_gpt.config.parse import from_mapping, leaves
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import AccelGPTError, CheckpointError, NewerFormatError, require
-from accel_gpt.files import load_json, read_text, sha256, write_file
+from accel_gpt.files import load_json, read_text, sha256, strict_json, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.run_folder import CHECKPOINT, LARGEST_FILE, RunFolder, step_name
 from accel_gpt.training.state import TrainState
@@ -151,7 +150,7 @@ def set_aside(path: Path) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """Write `value` as indented JSON; on disk when this returns."""
-    write_file(path, [json.dumps(value, indent=1).encode()])
+    write_file(path, [strict_json(value, indent=1).encode()])
 
 
 def read_checkpoint_json(path: Path) -> dict[str, Any]:

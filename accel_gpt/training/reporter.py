@@ -1,7 +1,6 @@
 """What a run reports: run.json, metrics, trackers and terminal, all from the same records."""
 
 import contextlib
-import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +18,10 @@ from accel_gpt.config.plan import Plan, plural
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
-from accel_gpt.files import write_file
+from accel_gpt.files import strict_json, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.redact import command_line, redact
+from accel_gpt.training.accelerator import threads_of_environment
 from accel_gpt.training.machine import describe_machine
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
 from accel_gpt.training.run_folder import RunFolder
@@ -94,9 +94,8 @@ class Reporter:
         }
         launches = [*RunFolder(self.out_dir).launches, launch]
         write_file(self.out_dir / "config.yaml", [to_yaml(self.config).encode()])
-        write_file(
-            self.out_dir / "run.json", [json.dumps({"launches": launches}, indent=1).encode()]
-        )
+        text = strict_json({"launches": launches}, indent=1)
+        write_file(self.out_dir / "run.json", [text.encode()])
 
     def first_lines(self, corpus: Corpus, machine: dict[str, Any]) -> str:
         """Model, data, plan and device of the run, for a person."""
@@ -104,6 +103,9 @@ class Reporter:
         parameters = parameter_counts(config.model, corpus.vocab_size)["total"]
         unknown = "" if speed.peak else f"; no MFU: its {speed.dtype} peak is not known"
         precision = "fp32" if machine["mixed_precision"] == "no" else machine["mixed_precision"]
+        threads = plural(machine["threads_per_process"], "thread")
+        if self.accelerator.device.type == "cpu" and threads_of_environment(config.train):
+            threads += " (OMP_NUM_THREADS)"
         default = " (default)" if config.train.mixed_precision is None else ""
         depth: Sequence[str] = ()
         if config.model.depth:
@@ -119,7 +121,7 @@ class Reporter:
                 *(f"plan     {line}" for line in self.plan.describe().splitlines()),
                 *(f"plan     {line}" for line in depth),
                 f"device   {machine['processes']} x {machine['device']}, precision {precision}"
-                f"{default}, {plural(machine['threads_per_process'], 'thread')}{unknown}",
+                f"{default}, {threads}{unknown}",
             ]
         )
 

@@ -5,7 +5,7 @@ change, any other needs `--checkpoint.allow_change`.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from accelerate.utils.constants import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, SCALER
 from accelerate.utils.other import load
 from safetensors.torch import load_file
 
-from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat
+from accel_gpt.config.experiment import Config, ScheduleConfig
+from accel_gpt.config.parse import build, to_flat
 from accel_gpt.config.plan import LENGTH, Plan, make_plan, plural
 from accel_gpt.config.removed import REMOVED
 from accel_gpt.data.corpus import source_changes
@@ -99,6 +99,8 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
             if config.data.allow_change:
                 allowed += ("data.train",)
             check_same_run(path, saved, now, allowed)
+            for line in allowed_changes(config, saved, now):
+                log(line)
             for key, (was, new) in source_changes(vars(saved), vars(now)).items():
                 log(f"from step {saved.step:,} on {key} is {new}; it was {was}")
             reset_best(out_dir, saved)
@@ -134,6 +136,44 @@ def length_keys(config: Config, saved: TrainState, log: Callable[[str], None]) -
         return ()
     same = all(fraction_at(n, config, plan) == fraction_at(n, before, old) for n in done)
     return LENGTH if same else ()
+
+
+def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Iterator[str]:
+    """Lines on what `config` changes after the checkpoint `saved`, and on a learning rate that it
+    would have had in another place of its schedule.
+    """
+    for key, (was, new) in config_changes(saved.config, now.config).items():
+        yield f"from step {saved.step:,} on {key} is {word(new)}; it was {word(was)}"
+    plan = make_plan(config, world_size())
+    try:
+        before = schedule_before(config, saved)
+        rates = [
+            one.optim.lr * fraction_at(saved.step - 1, one, make_plan(one, world_size()))
+            for one in (before, config)
+        ]
+    except UserError:  # a version with other keys
+        return
+    if rates[0] != rates[1] and 0 < saved.step < plan.max_steps:
+        following = config.optim.lr * fraction_at(saved.step, config, plan)
+        verb = "rises" if following > rates[0] else "goes"
+        yield (
+            f"the learning rate {verb} from {rates[0]:.2e} in step {saved.step:,} to "
+            f"{following:.2e} in step {saved.step + 1:,}"
+        )
+
+
+def schedule_before(config: Config, saved: TrainState) -> Config:
+    """Return `config` with the length and the learning rates of a checkpoint."""
+    known = to_flat(Config()) | saved.config
+    steps, tokens = (known[key] for key in LENGTH)
+    prefix = "schedule."
+    schedule = {k.removeprefix(prefix): v for k, v in known.items() if k.startswith(prefix)}
+    return replace(
+        config,
+        train=replace(config.train, max_steps=steps, max_tokens=tokens),
+        optim=replace(config.optim, lr=known["optim.lr"]),
+        schedule=build(ScheduleConfig, schedule),
+    )
 
 
 def find_resume(
@@ -295,13 +335,14 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 
 def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """`optim.lr was 0.001, is 0.002, ...`."""
-
-    def word(value: Any) -> Any:
-        return "null" if value is None else value
-
     return ", ".join(
         f"{key} was {word(was)}, is {word(now)}" for key, (was, now) in changes.items()
     )
+
+
+def word(value: Any) -> Any:
+    """A value of the config as YAML has it."""
+    return "null" if value is None else value
 
 
 def allow_hint(keys: list[str]) -> str:

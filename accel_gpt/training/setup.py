@@ -20,7 +20,11 @@ from accel_gpt.data.sources import is_url
 from accel_gpt.data.verify import DataVerifier
 from accel_gpt.errors import require
 from accel_gpt.launcher import is_main, local_rank, main_address, rank, world_size
-from accel_gpt.training.accelerator import requested_precision, start_processes
+from accel_gpt.training.accelerator import (
+    requested_precision,
+    start_processes,
+    warn_without_gpu,
+)
 from accel_gpt.training.machine import code_versions
 from accel_gpt.training.ranks import (
     all_gather,
@@ -47,6 +51,7 @@ def prepare_run(config: Config, source: str) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         with Watchdog(config.train.init_timeout, INIT, meeting):
             start_processes(config)
+            warn_without_gpu()
             with all_ranks():
                 if is_main():
                     held.enter_context(locked(folder))

@@ -23,9 +23,14 @@ from accel_gpt.files import lock
 from accel_gpt.report.page import HERE
 from accel_gpt.report.payload import MOST_POINTS, all_marks, payload, thin
 from accel_gpt.report.plots import COLORS, loss_curves, smoothed
-from accel_gpt.report.references import FOLDERS, config_name, find_reference, read_reference
+from accel_gpt.report.references import (
+    FOLDERS,
+    config_name,
+    find_reference,
+    read_reference,
+    write_reference,
+)
 from accel_gpt.report.runs import open_runs
-from benchmarks.reference import reference
 from tests.runs import LAUNCH, make_run, record
 from tests.test_docs import commands
 
@@ -308,11 +313,11 @@ def test_mistakes(
 def test_a_run_is_compared_with_the_reference_of_its_like(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [first] = open_runs([str(make_run(tmp_path / "first"))])
+    first = make_run(tmp_path / "first")
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "configs" / "references"
     folder.mkdir(parents=True)
-    (folder / "mine.json").write_text(json.dumps(reference(first)))
+    write_reference(str(first), str(folder / "mine.json"))
     curve = read_reference(folder / "mine.json")["curve"]
     assert curve["step"] == [10, 20, 30, 40]
     assert curve["tokens"] == [2560, 5120, 7680, 10240]

@@ -4,12 +4,13 @@
 `commit`, `hardware`, `flops_per_token`, `match` with any of `model`, `vocab_size`,
 `data_fingerprint`, `data_folder` and `config`, `curve` with lists `step`, `tokens`, `seconds` and
 `val_loss`, and `points`, values without a curve: `label` and `val_loss`.
-`benchmarks/reference.py` writes one for a run. NAME_ladder.json is none: see `cost/scaling.py`.
+`write_reference` makes one from a run. NAME_ladder.json is none: see `cost/scaling.py`.
 
 A run matches if model and vocabulary are those of `match`, and so is the data (its fingerprint, or
 the name of its folder) or the name of the config.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -18,10 +19,12 @@ from types import MappingProxyType
 from typing import Any
 
 from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.parse import changed_keys
 from accel_gpt.config.shipped import shipped_folder
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import read_json
-from accel_gpt.report.runs import NamedRun
+from accel_gpt.report.page import hardware
+from accel_gpt.report.runs import NamedRun, open_runs
 from accel_gpt.training.run_folder import is_number
 
 # fields of the config that change neither the shape of a model nor how it is initialized
@@ -54,6 +57,46 @@ def find_reference(requested: str, runs: Sequence[NamedRun]) -> Mapping[str, Any
         "the path of a .json file",
     )
     return read_reference(known[requested])
+
+
+def write_reference(folder: str, path: str) -> None:
+    """Write the val losses of the finished run in `folder` as a reference curve, to `path`."""
+    [run] = open_runs([folder])
+    require(
+        run.state == "finished" and bool(run.metrics.keys("eval/val_loss")),
+        f"{folder} cannot become a reference curve: it is {run.status}; give a finished run that "
+        "has evaluated",
+    )
+    content = json.dumps(make_reference(run), indent=1) + "\n"
+    Path(path).write_text(content, encoding="utf-8")
+
+
+def make_reference(run: NamedRun) -> dict[str, Any]:
+    """Make the content of a reference file from a run that has evaluated."""
+    rows, losses = run.metrics.columns["eval/val_loss"]
+    command = str(run.last_launch("command") or "")
+    name = config_name(command)
+    return {
+        "title": f"{name or run.name}, measured by us",
+        "source": command,
+        "config": changed_keys(run.config),
+        "commit": run.last_launch("commit"),
+        "hardware": hardware(run),
+        "flops_per_token": run.flops_per_token,
+        "match": {
+            "model": shape(run),
+            "vocab_size": run.last_launch("model", "vocab_size"),
+            "data_fingerprint": run.last_launch("data", "fingerprint"),
+            "config": name,
+        },
+        "curve": {
+            "step": run.metrics.steps[rows].astype(int).tolist(),
+            "tokens": run.metrics.tokens[rows].astype(int).tolist(),
+            "seconds": run.metrics.seconds[rows].round(1).tolist(),
+            "val_loss": losses.round(4).tolist(),
+        },
+        "points": [],
+    }
 
 
 def read_reference(path: Path) -> dict[str, Any]:

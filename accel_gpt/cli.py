@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from accel_gpt import __version__
+from accel_gpt.config.removed import REMOVED_COMMANDS
 from accel_gpt.console import run_main, write_out
 from accel_gpt.errors import UserError
 
@@ -18,8 +19,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(  # what `accel-gpt --help` says 
         "evaluate": "loss, bits per byte and questions, with standard errors",
         "export": "a folder that transformers opens, proven equal",
         "push": "the same to the Hub, with a model card",
-        "config": "compare two configs; a JSON schema for editors",
-        "inspect": "verify data or a checkpoint; compare tokenizers",
+        "inspect": "verify data or a checkpoint",
         "plan": "size, FLOPs, memory, hours and cost of a config; does it fit?",
         "sweep": "a run for each combination of values, compared over seeds",
         "ladder": "train small sizes; a law of the loss, for plan to predict with",
@@ -38,6 +38,8 @@ def dispatch(argv: Sequence[str]) -> int:
     if argv[0] in ("-V", "--version"):
         write_out(f"accel-gpt {__version__}\n")
         return 0
+    if argv[0] in REMOVED_COMMANDS:
+        raise UserError(f"accel-gpt {argv[0]} no longer exists; {REMOVED_COMMANDS[argv[0]]}")
     if argv[0] not in COMMANDS:
         near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"

@@ -1,10 +1,7 @@
 """What `accelerate launch`, `torchrun` and `srun` put into the environment of each process."""
 
-import contextlib
 import os
 import signal
-import socket
-import sys
 
 from accel_gpt.errors import require
 
@@ -60,37 +57,6 @@ def world_size() -> int:
 def main_address() -> str:
     """The address of rank 0, where all ranks meet."""
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-
-
-def network_advice() -> str:
-    """What to check on a run of several machines that do not meet; "" on one machine.
-
-    Prints a warning where this machine tells the others to reach it at a loopback address.
-    """
-    main, own = os.environ.get("MASTER_ADDR", ""), os.uname().nodename
-    if world_size() == local_world_size():
-        return ""
-    interface = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface, as eth0"
-    advice, address = "", address_of(own)
-    if address_of(main) is None:
-        advice = f"this machine cannot resolve MASTER_ADDR {main}: set it to the main machine's IP"
-    elif main in ("localhost", "127.0.0.1") or "GLOO_SOCKET_IFNAME" in os.environ:
-        pass  # processes of this machine; the user knows
-    elif address is None or address.startswith("127."):
-        advice = (
-            f"the host name {own} resolves to {address}, where no other machine reaches this one: "
-            f"set {interface}"
-        )
-    if advice:
-        sys.stderr.write(f"WARNING: {advice}\n")
-    return advice or f"check that the others run and reach {main} on any port, or set {interface}"
-
-
-def address_of(name: str) -> str | None:
-    """The IPv4 address of a host; None where it is not known."""
-    with contextlib.suppress(OSError):
-        return socket.gethostbyname(name)
-    return None
 
 
 def is_main() -> bool:

@@ -197,8 +197,7 @@ def update(run: Run) -> None:
     loss = run.gradients.finish()  # the all-reduced mean, as the gradient is
     grad_norm = run.gradients.clip(run.config.optim.grad_clip)
     run.optimizer.optimizer.skip = run.guard.check(state.step + 1, state.sequences, loss, grad_norm)
-    with run.reporter.layers(state.step + 1, grad_norm, tokens, documents):
-        run.optimizer.step()
+    run.optimizer.step()
     run.optimizer.zero_grad()
     state.step += 1
     state.sequences += plan.sequences_per_step

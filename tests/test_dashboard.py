@@ -3,12 +3,11 @@
 import contextlib
 import json
 import re
-import socket
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from accel_gpt.evals.validation import Score
 from accel_gpt.training import dashboard
 from accel_gpt.training.dashboard import Dashboard
 from accel_gpt.training.trackers import chart_groups
-from tests.conftest import QUIET, launch
 from tests.terminals import Terminal, in_python
 
 Arguments = Callable[..., list[str]]
@@ -32,7 +30,7 @@ from pathlib import Path
 from accel_gpt.training.dashboard import Dashboard
 
 signal.signal(signal.SIGINT, lambda *_: print("Ctrl-C was heard", flush=True))
-with Dashboard(Path("curves"), None, lambda text: print(text, flush=True)) as board:
+with Dashboard(Path("curves"), lambda text: print(text, flush=True)) as board:
     while board.thread.is_alive() and sys.stdin.readline() != "end\\n":
         pass
     """
@@ -64,31 +62,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
     monkeypatch.setattr(sys, "executable", str(path))
 
 
-@pytest.fixture
-def taken() -> Iterator[int]:
-    """A port that somebody else listens on."""
-    with socket.socket() as holder:
-        holder.bind(("localhost", 0))
-        holder.listen()
-        yield holder.getsockname()[1]
-
-
-def test_a_port_in_use_is_one_sentence(
-    taken: int, small_run: Arguments, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    port = ("--log.dashboard", "--log.dashboard_port", str(taken))
-    asked = small_run(*QUIET[:4], "--log.trackers", "tensorboard", *port)
-    assert launch(asked) == 2
-    (told,) = capfd.readouterr().err.splitlines()
-    assert f"log.dashboard_port is {taken}, which cannot be used (Address already in use)" in told
-    assert not (tmp_path / "run" / "tensorboard").exists()
-
-
 def test_what_cannot_be_served_is_refused() -> None:
     with pytest.raises(UserError, match=r"log.trackers has wandb; add tensorboard, whose curves"):
         LogConfig(dashboard=True, trackers=("wandb",))
-    with pytest.raises(UserError, match="dashboard_port is 70000; it must be at most 65,535"):
-        LogConfig(dashboard_port=70000)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +79,7 @@ def test_a_dashboard_that_does_not_start_is_a_warning(
 ) -> None:
     pretend(monkeypatch, tmp_path, code)
     said: list[str] = []
-    with Dashboard(tmp_path / "curves", None, said.append):
+    with Dashboard(tmp_path / "curves", said.append):
         soon(lambda: said)
     assert said == [f"WARNING: the dashboard ended {told}; training goes on without it"]
 
@@ -118,7 +94,7 @@ def test_its_address_is_printed_and_it_ends_in_silence(
     pretend(monkeypatch, tmp_path, serve + "for _ in range(100): time.sleep(0.1)")
     monkeypatch.setattr(dashboard, "ENDING_SECONDS", 0.5)
     printed: list[str] = []
-    with Dashboard(tmp_path / "curves", 77, printed.append) as board:
+    with Dashboard(tmp_path / "curves", printed.append) as board:
         soon(lambda: printed)
         assert board.process.poll() is None
     assert printed == ["dashboard  http://localhost:77"]

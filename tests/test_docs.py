@@ -43,11 +43,7 @@ MANUAL = textwrap.dedent(
     """\
     - `accel-gpt train --dump_config [NAME] [--section.key value ...] > my.yaml` writes all of them
       with these texts: the defaults, or the values of a shipped config, a file, a run's folder or a
-      preset of the model. The file loads as the config it was made from.
-    - `accel-gpt config schema > accel_gpt.schema.json`, beside that file, lets editors complete and
-      check the keys: its first line, `# yaml-language-server: $schema=...`, names the schema.
-    - `accel-gpt config diff A B` prints the keys in which two configs, each named as above, differ;
-      exit code 1 where there are any, 0 where there are none."""
+      preset of the model. The file loads as the config it was made from."""
 ).splitlines()
 SECTIONS = ("train", "data", "model", "optim", "schedule", "eval", "checkpoint", "sample", "log")
 

@@ -1,7 +1,6 @@
 """The lock of a run's folder, ranks that differ, the error of one whose peers have gone."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,16 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import BusyError, DataError, PeerError, UserError
-from accel_gpt.training import machine, ranks, slow_steps
+from accel_gpt.training import machine, ranks
 from accel_gpt.training.ranks import RankError, all_ranks, peers, require_same
 from accel_gpt.training.run_folder import locked
-from accel_gpt.training.slow_steps import SlowSteps
 from tests.conftest import QUIET
 from tests.faults.launches import free_port
 from tests.test_launch import PLAIN
@@ -181,41 +178,3 @@ def train_pair(change: str, run: list[str], folder: Path) -> tuple[list[int], li
     ]  # fmt: skip
     told = [process.communicate(timeout=120)[1] for process in started]
     return [process.returncode for process in started], told
-
-
-# --------------------------------------------------------------------------- slow ranks
-
-SLOW_DATA = """
-import itertools, time
-from accel_gpt.data import loader
-loader.CHUNK, calls = 1, itertools.count()
-loader.check_tokens = lambda *_: time.sleep(0.5 * (next(calls) > 6))  # of 12 steps
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_whose_data_is_late_is_named(
-    small_run: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    codes, told = train_pair(SLOW_DATA, small_run("--log.every", "1"), tmp_path)
-    assert codes == [0, 0], told
-    assert re.search(r"a step takes \d+ ms, before \d+; for data rank 1 \(.+\) takes \d", told[0])
-
-
-def test_the_rank_that_computes_slowest_is_named_once_steps_are_slow(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    steps = SlowSteps(torch.device("cpu"), int)
-    product = steps.product()
-    assert product > 0
-    others = {(0.2, 0.0): (0.2, 0.001), (0.4, 0.0): (0.5, 0.0)}
-    gather = lambda own: [own, others.get(own, (9.0, "node2"))]  # noqa: E731
-    monkeypatch.setattr(slow_steps, "all_gather", gather)
-    assert [steps.check(0.2, 0.0) for _ in range(6)] == [None] * 6
-    warning = steps.check(0.4, 0.0)
-    assert warning is not None
-    assert warning.startswith("WARNING: a step takes 500 ms, before 200; for data rank 0 (")
-    assert "; for a product rank 1 (node2) takes 9,000.0 ms, the fastest " in warning
-    assert steps.check(0.2, 0.0) is None
-    monkeypatch.undo()
-    assert steps.check(9.0, 0.0) is None  # a process alone

@@ -16,7 +16,7 @@ from accel_gpt.cli import dispatch
 from accel_gpt.config.experiment import Config, OptimConfig
 from accel_gpt.console import run_main
 from accel_gpt.data.shards import Split, open_split
-from accel_gpt.data.tokenizer import BytesTokenizer, load_gpt2
+from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.saving import CheckpointWriter
@@ -240,9 +240,8 @@ def test_data_behind_a_url(data: Path, capsys: Printed, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["x", "--tokenizers", "gpt2"], "--tokenizers needs --text"),
+        (["x", "--tokenizers", "gpt2"], "--tokenizers no longer exists; tokenize the text with"),
         (["x", "--block-size", "0"], "inspect.block_size is 0; it must be above 0"),
-        (["--text", "nowhere.txt"], "--text is nowhere.txt, which is no file"),
     ],
 )
 def test_mistakes(
@@ -371,42 +370,3 @@ def test_a_run_without_checkpoints(tmp_path: Path, capsys: Printed) -> None:
     (tmp_path / "checkpoints").mkdir()
     assert call("inspect", tmp_path) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
-
-
-# --------------------------------------------------------------------------- tokenizers
-
-
-@pytest.mark.usefixtures("gpt2_stand_in")
-def test_tokenizers_compared_on_a_text(data: Path, tmp_path: Path, capsys: Printed) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("Zwölf Boxkämpfer\n")
-    own = {"format": "accel_gpt-tokenizer", "version": 1, "kind": "chars", "chars": "abc"}
-    (tmp_path / "chars.json").write_text(json.dumps(own))
-    report = reported(capsys, data, "--text", text)
-    assert [row["tokenizer"] for row in report["tokenizers"]] == ["gpt2", "bytes", str(data)]
-    gpt2, plain, beside = report["tokenizers"]
-    assert (report["kind"], report["bytes"]) == ("text", 19)
-    assert (plain["tokens"], plain["bytes_per_token"], plain["single_byte_share"]) == (19, 1, 1)
-    assert beside["kind"] == "bytes"
-    assert gpt2["tokens_per_byte"] == gpt2["tokens"] / 19 < 1
-    one, other = (load_gpt2().encode(text) for text in ("Zwölf Boxkämpfer\n", "ö"))
-    sizes = load_gpt2().token_bytes
-    single = [i for i in one if sizes[i] == 1]
-    assert len(other) == 1
-    assert gpt2["single_byte_share"] == len(single) / 19 > 0
-    assert all(row["round_trip"] and row["mb_per_s"] > 0 for row in report["tokenizers"])
-    assert call("inspect", "--text", text, "--tokenizers", f"bytes,{tmp_path}/chars.json") == 3
-    printed = capsys.readouterr()
-    assert "character 'Z' is not among the 3" in printed.err
-    assert len(printed.out.splitlines()) == 3
-    assert printed.out.splitlines()[-1].startswith("bytes ")
-
-
-def test_a_tokenizer_that_loses_text_is_found(
-    tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("Upper")
-    monkeypatch.setattr(BytesTokenizer, "decode", lambda self, ids: bytes(ids).decode().lower())
-    report = reported(capsys, "--text", text, "--tokenizers", "bytes")
-    assert [row["round_trip"] for row in report["tokenizers"]] == [False]

@@ -1,6 +1,5 @@
 """The config as its own manual: what is dumped loads as it was, and editors can check it."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,11 +10,10 @@ import yaml
 from accel_gpt.cli import dispatch
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.help import descriptions
-from accel_gpt.config.manual import commented_yaml, json_schema, named_config
+from accel_gpt.config.manual import commented_yaml, named_config
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.parse import is_section, leaves, load_config
 from accel_gpt.config.shipped import shipped_configs
-from accel_gpt.console import run_main
 from accel_gpt.files import load_yaml
 
 # those that take no model from the Hub
@@ -67,42 +65,6 @@ def test_a_dumped_config_has_every_key_with_its_docstring() -> None:
         inner = {name for name, value in vars(part).items() if is_section(value)}
         assert documented.keys() | inner == vars(part).keys()
     assert "Default: 524288.\n  tokens_per_step: 4096" in text
-    assert "$schema=accel_gpt.schema.json" in text.splitlines()[0]
-
-
-def test_the_schema_takes_what_is_shipped_and_no_mistake() -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    schema = json.loads(json.dumps(json_schema()))
-    jsonschema.Draft7Validator.check_schema(schema)
-    check = jsonschema.Draft7Validator(schema)
-    for path in shipped_configs().values():
-        check.validate(yaml.load(path.read_text(), Loader))
-    for name in ("", *PRESETS):
-        check.validate(yaml.load(commented_yaml(named_config([name] * bool(name))), Loader))
-    for wrong in ({"train": {"max_step": 3}}, {"seed": "x"}, {"optim": {"name": "sgd"}}):
-        assert not check.is_valid(wrong)
-    optim = schema["properties"]["optim"]["properties"]
-    assert optim["lr"]["description"] == descriptions(type(Config().optim))["lr"]
-
-
-def test_configs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main(dispatch, ["config", "diff", "gpt2_124m", "gpt2_124m"]) == 0
-    assert capsys.readouterr().out == ""
-    (tmp_path / "config.yaml").write_text("seed: 7\ntrain: {max_steps: 9}")  # as a run's folder
-    assert run_main(dispatch, ["config", "diff", "gpt2", str(tmp_path)]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines[1:]] == [
-        ["seed", "1337", "7"],
-        ["train.max_steps", "null", "9"],
-    ]
-    for words, error in (
-        (["diff", "quickstart"], "diff compares two configs"),
-        (["diff", "quickstrt", "gpt2"], "did you mean quickstart?"),
-        (["merge", "a", "b"], "action is 'merge'; expected one of diff, schema"),
-        (["schema", "x"], "schema takes no argument, but there is 'x'"),
-    ):
-        assert run_main(dispatch, ["config", *words]) == 2
-        assert error in capsys.readouterr().err
 
 
 def test_options_count_as_for_a_run() -> None:

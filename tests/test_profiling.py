@@ -1,4 +1,4 @@
-"""`train.profile`: a trace that a browser opens, a table, and training as without."""
+"""`train.profile`: a trace that a browser opens, and training as without."""
 
 import json
 from collections.abc import Callable
@@ -32,14 +32,7 @@ def test_a_profile_records_its_steps_and_changes_nothing(
     folder = tmp_path / "p" / "profile"
     assert count(folder, STEP) == 3
     assert count(folder, "aten::embedding") == 3  # micro-steps
-    text = (folder / "operations.txt").read_text()
-    lines = text.splitlines()
-    assert len(lines) == 1 + 10 + 1
-    shares = [float(line.split("%")[0]) for line in lines[1:-1]]
-    assert shares == sorted(shares, reverse=True)
-    assert 30 < sum(shares) <= 100.1
-    assert "aten::addmm" in text or "aten::mm" in text
-    assert text in capsys.readouterr().err
+    assert f"profiled 3 steps: open {folder}/ in ui.perfetto.dev" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -52,7 +45,7 @@ def test_a_launch_too_short_for_its_profile(
     folder = tmp_path / "run" / "profile"
     assert folder.exists() == bool(recorded)
     assert not recorded or count(folder, STEP) == recorded
-    short = "WARNING: train.profile is 9, but this launch made only 3 steps, of which the first 3"
+    short = "WARNING: train.profile is 9, but this launch made only 3 steps; the first 3"
     assert (short in capsys.readouterr().err) == (not recorded)
 
 
@@ -84,4 +77,4 @@ def test_a_profile_without_room_does_not_end_the_run(
     (tmp_path / "run" / "profile").write_text("in the way")
     options = ("--train.profile", "1", "--train.max_steps", "5")
     assert launch(small_run(*QUIET, *options)) == 0
-    assert "training goes on without the profile" in capsys.readouterr().err
+    assert "the profile could not be written" in capsys.readouterr().err

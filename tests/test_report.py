@@ -1,7 +1,6 @@
 """Reports: the page, whoever wrote the run, the CSV file, the PNG files and the references."""
 
 import base64
-import csv
 import hashlib
 import html.parser
 import json
@@ -166,10 +165,9 @@ def test_a_run_that_has_written_nothing_yet(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / "metrics.jsonl").unlink()
     (run / "config.yaml").write_text("{")
-    text = page(run, "--png", tmp_path / "png", "--csv", tmp_path / "x.csv")
+    text = page(run)
     assert "No metrics yet" in text
     assert drawn(text)["panels"] == []
-    assert (tmp_path / "x.csv").read_text() == "run,step,tokens,time\n"
 
 
 def test_of_several_runs_the_differences_are_shown(tmp_path: Path) -> None:
@@ -233,20 +231,14 @@ def test_thinning_keeps_ends_and_extremes(values: list[float], most: int) -> Non
 # --------------------------------------------------------------------------- other outputs
 
 
-def test_csv_holds_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_gpt.commands.report.CHUNK", 2)
-    run = make_run(tmp_path / "=run", [record(1), record(10), record(12, **{"eval/x": 1 / 3})])
-    assert report(run, "--csv", tmp_path / "x.csv", "--reference", "none") == 0
-    (run / "metrics.csv").write_text("its own")
-    assert report(run, "--csv", run / "metrics.csv") == 2
-    assert (run / "metrics.csv").read_text() == "its own"
-    with (tmp_path / "x.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["run"] for row in rows] == ["'=run"] * 3  # not a formula
-    for row, expected in zip(rows, (record(1), record(10), record(12)), strict=True):
-        found = {k: float(v) for k, v in row.items() if v and k not in ("run", "eval/x")}
-        assert found == expected
-    assert float(rows[2]["eval/x"]) == 1 / 3
+def test_a_file_of_a_run_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", [record(1)])
+    before = (run / "metrics.jsonl").read_text()
+    assert report(run, "--out", run / "metrics.jsonl") == 2
+    assert "metrics.jsonl is a file of a run; name another one" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_text() == before
 
 
 def size(path: Path) -> tuple[int, int]:
@@ -265,11 +257,11 @@ def test_the_png_of_the_model_card(tmp_path: Path) -> None:
 
 
 def test_smoothing_does_not_lag() -> None:
-    line = [10 - i / 100 for i in range(600)]
+    line = 10 - np.arange(600) / 100
     assert smoothed(line)[:590] == pytest.approx(line[:590])
-    noisy = [3 + (-1) ** i for i in range(600)]
-    assert max(abs(value - 3) for value in smoothed(noisy)[100:]) < 0.1
-    assert smoothed([3.0]) == [3.0]
+    noisy = 3 + (-1.0) ** np.arange(600)
+    assert abs(smoothed(noisy)[100:] - 3).max() < 0.1
+    assert smoothed(np.array([3.0])) == [3.0]
 
 
 def test_page_and_png_have_the_same_colors() -> None:
@@ -284,10 +276,10 @@ def test_the_commands_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         make_run(tmp_path / "runs" / name)
     shown = commands("docs/report.md", "The report")
     own = [command for command in shown if command.startswith("accel-gpt report")]
-    assert len(own) == 3
+    assert len(own) == 2
     assert all(run_main(cli.dispatch, line.split()[1:]) == 0 for line in own)
     made = {path.name for path in tmp_path.iterdir()}
-    assert made == {"runs", "both.html", "metrics.csv", "plots"}
+    assert made == {"runs", "both.html"}
     assert (tmp_path / "runs/shakespeare_char_cpu/report.html").is_file()
 
 

@@ -86,7 +86,7 @@ def test_a_long_run_is_shortened_to_one_that_fits(
     schedule: list[str], small_run: Arguments
 ) -> None:
     null = ["--schedule.warmup_steps", "0", "--train.max_steps", "null"]
-    null += ["--train.max_tokens", "1e9", "--optim.lr", "3e-3", "--log.layer_stats_every", "9"]
+    null += ["--train.max_tokens", "1e9", "--optim.lr", "3e-3"]
     null += ["--log.trackers", "tensorboard"]
     given = load_config(small_run(*null, *schedule), "test")
     config = shortened(given, 8)
@@ -96,7 +96,7 @@ def test_a_long_run_is_shortened_to_one_that_fits(
     before, after = (to_flat(c) for c in (given, config))
     changed = {key for key in before if before[key] != after[key]}
     others = {"train.max_steps", "train.max_tokens", "sample.every", "checkpoint.every"}
-    others |= {"log.trackers", "log.batch_hash", "log.layer_stats_every"}
+    others |= {"log.trackers", "log.batch_hash"}
     assert changed - others == {k for k in changed if k.startswith("schedule.")} != set()
 
 

@@ -38,7 +38,7 @@ STEP_ALONE = (  # over the config: nothing but the training step
     *("--sample.every=0", "--checkpoint.every=0", "--checkpoint.every_tokens=null"),
     *("--checkpoint.resume=never", "--checkpoint.async_save=false"),
     *("--log.trackers=[]", "--log.dashboard=false"),
-    *("--log.batch_hash=false", "--log.layer_stats_every=0", "--log.level=warning"),
+    *("--log.batch_hash=false", "--log.level=warning"),
     "--hub.push=never",
 )
 

@@ -96,8 +96,9 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
     time_limit: str | None = None
     """Wall-clock limit of one launch, as 3h50m. The run saves and stops before it is reached."""
     profile: NotNegative[int] = 0
-    """Number of steps of each launch that PyTorch's profiler records, after the first three. Traces
-    and a table of operations go to profile/ in the run's folder. 0: none."""
+    """Number of steps of each launch that PyTorch's profiler records, after the first three. The
+    trace of each process goes to profile/ in the run's folder, on CUDA with a snapshot of the
+    memory. 0: none."""
     step_timeout: str | None = "30m"
     """End a process that completes nothing for this long, and print the stacks of its threads. Also
     the timeout of each collective operation."""
@@ -254,23 +255,12 @@ class LogConfig(Section, prefix="log."):
     """warning: print only warnings and errors. Files and trackers still get all metrics."""
     dashboard: bool = False
     """Run TensorBoard on this machine while training, and print its address."""
-    dashboard_port: Annotated[Positive[int | None], at_most(2**16 - 1)] = None
-    """Port of the dashboard. null: a free port."""
     batch_hash: bool = False
     """Also log data/batch_hash, a hash of the tokens of each step, the same at any number of
     processes."""
-    layer_stats_every: NotNegative[int] = 0
-    """Number of steps between statistics of each layer (norms, activations, attention entropy, dead
-    units), which are sent to the trackers only. 0: never. Such a step holds a second copy of the
-    weights and makes one more forward pass."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            not self.layer_stats_every or bool(self.trackers),
-            f"log.layer_stats_every is {self.layer_stats_every} but log.trackers is empty, where "
-            "its metrics would go; add tensorboard, or set it to 0",
-        )
         require(
             not self.dashboard or "tensorboard" in self.trackers,
             f"log.dashboard is true but log.trackers has {', '.join(self.trackers) or 'nothing'}; "

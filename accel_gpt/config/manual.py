@@ -1,15 +1,13 @@
-"""The config as its own manual: every key with its docstring, as YAML and as a JSON schema.
+"""The config as its own manual: every key with its docstring, as YAML.
 
 docs/keys.md is made of the same docstrings.
 """
 
-import dataclasses
 import textwrap
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import yaml
 
@@ -17,7 +15,6 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.help import descriptions
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.parse import (
-    alternatives,
     config_of,
     is_section,
     load_config,
@@ -25,9 +22,7 @@ from accel_gpt.config.parse import (
     to_plain,
 )
 
-SCHEMA_FILE = "accel_gpt.schema.json"
 WIDTH = 96  # characters of a line of comments
-TYPES: Mapping[Any, str] = types.MappingProxyType({bool: "boolean", float: "number", str: "string"})
 
 
 def named_config(
@@ -47,15 +42,8 @@ def named_config(
 
 def commented_yaml(config: Config) -> str:
     """Every key of `config` with its docstring above it, and its default where it has another."""
-    return "\n".join(
-        [
-            f"# yaml-language-server: $schema={SCHEMA_FILE}",
-            f"# With that file beside this one, made by `accel-gpt config schema > {SCHEMA_FILE}`,",
-            "# editors complete and check the keys.",
-            *section_lines(config, Config(), to_plain(config)),
-            "",
-        ]
-    )
+    lines = section_lines(config, Config(), to_plain(config))
+    return "".join(f"{line}\n" for line in lines)
 
 
 def section_lines(section: Any, default: Any, plain: Mapping[str, Any]) -> Iterator[str]:
@@ -95,44 +83,3 @@ def indented(lines: Iterator[str]) -> Iterator[str]:
 def title(kind: type) -> str:
     """The first line of a docstring."""
     return (kind.__doc__ or "").partition("\n")[0]
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON schema of config files: types, choices, defaults and docstrings; no bounds."""
-    return {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "title": "accel_gpt config",
-        **section_schema(Config),
-    }
-
-
-def section_schema(kind: type) -> dict[str, Any]:
-    """The schema of a dataclass, which allows no other key."""
-    default = {field.name: field.default for field in dataclasses.fields(kind)}
-    properties = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        properties[name] = found = value_schema(hint)
-        if not is_section(hint):
-            found |= {"description": descriptions(kind)[name], "default": default[name]}
-    kinds = {"type": ["object", "null"], "description": title(kind)}
-    return {**kinds, "properties": properties, "additionalProperties": False}
-
-
-def value_schema(hint: Any) -> dict[str, Any]:
-    """The schema of what `parse.convert` takes for a type."""
-    found = [value_schema(option) for option in alternatives(hint) if option is not hint]
-    if found:
-        null = [{"type": "null"}] * (type(None) in get_args(hint))
-        return {"anyOf": [*found, *null]}
-    if is_section(hint):
-        return section_schema(hint)
-    if get_origin(hint) is Literal:
-        return {"enum": list(get_args(hint))}
-    if get_origin(hint) is tuple:
-        item = value_schema(get_args(hint)[0])
-        return {"anyOf": [{"type": "array", "items": item}, {"type": "string"}]}
-    if get_origin(hint) is Mapping:
-        return {"type": "object", "additionalProperties": {"type": "string"}}
-    if hint is int:  # 1_000 is a text to editors
-        return {"type": ["integer", "string"], "pattern": "^[0-9_]+$"}
-    return {"type": TYPES[hint]}

@@ -18,6 +18,7 @@ import yaml
 from accel_gpt.config.checks import is_positional
 from accel_gpt.config.experiment import ESSENTIAL, NANOGPT_NAMES, Config
 from accel_gpt.config.model import PRESETS
+from accel_gpt.config.removed import REMOVED, REMOVED_OPTIONS, is_removed
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import write_out
 from accel_gpt.errors import UserError, require
@@ -185,6 +186,8 @@ def flatten(
     """Yield checked and converted (dotted key, value) pairs of a nested mapping."""
     for name, value in values.items():
         key = f"{prefix}{name}"
+        if is_removed(key, value, where):
+            continue
         if key not in sections(cls):
             yield key, convert(key, value, check_key(cls, key, where))
         elif value is not None:
@@ -221,6 +224,10 @@ def read_options(
         if others is not None and key not in known:
             others += [word, words.pop(0)] if has_value and not equals else [word]
             continue
+        if key in REMOVED:
+            raise UserError(f"--{key} no longer exists; {REMOVED[key].advice}")
+        if key in REMOVED_OPTIONS and key not in known:
+            raise UserError(f"--{key} no longer exists; {REMOVED_OPTIONS[key]}")
         hint = check_key(cls, key, "on the command line")
         if not equals:
             flag = bool in (hint, *get_args(hint)) and not has_value

@@ -48,7 +48,6 @@ class Loader:
         self.chunks, self.batch_size, self.device = chunks, batch_size, device
         self.overlaps = device.type == "cuda"  # elsewhere the chunk may be gone before it is copied
         self.position: Any = None
-        self.waited = 0.0  # seconds for which `next` waited for the thread
         self.keep_sequences = False
         self.kept: list[Tensor] = []
         self.batches: Iterator[Tensor] = iter(())
@@ -63,9 +62,7 @@ class Loader:
     def __next__(self) -> tuple[Tensor, Tensor]:
         batch = next(self.batches, None)
         if batch is None:
-            since = time.monotonic()
             ready = self.ready.get()
-            self.waited += time.monotonic() - since
             if isinstance(ready, Exception):
                 raise ready
             chunk, self.position = ready

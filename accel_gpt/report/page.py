@@ -114,8 +114,8 @@ def notes(runs: Sequence[NamedRun]) -> list[str]:
     if any(map(is_thinned, runs)):
         found.append(
             f"Curves of more than {MOST_POINTS:,} points are thinned: the lowest and the highest "
-            "value of each bucket are drawn, the smoothed curve is that of the means. --csv writes "
-            "all values."
+            "value of each bucket are drawn, the smoothed curve is that of the means. "
+            "metrics.jsonl has all values."
         )
     return found
 

@@ -103,8 +103,6 @@ def start_processes(config: Config) -> PartialState:
     # Accelerator reads use_cpu of the accelerate config, PartialState does not
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     check_devices(cpu)
-    if world_size() > 1:
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "100")  # collectives, for `Watchdog`
     state, started = PartialState(cpu=cpu, timeout=group_timeout(config)), world_size()
     require(
         state.num_processes == started,
@@ -133,10 +131,6 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
     """
     check_trackers(config.log.trackers)
     check_fp8(config)
-    if config.log.dashboard and is_main():
-        from accel_gpt.training.dashboard import check_port
-
-        check_port(config.log.dashboard_port)
     # at every save it logs that tied weights are stored once
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     # twice a step Accelerate would search all of sys.path for this optimizer: 0.25 ms

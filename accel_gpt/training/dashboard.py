@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -11,12 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from accel_gpt.errors import UserError
-
 # serves until standard input ends, as it does however the run ends, also when it is killed;
 # training goes first
 SERVE = """
-nice -n 10 "$0" -m tensorboard.main --logdir "$1" --port "$2" &
+nice -n 10 "$0" -m tensorboard.main --logdir "$1" --port 0 &
 exec 2>/dev/null
 cat
 kill $!
@@ -26,19 +23,20 @@ ENDING_SECONDS = 5.0  # after which TensorBoard is killed; assumption
 
 
 class Dashboard:
-    """TensorBoard on `port` (None: a free one); logs its address when it listens.
+    """Runs TensorBoard on a free port and logs its address when it listens.
 
-    A run goes on without it if it does not start or ends early.
+    Training continues without it if it does not start or ends early.
     """
 
-    def __init__(self, folder: Path, port: int | None, log: Callable[[str], None]) -> None:
-        self.folder, self.port, self.log = folder, port or 0, log
+    def __init__(self, folder: Path, log: Callable[[str], None]) -> None:
+        self.folder = folder
+        self.log = log
         self.ending = False
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.process = subprocess.Popen(
-            ["sh", "-c", SERVE, sys.executable, str(self.folder), str(self.port)],
+            ["sh", "-c", SERVE, sys.executable, str(self.folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -71,18 +69,3 @@ class Dashboard:
                     self.log(f"dashboard  {found[1]}")
         if not self.ending:
             self.log(f"WARNING: the dashboard ended ({last}); training goes on without it")
-
-
-def check_port(port: int | None) -> None:
-    """Raise `UserError` if the dashboard could not listen on `port`."""
-    if port is None:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as TensorBoard does
-        try:
-            probe.bind(("localhost", port))
-        except OSError as error:
-            raise UserError(
-                f"log.dashboard_port is {port}, which cannot be used ({error.strerror}); "
-                "set another one, or null for a free one"
-            ) from None

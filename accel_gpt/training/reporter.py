@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_yaml
@@ -26,7 +25,6 @@ from accel_gpt.redact import command_line, redact
 from accel_gpt.training.machine import describe_machine
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
 from accel_gpt.training.run_folder import RunFolder
-from accel_gpt.training.slow_steps import SlowSteps
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.terminal import Display
 from accel_gpt.training.trackers import Trackers, quiet_tensorboard
@@ -42,7 +40,7 @@ def open_display(config: Config, plan: Plan, accelerator: Accelerator) -> Iterat
             from accel_gpt.training.dashboard import Dashboard
 
             folder = Path(config.out_dir) / "tensorboard"
-            stack.enter_context(Dashboard(folder, config.log.dashboard_port, display.log))
+            stack.enter_context(Dashboard(folder, display.log))
         yield display
 
 
@@ -59,7 +57,6 @@ class Reporter:
         self.metrics: MetricsLog | None = None  # on rank 0
         self.disk_full = False  # it has refused metrics
         self.synchronize = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
-        self.slow_steps = SlowSteps(accelerator.device, self.synchronize)
         self.watch = Stopwatch(0.0, 0)
         self.beat: Callable[[], None] = lambda: None  # of the watchdog
         self.profile_step: Callable[[], None] = lambda: None
@@ -162,11 +159,7 @@ class Reporter:
 
     def step_metrics(self, step: int, loader: Loader) -> Record:
         """Speed since the last call, and the hash of the last global batch; collectives."""
-        steps = max(step - self.watch.step, 1)
         seconds = self.watch.lap(step)
-        if warning := self.slow_steps.check(seconds, loader.waited / steps):
-            self.log(warning)
-        loader.waited = 0.0
         return self.speed.metrics(seconds) | self.batch_hash(loader)
 
     def batch_hash(self, loader: Loader) -> Record:
@@ -194,27 +187,6 @@ class Reporter:
         self.write(write)
         if self.metrics:
             self.display.show(whole, self.watch.left(state.step, self.plan.max_steps))
-
-    @contextmanager
-    def layers(
-        self, step: int, grad_norm: Tensor, tokens: Tensor, documents: Tensor | None
-    ) -> Iterator[None]:
-        """The context of the optimizer's update `step`; logs layer statistics to the trackers.
-
-        The other arguments are those of `layer_stats`. A collective; its time is not training.
-        """
-        every = self.config.log.layer_stats_every
-        if not every or step % every:
-            yield
-            return
-        from accel_gpt.training.layer_stats import copies, layer_stats
-
-        with self.watch.pause():
-            before = copies(self.gpt)
-        yield
-        with self.watch.pause():
-            metrics = layer_stats(self.gpt, before, grad_norm, tokens, documents, self.accelerator)
-            self.write(lambda: self.accelerator.log(metrics, step=step))
 
     def write(self, files: Callable[[], object]) -> None:
         """Call `files`, which writes. A disk without room does not end a run: the metrics are

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat
 from accel_gpt.config.plan import LENGTH, Plan, make_plan, plural
+from accel_gpt.config.removed import REMOVED
 from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import CheckpointError, DivergedError, UserError, first_line, require
 from accel_gpt.files import write_file
@@ -277,10 +278,12 @@ def check_same_config(config: Config) -> None:
 
 
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Keys that differ but are not free: key -> (before, now). A key that `before` lacks, as an
-    earlier version wrote it, had its default.
+    """Keys that differ but are not free: key -> (before, now).
+
+    A key that `before` lacks, because an earlier version wrote it, had its default. A key that
+    this version no longer has is ignored.
     """
-    before = to_flat(Config()) | dict(before)
+    before = to_flat(Config()) | {key: v for key, v in before.items() if key not in REMOVED}
     compared = BITS if now.get("train.reproducible") else ()
     return {
         key: (before.get(key), now.get(key))

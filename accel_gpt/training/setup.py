@@ -18,14 +18,7 @@ from accel_gpt.data.corpus import Corpus, open_shards
 from accel_gpt.data.shards import INDEX
 from accel_gpt.data.sources import is_url
 from accel_gpt.errors import require
-from accel_gpt.launcher import (
-    is_main,
-    local_rank,
-    main_address,
-    network_advice,
-    rank,
-    world_size,
-)
+from accel_gpt.launcher import is_main, local_rank, main_address, rank, world_size
 from accel_gpt.training.accelerator import requested_precision, start_processes
 from accel_gpt.training.machine import code_versions
 from accel_gpt.training.ranks import (
@@ -48,10 +41,10 @@ def prepare_run(config: Config, source: str) -> Iterator[None]:
     `source`: where `config` was read from. Raises on all ranks what one raises, and `UserError`
     where the folder is not shared.
     """
-    folder, advice = Path(config.out_dir), network_advice()
+    folder = Path(config.out_dir)
     meeting = "has not met the others" + (f" at {main_address()}" if world_size() > 1 else "")
     with contextlib.ExitStack() as held:
-        with Watchdog(config.train.init_timeout, INIT, meeting, advice):
+        with Watchdog(config.train.init_timeout, INIT, meeting):
             start_processes(config)
             with all_ranks():
                 if is_main():

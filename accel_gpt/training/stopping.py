@@ -1,9 +1,7 @@
 """Stops a run before its end: signals, a dead launcher, the time limit, a watchdog for hangs."""
 
-import contextlib
 import ctypes
 import faulthandler
-import json
 import os
 import signal
 import socket
@@ -34,7 +32,6 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIME_LIMIT, INIT = "train.time_limit", "train.init_timeout"
 REASONS = ("", TIME_LIMIT, *(number.name for number in SIGNALS))
 RESERVE_SHARE, RESERVE_SECONDS = 0.02, 1.0  # of the limit, at least; to end processes; assumption
-SHOWN_COLLECTIVES = 5
 CHECKS = 20  # of the watchdog, in the time that is allowed
 
 
@@ -187,27 +184,10 @@ def die_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # it died just before
 
 
-def last_collectives() -> list[str]:
-    """The last collectives of this process, by torch's flight recorder: a rank that others wait for
-    has one less, or another one.
-    """
-    if not dist.is_initialized():
-        return []
-    name = "nccl" if "nccl" in dist.get_backend() else "fr"
-    dump = getattr(torch._C._distributed_c10d, f"_dump_{name}_trace_json")
-    entries = json.loads(dump()).get("entries", [])[-SHOWN_COLLECTIVES:]
-    return [
-        f"collective {one['collective_seq_id']} of {one['process_group'][1]}: "
-        f"{one['profiling_name']} {one['input_sizes']} "
-        f"{'completed' if one['retired'] else one['state']}"
-        for one in entries
-    ]
-
-
 class Watchdog:
     """Dumps the stacks of all threads and ends the process after `limit`, as `30m`, without a beat.
 
-    `key`: of the config, where `limit` is set; `problem` and `advice`: what it writes then. A
+    `key`: of the config, where `limit` is set; `problem`: what it writes then. A
     thread checks the clock; None: no limit. Where a hanging call holds the interpreter the thread
     cannot run: faulthandler, which needs no interpreter, then does the same after twice the limit,
     with exit code 1.
@@ -218,11 +198,10 @@ class Watchdog:
         limit: str | None,
         key: str = "train.step_timeout",
         problem: str = "completed nothing",
-        advice: str = "",
     ) -> None:
         self.limit, self.seconds = limit, duration(key, limit)
         self.reason = f"{problem} within {limit} ({key}); it hangs here, or waits for another one "
-        self.reason += f"that does{advice and '; '}{advice}"
+        self.reason += "that does"
         self.last, self.done = time.monotonic(), threading.Event()
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
@@ -251,8 +230,6 @@ class Watchdog:
                 show_cursor()
                 stderr.write(f"error: process {rank()} {self.reason}:\n")
                 faulthandler.dump_traceback(file=stderr, all_threads=True)
-                with contextlib.suppress(Exception):  # a private part of torch
-                    stderr.write("".join(f"{line}\n" for line in last_collectives()))
                 stderr.flush()
                 os._exit(PEER_FAILED)
         faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,58 @@
+"""Options that earlier versions had, with what to use in their place.
+
+A `config.yaml` written by an earlier version still holds them. There the old default is ignored;
+any other value, and the option on the command line, is an error that gives the advice.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from accel_gpt.errors import UserError
+
+
+class Removed(NamedTuple):
+    """An option that is gone."""
+
+    default: Any
+    advice: str
+
+
+REMOVED: Mapping[str, Removed] = MappingProxyType(
+    {
+        "log.dashboard_port": Removed(
+            default=None,
+            advice="run tensorboard --logdir RUN --port N beside the training",
+        ),
+        "log.layer_stats_every": Removed(
+            default=0,
+            advice="log norms from a forward hook in a script of your own",
+        ),
+    }
+)
+
+# Options of commands, by name
+REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "csv": "metrics.csv in the folder of each run has the metrics",
+        "png": "take a screenshot of the page",
+        "text": "tokenize the text with accel-gpt prepare and compare bits per byte",
+        "tokenizers": "tokenize the text with accel-gpt prepare and compare bits per byte",
+    }
+)
+REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
+    {"config": "compare files that accel-gpt train --dump_config CONFIG writes with diff"}
+)
+
+
+def is_removed(key: str, value: object, where: str) -> bool:
+    """Return whether `key` is a removed option that still has its old default.
+
+    Raises `UserError` with what to use instead if it has another value.
+    """
+    removed = REMOVED.get(key)
+    if removed is None:
+        return False
+    if value != removed.default:
+        raise UserError(f"{key} {where} no longer exists; {removed.advice}")
+    return True

@@ -1,0 +1,37 @@
+"""Options of earlier versions: an old config still loads; a use of them gets advice."""
+
+from pathlib import Path
+
+import pytest
+
+from accel_gpt.config.parse import load_config, to_flat
+from accel_gpt.config.removed import REMOVED
+from accel_gpt.errors import UserError
+
+
+def write_config(path: Path, key: str, value: object) -> str:
+    """Write a config in which the removed option `key` is set."""
+    section, _, name = key.partition(".")
+    shown = {None: "null", True: "true", False: "false"}.get(value, value)
+    path.write_text(f"train: {{max_steps: 3}}\n{section}: {{{name}: {shown}}}\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_an_old_default_is_ignored(key: str, tmp_path: Path) -> None:
+    config = load_config([write_config(tmp_path / "a.yaml", key, REMOVED[key].default)], "train")
+    assert key not in to_flat(config)
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_another_value_gets_the_advice(key: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{key} .*no longer exists; ") as caught:
+        load_config([write_config(tmp_path / "a.yaml", key, "17")], "train")
+    assert REMOVED[key].advice in str(caught.value)
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_an_option_on_the_command_line_gets_the_advice(key: str, tmp_path: Path) -> None:
+    path = write_config(tmp_path / "a.yaml", "model.n_layer", 2)
+    with pytest.raises(UserError, match=f"--{key} no longer exists; "):
+        load_config([path, f"--{key}", "17"], "train")

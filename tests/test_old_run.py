@@ -83,6 +83,11 @@ def test_a_run_goes_on_with_the_losses_it_would_have_had(
     assert_went_on(old, name)
 
 
+def test_a_run_goes_on_with_the_config_in_its_folder(old: Path) -> None:
+    assert launch(["plain/config.yaml"]) == 0
+    assert_went_on(old, "plain")
+
+
 @pytest.mark.parametrize("name", TWO)
 def test_one_process_goes_on_with_a_run_of_two(name: str, old: Path) -> None:
     assert launch([f"{name}.yaml"]) == 0

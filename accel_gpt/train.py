@@ -25,6 +25,7 @@ from accel_gpt.config.plan import Plan, make_plan
 from accel_gpt.console import run_main
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import Loader
+from accel_gpt.data.verify import DataVerifier
 from accel_gpt.errors import DataError
 from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
@@ -40,10 +41,14 @@ from accel_gpt.training.ranks import all_ranks, peers, require_same
 from accel_gpt.training.reporter import Reporter, open_display
 from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restore
 from accel_gpt.training.saving import CheckpointWriter
-from accel_gpt.training.setup import new_state, open_corpus, prepare_run
+from accel_gpt.training.setup import new_state, open_corpus, prepare_run, verify_data
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import INIT, StopSignal, Watchdog, die_with_launcher, finish_copies
 from accel_gpt.training.terminal import Display, last_words
+
+# Data that can be hashed in this time, about 1 GB, is verified before the first step. A short run
+# of more data waits before its last save; what is left the next launch verifies. Assumptions.
+VERIFY_FIRST_SECONDS, VERIFY_LAST_SECONDS = 1.0, 10.0
 
 
 @dataclass
@@ -63,6 +68,7 @@ class Run:
     writer: CheckpointWriter
     copies: list[Any]  # on rank 0: `BackgroundPush`, `CheckpointCopies`, as the config has them
     evaluation: Evaluation
+    verifier: DataVerifier
     loader: Loader = field(init=False)
     guard: StepGuard = field(init=False)
 
@@ -101,7 +107,8 @@ def train(config: Config, plan: Plan, started: float) -> int:
         with Watchdog(init_timeout, INIT, "has not opened data, model and checkpoint"):
             run = start(config, plan, accelerator, display)
         writing, profiling = contextlib.closing(run.writer), run.reporter.profiling()
-        with Watchdog(config.train.step_timeout) as watchdog, writing, profiling:
+        verifying = contextlib.closing(run.verifier)
+        with Watchdog(config.train.step_timeout) as watchdog, writing, profiling, verifying:
             run.reporter.beat, stopping = watchdog.beat, False
             while run.state.step < plan.last_step and not stopping:
                 stopping = step(run, stop)
@@ -131,6 +138,7 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
         from accel_gpt.hub.load import open_initial_weights
 
         initialize = open_initial_weights(config, corpus, log)
+    verifier = verify_data(config, corpus, log)
     gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)
     gradients = make_gradients(config, accelerator, model)
     torch.manual_seed(config.seed)
@@ -151,9 +159,11 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
         copies.append(BackgroundPush(config, plan.max_steps, log))
     writer = CheckpointWriter(accelerator, config, corpus.tokenizer, log, reporter.sync, copies)
     parts = (config, plan, accelerator, corpus, gpt, model, optimizer, gradients, state)
-    run = Run(*parts, reporter, writer, copies, evaluation)
+    run = Run(*parts, reporter, writer, copies, evaluation, verifier)
     seek(run)
     reporter.launch(run.corpus, state)
+    with all_ranks():
+        verifier.check(wait_seconds=VERIFY_FIRST_SECONDS)
     model.train()  # evaluation and sampling leave the mode as they found it
     return run
 
@@ -174,7 +184,9 @@ def step(run: Run, stop: StopSignal) -> bool:
     fault_point("step")
     try:
         update(run)
-        stopping, retrying = stop.agreed(run.writer.retry_is_due(), run.writer.seconds)
+        # altered data makes a save due, in which all ranks learn of it, and save nothing
+        saving = run.writer.retry_is_due() or run.verifier.error is not None
+        stopping, retrying = stop.agreed(saving, run.writer.seconds)
         stopping &= run.state.step < run.plan.last_step
         after_step(run, stopping, retrying)
         return stopping
@@ -242,6 +254,9 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
 def save(run: Run, last: bool) -> None:
     """Save a checkpoint of the completed step; the `last` one of a launch must reach the disk."""
     state = run.state
+    ending = state.step == run.plan.last_step
+    with all_ranks():
+        run.verifier.check(wait_seconds=VERIFY_LAST_SECONDS if ending else 0.0)
     check_weights(run.gpt, run.accelerator, state.step)
     state.seconds = run.reporter.watch.elapsed()
     state.load_state_dict(run.guard.state_dict() | run.corpus.state_dict(run.loader))

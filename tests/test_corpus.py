@@ -242,6 +242,24 @@ def test_other_streamed_text_begins_at_its_beginning(
     assert source_changes(state, other.state_dict())  # refused without data.allow_change
 
 
+def test_streamed_text_with_another_time_is_refused_and_does_not_start_over(
+    small_run: Arguments,
+    streamed: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stopped(small_run(*streamed), monkeypatch, 6)
+    text = tmp_path / "text.jsonl"
+    before = text.stat()
+    os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+    assert launch(small_run(*streamed, "--data.allow_change")) == 2
+    assert "only its modification time differs" in capsys.readouterr().err
+    assert len(records(tmp_path / "run")) == 6
+    os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert launch(small_run(*streamed)) == 0
+
+
 @pytest.mark.parametrize("first", [1, 2, 4])
 def test_streamed_text_goes_on_with_the_same_steps_on_any_number_of_processes(
     small_run: Arguments, streamed: list[str], first: int

@@ -95,7 +95,9 @@ def test_starting_anywhere_equals_reading_up_to_there(start: Start, position: in
 
 
 def test_error_of_the_reading_thread_arrives(start: Start) -> None:
-    with pytest.raises(DataError, match=r"holds token 1\d\d, beyond the vocabulary of 100"):
+    with pytest.raises(
+        DataError, match=r"holds token 1\d\d at index [\d,]+, beyond the vocabulary of 100"
+    ):
         next(start(vocab=100))
 
 

@@ -6,8 +6,6 @@ import json
 import logging
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_gpt.data import tokenizer_json, trial
+from accel_gpt.data import tokenizer_json
 from accel_gpt.data.hf_tokenizer import HFTokenizer
 from accel_gpt.data.tokenizer import (
     BytesTokenizer,
@@ -431,21 +429,16 @@ def steps(*normalizers: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pre_tokenizer": split("(a+)+$")}, "retry-limit"),
-        ({"normalizer": steps(*[replace("String", "a", "aa")] * 40)}, "normalizer makes 64 char"),
-        ({"normalizer": replace("Regex", "[0-9]", "")}, "its normalizer drops '0'"),
-        ({"normalizer": replace("Regex", "cat", "")}, "drops 'cat', so that tokens would not"),
-        ({"normalizer": replace("String", "--", "")}, "its normalizer drops '--'"),
-        ({"pre_tokenizer": split("cat|moon", "Removed")}, "its pre_tokenizer drops 'cat|moon'"),
+        ({"normalizer": replace("Regex", "[0-9]", "")}, "drops '0', so its tokens would not"),
         ({"pre_tokenizer": {"type": "Punctuation", "behavior": "Removed"}}, "drops '!'"),
-        ({"model": {"merges": ["a b", "q q q"]}}, "no tokenizer.json that can be read"),
+        ({"model": {"merges": ["a b", "q q q"]}}, "tokenizer.json failed"),
         (
             {"model": {"merges": [], "vocab": {"<|endoftext|>": 1 << 31}}},
             "token of id 2,147,483,648",
         ),
     ],
 )
-def test_a_tokenizer_that_hangs_or_drops_text_is_refused(
+def test_a_tokenizer_that_drops_text_is_refused(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match=re.escape(message)) as refusal:
@@ -464,14 +457,11 @@ def test_what_changes_or_splits_text_is_fine(tmp_path: Path) -> None:
         # all but these is removed: spaces
         {"pre_tokenizer": split("[A-Za-z]+|[^A-Za-z ]+", "Removed", invert=True)},
     ):
-        assert trial.problem(other(tmp_path, **changes).read_text()) is None, changes
+        load_tokenizer(other(tmp_path, **changes))
 
 
-def test_a_panic_of_the_library_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a text that the trial did not think of; a panic is a BaseException."""
-    monkeypatch.setattr("accel_gpt.data.hf_tokenizer.find_problem", lambda _: None)
+def test_a_panic_of_the_library_is_an_error(tmp_path: Path) -> None:
+    """A panic is a BaseException."""
     tokenizer = load_tokenizer(other(tmp_path, pre_tokenizer=split("(a+)+$")))
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
         with pytest.raises(DataError, match=r"tokenizer\.json failed"):
@@ -504,11 +494,3 @@ def test_a_template_neither_drops_nor_repeats_the_text(parts: list[str], tmp_pat
     tokenizer = load_tokenizer(file)
     assert tokenizer.encode("king") == [ord(c) - 31 for c in "king"]
     assert tokenizer.encode_batch(["king"])[0].tolist() == tokenizer.encode("king")
-
-
-def test_a_tokenizer_is_tried_where_less_is_allowed_than_it_may_take(tmp_path: Path) -> None:
-    foreign(tmp_path / "one")
-    text = (tmp_path / "one" / "tokenizer.json").read_text()
-    command = ["bash", "-c", f"ulimit -t 10; exec {sys.executable} -P {trial.__file__}"]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -273,3 +273,47 @@ def test_named_sets_beside_streamed_text(
     options[3] = "gpt2"
     with pytest.raises(DataError, match=r"has another tokenizer \(bytes.* than data.tokenizer"):
         open_corpus(load_config(small_run(*options), "test"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "sentence"),
+    [
+        ([5], [], "the val split of {} has no two tokens in a row"),
+        ([256] * 3000, ["--data.document_mask"], "the val split of {} has no token to predict"),
+        (None, [], "{} has no"),
+    ],
+    ids=["one token", "only end-of-text", "no file"],
+)
+def test_a_val_split_that_cannot_be_evaluated_is_found_before_the_first_step(
+    tokens: list[int] | None,
+    options: list[str],
+    sentence: str,
+    small_run: Callable[..., list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    draw = np.random.default_rng(0)
+    draw.integers(1, 256, 20_000).astype("<u2").tofile(data / "train.bin")
+    if tokens is not None:
+        np.array(tokens, "<u2").tofile(data / "val.bin")
+    source = ["--data.train", str(data), "--data.tokenizer", "bytes"]
+    assert launch(small_run(*source, *options)) == 3
+    assert sentence.format(data) in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("folder", ["train", "val"])
+def test_a_missing_val_shard_is_named_before_the_first_step(
+    folder: str,
+    small_run: Callable[..., list[str]],
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shard = corpus / f"{folder}_000000.npy"
+    shard.unlink()
+    assert launch(small_run()) == 3
+    assert f"shard {shard}" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

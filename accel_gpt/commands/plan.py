@@ -24,7 +24,7 @@ from accel_gpt.console import table, write_out
 from accel_gpt.cost.cluster import NODE_LATENCY
 from accel_gpt.cost.devices import (
     DEVICES,
-    MATRIX_UNITS,
+    FAST_BF16,
     bf16_instructions,
     device_key,
     device_memory,
@@ -255,7 +255,7 @@ def planned_precision(
         return precision, "train.mixed_precision"
     found = launch.get("mixed_precision") or "no"  # YAML reads a bare no as false
     if precision == "auto" and found == "no":
-        fits = peak_flops(gpu, "bf16") if gpu else bf16_instructions() == MATRIX_UNITS
+        fits = peak_flops(gpu, "bf16") if gpu else bf16_instructions() in FAST_BF16
         return "bf16" if fits else "no", "train.mixed_precision auto"
     require(
         found in PRECISIONS,

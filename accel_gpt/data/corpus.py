@@ -85,17 +85,21 @@ class Corpus(ABC):
     def lines(self, plan: Plan) -> list[str]:
         """What is trained on, for the first lines of a run."""
 
+    def splits(self) -> list[Split]:
+        """What is evaluated and trained on."""
+        return [part.split for parts in self.evaluated.values() for part in parts]
+
     def epoch_metrics(self, sequences: int) -> dict[str, float]:
         """Epochs read after so many sequences of the run; empty where they are not known."""
         return {}
 
     def lines_on_bytes(self) -> list[str]:
         """A line for each split whose bits per byte cannot be computed."""
-        splits = [part.split for parts in self.evaluated.values() for part in parts]
+        evaluated = [part.split for parts in self.evaluated.values() for part in parts]
         return [
             f"data     no bits per byte of the {split.name} split: the tokenizer changes text, or "
             f"lacks characters, and {split.folder} does not say how many bytes its text had"
-            for split in splits
+            for split in evaluated
             if np.isnan(self.tokenizer.bytes_within(split)).any()
         ]
 
@@ -123,6 +127,10 @@ class ShardCorpus(Corpus):
         """Resume the mixture where `state` stands."""
         super().load_state_dict(state)
         self.train = replace(self.train, origin=self.origin, given=self.given)
+
+    def splits(self) -> list[Split]:
+        """What is evaluated and trained on."""
+        return super().splits() + [source.split for source in self.train.sources]
 
     def epoch_metrics(self, sequences: int) -> dict[str, float]:
         """Epochs read after so many sequences; of several sources each."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import string
 import sys
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +16,9 @@ from numpy.typing import NDArray
 
 from accel_gpt.data.tokenizer import Ids, Tokenizer, digest, to_json
 from accel_gpt.data.tokenizer_json import find_eot
-from accel_gpt.data.trial import find_problem
 from accel_gpt.errors import DataError
 
+OTHER_SCRIPTS = "\u00e9\u4e2d\u0430\U0001f600"  # Latin, Chinese, Cyrillic, emoji
 LARGEST_VOCABULARY = 1 << 24  # tokens; the largest of published models have 2^18
 # of what tokenizers change or lack: a text's first letter, white space, letters of many scripts
 PROBES = (
@@ -35,8 +36,8 @@ class HFTokenizer(Tokenizer):
 
     def __init__(self, text: str, where: Path, config: Mapping[str, Any]) -> None:
         self.where = where
-        if wrong := find_problem(text):
-            raise DataError(f"{where} is no tokenizer.json that can be read: {wrong}")
+        with self.explained():  # also whether the text is a tokenizer.json at all
+            self.tokenizer = tokenizers.Tokenizer.from_str(text)
         content = json.loads(text)
         if content["model"].get("dropout"):  # draws the merges of each text anew
             sys.stderr.write(
@@ -45,9 +46,13 @@ class HFTokenizer(Tokenizer):
             )
             content["model"]["dropout"] = None
             text = to_json(content)
-        self.file_text = text
-        with self.explained():
             self.tokenizer = tokenizers.Tokenizer.from_str(text)
+        self.file_text = text
+        if lost := dropped_character(self.tokenizer):
+            raise DataError(
+                f"the tokenizer of {where} drops {lost!r}, so its tokens would not hold the whole "
+                "text; use another tokenizer"
+            )
         self.tokenizer.post_processor = None  # a template may drop or repeat the text itself
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
@@ -112,3 +117,16 @@ class HFTokenizer(Tokenizer):
             sizes[i] = 0 if added.special else len(added.content.encode())
         sizes[self.eot_id] = 0
         return sizes
+
+
+def dropped_character(tokenizer: tokenizers.Tokenizer) -> str | None:
+    """Return a visible character that the normalizer or pre-tokenizer drops, or None."""
+    steps = []
+    if tokenizer.normalizer:
+        steps.append(tokenizer.normalizer.normalize_str)
+    if tokenizer.pre_tokenizer:
+        steps.append(tokenizer.pre_tokenizer.pre_tokenize_str)
+    for character in string.printable + OTHER_SCRIPTS:
+        if not character.isspace() and not all(step(character) for step in steps):
+            return character
+    return None

@@ -6,12 +6,13 @@ every rank computes its own sequences from the position, so the position is the 
 Legend: B micro-batch, T block_size.
 """
 
+import functools
 import hashlib
 import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from torch import Tensor
 
 from accel_gpt.config.plan import Plan
 from accel_gpt.data.mixture import Mixture
-from accel_gpt.data.shards import token_ids
-from accel_gpt.errors import DataError
+from accel_gpt.data.shards import token_beyond, token_ids
 from accel_gpt.model.loss import IGNORE
 
 Sequences = npt.NDArray[np.unsignedinteger[Any]]
@@ -114,13 +114,13 @@ def read_sequences(
     size, world, length = plan.micro_batch_size, plan.world_size, plan.block_size + 1
     micro_steps = max(1, CHUNK // (size * length * mixture.dtype.itemsize))
     chunk = np.arange(micro_steps)[:, None] * world * size + np.arange(size)
-    names = ", ".join(source.name for source in mixture.sources)
     for first in itertools.count(position + rank * size, micro_steps * world * size):
         numbers = (first + chunk).reshape(-1)
         source, shard, start = mixture.locate(numbers)
         mixture.prefetch(int(numbers[-1]), source, shard)
         tokens = mixture.read(source, shard, start, length)
-        check_tokens(tokens, vocab_size, names)
+        place = functools.partial(mixture.place, source, shard, start)
+        check_tokens(tokens, vocab_size, place)
         yield tokens, None
 
 
@@ -138,11 +138,15 @@ def batch_hash(batches: Iterable[Tensor]) -> int:
     return total % (1 << HASH_BITS)
 
 
-def check_tokens(tokens: Sequences, vocab_size: int, name: str | Path) -> None:
-    """`DataError` for a token that the model does not have: on a GPU it would be an assertion."""
-    largest = int(token_ids(tokens).max())
-    if largest >= vocab_size:
-        raise DataError(
-            f"{name} holds token {largest}, beyond the vocabulary of {vocab_size}; "
-            "set model.vocab_size above it or prepare the data again"
-        )
+def check_tokens(
+    tokens: Sequences, vocab_size: int, place: Callable[[int], tuple[str | Path, int]]
+) -> None:
+    """`DataError` for a token that the model does not have: on a GPU it would be an assertion.
+
+    `tokens`: (N, L). `place`: the file of a row, and the index of its first token there.
+    """
+    ids = token_ids(tokens)
+    if int(ids.max()) >= vocab_size:
+        row, column = np.argwhere(ids >= vocab_size)[0].tolist()
+        file, first = place(row)
+        raise token_beyond(file, int(ids[row, column]), first + column, vocab_size)

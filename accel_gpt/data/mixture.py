@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,11 @@ class Mixture:
             found = one.split.read_many(shard[here], first[here], length)
             tokens[here] = whole_examples(found, one.split)
         return tokens
+
+    def place(self, source: Ints, shard: Ints, first: Ints, row: int) -> tuple[Path, int]:
+        """The file of sequence number `row` of those that `locate` found, and its first token."""
+        split = self.sources[int(source[row])].split
+        return split.folder / split.shards[int(shard[row])].name, int(first[row])
 
     def counts(self, k: int) -> list[int]:
         """(M,) sequences that each source has given when `k` sequences of the run are done."""

@@ -53,6 +53,14 @@ def token_ids(tokens: Tokens) -> Tokens:
     return np.maximum(tokens, ~tokens) if tokens.dtype.kind == "i" else tokens
 
 
+def token_beyond(file: str | Path, token: int, index: int, vocab_size: int) -> DataError:
+    """The error for a token that the model does not have, number `index` of a file."""
+    return DataError(
+        f"{file} holds token {token} at index {index:,}, beyond the vocabulary of {vocab_size}; "
+        "set model.vocab_size above it or prepare the data again"
+    )
+
+
 @dataclass(frozen=True)
 class Shard:
     """One shard file, as the index describes it; None: other projects' files do not say it."""

@@ -10,7 +10,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.sources import is_url, train_paths, val_paths
 from accel_gpt.errors import require
-from accel_gpt.evals.validation import Beat, evaluate_splits, no_beat
+from accel_gpt.evals.validation import Beat, check_evaluated, evaluate_splits, no_beat
 from accel_gpt.launcher import world_size
 from accel_gpt.model.gpt import GPT
 
@@ -62,7 +62,7 @@ class Evaluation:
 
 
 def open_evaluation(config: Config, corpus: Corpus) -> Evaluation:
-    """Open what the config evaluates on; raises for bad questions now, not when they are due."""
+    """Open what the config evaluates on; raises now for bad data or questions, not when due."""
     if config.eval.whole_at_end:
         data = config.data
         streamed = isinstance(data.train, TextStream)
@@ -72,6 +72,7 @@ def open_evaluation(config: Config, corpus: Corpus) -> Evaluation:
             "eval.whole_at_end is true but the val split is remote or streamed, and eval.tokens "
             "tokens of it are held; leave eval.whole_at_end out",
         )
+    check_evaluated(corpus, config.model.block_size)
     questions: Questions = ()
     if config.eval.hellaswag is not None:
         from accel_gpt.evals.hellaswag import read_questions

@@ -184,7 +184,8 @@ def ending_losses(
     """(R,) -log-likelihood of each ending of each question in nats; a collective."""
     sequences = [sequence for question in questions for sequence in question.sequences]
     for tokens, _ in sequences:
-        check_tokens(np.array(tokens), model.vocab_size, "eval.hellaswag")
+        rows = np.array(tokens)[None]
+        check_tokens(rows, model.vocab_size, lambda _: ("eval.hellaswag", 0))
     lengths = [len(tokens) - 1 for tokens, _ in sequences]
     batches = plan_batches(lengths, batch_size, model.config.block_size)
     sizes = np.zeros(model.vocab_size)

@@ -17,7 +17,7 @@ from torch import Tensor
 from accel_gpt.data.corpus import Corpus, EvalSplit
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.packing import example_starts, whole_examples
-from accel_gpt.data.shards import Split
+from accel_gpt.data.shards import Split, Tokens, token_ids
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError
 from accel_gpt.model.documents import separate
@@ -129,10 +129,10 @@ def evaluate_source(
 
     def read(number: int) -> tuple[npt.NDArray[np.integer], int]:
         shard, start = positions[number].tolist()
-        size = min(block_size, int(split.lengths[shard]) - 1 - start)
-        tokens = whole_examples(split.read(shard, start, size + 1)[None], split)[0]
-        check_tokens(tokens, model.vocab_size, split.folder)
-        return tokens, size
+        tokens = read_sequence(split, shard, start, block_size)
+        file = split.folder / split.shards[shard].name
+        check_tokens(tokens[None], model.vocab_size, lambda _: (file, start))
+        return tokens, len(tokens) - 1
 
     batches: list[Batch] = [
         (range(first, min(first + batch_size, S)), batch_size, block_size)
@@ -141,10 +141,7 @@ def evaluate_source(
     table = score_sequences(model, batches, read, accelerator, token_bytes, document_end, beat)
     nats, count, size = table.sum(axis=0).tolist()
     if not count:
-        raise DataError(
-            f"the {split.name} split of {split.folder} has no token to predict: it holds nothing "
-            "but end-of-text"
-        )
+        raise no_targets(split)
     return Score(
         nats,
         int(count),
@@ -152,6 +149,44 @@ def evaluate_source(
         loss_se=ratio_error(table[:, 0], table[:, 1]),
         bits_per_byte_se=ratio_error(table[:, 0], table[:, 2]) / math.log(2),
     )
+
+
+def check_evaluated(corpus: Corpus, block_size: int) -> None:
+    """Raise `DataError` for a source that cannot be evaluated, before a model is built for it.
+
+    Reads each source up to its first target.
+    """
+    for sources in corpus.evaluated.values():
+        for source in sources:
+            check_targets(source, block_size, corpus.document_end)
+
+
+def check_targets(source: EvalSplit, block_size: int, document_end: int | None) -> None:
+    """Raise `DataError` unless a source has a target among its evaluated tokens."""
+    split = source.split
+    for shard, start in eval_sequences(split, block_size, source.tokens).tolist():
+        tokens = read_sequence(split, shard, start, block_size)
+        valid = tokens[1:] >= 0  # -1 - id: a token of a prompt
+        if document_end is not None:
+            valid &= token_ids(tokens[:-1]) != document_end
+        if valid.any():
+            return
+    raise no_targets(split)
+
+
+def no_targets(split: Split) -> DataError:
+    """The error for a split whose targets are all ignored."""
+    return DataError(
+        f"the {split.name} split of {split.folder} has no token to predict: it holds nothing but "
+        "end-of-text; prepare more text, or set data.document_mask to false"
+    )
+
+
+def read_sequence(split: Split, shard: int, start: int, block_size: int) -> Tokens:
+    """The tokens of one evaluated sequence, its inputs and one more: at most block_size + 1."""
+    size = min(block_size, int(split.lengths[shard]) - 1 - start)
+    tokens: Tokens = whole_examples(split.read(shard, start, size + 1)[None], split)[0]
+    return tokens
 
 
 def eval_sequences(split: Split, block_size: int, tokens: int | None) -> npt.NDArray[np.int64]:
@@ -170,7 +205,10 @@ def eval_sequences(split: Split, block_size: int, tokens: int | None) -> npt.NDA
     counts = -(-np.maximum(split.lengths - 1, 0) // block_size)
     total = int(counts.sum())
     if not total:
-        raise DataError(f"the {split.name} split of {split.folder} has no two tokens in a row")
+        raise DataError(
+            f"the {split.name} split of {split.folder} has no two tokens in a row, so it cannot be "
+            "evaluated; prepare more text"
+        )
     wanted = total if tokens is None else min(total, max(1, tokens // block_size))
     index = np.arange(wanted, dtype=np.int64) * total // wanted
     ends = np.cumsum(counts)

@@ -216,7 +216,8 @@ def compared_tokens(model: GPT, tokenizer: Tokenizer, pretrained: Pretrained) ->
             found = min(length, size)
             starts = np.array([0, size - found])  # the ends of the first shard
             sequences = split.read_many(np.zeros_like(starts), starts, found)
-            check_tokens(sequences, model.vocab_size, split.folder)
+            file = split.folder / split.shards[0].name
+            check_tokens(sequences, model.vocab_size, lambda row: (file, int(starts[row])))
             text = f"{COMPARED_SEQUENCES} sequences of {found} val tokens of {path}"
             return torch.from_numpy(token_ids(sequences).astype(np.int64)), redact(text)
         except UserError as error:

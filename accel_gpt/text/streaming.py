@@ -36,7 +36,7 @@ from accel_gpt.data.loader import Loader, Sequences
 from accel_gpt.data.shards import Shard, Split, Tokens
 from accel_gpt.data.sources import open_sources, val_names, val_paths
 from accel_gpt.data.tokenizer import Tokenizer, named_tokenizer
-from accel_gpt.errors import DataError, UserError
+from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.redact import redact
 from accel_gpt.text.documents import Piece, Position, split_pieces
 from accel_gpt.text.files import describe_source, guess_source
@@ -162,12 +162,22 @@ class TextCorpus(Corpus):
         """What a checkpoint keeps of a share: its position, and the last bookmark before it."""
         known = dict(self.bookmarks[share])  # the loader's thread adds to them
         mark = max((row for row in known if row <= at.piece[1]), default=None)
-        return [at.epoch, list(at.piece), at.token, [] if mark is None else [[mark, known[mark]]]]
+        marks = [] if mark is None else [[mark, known[mark]]]
+        return [at.epoch, list(at.piece), at.token, marks, self.text.digest(times=False)]
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Resume each share at its position; other text than before begins at its beginning."""
+        """Resume each share at its position; other text than before begins at its beginning.
+
+        Raises `UserError` where only the times of change of the files differ.
+        """
         super().load_state_dict(state)
         same = state["data_fingerprint"] == self.fingerprint
+        untimed = [place[4] for place in state["text_places"] if len(place) > 4]
+        require(
+            same or self.text.digest(times=False) not in untimed,
+            "data.train streams the text of the checkpoint, but only its modification time differs,"
+            " and the run would start over; restore the time (touch -d), or set another out_dir",
+        )
         saved = state["text_places"] if same else []
         self.positions = tuple(TextPosition(place[0], tuple(place[1]), place[2]) for place in saved)
         marks = [dict(place[3]) if len(place) > 3 else {} for place in saved]

@@ -1,13 +1,11 @@
 """Mixed precision and compilation where they are `auto`, chosen at the start of a run.
 
-A table of devices decides; where it cannot know, a few real steps are timed. Rank 0 decides for all
-ranks. The choice is kept in `config.yaml` of the run, and a resume keeps it.
+The device and the flags of the processor decide, and for compilation the length of the run. Rank 0
+decides for all ranks. The choice is kept in `config.yaml` of the run, and a resume keeps it.
 """
 
 import os
-import statistics
 import sys
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,13 +17,11 @@ import torch
 from accelerate import PartialState
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan, make_plan
-from accel_gpt.cost.devices import MATRIX_UNITS, bf16_instructions, peak_flops
+from accel_gpt.config.plan import Plan
+from accel_gpt.cost.devices import FAST_BF16, MATRIX_UNITS, bf16_instructions, peak_flops
 from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.errors import AccelGPTError, first_line, require
-from accel_gpt.launcher import launcher_precision, world_size
-from accel_gpt.model.gpt import GPT
-from accel_gpt.optim.groups import make_optimizer
+from accel_gpt.launcher import launcher_precision
 from accel_gpt.training.accelerator import PRECISIONS, requested_precision
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.machine import device_name
@@ -34,13 +30,13 @@ from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.setup import open_corpus
 
 BF16_CAPABILITY = (8, 0)  # Ampere: NVIDIA's first matrix units for bf16
-TIMED_STEPS, TIMED_SECONDS = 3, 2.0  # at most so many steps of about so many seconds
-SHORT = 60.0  # seconds; nothing is timed for a shorter run
-SLOW_CORE = 1e10  # FLOP/s of a slow core while training: assumption
-GPU_MFU = 0.3  # of a step that is not compiled: assumption
-# The share of a step that compiling saves, and the seconds that it takes. CPU: measured, see
+GPU_MFU = 0.3  # of a step that is not compiled; assumption
+UNKNOWN_PEAK = 1e14  # FLOP/s of a GPU that is not in the table of devices; assumption
+# FLOP/s of a core with matrix units: the quickstart, not compiled, on two cores of a Xeon
+MATRIX_UNIT_FLOPS = 1.2e11
+# Share of a step that compiling saves, and the seconds that it takes. CPU: measured, see
 # docs/speed.md. CUDA: nanoGPT's README, 250 ms become 135; the seconds are an assumption.
-CPU_GAIN_FLOAT32, CPU_GAIN_MATRIX_UNITS, CUDA_GAIN = 0.05, 0.25, 0.45
+COMPILE_GAIN: Mapping[str, float] = MappingProxyType({"cpu": 0.25, "cuda": 0.45})
 COMPILE_SECONDS: Mapping[str, float] = MappingProxyType({"cpu": 45.0, "cuda": 60.0})
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -97,7 +93,7 @@ def choose_precision(config: Config) -> tuple[str, str]:
         return earlier[0], f"as in {earlier[1]}"
     if (launcher := launcher_precision()) != "no":
         return launcher, "set by accelerate launch"
-    device, train = PartialState().device, config.train
+    device = PartialState().device
     if device.type == "cuda":
         name, amd = device_name(device), torch.version.hip is not None
         units = not amd and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
@@ -109,18 +105,9 @@ def choose_precision(config: Config) -> tuple[str, str]:
     instructions = bf16_instructions()
     if instructions is None:
         return "no", "this CPU has no bf16 instructions"
-    if instructions == MATRIX_UNITS:
-        return "bf16", f"this CPU has matrix units for it ({MATRIX_UNITS})"
-    if train.reproducible or config.eval.only or train.micro_batch_size == "auto":
-        return "no", f"what {instructions} gains is not timed with these options"
-    plan, vocab_size = make_plan(config, world_size()), open_corpus(config).vocab_size
-    if slow_cpu_seconds(config, plan, vocab_size) < SHORT:
-        return "no", f"the run is too short to try {instructions}"
-    times = {p: step_seconds(config, plan, vocab_size, p) for p in ("no", "bf16")}
-    return min(times, key=lambda precision: times[precision]), (
-        f"a step takes {1000 * times['bf16']:,.0f} ms in bf16 ({instructions}) and "
-        f"{1000 * times['no']:,.0f} ms in fp32"
-    )
+    if instructions not in FAST_BF16:
+        return "no", f"bf16 with {instructions} has not been measured"
+    return "bf16", f"this CPU has instructions for it ({instructions})"
 
 
 # --------------------------------------------------------------------------- torch.compile
@@ -136,12 +123,12 @@ def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
         return False, f"torch.compile on {device} has not been measured"
     if earlier and isinstance(earlier[0], bool):
         return earlier[0], f"as in {earlier[1]}"
-    bf16 = requested_precision(config) != "no"
-    if device == "cpu" and bf16 and bf16_instructions() != MATRIX_UNITS:
-        return False, "it saves nothing in bf16 on a CPU without matrix units"
-    cpu_gain = CPU_GAIN_MATRIX_UNITS if bf16 else CPU_GAIN_FLOAT32
-    gain, cost = CUDA_GAIN if device == "cuda" else cpu_gain, COMPILE_SECONDS[device]
-    seconds = run_seconds(config, plan)
+    matrix_units = requested_precision(config) != "no" and bf16_instructions() == MATRIX_UNITS
+    if device == "cpu" and not matrix_units:
+        return False, "it saves little on a CPU without matrix units for bf16"
+    gain = COMPILE_GAIN[device]
+    cost = COMPILE_SECONDS[device]
+    seconds = estimated_seconds(config, plan)
     return seconds * gain > cost, (
         f"it saves about {gain:.0%} of a step and takes about {cost:.0f} s; the run is "
         f"estimated at {seconds:,.0f} s without"
@@ -203,58 +190,19 @@ def use_compile_cache() -> None:
 # --------------------------------------------------------------------------- how long a run takes
 
 
-def run_seconds(config: Config, plan: Plan) -> float:
-    """Estimate the seconds that the run takes without compiling: by arithmetic on CUDA; on a CPU by
-    timing a step, unless even a slow CPU takes less than a minute.
+def estimated_seconds(config: Config, plan: Plan) -> float:
+    """Estimate by arithmetic how many seconds the run takes without compiling.
+
+    For a GPU, or a CPU with matrix units.
     """
-    device, vocab_size = PartialState().device, open_corpus(config).vocab_size
-    precision = requested_precision(config)
-    if device.type == "cuda":
-        fp32 = "fp32" if config.train.matmul_precision == "highest" else "tf32"
-        peak = peak_flops(device_name(device), fp32 if precision == "no" else "bf16") or 1e14
-        return run_flops(config, plan, vocab_size) / (GPU_MFU * peak)
-    longest = slow_cpu_seconds(config, plan, vocab_size)
-    if longest < SHORT:
-        return longest
-    return plan.max_steps * step_seconds(config, plan, vocab_size, precision)
-
-
-def run_flops(config: Config, plan: Plan, vocab_size: int) -> float:
-    """FLOPs of each rank in the whole run."""
-    tokens = plan.max_steps * plan.tokens_per_step / plan.world_size
-    return tokens * flops_per_token(config.model, vocab_size)
-
-
-def slow_cpu_seconds(config: Config, plan: Plan, vocab_size: int) -> float:
-    """Seconds of the run on a slow CPU."""
-    return run_flops(config, plan, vocab_size) / (SLOW_CORE * torch.get_num_threads())
-
-
-def step_seconds(config: Config, plan: Plan, vocab_size: int, precision: str) -> float:
-    """Seconds of an optimizer step of this rank, timed on the CPU with a model of its own.
-
-    Its weights and tokens are random; the run draws its own after this. Of a large micro-batch as
-    many sequences are timed as a slow CPU computes in `TIMED_SECONDS`.
-    """
-    work = plan.block_size * flops_per_token(config.model, vocab_size)  # of a sequence
-    most = int(TIMED_SECONDS * SLOW_CORE * torch.get_num_threads() / work)
-    sequences = max(1, min(plan.micro_batch_size, most))
-    micro_steps = plan.accumulation_steps * plan.micro_batch_size / sequences
-    gpt = GPT(config.model, vocab_size)
-    gpt.recompute = config.train.activation_checkpointing == "blocks"
-    optimizer = make_optimizer(gpt, config.optim)
-    tokens, targets = torch.randint(vocab_size, (2, sequences, plan.block_size))
-    times = []
-    for _ in range(1 + TIMED_STEPS):
-        start = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            loss = gpt(tokens, targets)
-        loss.backward()
-        middle = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        end = time.perf_counter()
-        times.append(micro_steps * (middle - start) + end - middle)
-        if end - start > TIMED_SECONDS:
-            break
-    return statistics.median(times[1:] or times)  # the first one warms up
+    device = PartialState().device
+    vocab_size = open_corpus(config).vocab_size
+    tokens_per_rank = plan.max_steps * plan.tokens_per_step / plan.world_size
+    flops = tokens_per_rank * flops_per_token(config.model, vocab_size)
+    if device.type == "cpu":
+        return flops / (MATRIX_UNIT_FLOPS * torch.get_num_threads())
+    in_float32 = requested_precision(config) == "no"
+    tf32 = config.train.matmul_precision != "highest"
+    kind = ("tf32" if tf32 else "fp32") if in_float32 else "bf16"
+    peak = peak_flops(device_name(device), kind) or UNKNOWN_PEAK
+    return flops / (GPU_MFU * peak)

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.data.corpus import Corpus, open_shards
 from accel_gpt.data.shards import INDEX
 from accel_gpt.data.sources import is_url
+from accel_gpt.data.verify import DataVerifier
 from accel_gpt.errors import require
 from accel_gpt.launcher import is_main, local_rank, main_address, rank, world_size
 from accel_gpt.training.accelerator import requested_precision, start_processes
@@ -153,6 +154,17 @@ def open_corpus(config: Config) -> Corpus:
 
         return open_text(config)
     return open_shards(config)
+
+
+def verify_data(config: Config, corpus: Corpus, log: Callable[[str], None]) -> DataVerifier:
+    """Start to verify the data files of a run in the background, on one rank of each machine."""
+    return DataVerifier(
+        splits=corpus.splits() if local_rank() == 0 else [],
+        vocab_size=corpus.vocab_size,
+        folder=Path(config.out_dir),
+        accept_changes=config.data.allow_change,
+        log=log,
+    )
 
 
 def new_state(config: Config, corpus: Corpus, world_size: int) -> TrainState:

@@ -146,17 +146,17 @@ def check_nothing_half(out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "tokenizer", "dedupe"),
+    ("count", "tokenizer"),
     [
-        (3, "bytes", True),
-        pytest.param(1, "bpe", True, marks=pytest.mark.slow),
-        pytest.param(3, "bpe", False, marks=pytest.mark.slow),
+        (3, "bytes"),
+        pytest.param(1, "bpe", marks=pytest.mark.slow),
+        pytest.param(3, "bpe", marks=pytest.mark.slow),
     ],
 )
 def test_killed_again_and_again_it_makes_the_same_bytes(
-    config: PrepareConfig, out: Path, count: int, tokenizer: str, dedupe: bool
+    config: PrepareConfig, out: Path, count: int, tokenizer: str
 ) -> None:
-    config = replace(config, workers=count, tokenizer=tokenizer, dedupe=dedupe)
+    config = replace(config, workers=count, tokenizer=tokenizer)
     draw, kills = random.Random(count), 0
     while run_and_kill(config, out, draw.randint(12, 60)):
         kills += 1
@@ -170,7 +170,7 @@ def test_killed_again_and_again_it_makes_the_same_bytes(
 def test_a_kill_at_any_write_does_no_harm(
     config: PrepareConfig, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = replace(config, dedupe=True, shard_tokens=3000)
+    config = replace(config, shard_tokens=3000)
     writes = fork.Value("i", 0)
     process = fork.Process(target=prepare_and_die, args=(config, tmp_path / "x", 0, writes))
     process.start()
@@ -255,7 +255,7 @@ def stopped(
     tokenizer = tmp_path / "given" / "tokenizer.json"
     tokenizer.parent.mkdir()
     train_bpe(["some text"] * 9, 260).save(tokenizer.parent)
-    config = replace(config, tokenizer=str(tokenizer), dedupe=True)
+    config = replace(config, tokenizer=str(tokenizer))
     with monkeypatch.context() as patch:
         stop_after(patch, 3, OSError(28, "No space left on device"))
         with pytest.raises(UserError):
@@ -278,8 +278,6 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: edit(f, version=9), "another version"),
     (lambda f: edit(f, splits={"train": {}}), "progress.json is missing or damaged"),
     (lambda f: os.truncate(f / "train_000000.npy", 500), "train_000000.npy holds"),
-    (lambda f: (f / "seen.sqlite3").unlink(), "seen.sqlite3 holds 0 documents"),
-    (lambda f: (f / "seen.sqlite3").write_bytes(b"x" * 5000), "seen.sqlite3: file is not a"),
     (other_tokenizer, "the tokenizer has changed"),  # the last: it outlives the folder
 ]
 
@@ -302,6 +300,17 @@ def test_what_does_not_belong_together_starts_over(
         assert "starting over" in said
         assert "resuming" not in said
         assert_undisturbed(stopped, out)
+
+
+def test_what_an_earlier_version_began_without_duplicates_is_refused(
+    stopped: PrepareConfig, out: Path
+) -> None:
+    journal = json.loads((partial(out) / build.JOURNAL).read_text())
+    edit(partial(out), asked=journal["asked"] | {"dedupe": True}, documents=9, dropped=3)
+    with pytest.raises(UserError, match=r"\(dedupe: True, requested False\); .* to start over"):
+        prepare(stopped, out)
+    edit(partial(out), asked=journal["asked"] | {"dedupe": False}, documents=0, dropped=0)
+    prepare(stopped, out)
 
 
 def test_it_resumes_with_other_workers_another_path_and_the_journal_of_an_older_version(
@@ -372,7 +381,7 @@ def test_what_is_left_out_at_the_end_is_counted_once(
 ) -> None:
     path = Path(str(config.path))
     path.write_text(path.read_text() + path.read_text().splitlines()[0] + "\n[]\n" * 2)
-    config = replace(config, dedupe=True, skip_invalid=True)
+    config = replace(config, skip_invalid=True)
 
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

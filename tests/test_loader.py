@@ -101,6 +101,13 @@ def test_error_of_the_reading_thread_arrives(start: Start) -> None:
         next(start(vocab=100))
 
 
+def test_the_first_token_beyond_the_vocabulary_is_refused(start: Start) -> None:
+    """On a GPU it would be an assertion of a kernel, which says nothing of the data."""
+    with pytest.raises(DataError, match="holds token 121, beyond the vocabulary of 121"):
+        next(start(vocab=121))
+    next(start(vocab=122))
+
+
 def test_the_thread_pins_memory_for_the_device_of_its_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -19,12 +19,12 @@ import pytest
 from accel_gpt.cli import dispatch
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import open_split, read_index
-from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
+from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.data.tokenizer_json import EOT
-from accel_gpt.errors import DataError, UserError
+from accel_gpt.errors import UserError
 from accel_gpt.files import lock
-from accel_gpt.prepare import copying, workers
 from accel_gpt.prepare import prepare as room
+from accel_gpt.prepare import workers
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.prepare.progress import Progress
 from accel_gpt.prepare.recipe import path_without_secrets as recorded_path
@@ -125,18 +125,34 @@ def test_a_ready_folder_is_left_alone(config: PrepareConfig, out: Path) -> None:
     out.mkdir(parents=True)
     prepare(config, out)
     index = json.loads((out / "dataset.json").read_text())
-    for key in ("dedupe", "sample_bytes"):  # an older version had no such option
+    for key in ("sample_bytes", "text_field"):  # an older version had no such option
         del index["prepared"][key]
     (out / "dataset.json").write_text(json.dumps(index))
     before = content(out), os.stat(out).st_mtime_ns
     for same in (replace(config, workers=2), replace(config, vocab_size=999), PrepareConfig()):
         assert not prepare(same, out)
-    for key, value in (("dedupe", True), ("skip_invalid", False), ("val_fraction", 0.2)):
+    for key, value in (("skip_invalid", False), ("val_fraction", 0.2)):
         with pytest.raises(UserError, match=rf"\({key}: .*, requested {value}\); delete"):
             prepare(replace(config, **{key: value}), out)
     with pytest.raises(UserError, match=r"tokenizer: .*; vocab_size: 4096, requested 300"):
         prepare(replace(config, tokenizer="bpe", vocab_size=300), out)
     assert (content(out), os.stat(out).st_mtime_ns) == before
+
+
+def test_a_ready_folder_of_an_earlier_version_is_left_alone(
+    config: PrepareConfig, out: Path
+) -> None:
+    """Whatever it was made with that is gone: dropped documents, parts of several machines."""
+    prepare(config, out)
+    index = json.loads((out / "dataset.json").read_text())
+    index["prepared"] |= {"dedupe": True, "dropped": 3, "rank": 1, "world": 2}
+    (out / "dataset.json").write_text(json.dumps(index))
+    before = content(out)
+    assert not prepare(config, out)
+    index["prepared"] |= {"source": "shards", "path": "old/folder"}
+    (out / "dataset.json").write_text(json.dumps(index))
+    assert not prepare(PrepareConfig(), out)
+    assert content(out).keys() == before.keys()
 
 
 def test_a_ready_folder_whose_text_has_changed_is_left_with_a_warning(
@@ -291,70 +307,7 @@ def test_progress_is_a_bar_on_a_terminal(
         assert "2.0" in capsys.readouterr().err
 
 
-# --------------------------------------------------------------------------- shards
-
-
-def copy_of(place: Path, **more: Any) -> PrepareConfig:
-    return PrepareConfig(source="shards", path=str(place), tokenizer="bytes", **more)
-
-
-def test_a_folder_of_ours_is_copied_shard_by_shard(
-    config: PrepareConfig, out: Path, tmp_path: Path
-) -> None:
-    prepare(replace(config, tokenizer="bpe", vocab_size=280), tmp_path / "first")
-    prepare(copy_of(tmp_path / "first", shard_tokens=500), out)
-    for name in ("train", "val"):
-        first, copy = open_split(tmp_path / "first", name), open_split(out, name)
-        assert [(s.name, s.tokens, s.documents, s.sha256) for s in copy.shards] == [
-            (s.name, s.tokens, s.documents, s.sha256) for s in first.shards
-        ]
-        assert sum(s.bytes for s in copy.shards) == sum(s.bytes for s in first.shards)
-    assert load_tokenizer(out).fingerprint == load_tokenizer(tmp_path / "first").fingerprint
-    prepare(copy_of(tmp_path / "first", shard_tokens=333), tmp_path / "other")
-    assert tokens(tmp_path / "other", "train") == tokens(out, "train")
-
-
-def test_shards_of_others_are_copied_and_continued(
-    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ids = [256, 1, 2, 256, 3, 4, 5, 256, 256, 6, 7, 8, 9, 256, 10, 11]
-    (tmp_path / "theirs").mkdir()
-    parts = {"train_000000": ids[:7], "train_000001": ids[7:], "val_000000": ids[7:]}
-    for name, part in parts.items():
-        np.save(tmp_path / "theirs" / f"{name}.npy", np.array(part, "<u2"))
-    config = copy_of(tmp_path / "theirs", shard_tokens=3)
-    prepare(config, tmp_path / "undisturbed")
-    real, left = room.Work.save, 4
-
-    def save(work: room.Work, *position: Any) -> None:
-        nonlocal left
-        real(work, *position)
-        left -= 1
-        if left == 0:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(room.Work, "save", save)
-    with pytest.raises(UserError, match="it resumes"):
-        prepare(config, out)
-    capsys.readouterr()
-    prepare(config, out)
-    assert "resuming from 9 tokens" in capsys.readouterr().err
-    assert content(out) == content(tmp_path / "undisturbed")
-    assert tokens(out, "train") == ids
-    assert tokens(out, "val") == ids[7:]
-    shards = open_split(out, "train").shards
-    assert [shard.documents for shard in shards] == [1, 1, 2, 0, 1, 0]
-    assert sum(shard.bytes for shard in shards) == len(load_tokenizer(out).decode(ids)) - 5 * 13
-
-
-def test_a_token_that_the_tokenizer_lacks_stops_the_copy(
-    config: PrepareConfig, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare(replace(config, tokenizer="bpe", vocab_size=280), out)
-    opened = open_split(out, "train"), BytesTokenizer()
-    monkeypatch.setattr(copying, "open_source", lambda *_: opened)
-    with pytest.raises(DataError, match=r"train_0000.*holds token 27.*less than 257"):
-        list(copying.copy_shards(copy_of(out), (0, 0, 0)))
+# --------------------------------------------------------------------------- splits
 
 
 def documents_of(folder: Path, split: str) -> list[str]:
@@ -386,7 +339,7 @@ def test_few_documents_are_parted_between_them(
 
 
 def test_no_document_of_val_is_in_train_and_the_split_is_that_of_the_text(tmp_path: Path) -> None:
-    """With dedupe each text once; the same shards at any number of workers, of any copies."""
+    """Copies of a text are in one split; any number of workers makes the same shards."""
     texts = [f"document {i % 600} of the king" for i in range(1500)]
     random.Random(0).shuffle(texts)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
@@ -399,17 +352,14 @@ def test_no_document_of_val_is_in_train_and_the_split_is_that_of_the_text(tmp_pa
         shard_tokens=3000,
         workers=1,
     )
-    prepare(replace(asked, dedupe=True), tmp_path / "once")
-    prepare(replace(asked, dedupe=True, workers=3), tmp_path / "three")
-    assert read_index(tmp_path / "once")["prepared"]["dropped"] == 1500 - 600
-    prepare(asked, tmp_path / "all")
-    train, val = (documents_of(tmp_path / "once", split) for split in ("train", "val"))
-    assert sorted(train + val) == sorted(set(texts))  # each once, and in one split
-    assert abs(len(val) - 60) < 5 * (600 * 0.1 * 0.9) ** 0.5
-    for split, once in (("train", train), ("val", val)):
-        assert documents_of(tmp_path / "three", split) == once
-        assert {*documents_of(tmp_path / "all", split)} == {*once}  # copies stay together
-    hashes = [[s["sha256"] for s in shards] for folder in ("once", "three")
+    prepare(asked, tmp_path / "one")
+    prepare(replace(asked, workers=3), tmp_path / "three")
+    train = documents_of(tmp_path / "one", "train")
+    val = documents_of(tmp_path / "one", "val")
+    assert sorted(train + val) == sorted(texts)
+    assert not set(train) & set(val)
+    assert abs(len(set(val)) - 60) < 5 * (600 * 0.1 * 0.9) ** 0.5
+    hashes = [[s["sha256"] for s in shards] for folder in ("one", "three")
               for shards in read_index(tmp_path / folder)["splits"].values()]  # fmt: skip
     assert hashes[:2] == hashes[2:]
 

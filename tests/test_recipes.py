@@ -45,7 +45,7 @@ def call(*words: Any) -> int:
 
 
 def test_the_command_line_goes_before_the_recipe(recipe: Path, tmp_path: Path) -> None:
-    assert load(recipe, "--shard_tokens", "70", "--rank=2").shard_tokens == 70
+    assert load(recipe, "--shard_tokens", "70", "--workers=2").shard_tokens == 70
     assert call(recipe, "--shard_tokens", "70", "--out", tmp_path / "out") == 0
     prepared = read_index(tmp_path / "out")["prepared"]
     assert (prepared["source"], prepared["tokenizer"]) == ("text", "bytes")
@@ -81,18 +81,31 @@ def test_standard_input_is_not_ignored_for_a_ready_folder(
     assert "already prepared, so standard input was not read" in capsys.readouterr().err
 
 
-def test_parts_are_made_and_joined_by_the_command(
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["--dedupe"], "--dedupe no longer exists; drop duplicates with datatrove"),
+        (["--merge", "--out", "x"], "--merge no longer exists; list the folders in data.train"),
+        (["--rank", "0", "--world", "2"], "--rank no longer exists; prepare a share of the files"),
+        (["--source", "shards"], "source is shards, which no longer exists; name the folder of"),
+    ],
+)
+def test_what_is_gone_says_what_to_use(
+    recipe: Path, words: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(recipe, *words) == 2
+    assert advice in capsys.readouterr().err
+
+
+def test_a_recipe_of_an_earlier_version_is_read(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "x"
-    for rank in range(2):
-        assert call(recipe, "--out", out, "--rank", rank, "--world", 2) == 0
-    capsys.readouterr()
-    assert call("--merge", "--out", out) == 0
-    assert "2 parts" in capsys.readouterr().out
-    assert open_split(out, "train").tokens == 4 * (400 * 0.9 + 1)
-    assert call("--merge") == 2
-    assert "--merge needs --out" in capsys.readouterr().err
+    text = recipe.read_text()
+    recipe.write_text(f"{text}\ndedupe: false\n")
+    assert call(recipe, "--out", tmp_path / "x") == 0
+    recipe.write_text(f"{text}\ndedupe: true\n")
+    assert call(recipe, "--out", tmp_path / "y") == 2
+    assert "--dedupe in " in capsys.readouterr().err
 
 
 def test_an_error_without_any_word_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

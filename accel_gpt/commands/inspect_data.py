@@ -26,9 +26,9 @@ from accel_gpt.data.sources import is_url, open_data
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, require
 from accel_gpt.files import sha256
-from accel_gpt.prepare.copying import KEPT_SHARDS
 from accel_gpt.prepare.progress import Progress
 
+KEPT_SHARDS = 2  # shards behind a URL that are kept: the one being read and the next
 COUNTED_TOKENS = 1 << 20  # at once
 
 

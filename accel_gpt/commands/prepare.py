@@ -15,13 +15,13 @@ from accel_gpt.errors import UserError, require
 
 @dataclass(frozen=True)
 class PrepareCommand(PrepareConfig):
-    """Turn text, or shards of another project, into token shards; stopped, it resumes.
+    """Turn text into token shards; if it is stopped, the same command resumes.
 
     PATH is as --path. RECIPE, a YAML file or the name of a shipped one, holds any of these options
     as `key: value`; those of the command line go first. Examples:
       accel-gpt prepare 'notes/**/*.md' --tokenizer bpe --out data/notes
       accel-gpt prepare fineweb_edu_10bt --workers 8
-      accel-gpt prepare --path old/dataset --source shards --out data/new
+      accel-gpt prepare crawl.jsonl --tokenizer gpt2 --out data/crawl
     """
 
     source: SourceKind | None = None
@@ -29,12 +29,6 @@ class PrepareCommand(PrepareConfig):
     --dataset, else stdlib, the library of this Python."""
     out: str = ""
     """Folder to make; empty: data/<name of path, or source>_<tokenizer>."""
-    rank: int = 0
-    """Which part of out this machine makes, from 0; of the --world parts."""
-    world: int = 1
-    """Machines that make a part of out each."""
-    merge: bool = False
-    """Join the parts of out that --rank and --world made."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,15 +42,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare_folder(argv: Sequence[str]) -> int:
-    """Make a data folder, or a part of one, or join the parts."""
+    """Make a data folder."""
     options = parse_recipe(argv)
     values = {f.name: getattr(options, f.name) for f in fields(PrepareConfig)}
-    if options.merge:
-        require(bool(options.out), "--merge needs --out, the folder whose parts are joined")
-        from accel_gpt.prepare.merge import merge
-
-        merge(Path(options.out))
-        return 0
     require("" not in (options.path, options.dataset), "the path is empty; give that of the text")
     if options.source in (None, "auto"):
         require(
@@ -73,7 +61,7 @@ def prepare_folder(argv: Sequence[str]) -> int:
     out = options.out or f"data/{name}_{tokenizer}"
     from accel_gpt.prepare.prepare import prepare
 
-    if not prepare(PrepareConfig(**values), Path(out), options.rank, options.world):
+    if not prepare(PrepareConfig(**values), Path(out)):
         require(
             options.path != "-",
             f"{out} is already prepared, so standard input was not read; delete the folder or give "

@@ -8,7 +8,7 @@ from typing import Literal
 from accel_gpt.config.checks import Fraction, NotNegative, Positive, Section
 from accel_gpt.errors import require
 
-SourceKind = Literal["stdlib", "auto", "text", "jsonl", "parquet", "arrow", "dataset", "shards"]
+SourceKind = Literal["stdlib", "auto", "text", "jsonl", "parquet", "arrow", "dataset"]
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,7 @@ class PrepareConfig(Section, prefix="data.prepare."):
 
     source: SourceKind | None = None
     """Kind of the source in path or dataset. null: do not prepare, the folder must exist. auto: the
-    kind that the endings of the files of path have. shards: tokens in any readable format, copied
-    into a folder of our format."""
+    kind that the endings of the files of path have."""
     path: str | None = None
     """File, folder, glob, http(s) URL, or - for standard input; for text, jsonl, parquet and
     arrow."""
@@ -45,8 +44,6 @@ class PrepareConfig(Section, prefix="data.prepare."):
     val_fraction: Fraction[float] = 0.1
     """Share of the text held out for validation, 0 to 1: whole documents, or the end of each text
     where there are few."""
-    dedupe: bool = False
-    """Drop documents that are equal to an earlier one."""
     keep_crlf: bool = False
     """Keep the line ends of Windows. false: they become those of Unix."""
     skip_invalid: bool = False

@@ -20,12 +20,12 @@ from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.errors import require
 from accel_gpt.files import is_count, read_json
 
-HEAD_DIM = 128
+HEAD_DIM = 128  # channels of a head; as nanochat
 # of a file, they give way to a depth on the command line
 SHAPE = tuple(
     f"model.{key}" for key in ("n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "mlp_hidden")
 )
-CHANNELS_PER_LAYER = 64
+CHANNELS_PER_LAYER = 64  # as nanochat
 REFERENCE_DEPTH, REFERENCE_WIDTH, REFERENCE_BATCH = 12, 768, 2**19
 TOKENS_PER_PARAMETER = 10.5  # of N; nanochat dev/LOG.md, January 2026
 BATCH_EXPONENT = 0.383  # Bergsma et al. 2025, arXiv 2505.13738: the best batch grows as D^0.383

@@ -20,6 +20,10 @@ class Removed(NamedTuple):
 
 REMOVED: Mapping[str, Removed] = MappingProxyType(
     {
+        "data.prepare.dedupe": Removed(
+            default=False,
+            advice="drop duplicates with datatrove before you prepare the text",
+        ),
         "log.dashboard_port": Removed(
             default=None,
             advice="run tensorboard --logdir RUN --port N beside the training",
@@ -34,10 +38,23 @@ REMOVED: Mapping[str, Removed] = MappingProxyType(
 # Options of commands, by name
 REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
+        "dedupe": "drop duplicates with datatrove before you prepare the text",
+        "merge": "list the folders in data.train, which trains on a mixture of them",
+        "rank": "prepare a share of the files on each machine, each into a folder of its own, and "
+        "list the folders in data.train",
+        "world": "prepare a share of the files on each machine, each into a folder of its own, and "
+        "list the folders in data.train",
         "csv": "metrics.csv in the folder of each run has the metrics",
         "png": "take a screenshot of the page",
         "text": "tokenize the text with accel-gpt prepare and compare bits per byte",
         "tokenizers": "tokenize the text with accel-gpt prepare and compare bits per byte",
+    }
+)
+# Values of options, by the last part of the key and the value
+REMOVED_VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        ("source", "shards"): "name the folder of shards in data.train, which reads the formats of "
+        "other projects as they are; a folder that was made from shards needs no source",
     }
 )
 REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(

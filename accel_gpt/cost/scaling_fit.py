@@ -16,7 +16,7 @@ DRAWS = 200  # of the bootstrap: ends of a 90 % interval to about a tenth of its
 STARTS = ((0.2, 0.5, 0.8), (0.3, 0.7, 1.5))  # E as a share of the lowest loss; exponents
 LOWEST, STEEPEST = -5.0, 3.0  # of log E; of the exponents: published ones are 0.05 to 0.8
 FLAT = 1e-3  # an exponent below: the loss does not fall
-ROUNDS = 100
+ROUNDS = 100  # steps of the fit; assumption
 SAME = 1.05  # ratios of tokens to parameters closer than this are one: whole steps round them
 
 

@@ -4,7 +4,7 @@ import math
 
 from accel_gpt.config.plan import Plan
 
-FIRST_MOMENTUM = 0.85
+FIRST_MOMENTUM = 0.85  # modded-nanogpt, 2024
 
 
 def lr_fraction(step: int, name: str, plan: Plan, floor: float) -> float:

@@ -5,8 +5,8 @@ Reads what `text/documents.py` finds; writes shards, dataset.json and tokenizer.
 a shard is full, lets the same command resume after any interruption, with the same bytes.
 
 Memory, with w workers: of text at most 2w + 1 batches of about 1 MB wait here and one in each
-worker; the dedupe database keeps 128 MiB of pages. With the interpreter, its libraries and the
-vocabulary (100 to 150 MB a process, partly shared) that is at most about 0.6 GB for 2 workers
+worker. With the interpreter, its libraries and the
+vocabulary (100 to 150 MB a process, partly shared) that is at most about 0.5 GB for 2 workers
 (15 MB of JSON lines took 0.11 GB, half a million documents of one letter 0.15 GB), and stays below
 2 GiB on any input that can be cut (see `Tokenizer.cuts_at_lines`: for tokenizer.json files of
 others the longest document is added about ten times). Training a bpe comes before and takes what
@@ -16,11 +16,10 @@ its `sample_bytes` need.
 import json
 import re
 import shutil
-import sqlite3
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,21 +31,12 @@ from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import locked_file, read_json, sync, write_file
 from accel_gpt.prepare.bpe import make_tokenizer
-from accel_gpt.prepare.copying import copy_shards, open_source
-from accel_gpt.prepare.dedupe import DATABASE, Seen
 from accel_gpt.prepare.progress import Progress
-from accel_gpt.prepare.recipe import (
-    check_part,
-    check_same,
-    is_ready,
-    recipe,
-    source_fingerprint,
-)
+from accel_gpt.prepare.recipe import check_same, is_ready, recipe, source_fingerprint
 from accel_gpt.prepare.shard_writer import ShardWriter, write_index
 from accel_gpt.prepare.workers import Tokenized, child_processes, encode_all, worker_count
 from accel_gpt.text.documents import (
     SPLITS,
-    Piece,
     documents,
     expected_bytes,
     sample_texts,
@@ -58,31 +48,33 @@ from accel_gpt.text.readers import Skipped
 JOURNAL = "progress.json"
 JOURNAL_VERSION = 1
 TOKENIZER_NAMES = ("bytes", "chars", "bpe", "gpt2")  # tokenizers that are no file of the user's
-# What may be in an unfinished folder; earlier versions added .part to the names of shards.
-OURS = rf"((train|val)_\d+\.npy(\.part)?|tokenizer(_config)?\.json|{INDEX}|{JOURNAL}|{DATABASE})"
+# What may be in an unfinished folder. Earlier versions added .part to the names of shards, and kept
+# a database of the documents seen.
+OURS = (
+    r"((train|val)_\d+\.npy(\.part)?|tokenizer(_config)?\.json|seen\.sqlite3|"
+    rf"{INDEX}|{JOURNAL})"
+)
 RESUMES = "run the same command again: it resumes"
 
 
-def prepare(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) -> bool:
-    """Make the data folder `out`, unless it was already made with the same settings; of several
-    machines (`world`) each makes its part of it, which `merge` joins.
+def prepare(config: PrepareConfig, out: Path) -> bool:
+    """Make the data folder `out`, unless it was already made with the same settings.
 
     Of several processes one prepares and the others wait. Returns whether this one did. Raises
     `UserError` for other settings, a folder in the way, too little text, a full disk; `DataError`
     for text that cannot be read.
     """
-    check_part(config, rank, world)
-    out = part_folder(Path(out).resolve(), rank, world)
+    out = Path(out).resolve()
     config = with_source(config, out)
-    if is_ready(config, out, rank, world):
+    if is_ready(config, out):
         return False
-    source = source_fingerprint(config, rank, world)  # fails before anything is made
+    source = source_fingerprint(config)  # fails before anything is made
     folder, start = out.with_name(f"{out.name}.partial"), time.monotonic()
     try:
         with writing(out, "" if config.path == "-" else f"; {RESUMES}"):
-            if is_ready(config, out, rank, world):
+            if is_ready(config, out):
                 return False
-            fill(config, folder, source, rank, world)
+            fill(config, folder, source)
             publish(folder, out)
     except KeyboardInterrupt:
         if folder.exists() and config.path != "-":
@@ -112,19 +104,14 @@ def writing(out: Path, advice: str) -> Iterator[None]:
         notice = f"another process prepares {out}; waiting for it\n"
         with locked_file(out.with_name(f"{out.name}.lock"), notice=notice):
             yield
-    except (OSError, sqlite3.Error) as error:
+    except OSError as error:
         raise UserError(f"data folder {out} could not be written: {error}{advice}") from None
 
 
-def part_folder(out: Path, rank: int, world: int) -> Path:
-    """`out` itself, or the folder of one part of it."""
-    return out if world == 1 else out.with_name(f"{out.name}.part{rank:05d}-of-{world:05d}")
-
-
-def fill(config: PrepareConfig, folder: Path, source: str, rank: int, world: int) -> None:
+def fill(config: PrepareConfig, folder: Path, source: str) -> None:
     """Write everything that the data folder will hold into `folder`, or what is missing there."""
-    copied = source_fingerprint(config, rank, world, times=False)
-    requested = recipe(config, rank, world) | {"source_fingerprint": copied}
+    copied = source_fingerprint(config, times=False)
+    requested = recipe(config) | {"source_fingerprint": copied}
     if source and (folder / INDEX).exists():  # stopped between its completion and its new name
         check_same(folder, read_index(folder)["prepared"], requested)
         return
@@ -135,22 +122,19 @@ def fill(config: PrepareConfig, folder: Path, source: str, rank: int, world: int
         f"tokenizer {config.tokenizer} has no end-of-text token, with which an example ends; give "
         "another",
     )
-    with closing(work.seen.database) if work.seen else nullcontext():
-        work.write_shards(rank, world)
+    work.write_shards()
     alone = completions and all(writer.documents < 2 for writer in work.writers.values())
-    if world == 1 and config.source != "shards" and not alone:  # an example is not cut
+    if not alone:  # an example is not cut
         hold_out(work.writers, config.val_fraction, work.tokenizer.eot_id)
     splits = {name: writer.finish() for name, writer in work.writers.items()}
-    if world == 1:
-        try:
-            tokens = {name: sum(shard.tokens for shard in splits[name]) for name in SPLITS}
-            check_enough_text(tokens, config.val_fraction)
-        except UserError:
-            shutil.rmtree(folder)
-            raise
-    left_out = {"dropped": config.dedupe, "skipped": config.skip_invalid}
+    try:
+        tokens = {name: sum(shard.tokens for shard in splits[name]) for name in SPLITS}
+        check_enough_text(tokens, config.val_fraction)
+    except UserError:
+        shutil.rmtree(folder)
+        raise
     sync(folder)
-    counts = {key: count for key, count in work.counts().items() if left_out.get(key)}
+    counts = work.counts() if config.skip_invalid else {}
     write_index(folder, work.tokenizer, splits, requested | counts)
 
 
@@ -192,11 +176,8 @@ def summary(index: Mapping[str, Any]) -> str:
     shards = [shard for part in splits.values() for shard in part]
     tokens, utf8_bytes = sum(s["tokens"] for s in shards), sum(s["bytes"] for s in shards)
     each = ", ".join(f"{name} {sum(s['tokens'] for s in p):,}" for name, p in splits.items())
-    left_out = "".join(
-        f", {index['prepared'][key]:,} {what}"
-        for key, what in (("dropped", "duplicates dropped"), ("skipped", "invalid skipped"))
-        if key in index["prepared"]
-    )
+    skipped = index["prepared"].get("skipped")
+    left_out = "" if skipped is None else f", {skipped:,} invalid skipped"
     return (
         f"{len(shards)} shards, {tokens:,} tokens ({each}), {utf8_bytes / max(1, tokens):.2f} "
         f"bytes per token{left_out}"
@@ -221,17 +202,13 @@ class Work:
             for name in SPLITS
         }
         self.skipped = Skipped(config.skip_invalid, journal["skipped"])
-        self.seen: Seen | None = None
-        if config.dedupe:
-            self.seen = Seen(folder, journal["documents"], journal["dropped"])
 
-    def write_shards(self, rank: int, world: int) -> None:
+    def write_shards(self) -> None:
         """Append what the source holds from the position of the journal on."""
-        shards = self.config.source == "shards"
-        total = None if shards else expected_bytes(self.config, rank, world)
+        total = expected_bytes(self.config)
         done = sum(w.bytes + sum(s.bytes or 0 for s in w.shards) for w in self.writers.values())
         with (
-            closing(self.batches(rank, world, total)) as batches,
+            closing(self.batches(total)) as batches,
             Progress("tokenizing", total, done) as progress,
         ):
             for batch in batches:
@@ -242,37 +219,23 @@ class Work:
                 if full:
                     self.save(batch.journal)
 
-    def batches(self, rank: int, world: int, total: int | None) -> Generator[Tokenized, None, None]:
+    def batches(self, total: int | None) -> Generator[Tokenized, None, None]:
         """What is to be appended, in order."""
         first, second, third = self.journal["position"]
         start = (first, second, third)
-        if self.config.source == "shards":
-            return copy_shards(self.config, start)
         cut_long = self.tokenizer.cuts_at_lines
-        pieces = split_pieces(self.config, cut_long, start, rank, world, self.skipped)
+        pieces = split_pieces(self.config, cut_long, start, skipped=self.skipped)
         workers = worker_count(self.config.workers, total)
         completions = self.config.loss_on == "completions"
-        return encode_all(self.unique(pieces), self.counts, self.folder, workers, completions)
-
-    def unique(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """The pieces of documents that were not seen before; all pieces without `seen`."""
-        keep = True
-        for piece in pieces:
-            if self.seen is not None and piece.first:
-                keep = self.seen.is_new(piece.key, piece.split)
-            if keep:
-                yield piece
+        return encode_all(pieces, self.counts, self.folder, workers, completions)
 
     def counts(self) -> dict[str, int]:
-        """Documents in the database, dropped; things skipped: as far as the source was read."""
-        documents, dropped = (self.seen.documents, self.seen.dropped) if self.seen else (0, 0)
-        return {"documents": documents, "dropped": dropped, "skipped": self.skipped.count}
+        """How many invalid documents were skipped, as far as the source was read."""
+        return {"skipped": self.skipped.count}
 
     def save(self, changes: Mapping[str, Any]) -> None:
         """Make all that was added safe on disk, then write the journal with `changes`."""
         splits = {name: writer.save() for name, writer in self.writers.items()}
-        if self.seen is not None:
-            self.seen.database.commit()
         sync(self.folder)
         self.journal |= {"tokenizer": self.tokenizer.fingerprint, "splits": splits, **changes}
         write_file(self.folder / JOURNAL, [json.dumps(self.journal).encode()])
@@ -300,7 +263,7 @@ def begin(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], sou
         for path in folder.iterdir():
             sync(path)
         journal = {"version": JOURNAL_VERSION, "asked": requested, "source": source, "splits": {}}
-        journal |= {"position": (0, 0, 0), "documents": 0, "dropped": 0, "skipped": 0}
+        journal |= {"position": (0, 0, 0), "skipped": 0}
         work = Work(config, folder, journal)
         work.save({})
     except BaseException:
@@ -318,7 +281,7 @@ def resume(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], so
     if not source:
         raise DataError("standard input cannot be read again")
     given = None
-    if config.tokenizer not in TOKENIZER_NAMES and config.source != "shards":
+    if config.tokenizer not in TOKENIZER_NAMES:
         given = named_tokenizer(config.tokenizer).fingerprint
     try:
         journal = read_json(folder / JOURNAL)
@@ -342,13 +305,10 @@ def resume(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], so
 
 def create_tokenizer(config: PrepareConfig, folder: Path) -> None:
     """Make the tokenizer of the config and save it in `folder`."""
-    if config.source == "shards":
-        tokenizer = open_source(config, "train")[1]
-    else:
-        texts = partial(documents, config)
-        if config.tokenizer == "bpe":
-            texts = partial(sample_texts, config, config.sample_bytes)
-        tokenizer = make_tokenizer(config.tokenizer, config.vocab_size, texts)
+    texts = partial(documents, config)
+    if config.tokenizer == "bpe":
+        texts = partial(sample_texts, config, config.sample_bytes)
+    tokenizer = make_tokenizer(config.tokenizer, config.vocab_size, texts)
     tokenizer.save(folder)
 
 

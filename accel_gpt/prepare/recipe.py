@@ -16,9 +16,8 @@ from accel_gpt.data.shards import INDEX, read_index
 from accel_gpt.data.sources import is_url
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, UserError, require
-from accel_gpt.prepare.copying import open_source
 from accel_gpt.prepare.shard_writer import UNRECORDED
-from accel_gpt.text.documents import SPLITS, expected_bytes
+from accel_gpt.text.documents import expected_bytes
 from accel_gpt.text.files import describe_source
 
 # Not `workers`; not `skip_invalid`: a folder that can be made without it is the same with it, and a
@@ -26,11 +25,10 @@ from accel_gpt.text.files import describe_source
 NOT_RECORDED = ("workers", "skip_invalid")
 
 
-def recipe(config: PrepareConfig, rank: int = 0, world: int = 1) -> dict[str, Any]:
-    """All settings that the content depends on; those of a part, where it is one."""
+def recipe(config: PrepareConfig) -> dict[str, Any]:
+    """All settings that the content depends on."""
     kept = {key: value for key, value in asdict(config).items() if key not in NOT_RECORDED}
-    part = {"rank": rank, "world": world} if world > 1 else {}
-    return {**kept, "path": path_without_secrets(config.path), **part}
+    return {**kept, "path": path_without_secrets(config.path)}
 
 
 def path_without_secrets(path: Any) -> Any:
@@ -44,17 +42,13 @@ def path_without_secrets(path: Any) -> Any:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query=query).geturl()
 
 
-def source_fingerprint(
-    config: PrepareConfig, rank: int = 0, world: int = 1, *, times: bool = True
-) -> str:
+def source_fingerprint(config: PrepareConfig, *, times: bool = True) -> str:
     """A hash that changes with the source; empty for standard input, which cannot be read again.
 
     Without `times`, a copy of the files has the same one. Raises `UserError` when the source does
-    not exist or cannot be divided among `world` machines.
+    not exist.
     """
-    if config.source == "shards":
-        return " ".join(open_source(config, split)[0].fingerprint for split in SPLITS)
-    expected_bytes(config, rank, world)
+    expected_bytes(config)
     return describe_source(config, times)
 
 
@@ -74,7 +68,8 @@ def check_same(folder: Path, begun: Mapping[str, Any], requested: Mapping[str, A
     The path may be written differently, as the fingerprint says what it holds.
     """
     settings = {k: v for k, v in requested.items() if k not in ("path", "source_fingerprint")}
-    begun = {**dict(UNRECORDED), **begun}
+    settings["dedupe"] = False  # an earlier version could drop documents
+    begun = {"dedupe": False, **dict(UNRECORDED), **begun}
     remedy = f"or remove {folder} to start over"
     if differ := differences(begun, settings):
         raise UserError(
@@ -88,23 +83,7 @@ def check_same(folder: Path, begun: Mapping[str, Any], requested: Mapping[str, A
     )
 
 
-def check_part(config: PrepareConfig, rank: int, world: int) -> None:
-    """`UserError` for what cannot be prepared, or not in parts by several machines."""
-    require(0 <= rank < world, f"--rank is {rank} and --world {world}; ranks are 0 to world - 1")
-    shards = config.source == "shards"
-    require(
-        not (config.dedupe and shards),
-        "data.prepare.dedupe is true but data.prepare.source is shards, which are tokens already; "
-        "drop duplicates when the shards are made from text",
-    )
-    require(
-        world == 1 or not (config.path == "-" or config.dedupe or shards),
-        f"--world is {world}, but standard input and shards are read by one machine, and dedupe "
-        "would find the duplicates within a part only; prepare on one machine",
-    )
-
-
-def is_ready(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) -> bool:
+def is_ready(config: PrepareConfig, out: Path) -> bool:
     """Whether `out` was prepared with these settings; `UserError` for other settings or files."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         if config.source is None:
@@ -119,13 +98,13 @@ def is_ready(config: PrepareConfig, out: Path, rank: int = 0, world: int = 1) ->
     if config.source is None:
         return True
     default = {field.name: field.default for field in fields(PrepareConfig)}
-    made = {"rank": 0, "world": 1, **default, **prepared}
+    made = {**default, **prepared}
     made["path"] = path_without_secrets(made["path"])
     made["skip_invalid"] = config.skip_invalid or prepared.get("skipped", 0) > 0
     if made["tokenizer"] != config.tokenizer and is_tokenizer_of(config.tokenizer, out):
         made["tokenizer"] = config.tokenizer  # by another name
-    part = {"rank": rank, "world": world, "skip_invalid": config.skip_invalid}
-    if differ := differences(made, {**recipe(config), **part}):
+    requested = {**recipe(config), "skip_invalid": config.skip_invalid}
+    if differ := differences(made, requested):
         raise UserError(
             f"data folder {out} was prepared with other settings ({'; '.join(differ)}); delete the "
             "folder or choose another one"

@@ -39,8 +39,8 @@ STDLIB_SKIP = frozenset(
 def check_source(config: PrepareConfig) -> None:
     """`UserError` for a source that is not text, or not of standard input."""
     require(
-        config.source not in (None, "shards"),
-        f"data.prepare.source is {config.source or 'not set'}; for text give stdlib, text, jsonl, "
+        config.source is not None,
+        "data.prepare.source is not set; for text give stdlib, text, jsonl, "
         "parquet, arrow or dataset, otherwise an existing folder as data.train",
     )
     require(

@@ -63,12 +63,15 @@ def prepare_folder(argv: Sequence[str]) -> int:
             options.path is None or options.dataset is None,
             f"both the path {options.path} and --dataset {options.dataset} are given; give one",
         )
+        values["source"] = "dataset" if options.dataset else "stdlib"
+        if options.path:
+            values["source"] = "auto"
+    parts = [] if options.path in (None, "-") else Path(str(options.path)).parts
+    name = next((Path(part).stem for part in parts[::-1] if not has_magic(part)), None)
+    if name is None:
         from accel_gpt.text.files import guess_source
 
-        without_path: SourceKind = "dataset" if options.dataset else "stdlib"
-        values["source"] = guess_source(options.path) if options.path else without_path
-    parts = [] if options.path in (None, "-") else Path(str(options.path)).parts
-    name = next((Path(part).stem for part in parts[::-1] if not has_magic(part)), values["source"])
+        name = guess_source(str(options.path)) if values["source"] == "auto" else values["source"]
     tokenizer = Path(options.tokenizer).name.removesuffix(".json")
     out = options.out or f"data/{name}_{tokenizer}"
     from accel_gpt.prepare.prepare import prepare

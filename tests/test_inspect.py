@@ -243,6 +243,10 @@ def test_data_behind_a_url(data: Path, capsys: Printed, monkeypatch: pytest.Monk
         (["x", "--tokenizers", "gpt2"], "--tokenizers needs --text"),
         (["x", "--block-size", "0"], "inspect.block_size is 0; it must be above 0"),
         (["--text", "nowhere.txt"], "--text is nowhere.txt, which is no file"),
+        (["nowhere"], "nowhere does not exist; give a data folder"),
+        (["input.txt"], "input.txt is a file; give a data folder"),
+        (["input.txt"], "for a text: accel-gpt inspect --text input.txt"),
+        (["/dev/null"], "/dev/null is a device; give a data folder"),
     ],
 )
 def test_mistakes(
@@ -253,6 +257,7 @@ def test_mistakes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("input.txt").write_text("text")
     assert call("inspect", *words) == 2
     assert message in capsys.readouterr().err
 

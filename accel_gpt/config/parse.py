@@ -111,10 +111,15 @@ def own_text(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
         require(not given.get(key), f"data.text is {text} and {key} is {given.get(key)}; give one")
     found = {"data.text": None, "data.prepare.path": text, "data.prepare.dataset": None}
     found["data.prepare.source"] = given.get("data.prepare.source") or "auto"
-    found["data.train"] = str(Path(values.get("out_dir", Config.out_dir), "data"))
+    found["data.train"] = own_text_folder(values.get("out_dir", Config.out_dir))
     if tokenizer := values.get("data.tokenizer"):
         found["data.prepare.tokenizer"] = values.get("data.prepare.tokenizer", tokenizer)
     return found
+
+
+def own_text_folder(out_dir: str) -> str:
+    """The folder in which the text that `data.text` names is prepared."""
+    return str(Path(out_dir, "data"))
 
 
 def read_yaml(path: str) -> Any:

@@ -6,7 +6,7 @@ from glob import has_magic
 from pathlib import Path
 
 from accel_gpt.config.data import PrepareConfig, SourceKind
-from accel_gpt.config.parse import build, parse_command, read_values
+from accel_gpt.config.parse import build, check_utf8, parse_command, read_values
 from accel_gpt.config.shipped import resolve_config, shipped_configs
 from accel_gpt.console import write_out
 from accel_gpt.data.sources import is_url
@@ -96,6 +96,7 @@ def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
         twice = any(option.partition("=")[0] == "--path" for option in words)
         require(not twice, f"both the path {word} and --path are given; give one")
         return parse_command(PrepareCommand, ["--path", word, *words], "accel-gpt prepare PATH")
+    check_utf8("RECIPE", word)
     values = read_values(PrepareCommand, str(resolve_config(word, "data")), words)
     return build(PrepareCommand, values)
 

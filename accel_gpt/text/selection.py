@@ -250,7 +250,7 @@ def group_files(files: list[Path], kinds: Mapping[Path, str]) -> list[Group]:
     groups = [
         Group(
             name=ending,
-            reason=reason(kind),
+            reason=kind_reason(kind),
             files=len(group),
             bytes=sum(file.stat().st_size for file in group),
         )
@@ -259,7 +259,7 @@ def group_files(files: list[Path], kinds: Mapping[Path, str]) -> list[Group]:
     return sorted(groups, key=lambda group: (-group.bytes, group.name))
 
 
-def reason(kind: str) -> str:
+def kind_reason(kind: str) -> str:
     """Say why files of a kind are left out."""
     if kind == BINARY:
         return "binary, not UTF-8 text"

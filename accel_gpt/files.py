@@ -164,6 +164,21 @@ def is_at(file: TextIO, path: Path) -> bool:
 # --------------------------------------------------------------------------- reading
 
 
+def describe_path(path: str | Path) -> str:
+    """Say what a path is, as the end of a sentence: is a file, is a folder, does not exist."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return "does not exist"
+    kinds = (
+        (stat.S_ISREG, "is a file"),
+        (stat.S_ISDIR, "is a folder"),
+        (stat.S_ISFIFO, "is a named pipe"),
+        (stat.S_ISSOCK, "is a socket"),
+    )
+    return next((words for is_kind, words in kinds if is_kind(mode)), "is a device")
+
+
 def open_file(path: str | Path) -> BinaryIO:
     """Open a regular file for reading; `OSError` for any other: reading a pipe may never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -84,6 +84,10 @@ def launch(config: Config, source: str) -> int:
     """Train `config`, read from `source`, in a folder that is locked; returns the exit code."""
     die_with_launcher()
     started, plan = time.monotonic(), make_plan(config, world_size())
+    if config.model.init_from != "scratch":
+        from accel_gpt.hub.pretrained import check_initial_tokenizer
+
+        check_initial_tokenizer(config)
     with peers(plan.world_size), prepare_run(config, source):
         if config.eval.only:
             from accel_gpt.commands.evaluate_model import evaluate_only

@@ -78,6 +78,15 @@ def test_lone_text_in_yaml_is_one_prompt_and_words_lose_their_blanks(tmp_path: P
     assert config.checkpoint.allow_change == ("optim.lr", "train.max_steps")
 
 
+def test_an_emoji_that_yaml_escapes_is_text_and_a_single_surrogate_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text('sample: {prompts: ["\\ud83d\\udc80"]}')
+    assert load_config([str(path)], "test").sample.prompts == ("\ud83d\udc80",)
+    path.write_text('out_dir: "runs/caf\\udce9"')
+    with pytest.raises(UserError, match=r"out_dir is runs/caf.xe9, which is not UTF-8"):
+        load_config([str(path)], "test")
+
+
 def test_unquoted_no_in_yaml_is_the_precision_no(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("train: {mixed_precision: no, max_steps: 1}")

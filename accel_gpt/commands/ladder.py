@@ -106,7 +106,8 @@ def main(argv: Sequence[str]) -> int:
     out = Path(options.out or f"{base.out_dir.rstrip('/')}_ladder")
     if base.data.train == str(Path(base.out_dir, "data")):  # of data.text: not in another run
         given["data.train"] = str(out / "data")
-    ensure_data(config_of(given).data)  # the sizes of all rungs follow from its vocabulary
+    # the sizes of all rungs follow from the vocabulary of the data
+    ensure_data(config_of(given | {"out_dir": str(out)}))
     rungs = all_rungs(options, given, out)
     runs = {rung.name: RunFolder(out / rung.name) for rung in rungs}
     law_terms([rung.size for rung in rungs])  # raises before any is trained

@@ -41,6 +41,7 @@ def load_config(
     file, an unknown key, a wrong type or an impossible value.
     """
     path, *words = argv if argv and not argv[0].startswith("-") else ["", *argv]
+    check_utf8("CONFIG", path)
     essential = () if "--help-all" in words else ESSENTIAL
     show_help_if_asked(Config, words, f"{prog} CONFIG", essential)
     require(bool(path), f"no config file given; usage: {prog} CONFIG [--section.key v]")
@@ -113,10 +114,15 @@ def own_text(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
         require(not given.get(key), f"data.text is {text} and {key} is {given.get(key)}; give one")
     found = {"data.text": None, "data.prepare.path": text, "data.prepare.dataset": None}
     found["data.prepare.source"] = given.get("data.prepare.source") or "auto"
-    found["data.train"] = str(Path(values.get("out_dir", Config.out_dir), "data"))
+    found["data.train"] = own_text_folder(values.get("out_dir", Config.out_dir))
     if tokenizer := values.get("data.tokenizer"):
         found["data.prepare.tokenizer"] = values.get("data.prepare.tokenizer", tokenizer)
     return found
+
+
+def own_text_folder(out_dir: str) -> str:
+    """The folder in which the text that `data.text` names is prepared."""
+    return str(Path(out_dir, "data"))
 
 
 def read_yaml(path: str) -> Any:
@@ -323,6 +329,8 @@ def convert(key: str, value: Any, hint: Any) -> Any:
 
 def to_type(key: str, value: Any, hint: Any) -> Any:
     """`value` as the type `hint`; raises `KeyError`, `TypeError`, `ValueError`, `OverflowError`."""
+    if isinstance(value, str):
+        check_utf8(key, value)
     if get_origin(hint) is Literal:
         value = "no" if value is False else value  # YAML 1.1 reads an unquoted no as false
         return {choice: choice for choice in get_args(hint)}[value]
@@ -341,8 +349,26 @@ def to_type(key: str, value: Any, hint: Any) -> Any:
     if get_origin(hint) is Mapping:
         if not value or not all(isinstance(t, str) and t for t in (*value, *value.values())):
             raise TypeError
+        for text in (*value, *value.values()):
+            check_utf8(key, text)
         return dict(value)
     return to_scalar(value, hint)
+
+
+def check_utf8(key: str, text: str) -> None:
+    """Raise `UserError` if a text, such as a path, holds bytes that are not UTF-8.
+
+    Configs, indexes and records are UTF-8, so they could not name the path again.
+    """
+    # YAML writes an emoji as a pair of surrogates; a single one stands for a byte that is not UTF-8
+    joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+    try:
+        joined.encode()
+    except UnicodeEncodeError:
+        shown = joined.encode("utf-8", "backslashreplace").decode().replace("\\udc", "\\x")
+        raise UserError(
+            f"{key} is {shown}, which is not UTF-8; use UTF-8: rename the file or folder"
+        ) from None
 
 
 def fitting(value: Any, hint: Any) -> Any:

@@ -9,16 +9,17 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TextIO
 
-from accel_gpt.config.data import DataConfig, TextStream
+from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat
+from accel_gpt.config.parse import own_text_folder, to_flat
 from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.data.corpus import Corpus, open_shards
 from accel_gpt.data.shards import INDEX
 from accel_gpt.data.sources import is_url
 from accel_gpt.data.verify import DataVerifier
-from accel_gpt.errors import require
+from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import is_main, local_rank, main_address, rank, world_size
 from accel_gpt.training.accelerator import (
     requested_precision,
@@ -57,7 +58,7 @@ def prepare_run(config: Config, source: str) -> Iterator[None]:
                     held.enter_context(locked(folder))
                     copy_shipped(source, folder)
             require_shared(folder)
-        ensure_data(config.data)
+        ensure_data(config)
         yield
 
 
@@ -73,14 +74,15 @@ def require_shared(folder: Path) -> None:
     )
 
 
-def ensure_data(data: DataConfig) -> None:
+def ensure_data(config: Config, stdout: TextIO | None = None) -> None:
     """Prepare the data folder if it is missing, on rank 0 and on one rank of each machine that does
     not share the folder, while the others wait; a collective.
 
     `accel-gpt prepare` does it in a process of its own, which needs no torch and gives its memory
-    back. Exits on all ranks with its code if it fails; raises `UserError` if the folder that is
-    there was prepared in another way.
+    back. What it prints goes to `stdout`. Exits on all ranks with its code if it fails; raises
+    `UserError` if the folder that is there was prepared in another way, or the text is missing.
     """
+    data = config.data
     text, folder = data.prepare.path or data.prepare.dataset, Path(str(data.folder))
     missing, first = False, local_rank() == 0
     with all_ranks():
@@ -105,18 +107,37 @@ def ensure_data(data: DataConfig) -> None:
         return
     shared = sees_main(folder.parent) if every[0] else every
     own = missing and first and (is_main() or not (every[0] and shared[rank()]))
-    run_prepare({"out": str(folder), **asdict(data.prepare)} if own else None)
+    with all_ranks():
+        if own:
+            check_text(config)
+    run_prepare({"out": str(folder), **asdict(data.prepare)} if own else None, stdout)
     if missing:
         appears(folder / INDEX)
 
 
-def run_prepare(settings: dict[str, object] | None) -> None:
+def check_text(config: Config) -> None:
+    """Raise `UserError`, with the key that the user set, if there is no text to prepare."""
+    prepare = config.data.prepare
+    kinds = ("auto", "text", "jsonl", "parquet", "arrow")
+    if prepare.source not in kinds or prepare.path in (None, "-") or is_url(str(prepare.path)):
+        return
+    from accel_gpt.text.selection import select_files
+
+    try:
+        select_files(str(prepare.path), prepare.source)
+    except UserError as error:
+        if config.data.train != own_text_folder(config.out_dir):
+            raise
+        raise UserError(str(error).replace("data.prepare.path", "data.text")) from None
+
+
+def run_prepare(settings: dict[str, object] | None, stdout: TextIO | None = None) -> None:
     """Run `accel-gpt prepare` with `settings` (None: on other ranks alone) until all ranks are
     done; a collective. Exits on all with the code of one that fails.
     """
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     before = [signal.signal(n, lambda number, _: sys.exit(128 + number)) for n in numbers]
-    process = start_prepare(settings) if settings else None
+    process = start_prepare(settings, stdout) if settings else None
     try:  # a signal, or a rank that is lost, kills the process
         codes: list[int | None] = [None]
         while None in codes and not any(codes):
@@ -132,15 +153,17 @@ def run_prepare(settings: dict[str, object] | None) -> None:
         sys.exit(next(code for code in codes if code))
 
 
-def start_prepare(settings: dict[str, object]) -> subprocess.Popen[bytes]:
-    """Start `accel-gpt prepare` with `settings`."""
+def start_prepare(
+    settings: dict[str, object], stdout: TextIO | None = None
+) -> subprocess.Popen[bytes]:
+    """Start `accel-gpt prepare` with `settings`; what it prints goes to `stdout`."""
     # through a pipe: everybody on the machine can see a command line, and a URL may hold a password
     reading, writing = os.pipe()
     os.write(writing, json.dumps(settings, ensure_ascii=False).encode("utf-8", "surrogateescape"))
     os.close(writing)
     command = [sys.executable, "-m", "accel_gpt.cli", "prepare", f"/dev/fd/{reading}"]
     try:
-        return subprocess.Popen(command, pass_fds=(reading,))
+        return subprocess.Popen(command, pass_fds=(reading,), stdout=stdout)
     finally:
         os.close(reading)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_gpt.config.parse import changed_keys
 from accel_gpt.report.page import hardware
-from accel_gpt.report.references import config_name, shape
+from accel_gpt.report.references import config_name, prepared, shape
 from accel_gpt.report.runs import NamedRun, open_runs
 
 
@@ -42,7 +42,7 @@ def reference(run: NamedRun) -> dict[str, Any]:
             "model": shape(run),
             "vocab_size": run.last_launch("model", "vocab_size"),
             "data_fingerprint": run.last_launch("data", "fingerprint"),
-            "config": name,
+            "data_prepared": prepared(run),
         },
         "curve": {
             "step": run.metrics.steps[rows].astype(int).tolist(),

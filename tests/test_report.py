@@ -6,6 +6,7 @@ import hashlib
 import html.parser
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -334,8 +335,31 @@ def test_a_run_is_compared_with_the_reference_of_its_like(
     wider = make_run(tmp_path / "wider", model=ModelConfig(n_layer=2, n_head=2, n_embd=64))
     assert find_reference("auto", open_runs([str(wider)])) is None
     assert find_reference("mine", open_runs([str(wider)]))
-    other = make_run(tmp_path / "o", None, [{**LAUNCH, "command": "x", "data": {}}])
-    assert find_reference("auto", open_runs([str(other)])) is None
+    other = make_run(tmp_path / "o", None, [{**LAUNCH, "data": {"fingerprint": "e" * 64}}])
+    assert find_reference("auto", open_runs([str(other)])) is None  # of the same command
+
+
+def test_a_reference_is_found_by_what_was_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The standard library of another Python has another fingerprint; a text of one's own is
+    another text, though it is trained by the same config."""
+    prepared = DataConfig(train="data/x", prepare=PrepareConfig(source="stdlib", tokenizer="bpe"))
+    [first] = open_runs([str(make_run(tmp_path / "first", data=prepared))])
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "configs" / "references"
+    folder.mkdir(parents=True)
+    (folder / "mine.json").write_text(json.dumps(reference(first)))
+    launches = [{**LAUNCH, "data": {"fingerprint": "e" * 64}}]
+    same = make_run(tmp_path / "same", None, launches, data=replace(prepared, train="data/y"))
+    assert find_reference("auto", open_runs([str(same)]))
+    for name, own in {
+        "text": PrepareConfig(source="text", path="mine.txt", tokenizer="bpe"),
+        "vocabulary": PrepareConfig(source="stdlib", tokenizer="bytes"),
+    }.items():
+        data = DataConfig(train="data/x", prepare=own)
+        run = make_run(tmp_path / name, None, launches, data=data)
+        assert find_reference("auto", open_runs([str(run)])) is None, name
 
 
 def test_the_config_of_a_command_by_path_or_name() -> None:
@@ -355,10 +379,14 @@ def test_our_own_references_are_those_of_our_configs(name: str, tmp_path: Path) 
     assert re.fullmatch(r"[0-9a-f]{12}", own["commit"])  # nothing was changed beside it
     launch = {**LAUNCH, "command": f"accel-gpt train configs/{name}.yaml"}
     launch |= {"model": {"vocab_size": own["match"]["vocab_size"]}, "data": {}}
-    run = make_run(tmp_path / "run", None, [launch], model=config.model)
+    run = make_run(tmp_path / "run", None, [launch], model=config.model, data=config.data)
     found = find_reference("auto", open_runs([str(run)]))
     assert found
     assert found["name"] == name
+    own_text = replace(config.data.prepare, source="text", path="mine.txt")
+    data = replace(config.data, prepare=own_text)
+    run = make_run(tmp_path / "own", None, [launch], model=config.model, data=data)
+    assert find_reference("auto", open_runs([str(run)])) is None
 
 
 def test_gpt2_on_openwebtext_is_compared_with_what_nanogpt_published(tmp_path: Path) -> None:

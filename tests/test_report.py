@@ -311,6 +311,40 @@ def test_mistakes(
         assert error.count("\n") == 1
 
 
+def test_losses_of_different_tokenizers_are_not_ranked(tmp_path: Path) -> None:
+    """The loss in nats of a token of one byte is lower, and says less, than that of a long one."""
+
+    def run(name: str, tokenizer: str, loss: float, bits: float) -> Path:
+        data = {**LAUNCH["data"], "tokenizer_fingerprint": tokenizer}
+        last = record(40, **{"eval/val_loss": loss, "eval/val_bits_per_byte": bits})
+        return make_run(tmp_path / name, [last], [{**LAUNCH, "data": data}])
+
+    def marked(*runs: Path) -> set[str]:
+        out = tmp_path / "compared.html"
+        assert report(*runs, "--reference=none", "--out", out) == 0
+        text = out.read_text(encoding="utf-8")
+        assert ("different tokenizers" in text) is (len({path.name[0] for path in runs}) > 1)
+        return set(re.findall(r'class="number best">([^<]*)<', text))
+
+    chars = run("chars", "c" * 64, loss=2.9969, bits=4.32)
+    bpe = run("bpe", "b" * 64, loss=4.9933, bits=2.16)
+    longer = run("bpe_longer", "b" * 64, loss=4.5, bits=1.95)
+    assert marked(chars, bpe) == {"2.16"}
+    assert marked(bpe, longer) == {"4.5000"}
+
+
+def test_a_run_saved_beyond_its_last_record_stopped_where_it_was_saved(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path / "run", [record(90), record(95)], [{**LAUNCH, "plan": {"max_steps": 120}}]
+    )
+    (run / "checkpoints" / "step_00000060").mkdir(parents=True)
+    assert "stopped at step 95 of 120" in page(run)
+    (run / "checkpoints" / "step_00000097").mkdir()
+    text = page(run)
+    assert "stopped at step 97 of 120" in text
+    assert "<b>97</b><span>steps" in text
+
+
 # --------------------------------------------------------------------------- references
 
 

@@ -19,7 +19,7 @@ from accel_gpt.cli import dispatch
 from accel_gpt.commands.plan import format_hours
 from accel_gpt.commands.plan_time import evaluation_tokens
 from accel_gpt.commands.plan_vocabulary import inherit_known
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.parse import load_config
 from accel_gpt.console import run_main
@@ -418,8 +418,44 @@ def test_a_few_steps_here_give_the_speed_of_this_machine(
     """Neither the data nor the batch of the config is needed."""
     own = small_run("--data.train", "none", "--train.tokens_per_step", str(2**20))
     found = plan(capsys, *own, "--vocab_size", 300, "--measure")["time"]
-    assert found["source"] == "measured here: 3 steps of 8 sequences, uncompiled"
+    assert found["source"] == "measured here: 3 steps of 8 sequences in float32, uncompiled"
     assert found["hours"] == pytest.approx(12 * 2**20 / found["tokens_per_second"] / 3600, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("avx512_bf16",), ("avx512_bf16", "amx_bf16")])
+def test_auto_is_one_precision_in_all_parts_of_a_plan(
+    flags: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    small_run: Callable[..., list[str]],
+) -> None:
+    """On a CPU that may try bf16 it is what the measurement chose, whatever this CPU is."""
+    monkeypatch.setattr("accel_gpt.cost.devices.cpu_flags", lambda: frozenset(flags))
+    own = small_run("--data.train", "none", "--train.mixed_precision", "auto")
+    found = plan(capsys, *own, "--vocab_size", 300, "--measure")
+    precision = found["precision"]["is"]
+    if flags != ("avx512_bf16",):
+        assert precision == ("bf16" if flags else "no")
+    shown = {"no": "float32", "bf16": "bf16"}[precision]
+    assert found["machine"].endswith(shown)
+    assert f" in {shown}, " in found["time"]["source"]
+
+
+def test_auto_on_a_cpu_that_may_try_bf16_says_what_it_depends_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_gpt.cost.devices.cpu_flags", lambda: frozenset({"avx512_bf16"}))
+    words = (GPT2, "--out_dir", tmp_path / "run", "--train.mixed_precision", "auto")
+    found = plan(capsys, *words)
+    assert found["precision"]["is"] == "no"
+    assert "unless the run finds bf16 faster; --measure tries both" in found["precision"]["source"]
+    train = TrainConfig(mixed_precision="bf16")
+    make_run(tmp_path / "run", train=train)  # which a launch would resume
+    found = plan(capsys, *words)
+    assert found["machine"] == "1 x CPU process, bf16"
+    assert found["precision"]["source"] == f"train.mixed_precision auto, as in {tmp_path / 'run'}"
+    assert plan(capsys, *words, "--gpu", "t4")["precision"]["is"] == "no"
 
 
 def test_every_device_has_its_memory() -> None:

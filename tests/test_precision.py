@@ -94,6 +94,25 @@ def test_the_cpu_decides_and_the_reason_is_printed(
     assert shown.count(slow) == int(by_launcher)
 
 
+@pytest.mark.parametrize(
+    ("launcher", "option", "shown"),
+    [
+        ("bf16", (), "precision bf16 (set by the launcher), "),
+        ("no", (), "precision fp32 (default), "),
+        (None, (), "precision fp32 (default), "),
+        ("bf16", ("--train.mixed_precision", "no"), "precision fp32, "),
+    ],
+)
+def test_the_first_lines_say_who_set_the_precision(
+    launcher: str | None, option: tuple[str, ...], shown: str, small_run: Arguments,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if launcher:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+    assert launch(small_run("--train.max_steps", "3", "--sample.every", "0", *option)) == 0
+    assert shown in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("faster", ["no", "bf16"])
 def test_where_the_flags_do_not_tell_a_step_is_timed(
     faster: str,

@@ -21,6 +21,7 @@ from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
 from accel_gpt.files import write_file
+from accel_gpt.launcher import launcher_precision
 from accel_gpt.model.gpt import GPT
 from accel_gpt.redact import command_line, redact
 from accel_gpt.training.machine import describe_machine
@@ -107,7 +108,9 @@ class Reporter:
         parameters = parameter_counts(config.model, corpus.vocab_size)["total"]
         unknown = "" if speed.peak else f"; no MFU: its {speed.dtype} peak is not known"
         precision = "fp32" if machine["mixed_precision"] == "no" else machine["mixed_precision"]
-        default = " (default)" if config.train.mixed_precision is None else ""
+        source = ""
+        if config.train.mixed_precision is None:
+            source = " (default)" if launcher_precision() == "no" else " (set by the launcher)"
         depth: Sequence[str] = ()
         if config.model.depth:
             from accel_gpt.config.depth import describe_depth
@@ -122,7 +125,7 @@ class Reporter:
                 *(f"plan     {line}" for line in self.plan.describe().splitlines()),
                 *(f"plan     {line}" for line in depth),
                 f"device   {machine['processes']} x {machine['device']}, precision {precision}"
-                f"{default}, {plural(machine['threads_per_process'], 'thread')}{unknown}",
+                f"{source}, {plural(machine['threads_per_process'], 'thread')}{unknown}",
             ]
         )
 

@@ -7,12 +7,12 @@ the formulas of `cost/`.
 import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from accel_gpt.commands.plan_memory import plan_memory
-from accel_gpt.commands.plan_time import measure_speed, plan_time
+from accel_gpt.commands.plan_time import plan_time
 from accel_gpt.commands.plan_vocabulary import inherit_known, vocabulary_size
 from accel_gpt.config.checks import NotNegative, Positional, Positive, Section, Share
 from accel_gpt.config.depth import describe_depth
@@ -36,8 +36,6 @@ from accel_gpt.errors import require
 from accel_gpt.files import read_json
 
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
-AUTO = "train.mixed_precision auto"
-AUTO_TIMES = f"{AUTO}, unless the run finds bf16 faster; --measure tries both"
 CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
 NODE = 8  # GPUs of a node where nothing says it: assumption, as in HGX and OAM boards
 
@@ -126,17 +124,10 @@ def main(argv: Sequence[str]) -> int:
 def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
     """All that follows from a config and a machine, as JSON; `UserError` where they do not fit."""
     machine = make_machine(options, config)
-    vocab_size, vocab_source = vocabulary_size(config, options.vocab_size)
+    vocab_size, source = vocabulary_size(config, options.vocab_size)
     if config.train.micro_batch_size == "auto":
         config = with_size(config, largest_size(config, vocab_size, machine) or 1)
     plan = make_plan(config, machine.devices)
-    measured = None
-    if options.measure:
-        requested = "auto" if machine.precision_source == AUTO_TIMES else machine.precision
-        measured = measure_speed(config, vocab_size, machine, requested)
-        if requested == "auto":
-            source = f"{AUTO}, as chosen here"
-            machine = replace(machine, precision=measured.precision, precision_source=source)
     counts = parameter_counts(config.model, vocab_size)
     tokens, flops = plan.max_steps * plan.tokens_per_step, flops_per_token(config.model, vocab_size)
     checkpoint, saved = checkpoint_bytes(config, vocab_size), config.checkpoint
@@ -146,7 +137,7 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
         "config": options.config,
         "machine": str(machine),
         "precision": {"is": machine.precision, "source": machine.precision_source},
-        "vocabulary": {"tokens": vocab_size, "source": vocab_source},
+        "vocabulary": {"tokens": vocab_size, "source": source},
         "parameters": counts,
         "length": {
             "steps": plan.max_steps,
@@ -165,7 +156,7 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
         "depth": list(describe_depth(to_flat(config))),
         "loss": expected_loss(options, config, vocab_size),
         "memory": plan_memory(config, vocab_size, machine),
-        "time": plan_time(options, config, vocab_size, machine, plan, measured),
+        "time": plan_time(options, config, vocab_size, machine, plan),
         "disk": {
             "data_read": sequences * (plan.block_size + 1) * token_bytes,
             "checkpoint": checkpoint,
@@ -263,8 +254,12 @@ def planned_precision(
     if precision not in (None, "auto"):
         return precision, "train.mixed_precision"
     found = launch.get("mixed_precision") or "no"  # YAML reads a bare no as false
+    resumed = resumed_precision(config, gpu) if precision == "auto" else None
+    if resumed is not None:
+        return resumed, f"train.mixed_precision auto, as in {config.out_dir}"
     if precision == "auto" and found == "no":
-        return auto_precision(config, gpu)
+        fits = peak_flops(gpu, "bf16") if gpu else bf16_instructions() == MATRIX_UNITS
+        return "bf16" if fits else "no", "train.mixed_precision auto"
     require(
         found in PRECISIONS,
         f"mixed_precision in {path} is {found!r}; planned is for {', '.join(PRECISIONS)}",
@@ -272,24 +267,14 @@ def planned_precision(
     return str(found), str(path) if path else "default"
 
 
-def auto_precision(config: Config, gpu: str | None) -> tuple[str, str]:
-    """The precision that `train.mixed_precision: auto` gives, and why: as `training/precision.py`
-    chooses it, without timing anything.
-    """
+def resumed_precision(config: Config, gpu: str | None) -> str | None:
+    """The precision of the run in `out_dir`, which a launch on this machine would resume."""
     if gpu:
-        return "bf16" if peak_flops(gpu, "bf16") else "no", AUTO
+        return None
     from accel_gpt.training.run_folder import RunFolder  # imports numpy
 
-    earlier = RunFolder(config.out_dir).config.get("train.mixed_precision")
-    if earlier in PRECISIONS:
-        return str(earlier), f"{AUTO}, as in {config.out_dir}"
-    instructions, train = bf16_instructions(), config.train
-    if instructions == MATRIX_UNITS:
-        return "bf16", AUTO
-    untimed = train.reproducible or config.eval.only or train.micro_batch_size == "auto"
-    if instructions is None or untimed:
-        return "no", AUTO
-    return "no", AUTO_TIMES
+    found = RunFolder(config.out_dir).config.get("train.mixed_precision")
+    return str(found) if found in PRECISIONS else None
 
 
 # --------------------------------------------------------------------------- the table

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from accel_gpt.commands.plan_vocabulary import data_folders
 from accel_gpt.config.experiment import Config
@@ -29,21 +29,8 @@ MEASURED_STEPS, MEASURED_FLOPS = 3, 2e11  # steps; of each, a second or two on t
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step: the backward pass takes two
 
 
-class Measured(NamedTuple):
-    """The speed of this machine's CPUs."""
-
-    tokens_per_second: float
-    precision: str  # in which it was measured: no or bf16
-    description: str
-
-
 def plan_time(
-    options: "PlanCommand",
-    config: Config,
-    vocab_size: int,
-    machine: Machine,
-    plan: Plan,
-    measured: Measured | None = None,
+    options: "PlanCommand", config: Config, vocab_size: int, machine: Machine, plan: Plan
 ) -> dict[str, Any]:
     """Speed, hours and cost; None where the speed is not known."""
     flops = flops_per_token(config.model, vocab_size)
@@ -64,8 +51,8 @@ def plan_time(
         assumed = ASSUMED_MFU * (RECOMPUTED if recomputed else 1)
         rate = (options.mfu or assumed) * peak * machine.devices / flops
         source = "--mfu" if options.mfu else f"an assumed MFU of {assumed:.0%}"
-    if measured:
-        rate, source = measured.tokens_per_second, measured.description
+    if options.measure:
+        rate, source = measured_rate(config, vocab_size, machine)
     if not rate and machine.gpu is None and (rate := trained_rate(config, flops, machine.devices)):
         source = f"measured by the run in {config.out_dir}, which may have been on another machine"
     if not rate:
@@ -101,11 +88,10 @@ def trained_rate(config: Config, flops: float, processes: int) -> float | None:
     return float(sorted(rates)[len(rates) // 2]) if len(rates) and not device_key(device) else None
 
 
-def measure_speed(config: Config, vocab_size: int, machine: Machine, precision: str) -> Measured:
-    """Measure this machine's CPUs by a few steps on random tokens.
+def measured_rate(config: Config, vocab_size: int, machine: Machine) -> tuple[float, str]:
+    """Tokens per second of this machine's CPUs, by a few steps on random tokens, and what it is.
 
-    `precision`: no, bf16, or auto for the one that a run would choose. The steps are those of
-    `accel-gpt bench`, uncompiled, of fewer sequences where a step is long.
+    The steps are those of `accel-gpt bench`, uncompiled, of fewer sequences where a step is long.
     """
     import numpy as np
 
@@ -128,11 +114,8 @@ def measure_speed(config: Config, vocab_size: int, machine: Machine, precision: 
             **{"model.init_from": "scratch", "train.compile": "false"},
             **{"train.micro_batch_size": sequences, "train.tokens_per_step": sequences * T},
             **{"eval.tokens": T, "eval.whole_at_end": "false"},
-            "train.mixed_precision": precision,
+            "train.mixed_precision": machine.precision,
         }
-        if config.train.max_steps:  # a run of as many tokens: auto tries nothing in a short one
-            smaller = config.train.tokens_per_step / (sequences * T)
-            own["train.max_steps"] = math.ceil(config.train.max_steps * smaller)
         words = [sys.executable, "-m", "accel_gpt.cli", "bench", str(path), "--json", "--parts=0"]
         words += ["--warmup=1", f"--steps={MEASURED_STEPS}"]
         words += [f"--{key}={value}" for key, value in own.items()]
@@ -140,13 +123,12 @@ def measure_speed(config: Config, vocab_size: int, machine: Machine, precision: 
     error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     require(not done.returncode, f"--measure failed: {error.removeprefix('error: ')}")
     report = json.loads(done.stdout)
-    precision = report["mixed_precision"]
-    return Measured(
-        tokens_per_second=report["tokens_per_second"],
-        precision=precision,
-        description=f"measured here: {MEASURED_STEPS} steps of {plural(sequences, 'sequence')} in "
-        f"{'float32' if precision == 'no' else precision}, uncompiled",
+    precision = report["mixed_precision"].replace("no", "float32")
+    source = (
+        f"measured here: {MEASURED_STEPS} steps of {plural(sequences, 'sequence')} in {precision}, "
+        "uncompiled"
     )
+    return report["tokens_per_second"], source
 
 
 def evaluation_tokens(config: Config, steps: int) -> int | None:

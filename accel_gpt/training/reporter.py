@@ -24,6 +24,7 @@ from accel_gpt.files import write_file
 from accel_gpt.launcher import launcher_precision
 from accel_gpt.model.gpt import GPT
 from accel_gpt.redact import command_line, redact
+from accel_gpt.training.evaluation_time import EvaluationTime
 from accel_gpt.training.machine import describe_machine
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
 from accel_gpt.training.run_folder import RunFolder
@@ -60,6 +61,7 @@ class Reporter:
         self.metrics: MetricsLog | None = None  # on rank 0
         self.disk_full = False  # it has refused metrics
         self.synchronize = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
+        self.evaluation_time = EvaluationTime(config, plan)
         self.slow_steps = SlowSteps(accelerator.device, self.synchronize)
         self.watch = Stopwatch(0.0, 0)
         self.beat: Callable[[], None] = lambda: None  # of the watchdog
@@ -67,6 +69,7 @@ class Reporter:
 
     def launch(self, corpus: Corpus, state: TrainState) -> None:
         """Record this launch, which resumes at `state`, and print its first lines."""
+        self.evaluation_time.start(corpus.evaluated)
         if self.accelerator.is_main_process:
             machine = describe_machine(self.accelerator)
             self.record_launch(corpus, machine, state.step)
@@ -166,7 +169,11 @@ class Reporter:
     def step_metrics(self, step: int, loader: Loader) -> Record:
         """Speed since the last call, and the hash of the last global batch; collectives."""
         steps = max(step - self.watch.step, 1)
+        warm = self.watch.step > self.watch.first_step
         seconds = self.watch.lap(step)
+        on_cpu = self.accelerator.device.type == "cpu"
+        if warning := self.evaluation_time.check(seconds, warm, on_cpu):
+            self.log(warning)
         if warning := self.slow_steps.check(seconds, loader.waited / steps):
             self.log(warning)
         loader.waited = 0.0

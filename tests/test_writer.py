@@ -162,6 +162,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     assert re.search(r"it needs [\d,]+ bytes, [\d,]+ are free\); training goes on", said)
     root = tmp_path / "run" / "checkpoints"
     kept = [4, 8, 12] if point == "renamed" else [4, 12]  # it is valid once it has its name
+    assert f"the checkpoint of step {kept[-2]} remains" in said
     assert checkpoint_steps(root) == kept
     for step in kept:
         verify(root / f"step_{step:08d}")
@@ -202,8 +203,25 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
     said = capsys.readouterr().err
     assert said.count("WARNING: the checkpoint of step 12 could not be written") == 1
     assert "error: the checkpoint of step 12 could not be written: No space left on dev" in said
-    assert "make room and launch again" in said
+    assert "the checkpoint of step 8 remains; make room and launch again" in said
     assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [4, 8]
+
+
+def test_a_run_without_a_checkpoint_is_promised_none(
+    small_run: Arguments,
+    tmp_path: Path,
+    fault: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(writer, "LAST_PAUSE_SECONDS", 0.0)
+    fault("manifest.due:1+=enospc")
+    assert launch(small_run(*QUIET)) == 4
+    said = capsys.readouterr().err
+    assert "training goes on and tries again; the run has no checkpoint\n" in said
+    assert "the run has no checkpoint; make room and launch again" in said
+    assert "intact" not in said
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == []
 
 
 @pytest.mark.slow

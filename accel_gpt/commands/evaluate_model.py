@@ -18,7 +18,7 @@ from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import load_config, to_flat
-from accel_gpt.console import ProgressLine, batches_done, write_out
+from accel_gpt.console import EvaluationProgress, ProgressLine, write_out
 from accel_gpt.data.corpus import document_end, eval_splits
 from accel_gpt.data.sources import open_sources
 from accel_gpt.data.tokenizer import Tokenizer
@@ -194,11 +194,12 @@ def evaluate_model(
     as_run: Record = {}
     others: Record = {}
     model = accelerator.prepare_model(model.eval(), evaluation_mode=True)
-    batch_size, line = options.batch_size or config.train.sequences, ProgressLine()
+    batch_size = options.batch_size or config.train.sequences
+    line, progress = ProgressLine(), EvaluationProgress()
 
     def beat(done: int, total: int) -> None:
         if accelerator.is_main_process:
-            line.show(batches_done(done, total))
+            line.show(progress.words(done, total))
 
     tasks = requested_tasks(options, config, model.config, accelerator.num_processes)
     path = options.hellaswag or config.eval.hellaswag

@@ -2,12 +2,12 @@
 
 `configs/references/NAME.json` holds one: `title`, `source` (a URL or the command), `config`,
 `commit`, `hardware`, `flops_per_token`, `match` with any of `model`, `vocab_size`,
-`data_fingerprint`, `data_folder` and `config`, `curve` with lists `step`, `tokens`, `seconds` and
-`val_loss`, and `points`, values without a curve: `label` and `val_loss`.
+`data_fingerprint`, `data_prepared` and `data_folder`, `curve` with lists `step`, `tokens`,
+`seconds` and `val_loss`, and `points`, values without a curve: `label` and `val_loss`.
 `write_reference` makes one from a run. NAME_ladder.json is none: see `cost/scaling.py`.
 
-A run matches if model and vocabulary are those of `match`, and so is the data (its fingerprint, or
-the name of its folder) or the name of the config.
+A run matches if model, vocabulary and data are those of `match`. The data is known by its
+fingerprint, by what `data.prepare` made it from, or by the name of its folder.
 """
 
 import json
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import changed_keys
 from accel_gpt.config.shipped import shipped_folder
@@ -32,6 +33,11 @@ NO_SHAPE = ("preset", "depth", "init_from", "allow_pickle", "vocab_size", "norm_
 # for fields that an older reference, or the config of an older run, lacks
 DEFAULTS = MappingProxyType(
     {name: value for name, value in asdict(ModelConfig()).items() if name not in NO_SHAPE}
+)
+# options of data.prepare that do not change the tokens
+SAME_TOKENS = ("shard_tokens", "workers")
+PREPARE_DEFAULTS = MappingProxyType(
+    {name: value for name, value in asdict(PrepareConfig()).items() if name not in SAME_TOKENS}
 )
 FOLDERS = (Path("configs/references"), shipped_folder() / "references")
 CURVE = ("step", "tokens", "seconds", "val_loss")
@@ -87,7 +93,7 @@ def make_reference(run: NamedRun) -> dict[str, Any]:
             "model": shape(run),
             "vocab_size": run.last_launch("model", "vocab_size"),
             "data_fingerprint": run.last_launch("data", "fingerprint"),
-            "config": name,
+            "data_prepared": prepared(run),
         },
         "curve": {
             "step": run.metrics.steps[rows].astype(int).tolist(),
@@ -129,20 +135,37 @@ def read_reference(path: Path) -> dict[str, Any]:
 
 def fits(match: Mapping[str, Any], run: NamedRun) -> bool:
     """Whether a reference was measured for runs like this one."""
-    folder = run.config.get("data.train")
-    found = {
-        "data_fingerprint": run.last_launch("data", "fingerprint"),
-        "data_folder": Path(folder).name if isinstance(folder, str) else None,
-        "config": config_name(run.last_launch("command")),
-    }
     model = match.get("model")
     same_model = isinstance(model, dict) and DEFAULTS | model == shape(run)
     same_vocabulary = match.get("vocab_size") == run.last_launch("model", "vocab_size")
-    return (
-        same_model
-        and same_vocabulary
-        and any(value and match.get(key) == value for key, value in found.items())
-    )
+    return same_model and same_vocabulary and same_data(match, run)
+
+
+def same_data(match: Mapping[str, Any], run: NamedRun) -> bool:
+    """Whether a run reads the data that a reference was measured on."""
+    fingerprint = run.last_launch("data", "fingerprint")
+    if fingerprint is not None and match.get("data_fingerprint") == fingerprint:
+        return True
+    source = prepared(run)
+    expected = match.get("data_prepared")
+    if source is not None and isinstance(expected, dict) and PREPARE_DEFAULTS | expected == source:
+        return True
+    folder = run.config.get("data.train")
+    return isinstance(folder, str) and match.get("data_folder") == Path(folder).name
+
+
+def prepared(run: NamedRun) -> dict[str, Any] | None:
+    """What `data.prepare` makes the data of a run from; None if its options do not name a text.
+
+    The path of a file names no text: another machine has another text there.
+    """
+    found = {
+        name: run.config.get(f"data.prepare.{name}", value)
+        for name, value in PREPARE_DEFAULTS.items()
+    }
+    url = str(found["path"]).startswith(("http://", "https://"))
+    named = found["source"] in ("stdlib", "dataset") or url
+    return found if named else None
 
 
 def shape(run: NamedRun) -> dict[str, Any]:

@@ -19,9 +19,11 @@ from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
 from accel_gpt.files import strict_json, write_file
+from accel_gpt.launcher import launcher_precision
 from accel_gpt.model.gpt import GPT
 from accel_gpt.redact import command_line, redact
 from accel_gpt.training.accelerator import threads_of_environment
+from accel_gpt.training.evaluation_time import EvaluationTime
 from accel_gpt.training.machine import describe_machine
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
 from accel_gpt.training.run_folder import RunFolder
@@ -57,12 +59,14 @@ class Reporter:
         self.metrics: MetricsLog | None = None  # on rank 0
         self.disk_full = False  # it has refused metrics
         self.synchronize = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
+        self.evaluation_time = EvaluationTime(config, plan)
         self.watch = Stopwatch(0.0, 0)
         self.beat: Callable[[], None] = lambda: None  # of the watchdog
         self.profile_step: Callable[[], None] = lambda: None
 
     def launch(self, corpus: Corpus, state: TrainState) -> None:
         """Record this launch, which resumes at `state`, and print its first lines."""
+        self.evaluation_time.start(corpus.evaluated)
         if self.accelerator.is_main_process:
             machine = describe_machine(self.accelerator)
             self.record_launch(corpus, machine, state.step)
@@ -106,7 +110,9 @@ class Reporter:
         threads = plural(machine["threads_per_process"], "thread")
         if self.accelerator.device.type == "cpu" and threads_of_environment(config.train):
             threads += " (OMP_NUM_THREADS)"
-        default = " (default)" if config.train.mixed_precision is None else ""
+        source = ""
+        if config.train.mixed_precision is None:
+            source = " (default)" if launcher_precision() == "no" else " (set by the launcher)"
         depth: Sequence[str] = ()
         if config.model.depth:
             from accel_gpt.config.depth import describe_depth
@@ -121,7 +127,7 @@ class Reporter:
                 *(f"plan     {line}" for line in self.plan.describe().splitlines()),
                 *(f"plan     {line}" for line in depth),
                 f"device   {machine['processes']} x {machine['device']}, precision {precision}"
-                f"{default}, {threads}{unknown}",
+                f"{source}, {threads}{unknown}",
             ]
         )
 
@@ -161,7 +167,11 @@ class Reporter:
 
     def step_metrics(self, step: int, loader: Loader) -> Record:
         """Speed since the last call, and the hash of the last global batch; collectives."""
+        warm = self.watch.step > self.watch.first_step
         seconds = self.watch.lap(step)
+        on_cpu = self.accelerator.device.type == "cpu"
+        if warning := self.evaluation_time.check(seconds, warm, on_cpu):
+            self.log(warning)
         return self.speed.metrics(seconds) | self.batch_hash(loader)
 
     def batch_hash(self, loader: Loader) -> Record:

@@ -121,9 +121,16 @@ class CheckpointWriter:
                 raise lost_peer(self.lost)
             time.sleep(LAST_PAUSE_SECONDS if remaining else 0)
         raise CheckpointError(
-            f"the checkpoint of step {state.step:,} could not be written: {self.problem}; those "
-            "before it are intact: make room and launch again"
+            f"the checkpoint of step {state.step:,} could not be written: {self.problem}; "
+            f"{self.what_remains()}; make room and launch again"
         )
+
+    def what_remains(self) -> str:
+        """Say which checkpoint a launch would resume from if this process ended now."""
+        steps = list(RunFolder(self.out_dir).checkpoints)
+        if not steps:
+            return "the run has no checkpoint"
+        return f"the checkpoint of step {steps[-1]:,} remains"
 
     def wait(self) -> None:
         """Wait until the save in progress is on disk, or has failed."""
@@ -250,7 +257,7 @@ class CheckpointWriter:
             self.log(
                 f"WARNING: the checkpoint of step {content['step']:,} could not be written in "
                 f"{root}: {problem} (it needs {needed:,} bytes, {free:,} are free); "
-                "training goes on and tries again, the checkpoints before it are intact"
+                f"training goes on and tries again; {self.what_remains()}"
             )
 
 

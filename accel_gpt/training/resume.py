@@ -88,16 +88,19 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
             from accel_gpt.training.copies import fetch_copy
 
             fetch_copy(config, log)
+        check_resume(out_dir, config.checkpoint.resume, log)
         path = find_resume(out_dir, config.checkpoint.resume, log)
         if path:
             saved = read_state(path)
             known = saved.config.keys() | now.config.keys()
             for key in config.checkpoint.allow_change:
                 require(key in known, f"checkpoint.allow_change has {key}, which is no key")
-            allowed = config.checkpoint.allow_change + length_keys(config, saved, log)
+            allowed = config.checkpoint.allow_change + length_keys(config, saved)
             if config.data.allow_change:
                 allowed += ("data.train",)
             check_same_run(path, saved, now, allowed)
+            if saved.step == make_plan(config, world_size()).max_steps:
+                log(f"{out_dir} is finished: it has trained all of its {saved.step:,} steps")
             for key, (was, new) in source_changes(vars(saved), vars(now)).items():
                 log(f"from step {saved.step:,} on {key} is {new}; it was {was}")
             reset_best(out_dir, saved)
@@ -110,7 +113,30 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
     return chosen
 
 
-def length_keys(config: Config, saved: TrainState, log: Callable[[str], None]) -> tuple[str, ...]:
+def check_resume(out_dir: Path, resume: str, log: Callable[[str], None]) -> None:
+    """Check the checkpoint that `checkpoint.resume` names against those of `out_dir`.
+
+    Raises `UserError` if it is an older one of `out_dir`: to train on from there would overwrite
+    the newer ones. Logs that a checkpoint elsewhere is not used once the run has its own.
+    """
+    own = RunFolder(out_dir).checkpoints
+    if resume in ("auto", "never") or not own:
+        return
+    asked = Path(resume).resolve()
+    newest = max(own)
+    if asked == own[newest].resolve():
+        return
+    older = [step for step, path in own.items() if path.resolve() == asked]
+    require(
+        not older,
+        f"checkpoint.resume is {resume}, step {max(older, default=0):,}, but {out_dir} has newer "
+        f"checkpoints, up to step {newest:,}; to go on from step {max(older, default=0):,}, set "
+        f"another out_dir; to go on from step {newest:,}, leave checkpoint.resume out",
+    )
+    log(f"{out_dir} has checkpoints, so checkpoint.resume {resume} is not used")
+
+
+def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
     """The keys of the run's length if no step up to `saved` would have had another learning rate.
 
     Raises `UserError` for a run that is shorter than what it has trained.
@@ -121,8 +147,6 @@ def length_keys(config: Config, saved: TrainState, log: Callable[[str], None]) -
         f"{config.out_dir} is at step {saved.step:,}, beyond the {plan.max_steps:,} of the config; "
         "lengthen the run, or set another out_dir",
     )
-    if saved.step == plan.max_steps:
-        log(f"{config.out_dir} is finished: it has trained all of its {saved.step:,} steps")
     if not (steps or tokens):  # of a version that had other keys
         return ()
     train = replace(config.train, max_steps=steps, max_tokens=tokens)

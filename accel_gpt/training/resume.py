@@ -20,7 +20,7 @@ from accelerate.utils.other import load
 from safetensors.torch import load_file
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat
+from accel_gpt.config.parse import relocated, to_flat
 from accel_gpt.config.plan import LENGTH, Plan, make_plan, plural
 from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import CheckpointError, DivergedError, UserError, first_line, require
@@ -302,16 +302,21 @@ def check_same_config(config: Config) -> None:
 
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Keys that differ but are not free: key -> (before, now). A key that `before` lacks, as an
-    earlier version wrote it, had its default.
+    earlier version wrote it, had its default. Data that moved with their run are the same.
     """
     before = to_flat(Config()) | dict(before)
     compared = BITS if now.get("train.reproducible") else ()
-    return {
-        key: (before.get(key), now.get(key))
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) not in (now.get(key), NOT_TOLD)
-        and (key in compared or not key.startswith(FREE))
-    }
+    changes = {}
+    for key in sorted(before.keys() | now.keys()):
+        was, new = before.get(key), now.get(key)
+        if key.startswith(FREE) and key not in compared:
+            continue
+        moved = was
+        if key.startswith("data.val"):
+            moved = relocated(was, before=str(before["out_dir"]), after=str(now.get("out_dir")))
+        if was not in (new, NOT_TOLD) and moved != new:
+            changes[key] = (was, new)
+    return changes
 
 
 def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:

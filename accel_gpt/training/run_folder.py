@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel_gpt.config.parse import to_flat
+from accel_gpt.config.parse import relocate, to_flat
 from accel_gpt.errors import AccelGPTError, BusyError, UserError
 from accel_gpt.files import load_json, load_yaml, lock, locked_file, open_file, read_json, read_text
 from accel_gpt.redact import redact_tokens
@@ -71,7 +71,9 @@ class RunFolder:
         return value
 
     def read_config(self) -> dict[str, Any]:
-        """The dotted keys of config.yaml; {} without the file. `UserError` if it cannot be read."""
+        """The dotted keys of config.yaml, for the folder in which the run lies now; {} without the
+        file. `UserError` if it cannot be read.
+        """
         file = self.path / "config.yaml"
         if not file.exists():
             return {}
@@ -79,7 +81,7 @@ class RunFolder:
             content = load_yaml(read_text(file, LARGEST_FILE))
             if not isinstance(content, Mapping | None):
                 raise ValueError("it is not a config")
-            return to_flat(content or {})
+            return to_flat(relocate(content or {}, str(self.path)))
         except (OSError, ValueError, TypeError) as error:
             raise UserError(
                 f"{file} cannot be read ({error}); set another out_dir, or remove the file"

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from accel_gpt.config.data import DataConfig, TextStream
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat
+from accel_gpt.config.parse import is_config_of_run, read_yaml, to_flat
 from accel_gpt.config.shipped import copy_shipped
+from accel_gpt.console import write_err
 from accel_gpt.data.corpus import Corpus, open_shards
 from accel_gpt.data.shards import INDEX
 from accel_gpt.data.sources import is_url
@@ -56,10 +57,24 @@ def prepare_run(config: Config, source: str) -> Iterator[None]:
             with all_ranks():
                 if is_main():
                     held.enter_context(locked(folder))
+                    tell_moved(config, source)
                     copy_shipped(source, folder)
             require_shared(folder)
         ensure_data(config.data)
         yield
+
+
+def tell_moved(config: Config, source: str) -> None:
+    """Print a line if `source` is the config of a run whose folder was moved or copied since."""
+    path = Path(source)
+    if not is_config_of_run(path) or Path(config.out_dir).resolve() != path.parent.resolve():
+        return
+    written = str(read_yaml(source).get("out_dir", config.out_dir))
+    if Path(written).resolve() != path.parent.resolve():
+        write_err(
+            f"{source} names out_dir {written}; the run continues in {config.out_dir}, where the "
+            "file lies"
+        )
 
 
 def require_shared(folder: Path) -> None:

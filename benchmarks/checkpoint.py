@@ -57,6 +57,7 @@ def main() -> None:
             out_dir=str(asked.folder / name.replace(", ", "_")),
             checkpoint=CheckpointConfig(async_save=copied, keep_last=1),
         )
+        Path(config.out_dir).mkdir(exist_ok=True)
         writers[name] = CheckpointWriter(accelerator, config, BytesTokenizer(), print)
     state, times, slow = TrainState(), dict[str, list[list[float]]](), dict[str, list[float]]()
     for _ in range(asked.rounds + 1):  # the first makes buffers and files

@@ -24,14 +24,23 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
 
 from accel_gpt.config.parse import relocate, to_flat
 from accel_gpt.errors import AccelGPTError, BusyError, UserError
-from accel_gpt.files import load_json, load_yaml, lock, locked_file, open_file, read_json, read_text
+from accel_gpt.files import (
+    is_at,
+    load_json,
+    load_yaml,
+    lock,
+    locked_file,
+    open_file,
+    read_json,
+    read_text,
+)
 from accel_gpt.redact import redact_tokens
 
 LARGEST_FILE = 16 << 20  # bytes of run.json and config.yaml; ours have some thousand
@@ -179,8 +188,35 @@ class RunFolder:
         return {step: root / step_name(step) for step in checkpoint_steps(root)}
 
 
+@dataclass(frozen=True)
+class FolderLock:
+    """The exclusive lock that this process holds on a run's folder."""
+
+    folder: Path
+    file: TextIO
+
+    def check(self) -> None:
+        """Raise `BusyError` unless the lock file is still the one in the folder.
+
+        Another process may have removed or renamed the folder, and made a new one. Says nothing if
+        the disk cannot tell: the write that follows does.
+        """
+        with contextlib.suppress(OSError):
+            if is_at(self.file, self.folder / ".lock"):
+                return
+            if not self.folder.exists():
+                raise BusyError(
+                    f"out_dir {self.folder} has gone: it was removed or renamed while the run was "
+                    "training; put it back, or launch again to start anew"
+                )
+            raise BusyError(
+                f"out_dir {self.folder} is no longer locked by this run: its file .lock was "
+                "removed or replaced; end any other run in it and launch again"
+            )
+
+
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[FolderLock]:
     """Hold the exclusive lock of a run's folder, made if missing; the kernel frees it on any exit.
 
     Raises `UserError` where the folder cannot be written, `BusyError` where a run is at work in it.
@@ -202,7 +238,7 @@ def locked(folder: Path) -> Iterator[None]:
         now = datetime.now().astimezone().isoformat(" ", "seconds")
         file.write(f"process {os.getpid()} on {os.uname().nodename} since {now}")
         file.flush()
-        yield
+        yield FolderLock(folder, file)
 
 
 @dataclass(frozen=True)

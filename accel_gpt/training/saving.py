@@ -29,7 +29,7 @@ from torch import Tensor
 
 from accel_gpt.config.experiment import CheckpointConfig, Config
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import AccelGPTError, CheckpointError
+from accel_gpt.errors import AccelGPTError, BusyError, CheckpointError
 from accel_gpt.files import fault_point, sha256, sync, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import host_group
@@ -52,6 +52,8 @@ class CheckpointWriter:
 
     `before_publish` is called on rank 0 before a checkpoint becomes valid, `on_checkpoint` of each
     of `copies` with its folder afterwards, before older ones are pruned; all on the saving thread.
+    `check_folder` raises `BusyError` on rank 0 if the run's folder has gone: nothing is written or
+    removed there then.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class CheckpointWriter:
         log: Callable[[str], None],
         before_publish: Callable[[], None] = lambda: None,
         copies: Sequence[Any] = (),
+        check_folder: Callable[[], None] = lambda: None,
     ) -> None:
+        self.check_folder = check_folder
         self.accelerator, self.config, self.tokenizer = accelerator, config.checkpoint, tokenizer
         self.out_dir, self.log = Path(config.out_dir), log
         self.before_publish, self.copies = before_publish, copies
@@ -80,11 +84,14 @@ class CheckpointWriter:
     def save(self, state: TrainState, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
         """Save the completed `state.step`; a collective. Returns when training may go on.
 
-        A save that fails is logged, and leaves the checkpoints before it untouched.
+        A save that fails is logged, and leaves the checkpoints before it untouched. Raises
+        `BusyError` if the run's folder has gone.
         """
         self.wait()
         if self.lost:
             raise lost_peer(self.lost)
+        with all_ranks(self.group):
+            self.check_folder()
         start = time.monotonic()
         temporary = self.out_dir / "checkpoints" / f".tmp_{step_name(state.step)}"
         content = {"format": FORMAT, **asdict(state)}
@@ -143,7 +150,8 @@ class CheckpointWriter:
 
     def save_tensors(self, folder: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
         """Save, or copy, what the next step of training changes."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(exist_ok=True)  # not its parents: a folder that has gone stays gone
+        folder.mkdir(exist_ok=True)
         fault_point("save.begun")
         accelerator, scaler = self.accelerator, self.accelerator.scaler
         accelerator.scaler = scaler if self.main else None  # every rank would write the same file
@@ -202,7 +210,12 @@ class CheckpointWriter:
             with self.phase(folder):
                 if self.main:
                     check_shared(folder, files, self.accelerator.num_processes)
-                    publish_checkpoint(folder, folder.with_name(step_name(content["step"])), files)
+                    publish_checkpoint(
+                        temporary=folder,
+                        final=folder.with_name(step_name(content["step"])),
+                        files=files,
+                        check_folder=self.check_folder,
+                    )
         except AccelGPTError as error:
             return str(error)
         except RuntimeError as error:  # of the group: another rank has gone
@@ -229,14 +242,24 @@ class CheckpointWriter:
                 except Exception as error:
                     raise CheckpointError(save_error(error)) from error
         except AccelGPTError:
-            if self.main:
+            if self.main and not self.folder_has_gone():
                 shutil.rmtree(folder, ignore_errors=True)
             all_gather(None, self.group)  # no rank saves there again before it is removed
             raise
 
+    def folder_has_gone(self) -> bool:
+        """Whether the run's folder is no longer the one that the run has locked; on rank 0."""
+        try:
+            self.check_folder()
+        except BusyError:
+            return True
+        return False
+
     def follow_up(self, content: dict[str, Any], needed: int) -> None:
         """Report the new checkpoint and prune, or warn once why there is none; on rank 0."""
         root, problem = self.out_dir / "checkpoints", self.problem
+        if self.folder_has_gone():  # the training thread ends the run
+            return
         if problem is None:
             with contextlib.suppress(OSError):  # the next one tries again
                 for copies in self.copies:
@@ -330,13 +353,19 @@ def check_shared(folder: Path, files: Files, world_size: int) -> None:
             )
 
 
-def publish_checkpoint(temporary: Path, final: Path, files: Files) -> None:
-    """Write the manifest and rename the folder: from here on the checkpoint is valid."""
+def publish_checkpoint(
+    temporary: Path, final: Path, files: Files, check_folder: Callable[[], None]
+) -> None:
+    """Write the manifest and rename the folder: from here on the checkpoint is valid.
+
+    `check_folder` raises if the run's folder is no longer its own.
+    """
     fault_point("manifest.due")
     manifest = temporary / "manifest.json"
     write_json(manifest, {"format": FORMAT, "files": dict(sorted(files.items()))})
     fault_point("manifest.written", manifest)
     sync(temporary)
+    check_folder()
     if final.exists():
         try:
             verify(final)

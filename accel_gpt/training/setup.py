@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -37,18 +37,20 @@ from accel_gpt.training.ranks import (
     require_all,
     sees_main,
 )
-from accel_gpt.training.run_folder import locked
+from accel_gpt.training.run_folder import FolderLock, locked
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import INIT, Watchdog
 
 
 @contextlib.contextmanager
-def prepare_run(config: Config, source: str) -> Iterator[None]:
+def prepare_run(config: Config, source: str) -> Iterator[Callable[[], None]]:
     """Join the ranks, hold the lock of the run's folder and prepare the data if it is missing.
 
+    Yields a check that raises `BusyError` on rank 0 if the folder is no longer the locked one.
     `source`: where `config` was read from. Raises on all ranks what one raises, and `UserError`
     where the folder is not shared.
     """
+    lock: FolderLock | None = None  # on rank 0
     folder, advice = Path(config.out_dir), network_advice()
     meeting = "has not met the others" + (f" at {main_address()}" if world_size() > 1 else "")
     with contextlib.ExitStack() as held:
@@ -56,12 +58,16 @@ def prepare_run(config: Config, source: str) -> Iterator[None]:
             start_processes(config)
             with all_ranks():
                 if is_main():
-                    held.enter_context(locked(folder))
+                    lock = held.enter_context(locked(folder))
                     tell_moved(config, source)
                     copy_shipped(source, folder)
             require_shared(folder)
         ensure_data(config.data)
-        yield
+        yield lock.check if lock else no_check
+
+
+def no_check() -> None:
+    """Stand for `FolderLock.check` on other ranks than 0, which hold no lock."""
 
 
 def tell_moved(config: Config, source: str) -> None:

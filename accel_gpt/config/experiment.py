@@ -224,7 +224,7 @@ class CheckpointConfig(Section, prefix="checkpoint."):
     """Number of tokens between checkpoints, in addition to every."""
     keep_last: Positive[int] = 2
     """Number of newest checkpoints to keep. With only one, nothing is left to resume from if it is
-    damaged."""
+    damaged. A disk that has no room for so many keeps fewer."""
     async_save: bool = False
     """Write checkpoints in the background, from a copy in memory (pinned on CUDA), while training
     continues."""

@@ -8,6 +8,7 @@ rank 0 writes the manifest, syncs, renames the folder, and only then prunes olde
 
 import contextlib
 import errno
+import math
 import os
 import re
 import shutil
@@ -42,6 +43,8 @@ from accel_gpt.training.tensor_files import moments_of, rank_content, weights_of
 RETRY_SECONDS = 60.0  # after a save that failed; assumption
 LAST_TRIES, LAST_PAUSE_SECONDS = 3, 2.0  # for the last checkpoint of a launch
 CLOSING_SECONDS = 60.0
+NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "metrics wait for room")
+ROOM_SHARE = 1.05  # free bytes beside those of a checkpoint; assumption
 DISK_FULL = ("unexpected pos", "file write failed", "No space left")  # in messages of torch, the OS
 OF_RANK = re.compile(r"_(\d+)\.(?:pkl|safetensors)$")  # in names of files that each rank writes
 Files = dict[str, dict[str, Any]]  # name -> size and sha256
@@ -77,7 +80,7 @@ class CheckpointWriter:
         self.thread: threading.Thread | None = None
         self.problem: str | None = None  # why the last save failed; the same on all ranks
         self.failed_at = 0.0
-        self.warned: str | None = None  # the problem of the last warning; None after a success
+        self.warned: int | None = None  # the step of the last warning
         self.lost: str | None = None  # what torch reported when another rank was gone
         self.seconds = 0.0  # of the longest save, with what it did beside training
 
@@ -128,8 +131,8 @@ class CheckpointWriter:
                 raise lost_peer(self.lost)
             time.sleep(LAST_PAUSE_SECONDS if remaining else 0)
         raise CheckpointError(
-            f"the checkpoint of step {state.step:,} could not be written: {self.problem}; those "
-            "before it are intact: make room and launch again"
+            f"the checkpoint of step {state.step:,} could not be written: {self.problem}; "
+            f"{describe_newest(self.out_dir)} before it: make room and launch again"
         )
 
     def wait(self) -> None:
@@ -256,7 +259,10 @@ class CheckpointWriter:
         return False
 
     def follow_up(self, content: dict[str, Any], needed: int) -> None:
-        """Report the new checkpoint and prune, or warn once why there is none; on rank 0."""
+        """Report the new checkpoint and prune, or warn why there is none; on rank 0.
+
+        If the disk lacks room, old checkpoints make room, and the save is retried at once.
+        """
         root, problem = self.out_dir / "checkpoints", self.problem
         if self.folder_has_gone():  # the training thread ends the run
             return
@@ -265,16 +271,26 @@ class CheckpointWriter:
                 for copies in self.copies:
                     copies.on_checkpoint(root / step_name(content["step"]))
             prune(self.out_dir, self.config, content["step"], content["best_step"])
-        if problem == self.warned or self.lost:  # of a lost rank the training thread reports
+        if problem is None or self.lost:  # of a lost rank the training thread reports
             return
-        self.warned = problem
-        if problem:
-            free = shutil.disk_usage(self.out_dir).free
-            self.log(
-                f"WARNING: the checkpoint of step {content['step']:,} could not be written in "
-                f"{root}: {problem} (it needs {needed:,} bytes, {free:,} are free); "
-                "training goes on and tries again, the checkpoints before it are intact"
-            )
+        free = free_bytes(self.out_dir)
+        removed = []
+        if any(words in problem for words in NO_ROOM):
+            quota = os.strerror(errno.EDQUOT) in problem
+            removed = make_room(self.out_dir, content["best_step"], needed, quota)
+        if removed:
+            steps = ", ".join(f"{step:,}" for step in removed)
+            outcome = f"removed step {steps} to make room, the save is retried"
+            self.failed_at = -math.inf  # now
+        elif self.warned == content["step"]:  # it was tried again
+            return
+        else:
+            outcome = f"training goes on and tries again; {describe_newest(self.out_dir)} so far"
+        self.warned = content["step"]
+        self.log(
+            f"WARNING: the checkpoint of step {content['step']:,} could not be written in "
+            f"{root}: {problem} (it needs {needed:,} bytes, {free:,} are free); {outcome}"
+        )
 
 
 class Snapshot:
@@ -400,6 +416,65 @@ def prune(out_dir: Path, config: CheckpointConfig, step: int, best_step: int | N
             keep.add(int(RunFolder(out_dir).best))
     for old in states.keys() - keep:
         remove_checkpoint(out_dir / "checkpoints", old)
+
+
+def make_room(out_dir: Path, best_step: int | None, needed: int, quota: bool) -> list[int]:
+    """Remove the oldest checkpoints until another one of `needed` bytes fits; returns their steps.
+
+    The newest intact one, the best and the last before a row of skipped updates are kept. Nothing
+    is removed if that does not help, or if there is room already. A `quota` does not show in the
+    free bytes of the disk: one checkpoint is removed then.
+    """
+    paths = RunFolder(out_dir).checkpoints
+    states = read_states(out_dir)
+    newest = next((step for step in reversed(states) if is_intact(paths[step])), None)
+    if newest is None:
+        return []
+    stable = [step for step, state in states.items() if not state.skipped_in_row]
+    kept = {newest, best_step, *stable[-1:]}
+    with contextlib.suppress(ValueError):
+        kept.add(int(RunFolder(out_dir).best))
+    old = [step for step in states if step < newest and step not in kept]
+    needed = max(needed, folder_size(paths[newest]))
+    most = free_bytes(out_dir) + sum(folder_size(paths[step]) for step in old)
+    if most < needed and not quota:
+        return []
+    removed: list[int] = []
+    for step in old:
+        enough = bool(removed) if quota else free_bytes(out_dir) >= ROOM_SHARE * needed
+        if enough:
+            break
+        remove_checkpoint(out_dir / "checkpoints", step)
+        removed.append(step)
+    return removed
+
+
+def is_intact(path: Path) -> bool:
+    """Whether all files of a checkpoint are as its manifest lists them."""
+    try:
+        verify(path)
+    except (AccelGPTError, OSError):
+        return False
+    return True
+
+
+def folder_size(path: Path) -> int:
+    """Bytes of the files of a checkpoint."""
+    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+
+
+def free_bytes(folder: Path) -> int:
+    """Free bytes on the disk of a folder; 0 if it does not tell."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
+
+
+def describe_newest(out_dir: Path) -> str:
+    """`step 8 is the newest checkpoint`, or that the run has none."""
+    steps = [*RunFolder(out_dir).checkpoints]
+    return f"step {steps[-1]:,} is the newest checkpoint" if steps else "the run has no checkpoint"
 
 
 def remove_checkpoint(root: Path, step: int) -> None:

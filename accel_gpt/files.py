@@ -157,7 +157,7 @@ def is_at(file: TextIO, path: Path) -> bool:
     """Whether `path` names the open `file`, and no other or none."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

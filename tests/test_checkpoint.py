@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from accel_gpt.cli import dispatch
 from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
 from accel_gpt.training.checkpoint import (
@@ -23,6 +24,7 @@ from accel_gpt.training.resume import find_resume
 from accel_gpt.training.run_folder import checkpoint_steps, step_name
 from accel_gpt.training.saving import prune, remove_debris
 from accel_gpt.training.state import TrainState
+from tests.conftest import run_here
 
 Arguments = Callable[..., list[str]]
 Trained = Callable[..., Path]
@@ -85,6 +87,25 @@ def test_a_copy_under_the_name_of_another_step_is_set_aside(run: Path) -> None:
     assert find_resume(run, "auto", said.append) == root / "step_00000012"
     assert "step_00000100 holds step 8" in said[0]
     assert checkpoint_steps(root) == [8, 12]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "manifest.json"])
+def test_a_damaged_checkpoint_names_the_intact_one_before_it(
+    run: Path, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = run / "checkpoints" / "step_00000012" / file
+    newest.write_bytes(newest.read_bytes()[:-9])
+    to = str(run.with_name("exported"))
+    for command in (["sample", str(run)], ["evaluate", str(run)], ["export", str(run), "--to", to]):
+        assert run_here(dispatch, command) == 4
+        said = capsys.readouterr().err
+        assert file in said
+        assert "step 8 of the run is intact; take it with --checkpoint 8" in said
+    assert run_here(dispatch, ["sample", str(run), "--checkpoint", "8"]) == 0
+    before = run / "checkpoints" / "step_00000008" / "model.safetensors"
+    before.write_bytes(before.read_bytes()[:-9])
+    assert run_here(dispatch, ["sample", str(run)]) == 4
+    assert "is intact" not in capsys.readouterr().err
 
 
 def test_a_folder_of_another_name_is_not_a_checkpoint(run: Path) -> None:

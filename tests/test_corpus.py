@@ -148,6 +148,14 @@ def test_a_state_from_before_mixtures_has_one_source() -> None:
     assert sequences_given(old) == {"a": 7}
 
 
+def test_a_source_of_other_content_is_told_apart_by_its_fingerprint() -> None:
+    old = vars(TrainState(data_fingerprint="ab", data_sources=sources(a=1, b=1)))
+    new = sources(a=1, b=1)
+    new[1]["fingerprint"] = "c"
+    now = vars(TrainState(data_fingerprint="ac", data_sources=new))
+    assert source_changes(old, now) == {"data.train[b]": ("weight 1 (b)", "weight 1 (c)")}
+
+
 def sources(**weights: float) -> list[dict[str, Any]]:
     return [{"name": n, "weight": w, "fingerprint": n} for n, w in weights.items()]
 

@@ -283,6 +283,7 @@ def run(tmp_path: Path) -> Path:
     model = GPT(tiny(), 257)
     _, optimizer = accelerator.prepare(model, make_optimizer(model, OptimConfig()))
     folder = tmp_path / "run"
+    folder.mkdir()
     config = Config(out_dir=str(folder))
     writer = CheckpointWriter(accelerator, config, BytesTokenizer(), lambda _: None)
     for step in (1, 2):

@@ -292,7 +292,49 @@ def test_a_longer_run_needs_no_permission_where_no_step_changes(
     assert launch(small_run(*cosine, "4")) == 0
     assert launch(small_run(*cosine, "6")) == 2
     assert "allow_change train.max_steps" in capsys.readouterr().err
+    assert launch(small_run(*cosine, "4", "--optim.lr", "0.5")) == 2
+    assert "is finished" not in capsys.readouterr().err
     long = [*cosine, "12", "--schedule.name", "wsd", "--schedule.decay_steps", "7"]
     assert launch(small_run(*long)) == 2  # not for 6, with the 4 and the decay that do not fit
     allow = "allow_change schedule.decay_steps,schedule.name,train.max_steps"
     assert allow in capsys.readouterr().err
+
+
+def test_an_older_checkpoint_of_the_same_folder_is_resumed_elsewhere(
+    trained: Trained, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints at 8 and 12: to go back to 8 would lose 12, so it takes another folder."""
+    run = trained()
+    older = run / "checkpoints" / "step_00000008"
+    back = ("--checkpoint.resume", str(older), *LONGER)
+    assert launch(small_run(*back)) == 2
+    said = capsys.readouterr().err
+    assert f"checkpoint.resume is {older}, step 8, but {run} has newer checkpoints, up to" in said
+    assert "to go on from step 8, set another out_dir" in said
+    assert checkpoint_steps(run / "checkpoints") == [8, 12]
+    assert launch(small_run(*back, "--out_dir", str(tmp_path / "branch"))) == 0
+    assert f"from step 8 ({older})" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_from_its_own_checkpoints_and_says_so(
+    trained: Trained, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command that started a run from a checkpoint elsewhere is launched again."""
+    other = trained(to="other") / "checkpoints" / "step_00000008"
+    command = small_run(*LONGER, "--checkpoint.resume", str(other))
+    assert launch(command) == 0
+    assert f"from step 8 ({other})" in capsys.readouterr().err
+    assert launch(command) == 0
+    run = tmp_path / "run"
+    said = capsys.readouterr().err
+    assert f"{run} has checkpoints, so checkpoint.resume {other} is not used" in said
+    newest = run / "checkpoints" / "step_00000016"
+    assert launch(small_run(*LONGER, "--checkpoint.resume", str(newest))) == 0
+    assert "is not used" not in capsys.readouterr().err
+
+
+def test_a_folder_named_like_an_option_is_refused(
+    small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run("--out_dir", "-x")) == 2
+    assert "out_dir is -x, which commands read as an option; choose a n" in capsys.readouterr().err

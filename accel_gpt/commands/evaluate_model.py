@@ -14,13 +14,13 @@ from typing import Any, Literal
 from accelerate import Accelerator
 
 from accel_gpt.commands.evaluate import EvaluateCommand, as_json, as_table
-from accel_gpt.config.data import Weighted
+from accel_gpt.config.data import TextStream, Weighted
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import load_config, to_flat
 from accel_gpt.console import EvaluationProgress, ProgressLine, write_out
 from accel_gpt.data.corpus import document_end, eval_splits
-from accel_gpt.data.sources import open_sources
+from accel_gpt.data.sources import is_url, open_sources, train_paths
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.evals.evaluation import open_evaluation
@@ -62,6 +62,8 @@ def evaluate(options: EvaluateCommand) -> str:
             "--tasks",
         )
         config = run_config(source, run)
+        if not options.data:
+            require_data(config)
         accelerator = start_evaluation(config, run)
         name = str(source.folder) if source.is_checkpoint else options.run
         model, tokenizer = load_pretrained(name, "last", options.allow_pickle, accelerator.device)
@@ -127,6 +129,18 @@ def run_of(source: Pretrained) -> Path | None:
     root = source.folder.parent
     known = root.name == "checkpoints" and (root.parent / "config.yaml").is_file()
     return root.parent if source.is_checkpoint and known else None
+
+
+def require_data(config: Config) -> None:
+    """Raise `UserError` if a data folder of a run is not there, with the option that names it."""
+    if not config.data.train or isinstance(config.data.train, TextStream):
+        return
+    for source in train_paths(config.data):
+        require(
+            is_url(source.path) or Path(source.path).exists(),
+            f"data.train {source.path} of the run does not exist; name the data with --data "
+            "FOLDER, or start the command in the folder in which the run was launched",
+        )
 
 
 def with_batch_size(config: Config) -> Config:

@@ -207,7 +207,7 @@ class CheckpointConfig(Section, prefix="checkpoint."):
     """Number of tokens between checkpoints, in addition to every."""
     keep_last: Positive[int] = 2
     """Number of newest checkpoints to keep. With only one, nothing is left to resume from if it is
-    damaged."""
+    damaged. A disk that has no room for so many keeps fewer."""
     async_save: bool = False
     """Write checkpoints in the background, from a copy in memory (pinned on CUDA), while training
     continues."""
@@ -216,7 +216,7 @@ class CheckpointConfig(Section, prefix="checkpoint."):
     resume: str = "auto"
     """auto: resume from the newest checkpoint in out_dir. never: start anew. Or a checkpoint to
     resume from if out_dir has none: its folder, or hf://user/name@step-1000, pushed with
-    hub.include_state."""
+    hub.include_state. An older checkpoint of out_dir itself is refused: set another out_dir."""
     copy_to: str | None = None
     """Folder on another disk, or URL that fsspec writes to, such as s3://bucket/run, where each new
     checkpoint is copied while training continues. A run without checkpoints of its own resumes from
@@ -311,6 +311,11 @@ class Config(Section):
 
     def __post_init__(self) -> None:
         require(bool(self.out_dir.strip()), f"out_dir is {self.out_dir!r}; name the run's folder")
+        require(
+            not self.out_dir.startswith("-"),
+            f"out_dir is {self.out_dir}, which commands read as an option; choose a name that does "
+            "not begin with -",
+        )
         require(
             self.schedule.min_lr <= self.optim.lr,
             f"schedule.min_lr is {self.schedule.min_lr}, above the peak optim.lr {self.optim.lr}",

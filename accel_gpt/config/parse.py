@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import os
 import re
 import shlex
 import sys
@@ -84,10 +85,12 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
     """The values that the YAML file at `path` and, over it, the options in `argv` set, by key.
 
     Of keys of which one may be set, as train.max_steps and train.max_tokens, an option replaces the
-    file's.
+    file's. The config.yaml of a run means the run in the folder where it lies now.
     """
     values = read_yaml(path)
     require(isinstance(values, dict), f"{path} holds no keys; see configs/ for examples")
+    if cls is Config and is_config_of_run(path):
+        values = relocate(values, str(Path(path).parent))
     found, options = dict(flatten(cls, values, f"in {path}")), dict(read_options(cls, argv))
     for group in exclusive_keys(cls):
         if any(options.get(key) is not None for key in group):
@@ -136,6 +139,46 @@ def read_yaml(path: str) -> Any:
         raise UserError(f"config file {path} {reason}") from None
     except ValueError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
+
+
+# --------------------------------------------------------------------------- runs that moved
+
+
+def is_config_of_run(path: str | Path) -> bool:
+    """Whether a file is the config.yaml that a run has written into its folder."""
+    return Path(path).name == "config.yaml" and Path(path).with_name("run.json").is_file()
+
+
+def relocate(config: Mapping[str, Any], out_dir: str) -> dict[str, Any]:
+    """The keys of a run's config, nested, for the folder `out_dir` in which the run lies now.
+
+    Data folders inside the run's folder move with it: their paths begin with the `out_dir` in
+    `config`, as both are relative to the folder in which the run was launched.
+    """
+    before, data = config.get("out_dir"), config.get("data")
+    if not isinstance(before, str) or not before:
+        return dict(config)
+    moved = dict(config) | {"out_dir": out_dir}
+    if isinstance(data, Mapping):
+        moved["data"] = dict(data)
+        if not isinstance(data.get("train"), Mapping):  # text that is tokenized while training
+            moved["data"]["train"] = relocated(data.get("train", ""), before, out_dir)
+        moved["data"]["val"] = relocated(data.get("val"), before, out_dir)
+    return moved
+
+
+def relocated(value: Any, before: str, after: str) -> Any:
+    """`value` with the paths in it that lie in the folder `before` in the folder `after`."""
+    if isinstance(value, Mapping):
+        return {key: relocated(inner, before, after) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [relocated(inner, before, after) for inner in value]
+    if not isinstance(value, str) or not value or "://" in value:
+        return value
+    path, folder = os.path.normpath(value), os.path.normpath(before)
+    if not Path(path).is_relative_to(folder) or path.startswith(".."):
+        return value
+    return str(Path(after, Path(path).relative_to(folder)))
 
 
 # --------------------------------------------------------------------------- keys

@@ -218,6 +218,8 @@ def npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
             read = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
             shape, _, dtype = read(file)
             offset = file.tell()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; restore it") from None
     except Exception as error:  # also what Python's tokenizer and parser raise for the header
         raise DataError(f"{path} is no .npy file that can be read: {error}") from None
     if len(shape) != 1 or dtype.kind not in "ui":

@@ -75,6 +75,8 @@ class MetricsLog:
             self.waiting[self.jsonl] += as_jsonl([record])
             self.waiting[self.csv] += as_csv([row], header=False)
             for path, content in self.waiting.items():
+                if path == self.csv and not path.exists():  # somebody has removed it
+                    content = as_csv([]) + content
                 append(path, content)
                 self.waiting[path] = b""
 
@@ -83,8 +85,9 @@ class MetricsLog:
         with self.lock:
             if any(self.waiting.values()):
                 raise OSError(errno.ENOSPC, "metrics wait for room", str(self.jsonl))
-        sync(self.jsonl)
-        sync(self.csv)
+        for path in (self.jsonl, self.csv):
+            if path.exists():  # unless somebody has removed it
+                sync(path)
 
 
 class Speed:

@@ -50,8 +50,15 @@ class Reporter:
     """Writes each record to metrics.jsonl, metrics.csv, the trackers and the terminal."""
 
     def __init__(
-        self, config: Config, plan: Plan, accelerator: Accelerator, gpt: GPT, display: Display
+        self,
+        config: Config,
+        plan: Plan,
+        accelerator: Accelerator,
+        gpt: GPT,
+        display: Display,
+        check_folder: Callable[[], None] = lambda: None,
     ) -> None:
+        self.check_folder = check_folder  # raises `BusyError` if the run's folder has gone
         self.config, self.plan, self.accelerator, self.gpt = config, plan, accelerator, gpt
         self.speed, self.display, self.log = Speed(gpt, plan, accelerator), display, display.log
         self.trackers = Trackers(accelerator, config, has_mfu=self.speed.peak is not None)
@@ -66,6 +73,7 @@ class Reporter:
 
     def launch(self, corpus: Corpus, state: TrainState) -> None:
         """Record this launch, which resumes at `state`, and print its first lines."""
+        self.check_folder()
         self.evaluation_time.start(corpus.evaluated)
         if self.accelerator.is_main_process:
             machine = describe_machine(self.accelerator)
@@ -203,7 +211,9 @@ class Reporter:
     def write(self, files: Callable[[], object]) -> None:
         """Call `files`, which writes. A disk without room does not end a run: the metrics are
         written when it has room, the trackers lack what they were sent; one warning until then.
+        Raises `BusyError` if the run's folder has gone.
         """
+        self.check_folder()
         try:
             files()
         except OSError as error:

@@ -20,7 +20,7 @@ from accelerate.utils.other import load
 from safetensors.torch import load_file
 
 from accel_gpt.config.experiment import Config, ScheduleConfig
-from accel_gpt.config.parse import build, to_flat
+from accel_gpt.config.parse import build, relocated, to_flat
 from accel_gpt.config.plan import LENGTH, Plan, make_plan, plural
 from accel_gpt.config.removed import REMOVED
 from accel_gpt.data.corpus import source_changes
@@ -89,18 +89,21 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
             from accel_gpt.training.copies import fetch_copy
 
             fetch_copy(config, log)
+        check_resume(out_dir, config.checkpoint.resume, log)
         path = find_resume(out_dir, config.checkpoint.resume, log)
         if path:
             saved = read_state(path)
             known = saved.config.keys() | now.config.keys()
             for key in config.checkpoint.allow_change:
                 require(key in known, f"checkpoint.allow_change has {key}, which is no key")
-            allowed = config.checkpoint.allow_change + length_keys(config, saved, log)
+            allowed = config.checkpoint.allow_change + length_keys(config, saved)
             if config.data.allow_change:
                 allowed += ("data.train",)
             check_same_run(path, saved, now, allowed)
             for line in allowed_changes(config, saved, now):
                 log(line)
+            if saved.step == make_plan(config, world_size()).max_steps:
+                log(f"{out_dir} is finished: it has trained all of its {saved.step:,} steps")
             for key, (was, new) in source_changes(vars(saved), vars(now)).items():
                 log(f"from step {saved.step:,} on {key} is {new}; it was {was}")
             reset_best(out_dir, saved)
@@ -113,7 +116,30 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
     return chosen
 
 
-def length_keys(config: Config, saved: TrainState, log: Callable[[str], None]) -> tuple[str, ...]:
+def check_resume(out_dir: Path, resume: str, log: Callable[[str], None]) -> None:
+    """Check the checkpoint that `checkpoint.resume` names against those of `out_dir`.
+
+    Raises `UserError` if it is an older one of `out_dir`: to train on from there would overwrite
+    the newer ones. Logs that a checkpoint elsewhere is not used once the run has its own.
+    """
+    own = RunFolder(out_dir).checkpoints
+    if resume in ("auto", "never") or not own:
+        return
+    asked = Path(resume).resolve()
+    newest = max(own)
+    if asked == own[newest].resolve():
+        return
+    older = [step for step, path in own.items() if path.resolve() == asked]
+    require(
+        not older,
+        f"checkpoint.resume is {resume}, step {max(older, default=0):,}, but {out_dir} has newer "
+        f"checkpoints, up to step {newest:,}; to go on from step {max(older, default=0):,}, set "
+        f"another out_dir; to go on from step {newest:,}, leave checkpoint.resume out",
+    )
+    log(f"{out_dir} has checkpoints, so checkpoint.resume {resume} is not used")
+
+
+def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
     """The keys of the run's length if no step up to `saved` would have had another learning rate.
 
     Raises `UserError` for a run that is shorter than what it has trained.
@@ -124,8 +150,6 @@ def length_keys(config: Config, saved: TrainState, log: Callable[[str], None]) -
         f"{config.out_dir} is at step {saved.step:,}, beyond the {plan.max_steps:,} of the config; "
         "lengthen the run, or set another out_dir",
     )
-    if saved.step == plan.max_steps:
-        log(f"{config.out_dir} is finished: it has trained all of its {saved.step:,} steps")
     if not (steps or tokens):  # of a version that had other keys
         return ()
     train = replace(config.train, max_steps=steps, max_tokens=tokens)
@@ -321,16 +345,21 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
     """Keys that differ but are not free: key -> (before, now).
 
     A key that `before` lacks, because an earlier version wrote it, had its default. A key that
-    this version no longer has is ignored.
+    this version no longer has is ignored. Data that moved with their run are the same.
     """
     before = to_flat(Config()) | {key: v for key, v in before.items() if key not in REMOVED}
     compared = BITS if now.get("train.reproducible") else ()
-    return {
-        key: (before.get(key), now.get(key))
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) not in (now.get(key), NOT_TOLD)
-        and (key in compared or not key.startswith(FREE))
-    }
+    changes = {}
+    for key in sorted(before.keys() | now.keys()):
+        was, new = before.get(key), now.get(key)
+        if key.startswith(FREE) and key not in compared:
+            continue
+        moved = was
+        if key.startswith("data.val"):
+            moved = relocated(was, before=str(before["out_dir"]), after=str(now.get("out_dir")))
+        if was not in (new, NOT_TOLD) and moved != new:
+            changes[key] = (was, new)
+    return changes
 
 
 def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:

@@ -13,8 +13,9 @@ from typing import TextIO
 
 from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import own_text_folder, to_flat
+from accel_gpt.config.parse import is_config_of_run, own_text_folder, read_yaml, to_flat
 from accel_gpt.config.shipped import copy_shipped
+from accel_gpt.console import write_err
 from accel_gpt.data.corpus import Corpus, open_shards
 from accel_gpt.data.shards import INDEX
 from accel_gpt.data.sources import is_url
@@ -35,18 +36,20 @@ from accel_gpt.training.ranks import (
     require_all,
     sees_main,
 )
-from accel_gpt.training.run_folder import locked
+from accel_gpt.training.run_folder import FolderLock, locked
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import INIT, Watchdog
 
 
 @contextlib.contextmanager
-def prepare_run(config: Config, source: str) -> Iterator[None]:
+def prepare_run(config: Config, source: str) -> Iterator[Callable[[], None]]:
     """Join the ranks, hold the lock of the run's folder and prepare the data if it is missing.
 
+    Yields a check that raises `BusyError` on rank 0 if the folder is no longer the locked one.
     `source`: where `config` was read from. Raises on all ranks what one raises, and `UserError`
     where the folder is not shared.
     """
+    lock: FolderLock | None = None  # on rank 0
     folder = Path(config.out_dir)
     meeting = "has not met the others" + (f" at {main_address()}" if world_size() > 1 else "")
     with contextlib.ExitStack() as held:
@@ -55,11 +58,29 @@ def prepare_run(config: Config, source: str) -> Iterator[None]:
             warn_without_gpu()
             with all_ranks():
                 if is_main():
-                    held.enter_context(locked(folder))
+                    lock = held.enter_context(locked(folder))
+                    tell_moved(config, source)
                     copy_shipped(source, folder)
             require_shared(folder)
         ensure_data(config)
-        yield
+        yield lock.check if lock else no_check
+
+
+def no_check() -> None:
+    """Stand for `FolderLock.check` on other ranks than 0, which hold no lock."""
+
+
+def tell_moved(config: Config, source: str) -> None:
+    """Print a line if `source` is the config of a run whose folder was moved or copied since."""
+    path = Path(source)
+    if not is_config_of_run(path) or Path(config.out_dir).resolve() != path.parent.resolve():
+        return
+    written = str(read_yaml(source).get("out_dir", config.out_dir))
+    if Path(written).resolve() != path.parent.resolve():
+        write_err(
+            f"{source} names out_dir {written}; the run continues in {config.out_dir}, where the "
+            "file lies"
+        )
 
 
 def require_shared(folder: Path) -> None:

@@ -19,6 +19,7 @@ from accel_gpt.data.shards import INDEX
 from accel_gpt.data.sources import is_url
 from accel_gpt.errors import require
 from accel_gpt.launcher import (
+    PREEMPTED,
     is_main,
     local_rank,
     main_address,
@@ -116,7 +117,8 @@ def run_prepare(settings: dict[str, object] | None) -> None:
     done; a collective. Exits on all with the code of one that fails.
     """
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-    before = [signal.signal(n, lambda number, _: sys.exit(128 + number)) for n in numbers]
+    wakeup = signal.set_wakeup_fd(-1)  # `StopSignal` would end this process and leave that one
+    before = [signal.signal(n, lambda *_: sys.exit(PREEMPTED)) for n in numbers]
     process = start_prepare(settings) if settings else None
     try:  # a signal, or a rank that is lost, kills the process
         codes: list[int | None] = [None]
@@ -128,6 +130,7 @@ def run_prepare(settings: dict[str, object] | None) -> None:
             process.wait()
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     if any(codes):
         end_group()
         sys.exit(next(code for code in codes if code))

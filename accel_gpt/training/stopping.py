@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -38,12 +38,17 @@ SHOWN_COLLECTIVES = 5
 CHECKS = 20  # of the watchdog, in the time that is allowed
 
 
+class StopRequested(Exception):
+    """Ends an evaluation or samples on all ranks together: the run must save and stop."""
+
+
 class StopSignal:
-    """Keeps the reason to stop for the end of the step; a second signal ends the process at once.
+    """Keeps the reason to stop until all ranks look for one; a second signal ends the process.
 
     A thread receives signals, as the training thread may wait in a collective. The death of the
     launcher counts as SIGTERM but never as a second signal, as the launcher may have sent one
-    before it died. `time_limit`: seconds from `started`, a reading of `time.monotonic`.
+    before it died. `time_limit`: seconds from `started`, a reading of `time.monotonic`. While
+    `starting`, nothing has been trained that a save could keep: the first signal ends the process.
     """
 
     def __init__(
@@ -51,7 +56,11 @@ class StopSignal:
         group: dist.ProcessGroup | None = None,
         time_limit: float | None = None,
         started: float | None = None,
+        starting: bool = False,
     ) -> None:
+        self.starting = starting
+        self.announce: Callable[[str], None] | None = None  # prints a line, on rank 0
+        self.announced = False
         self.received: str | None = None
         self.first: float | None = None  # time of the first signal
         self.saved = False  # the last checkpoint is on disk
@@ -59,7 +68,7 @@ class StopSignal:
         self.time_limit = time_limit
         self.started = time.monotonic() if started is None else started
         self.last_check: float | None = None
-        self.longest = 0.0  # seconds between two calls: of a step, with what followed it
+        self.longest = 0.0  # seconds between two calls: of a step, or a batch of an evaluation
         self.launched, self.parent = started_by_launcher(), os.getppid()
         self.receiver, self.sender = socket.socketpair()
         self.sender.setblocking(False)
@@ -71,20 +80,21 @@ class StopSignal:
         os.register_at_fork(after_in_child=restore_signals)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        """Note the first signal; a later one ends the training of an interactive session."""
+        """Note the first signal, which ends a start; a later one ends an interactive session."""
+        if self.starting:
+            raise KeyboardInterrupt if interactive() else SystemExit(PREEMPTED)
         if interactive() and self.first and time.monotonic() - self.first > SAME_PRESS_SECONDS:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number).name
 
-    @classmethod
-    def listen_for(cls, config: Config, accelerator: Accelerator, started: float) -> Self:
-        """Listen for the signals and the time limit of a run from now on; a collective."""
-        limit = duration("train.time_limit", config.train.time_limit)
+    def join(self, config: Config, accelerator: Accelerator) -> None:
+        """Take the time limit of a run, and the group of its ranks; a collective."""
+        self.time_limit = duration("train.time_limit", config.train.time_limit)
         require(
-            limit is None or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
+            self.time_limit is None or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
             "train.time_limit does not go with --max_restarts, which starts the run again",
         )
-        return cls(host_group(config, accelerator), limit, started)
+        self.group = host_group(config, accelerator)
 
     def listen(self) -> None:
         """Receive each signal when it arrives."""
@@ -95,14 +105,39 @@ class StopSignal:
                         self.receive(number)
 
     def receive(self, number: int) -> None:
-        """End at once if this is a second signal, unless in an interactive session."""
+        """Acknowledge the first signal, and end at once if there is nothing to save or if this is a
+        second one, unless in an interactive session.
+        """
         now, orphaned = time.monotonic(), self.launched and os.getppid() != self.parent
         self.parent = os.getppid()
         if self.first is None:
             self.first = now
+            name = signal.Signals(number).name
+            if not self.starting:
+                self.acknowledge(name)
+            elif not interactive():
+                show_cursor()
+                self.acknowledge_start(name)
+                os._exit(PREEMPTED)
         elif now - self.first > SAME_PRESS_SECONDS and not orphaned and not interactive():
             show_cursor()
             os._exit(PREEMPTED if self.saved else 128 + number)
+
+    def acknowledge(self, name: str) -> None:
+        """Print that the signal was received, once, on rank 0."""
+        if self.announce is None or self.announced:
+            return
+        self.announced = True
+        again = "press again" if name == signal.SIGINT.name else "send it again"
+        self.announce(f"{name}: saving after this step; {again} to abandon it")
+
+    def acknowledge_start(self, name: str) -> None:
+        """Print that the process ends before its first step, on rank 0."""
+        if rank() == 0 and sys.__stderr__:
+            with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone
+                text = f"{name}: stopped before the first step; launch the same command again"
+                sys.__stderr__.write(f"{text}\n")
+                sys.__stderr__.flush()
 
     def ignore(self) -> None:
         """Ignore signals from now on: one would change the exit code of an interpreter that ends,
@@ -127,7 +162,18 @@ class StopSignal:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         stop, others = flags.tolist()
         self.received = self.received or REASONS[stop] or None  # perhaps of another rank
+        if self.received and self.received != TIME_LIMIT:
+            self.acknowledge(self.received)
         return bool(stop), bool(others)
+
+    def check(self, save_seconds: float = 0.0) -> None:
+        """Raise `StopRequested` on all ranks if any has a reason to stop; a collective.
+
+        Called before each batch of an evaluation, so that a time limit need not leave room for it.
+        """
+        stop, _ = self.agreed(save_seconds=save_seconds)
+        if stop:
+            raise StopRequested
 
     def out_of_time(self, save_seconds: float) -> bool:
         """Whether twice the longest step and save may not fit into the time that is left.

@@ -46,16 +46,17 @@ def main(argv: list[str]) -> int:
         bare = GPT(config.model, run.corpus.vocab_size).to(accelerator.device)
         optimizer = make_optimizer(bare, config.optim)
         batch = next(run.loader)
+        stop = StopSignal()
         times: dict[str, list[float]] = {"bare": [], "ours": []}
         for _ in range(ROUNDS):
             spent = {"bare": 0.0, "ours": 0.0}
             for _ in range(config.log.every):
                 spent["bare"] += timed(lambda: bare_step(bare, optimizer, batch, config, plan))
-                spent["ours"] += timed(lambda: our_step(run))
+                spent["ours"] += timed(lambda: our_step(run, stop))
             for name, seconds in spent.items():
                 times[name].append(seconds / config.log.every)
         run.loader.close()
-        stop, watchdog = StopSignal(), Watchdog(None)
+        watchdog = Watchdog(None)
         guards = [timed(lambda: guard_step(run, stop, watchdog)) for _ in range(GUARDS)]
     median = {name: statistics.median(values) * 1e3 for name, values in times.items()}
     print(f"bare loop  {median['bare']:8.3f} ms a step")
@@ -85,10 +86,10 @@ def bare_step(bare, optimizer, batch, config, plan) -> None:  # type: ignore[no-
     optimizer.zero_grad(set_to_none=True)
 
 
-def our_step(run: train.Run) -> None:
+def our_step(run: train.Run, stop: StopSignal) -> None:
     """A step of ours, with its metrics."""
     train.update(run)
-    train.after_step(run, False, False)
+    train.after_step(run, stop)
 
 
 def guard_step(run: train.Run, stop: StopSignal, watchdog: Watchdog) -> None:

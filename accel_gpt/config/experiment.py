@@ -99,8 +99,8 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
     """Number of steps of each launch that PyTorch's profiler records, after the first three. Traces
     and a table of operations go to profile/ in the run's folder. 0: none."""
     step_timeout: str | None = "30m"
-    """End a process that completes nothing for this long, and print the stacks of its threads. Also
-    the timeout of each collective operation."""
+    """End a process that completes nothing for this long, and print the stacks of its threads. The
+    time that all processes are paused does not count, up to a day."""
     init_timeout: str | None = "15m"
     """The same for each stage before the first step: meeting the other processes, starting the
     device, opening data, model and checkpoint. Preparing the data may take any time."""

@@ -23,7 +23,7 @@ from accel_gpt.config.checks import duration
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import require
 from accel_gpt.launcher import PREEMPTED, SIGNALS, rank, started_by_launcher
-from accel_gpt.training.accelerator import host_group
+from accel_gpt.training.accelerator import LONGEST_PAUSE, host_group
 from accel_gpt.training.ranks import all_gather
 from accel_gpt.training.terminal import show_cursor
 
@@ -36,6 +36,7 @@ REASONS = ("", TIME_LIMIT, *(number.name for number in SIGNALS))
 RESERVE_SHARE, RESERVE_SECONDS = 0.02, 1.0  # of the limit, at least; to end processes; assumption
 SHOWN_COLLECTIVES = 5
 CHECKS = 20  # of the watchdog, in the time that is allowed
+PAUSE_INTERVALS = 4  # between two checks: the process was paused; assumption
 
 
 class StopRequested(Exception):
@@ -254,9 +255,12 @@ class Watchdog:
     """Dumps the stacks of all threads and ends the process after `limit`, as `30m`, without a beat.
 
     `key`: of the config, where `limit` is set; `problem` and `advice`: what it writes then. A
-    thread checks the clock; None: no limit. Where a hanging call holds the interpreter the thread
-    cannot run: faulthandler, which needs no interpreter, then does the same after twice the limit,
-    with exit code 1.
+    thread checks the clock; None: no limit. If the thread itself did not run for several of its
+    intervals, the process was paused (SIGSTOP, Ctrl-Z, a frozen container); a pause does not count.
+
+    If a hanging call holds the interpreter, the thread cannot run either. faulthandler needs no
+    interpreter and ends the process with exit code 1, but it cannot tell a pause: it waits for the
+    longest pause besides twice the limit. Other ranks end such a run within their own limit.
     """
 
     def __init__(
@@ -291,9 +295,16 @@ class Watchdog:
         """Check the clock until the run ends, or makes no progress."""
         assert self.seconds
         stderr = sys.__stderr__ or sys.stderr
-        while not self.done.wait(self.seconds / CHECKS):
-            faulthandler.dump_traceback_later(2 * self.seconds, exit=True, file=stderr)
-            if time.monotonic() - self.last > self.seconds:
+        interval = self.seconds / CHECKS
+        latest = 2 * self.seconds + LONGEST_PAUSE.total_seconds()
+        woke = time.monotonic()
+        while not self.done.wait(interval):
+            faulthandler.dump_traceback_later(latest, exit=True, file=stderr)
+            now = time.monotonic()
+            if now - woke > PAUSE_INTERVALS * interval:
+                self.last = min(self.last + now - woke, now)
+            woke = now
+            if now - self.last > self.seconds:
                 show_cursor()
                 stderr.write(f"error: process {rank()} {self.reason}:\n")
                 faulthandler.dump_traceback(file=stderr, all_threads=True)

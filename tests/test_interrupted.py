@@ -2,18 +2,23 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from accel_gpt import cli
+from accel_gpt import cli, train
 from accel_gpt.data.shards import Split
 from accel_gpt.errors import DataError
 from accel_gpt.evals import validation
 from accel_gpt.model import generate
 from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.stopping import StopSignal
 from tests.conftest import launch, run_here
 from tests.test_train import assert_same_weights, records, weights
 
@@ -118,8 +123,6 @@ def test_a_time_limit_ends_an_evaluation_that_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from accel_gpt.training.stopping import StopSignal
-
     def end_of_time() -> None:
         monkeypatch.setattr(StopSignal, "out_of_time", lambda *_: True)
 
@@ -183,8 +186,6 @@ def test_a_signal_is_acknowledged_at_once(
     shown: list[str] = []
 
     def press() -> None:
-        import time
-
         send(signal.SIGINT)()
         send(signal.SIGINT)()  # a launcher delivers the same press once more
         end = time.monotonic() + 20
@@ -192,8 +193,6 @@ def test_a_signal_is_acknowledged_at_once(
             time.sleep(0.01)
             shown.append(capsys.readouterr().err)
         assert "SIGINT: saving after this step; press again to abandon it\n" in text
-
-    from accel_gpt import train
 
     call_before(monkeypatch, train, "update", 3, press)
     assert launch(small_run()) == 75
@@ -205,9 +204,65 @@ def test_a_signal_is_acknowledged_at_once(
 def test_a_signal_other_than_ctrl_c_asks_for_no_press(
     small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from accel_gpt import train
-
     call_before(monkeypatch, train, "update", 3, send(signal.SIGTERM))
     assert launch(small_run("--log.level", "warning")) == 75
     line = "SIGTERM: saving after this step; send it again to abandon it\n"
     assert capsys.readouterr().err.count(line) == 1
+
+
+STARTS = """
+import ctypes, sys
+from accel_gpt import train
+from accel_gpt.console import run_main
+
+def wait(*_):
+    print("now", flush=True)
+    while True:
+        ctypes.CDLL(None).usleep(900_000)  # as native code, which runs no handler of Python
+
+train.{name} = wait
+sys.exit(run_main(train.main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("name", ["start_accelerator", "open_corpus", "restore"])
+def test_a_signal_before_the_first_step_leaves_what_there_is(
+    name: str, number: signal.Signals, small_run: Arguments, trained: Trained, tmp_path: Path
+) -> None:
+    if name == "restore":
+        trained()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("run/**/*") if path.is_file()}
+    command = [sys.executable, "-c", STARTS.format(name=name), *small_run()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"now\n"
+        began = time.monotonic()
+        process.send_signal(number)
+        _, shown = process.communicate(timeout=60)
+    assert process.returncode == 75, shown.decode()
+    assert time.monotonic() - began < 20
+    text = f"{number.name}: stopped before the first step; launch the same command again\n"
+    assert shown.decode().endswith(text)
+    assert {path: path.read_bytes() for path in before} == before
+    assert launch(small_run()) == 0
+
+
+@pytest.mark.slow
+def test_a_signal_during_the_preparation_ends_it_too(small_run: Arguments, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("the king of the sea\n" * 2_000_000)
+    asked = ["--data.prepare.source", "text", "--data.prepare.path", str(tmp_path / "long.txt")]
+    asked += ["--data.prepare.tokenizer", "bpe", "--data.train", str(tmp_path / "made")]
+    command = [sys.executable, "-m", "accel_gpt.cli", "train", *small_run(*asked)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        end = time.monotonic() + 120
+        while not (children := psutil.Process(process.pid).children()):
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert not psutil.wait_procs(children, timeout=10)[1]

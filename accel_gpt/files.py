@@ -9,7 +9,8 @@ or looked up, no Python tags, no environment variables.
 
 Actions: kill; half (truncate the current file to half, then kill); enospc and eio (the `OSError` of
 a full and of a broken disk); sleep (2 s); hang. `NAME:N+=ACTION` acts from the N-th time on.
-`step`, a training step, counts by its name only: its order relative to the writer varies.
+`step`, `evaluation` (a batch) and `sample` (a token) count by their names only: their order
+relative to the writer varies.
 """
 
 import contextlib
@@ -38,6 +39,7 @@ import yaml
 LARGEST_TEXT = 1 << 28  # bytes of a text file; a tokenizer.json has up to 40 MB
 LARGEST_NUMBER = 2**53  # integers up to here are exact in JSON and in 64 bits
 YAML_VALUES = 100_000  # of one YAML text, aliases counted as what they stand for; assumption
+BESIDE_WRITER = ("step", "evaluation", "sample")  # fault points of the training thread
 SLEEP_SECONDS, HANG_SECONDS = 2.0, 3600.0  # of the fault actions
 
 
@@ -277,14 +279,14 @@ def expanded_size(node: yaml.Node, known: dict[int, int]) -> int:
 def fault_point(name: str, path: Path | None = None) -> None:
     """Fail here, with the file `path`, if the environment asks for it; see the module."""
     requested, log = os.environ.get("ACCEL_GPT_FAULT"), os.environ.get("ACCEL_GPT_FAULT_LOG")
-    if log and name != "step":
+    if log and name not in BESIDE_WRITER:
         with open(log, "a", encoding="utf-8") as file:
             file.write(f"{name}\n")
     if not requested:
         return
     where, _, action = requested.partition("=")
     wanted, _, number = where.partition(":")
-    if wanted != name and not (wanted == "*" and name != "step"):
+    if wanted != name and not (wanted == "*" and name not in BESIDE_WRITER):
         return
     counts = fault_counts()
     counts[wanted] += 1

@@ -8,6 +8,7 @@ its newest checkpoint; writes the run's folder: config, metrics, samples, checkp
 """
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -37,13 +38,20 @@ from accel_gpt.training.accelerator import build_model, resolve_auto, start_acce
 from accel_gpt.training.anomalies import StepGuard, TooManySkippedError, check_weights
 from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches, skip_excluded
 from accel_gpt.training.metrics import Record
-from accel_gpt.training.ranks import all_ranks, peers, require_same
+from accel_gpt.training.ranks import RankError, all_ranks, on_main, peers, require_same
 from accel_gpt.training.reporter import Reporter, open_display
 from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restore
 from accel_gpt.training.saving import CheckpointWriter
 from accel_gpt.training.setup import new_state, open_corpus, prepare_run, verify_data
 from accel_gpt.training.state import TrainState
-from accel_gpt.training.stopping import INIT, StopSignal, Watchdog, die_with_launcher, finish_copies
+from accel_gpt.training.stopping import (
+    INIT,
+    StopRequested,
+    StopSignal,
+    Watchdog,
+    die_with_launcher,
+    finish_copies,
+)
 from accel_gpt.training.terminal import Display, last_words
 
 # Data that can be hashed in this time, about 1 GB, is verified before the first step. A short run
@@ -88,32 +96,37 @@ def launch(config: Config, source: str) -> int:
         from accel_gpt.hub.pretrained import check_initial_tokenizer
 
         check_initial_tokenizer(config)
-    with peers(plan.world_size), prepare_run(config, source) as check_folder:
-        if config.eval.only:
-            from accel_gpt.commands.evaluate_model import evaluate_only
+    if config.eval.only:
+        from accel_gpt.commands.evaluate_model import evaluate_only
 
+        with peers(plan.world_size), prepare_run(config, source):
             return evaluate_only(config)
+    stop = StopSignal(started=started, starting=True)
+    with peers(plan.world_size), prepare_run(config, source) as check_folder:
         if config.checkpoint.resume.startswith("hf://"):
             from accel_gpt.hub.load import download_checkpoint
 
             config = download_checkpoint(config)
-        return train(config, plan, started, check_folder)
+        return train(config, plan, stop, check_folder)
 
 
-def train(config: Config, plan: Plan, started: float, check_folder: Callable[[], None]) -> int:
+def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[], None]) -> int:
     """Train from the newest checkpoint to the last step, or to a signal; returns the exit code."""
     init_timeout = config.train.init_timeout
     with Watchdog(init_timeout, INIT, "has not started the device"):
         config, accelerator = start_accelerator(config, plan)  # ranks, device, mixed precision
-        stop = StopSignal.listen_for(config, accelerator, started)
+        stop.join(config, accelerator)
     config, plan = resolve_auto(config, plan, accelerator)
     with open_display(config, plan, accelerator) as display:
+        stop.announce = display.acknowledge
         with Watchdog(init_timeout, INIT, "has not opened data, model and checkpoint"):
             run = start(config, plan, accelerator, display, check_folder)
         writing, profiling = contextlib.closing(run.writer), run.reporter.profiling()
         verifying = contextlib.closing(run.verifier)
         with Watchdog(config.train.step_timeout) as watchdog, writing, profiling, verifying:
-            run.reporter.beat, stopping = watchdog.beat, False
+            run.reporter.beat = watchdog.beat
+            stop.starting = False
+            stopping = complete_step(run, stop)
             while run.state.step < plan.last_step and not stopping:
                 stopping = step(run, stop)
                 run.reporter.completed(run.state.step)
@@ -200,20 +213,31 @@ def seek(run: Run) -> None:
     configure(run.optimizer, run.config.optim)  # a checkpoint restores the options of its time
 
 
+def complete_step(run: Run, stop: StopSignal) -> bool:
+    """Evaluate and sample the step that a run resumes from, if the launch before it did not.
+
+    Returns whether the run must stop again.
+    """
+    state = run.state
+    if run.config.checkpoint.keep_best and state.best_step == state.step:
+        run.writer.name_best(state)  # a kill may have come before
+    last = state.step == run.plan.last_step
+    sampling = state.step > 0 and samples_due(run.config.sample, state.step, last)
+    sampling = sampling and on_main(lambda: not run.reporter.samples_path(state.step).exists())
+    stopping = evaluate_and_sample(run, stop, sampling=sampling, saved=True)
+    stop.last_check = None  # the first step is not counted
+    return stopping
+
+
 def step(run: Run, stop: StopSignal) -> bool:
     """Make one step and what is due after it; returns whether the run must stop there."""
     fault_point("step")
     try:
         update(run)
-        # altered data makes a save due, in which all ranks learn of it, and save nothing
-        saving = run.writer.retry_is_due() or run.verifier.error is not None
-        stopping, retrying = stop.agreed(saving, run.writer.seconds)
-        stopping &= run.state.step < run.plan.last_step
-        after_step(run, stopping, retrying)
-        return stopping
+        return after_step(run, stop)
     except TooManySkippedError:
         roll_back(run)
-        return False
+        return complete_step(run, stop)
 
 
 def update(run: Run) -> None:
@@ -237,10 +261,18 @@ def update(run: Run) -> None:
     state.tokens += plan.tokens_per_step
 
 
-def after_step(run: Run, stopping: bool, retrying: bool) -> None:
-    """Log, evaluate, save and sample what is due after a step; only then wait for the device."""
+def after_step(run: Run, stop: StopSignal) -> bool:
+    """Log, save, evaluate and sample what is due after a step; only then wait for the device.
+
+    Saves first, so that an evaluation that fails costs no step. Returns whether the run must stop:
+    then the next launch makes the evaluation and the samples.
+    """
     config, state, reporter = run.config, run.state, run.reporter
+    # altered data makes a save due, in which all ranks learn of it, and save nothing
+    retrying = run.writer.retry_is_due() or run.verifier.error is not None
+    stopping, retrying = stop.agreed(retrying, run.writer.seconds)
     last = state.step == run.plan.last_step
+    stopping &= not last
     logging = last or state.step == 1 or state.step % config.log.every == 0
     evaluating = last or bool(config.eval.every and state.step % config.eval.every == 0)
     saving = last or stopping or retrying
@@ -255,21 +287,83 @@ def after_step(run: Run, stopping: bool, retrying: bool) -> None:
             record |= reporter.step_metrics(state.step, run.loader)
     with reporter.watch.pause() if evaluating or saving or sampling else contextlib.nullcontext():
         if evaluating:
-            place = reporter.evaluated, state.step, last
-            record |= run.evaluation.metrics(run.gpt, run.accelerator, *place)
-            state.val_loss = record["eval/val_loss"]
-            saving |= state.note_best() and config.checkpoint.keep_best
-            if last and config.eval.whole_at_end:
-                record |= run.evaluation.whole_val(run.gpt, run.accelerator, reporter.evaluated)
-        if record:
+            state.awaits_evaluation = {**record}
+        elif record:
             reporter.publish(state, record)
         if saving:
             save(run, last or stopping)
             reporter.beat()
+        if not stopping:
+            stopping = evaluate_and_sample(run, stop, sampling=sampling, saved=saving)
+    return stopping
+
+
+def evaluate_and_sample(run: Run, stop: StopSignal, sampling: bool, saved: bool) -> bool:
+    """Make the evaluation that the completed step awaits, and samples of it if `sampling`.
+
+    Any rank's signal ends both at once on all ranks; the step is then saved, if it is not `saved`.
+    Returns whether that happened.
+    """
+    state, writer = run.state, run.writer
+    try:
+        if state.awaits_evaluation is not None:
+            is_best = evaluate(run, stop) and run.config.checkpoint.keep_best
+            if is_best and saved:
+                writer.name_best(state)
+            elif is_best:
+                save(run, last=False)
+                saved = True
         if sampling:
-            gpt, tokenizer = run.gpt, run.corpus.tokenizer
-            text = sample(run.accelerator, gpt, tokenizer, config.sample, config.seed, state.step)
-            reporter.samples(state.step, text)
+            write_samples(run, stop)
+    except StopRequested:
+        writer.wait()
+        if not saved or writer.problem:
+            save(run, last=True)
+        return True
+    except (DataError, RankError):  # raised on all ranks together
+        if not saved:
+            save(run, last=True)
+        raise
+    return False
+
+
+def evaluate(run: Run, stop: StopSignal) -> bool:
+    """Evaluate the completed step and publish its record; returns whether it is the best so far."""
+    state, reporter = run.state, run.reporter
+    last = state.step == run.plan.last_step
+    record = {k: math.nan if v is None else v for k, v in (state.awaits_evaluation or {}).items()}
+
+    def beat(done: int, total: int) -> None:
+        fault_point("evaluation")
+        reporter.evaluated(done, total)
+        stop.check(run.writer.seconds)
+
+    record |= run.evaluation.metrics(run.gpt, run.accelerator, beat, step=state.step, last=last)
+    if last and run.config.eval.whole_at_end:
+        record |= run.evaluation.whole_val(run.gpt, run.accelerator, beat)
+    is_best = state.note_evaluation(record["eval/val_loss"])
+    reporter.publish(state, record)
+    return is_best
+
+
+def write_samples(run: Run, stop: StopSignal) -> None:
+    """Write what the model of the completed step makes of the prompts."""
+
+    def beat(_done: int, _total: int) -> None:
+        fault_point("sample")
+        run.reporter.beat()
+        stop.check(run.writer.seconds)
+
+    text = sample(
+        accelerator=run.accelerator,
+        model=run.gpt,
+        tokenizer=run.corpus.tokenizer,
+        config=run.config.sample,
+        seed=run.config.seed,
+        step=run.state.step,
+        beat=beat,
+    )
+    run.reporter.samples(run.state.step, text)
 
 
 def save(run: Run, last: bool) -> None:

@@ -106,3 +106,34 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
     message = f"train.time_limit is {text!r}; write a time above 0 as 3h50m, 30m or 90s"
     with pytest.raises(UserError, match=re.escape(message)):
         TrainConfig(time_limit=text)
+
+
+WATCHED = """
+import sys, time
+from accel_gpt.training.stopping import Watchdog
+with Watchdog("1s") as watchdog:
+    for number in range(20):
+        print(number, flush=True)
+        time.sleep(0.1)
+        watchdog.beat()
+    print("hangs", flush=True)
+    time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hang", "code"), [("0", 0), ("60", 70)])
+def test_a_pause_is_no_hang_and_a_hang_after_it_is_found(hang: str, code: int) -> None:
+    """Paused for twice what faulthandler's timer would allow beside the pause."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WATCHED, hang], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout
+        for _ in range(10):
+            process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        process.send_signal(signal.SIGCONT)
+        _, shown = process.communicate(timeout=30)
+    assert process.returncode == code, shown.decode()
+    assert (b"completed nothing within 1s" in shown) == (code == 70)

@@ -306,9 +306,9 @@ def test_speed_counts_training_alone(
     def lasting(place: Any, name: str, seconds: float) -> None:
         function = getattr(place, name)
 
-        def timed(*args: Any) -> Any:
+        def timed(*args: Any, **options: Any) -> Any:
             now[0] += seconds
-            return function(*args)
+            return function(*args, **options)
 
         monkeypatch.setattr(place, name, timed)
 

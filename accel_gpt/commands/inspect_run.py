@@ -27,8 +27,8 @@ from accel_gpt.errors import AccelGPTError
 from accel_gpt.training.checkpoint import (
     find_checkpoint,
     is_checkpoint,
+    read_evaluated,
     read_shape,
-    read_state,
     verify,
 )
 from accel_gpt.training.run_folder import RunFolder, step_name
@@ -79,7 +79,8 @@ def inspect_checkpoint(path: Path, quick: bool, problems: list[str]) -> dict[str
 
 def facts(path: Path) -> dict[str, Any]:
     """What a checkpoint says of itself."""
-    state, (config, vocab_size) = read_state(path), read_shape(path)
+    state = read_evaluated(path)
+    config, vocab_size = read_shape(path)
     keys = ("data.train", "data.train.dataset", "data.train.path")  # the last two: streamed text
     try:
         kind = load_tokenizer(path).kind

@@ -81,8 +81,8 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
     trace of each process goes to profile/ in the run's folder, on CUDA with a snapshot of the
     memory. 0: none."""
     step_timeout: str | None = "30m"
-    """End a process that completes nothing for this long, and print the stacks of its threads. Also
-    the timeout of each collective operation."""
+    """End a process that completes nothing for this long, and print the stacks of its threads. The
+    time that all processes are paused does not count, up to a day."""
     init_timeout: str | None = "15m"
     """The same for each stage before the first step: meeting the other processes, starting the
     device, opening data, model and checkpoint. Preparing the data may take any time."""

@@ -39,7 +39,7 @@ class Evaluation:
     ) -> dict[str, float]:
         """The eval/ metrics of the record of a step; a collective.
 
-        `beat` is called with each batch; `last`: the step is the last one.
+        `beat` is called before each batch; `last`: the step is the last one.
         """
         found = evaluate_splits(model, self.corpus, accelerator, self.batch_size, beat)
         if self.questions:

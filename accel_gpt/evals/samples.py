@@ -11,7 +11,8 @@ from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.order import derive_seed
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, require
-from accel_gpt.model.generate import all_ended, context_start, generate
+from accel_gpt.evals.validation import Beat, no_beat
+from accel_gpt.model.generate import all_ended, context_start, do_nothing, generate
 from accel_gpt.model.gpt import GPT
 
 SEPARATOR = "\n---------------\n"  # between the texts of `accel-gpt sample`
@@ -87,15 +88,25 @@ def write_text(
     config: SampleConfig,
     generator: torch.Generator,
     done: Callable[[Tensor], bool] = all_ended,
+    before_token: Callable[[], object] = do_nothing,
 ) -> list[str]:
     """Write `config.num` continuations of `prompt`, each after the prompt, up to end-of-text.
 
-    `generator` is on the device of the model; `done` as in `generate`.
+    `generator` is on the device of the model; `done` and `before_token` as in `generate`.
     """
     start = prompt_ids(prompt, tokenizer, model.vocab_size)
     ids = torch.tensor([start] * config.num, device=generator.device)  # (num, T0)
     vocab_size, eot_id = tokenizer.vocab_size, tokenizer.eot_id
-    out = generate(model, ids, config, generator, eot_id=eot_id, choices=vocab_size, done=done)
+    out = generate(
+        model,
+        ids,
+        config,
+        generator,
+        eot_id=eot_id,
+        choices=vocab_size,
+        done=done,
+        before_token=before_token,
+    )
     texts, before = [], tokenizer.decode(start)
     for new in out[:, len(start) :].tolist():
         if eot_id in new:
@@ -114,12 +125,13 @@ def sample(
     config: SampleConfig,
     seed: int,
     step: int,
+    beat: Beat = no_beat,
 ) -> str:
     """Samples of all ranks as one text; a collective.
 
     Each rank and prompt has its own seed: the length of one text does not change the others. Under
     FSDP all ranks generate until the texts of all have ended, as each forward pass all-gathers
-    weights.
+    weights. `beat` is called `max_new_tokens` times for each prompt, however early its texts end.
     """
     done, generator = all_ended, torch.Generator(accelerator.device)
     if accelerator.distributed_type == DistributedType.FSDP:
@@ -127,11 +139,29 @@ def sample(
         def done(ended: Tensor) -> bool:
             return not accelerator.reduce((~ended).sum(), "sum").item()
 
+    beats = 0
+    total = config.max_new_tokens * len(config.prompts)
+
+    def before_token() -> None:
+        nonlocal beats
+        beat(beats, total)
+        beats += 1
+
     texts: list[str] = []
     for number, prompt in enumerate(config.prompts):
         rank = accelerator.process_index
         generator.manual_seed(derive_seed(seed, "sample", step, rank, number))
-        texts += write_text(model, tokenizer, prompt, config, generator, done)
+        texts += write_text(
+            model=model,
+            tokenizer=tokenizer,
+            prompt=prompt,
+            config=config,
+            generator=generator,
+            done=done,
+            before_token=before_token,
+        )
+        while beats < config.max_new_tokens * (number + 1):
+            before_token()
     if accelerator.num_processes > 1:
         texts = gather_object(texts)
     return "\n\n".join(f"--- sample {i}\n{text}" for i, text in enumerate(texts, start=1))

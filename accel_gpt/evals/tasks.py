@@ -14,7 +14,7 @@ import random
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from numbers import Real
@@ -56,7 +56,8 @@ class Tasks:
     ) -> dict[str, float]:
         """Evaluate the exported model in `folder`: `eval/TASK_METRIC` on all ranks; a collective.
 
-        `beat` is called with each batch, with 0 for their number, which is not known.
+        `beat` is called before each batch, with 0 for their number, which is not known; on all
+        ranks as often, though their numbers of batches differ.
         """
         from lm_eval.evaluator import evaluate
 
@@ -64,12 +65,19 @@ class Tasks:
         count, stderr = itertools.count(), sys.stderr
 
         def on_batch(*_: object) -> None:
+            any_rank_computes(True)
             with redirect_stderr(stderr):
                 beat(next(count), 0)
+
+        def beat_as_often() -> None:
+            while any_rank_computes(False):
+                with redirect_stderr(stderr):
+                    beat(next(count), 0)
 
         with seeded(accelerator.device), quiet():
             model = open_model(folder, tokenizer, accelerator, batch_size)
             model.model.register_forward_pre_hook(on_batch)
+            model.accelerator = Joining(accelerator, before_barrier=beat_as_often)
             for task in self.loaded["tasks"].values():
                 task.set_fewshot_seed(seed=SEEDS[1])
             settings = {"limit": self.limit, "bootstrap_iters": RESAMPLES, "log_samples": False}
@@ -121,9 +129,32 @@ def seeded(device: torch.device) -> Iterator[None]:
         random.seed(SEEDS[0])
         np.random.seed(SEEDS[1])
         torch.manual_seed(SEEDS[1])
-        yield
-    random.setstate(python)
-    np.random.set_state(arrays)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(arrays)
+
+
+class Joining:
+    """An `Accelerator` for lm_eval that calls `before_barrier` before it waits for all ranks."""
+
+    def __init__(self, accelerator: Accelerator, before_barrier: Callable[[], None]) -> None:
+        self.accelerator = accelerator
+        self.before_barrier = before_barrier
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.accelerator, name)
+
+    def wait_for_everyone(self) -> None:
+        """Wait for all ranks, of which others may have batches left."""
+        self.before_barrier()
+        self.accelerator.wait_for_everyone()
+
+
+def any_rank_computes(this_one: bool) -> bool:
+    """Whether any rank is about to compute a batch; a collective."""
+    return any(all_gather(this_one))
 
 
 @contextmanager

@@ -19,13 +19,16 @@ from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.packing import example_starts, whole_examples
 from accel_gpt.data.shards import Split, Tokens, token_ids
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import DataError
+from accel_gpt.errors import AccelGPTError, DataError
 from accel_gpt.model.documents import separate
 from accel_gpt.model.gpt import GPT, evaluating
 from accel_gpt.model.loss import IGNORE
+from accel_gpt.training.ranks import all_ranks
 
 Batch = tuple[Sequence[int], int, int]  # numbers of the sequences, B, T
-Beat = Callable[[int, int], object]  # called before each batch: how many are done, of how many
+# Called before each batch, on all ranks as often: how many are done, of how many. If it raises, it
+# raises on all ranks together.
+Beat = Callable[[int, int], object]
 
 
 def no_beat(done: int, total: int) -> None:
@@ -226,7 +229,8 @@ def score_sequences(
     beat: Beat = no_beat,
 ) -> npt.NDArray[np.float64]:
     """Nats, targets and their bytes (S, 3) of each sequence in `batches`; a collective without
-    random numbers, with the same bits at any number of ranks.
+    random numbers, with the same bits at any number of ranks. All ranks raise what `read` raises on
+    any of them.
 
     `read`: the tokens of a sequence, and how many of them, at its end, are targets. `token_bytes`:
     (V,) UTF-8 bytes of each token.
@@ -234,16 +238,25 @@ def score_sequences(
     # whole batches for each rank: a sequence is computed beside the same ones at any world size
     world, device = accelerator.num_processes, accelerator.device
     mine = list(batches[accelerator.process_index :: world])
+    rounds = -(-len(batches) // world)
     if accelerator.distributed_type == DistributedType.FSDP:  # all ranks in each forward pass
-        mine += [([], *batches[0][1:])] * (-(-len(batches) // world) - len(mine))
+        mine += [([], *batches[0][1:])] * (rounds - len(mine))
     table = np.zeros((sum(len(numbers) for numbers, _, _ in batches), 3))
     # One tensor for all batches. A small tensor kept of each batch lies in memory that the batch
     # frees, and keeps the C library from reusing it: 33 MB a batch of configs/quickstart.yaml.
     losses, done = torch.zeros(len(table), device=device), 0
+    failure: AccelGPTError | None = None
     with evaluating(model):
-        for batch, (numbers, B, T) in enumerate(mine):
-            beat(batch, len(mine))
-            inputs, targets = collate([read(number) for number in numbers], B, T)
+        for turn in range(rounds):
+            beat(turn, rounds)
+            if turn == len(mine):  # other ranks have one batch more
+                break
+            numbers, B, T = mine[turn]
+            try:
+                sequences = [read(number) for number in numbers]
+            except AccelGPTError as error:  # raised below, when all ranks have made their batches
+                failure, sequences = failure or error, []
+            inputs, targets = collate(sequences, B, T)
             documents = None
             if document_end is not None:
                 targets, documents = separate(inputs, targets, document_end)
@@ -257,6 +270,9 @@ def score_sequences(
             sizes = np.where(valid, token_bytes[np.where(valid, targets.numpy(), 0)], 0)
             counts = np.stack([valid.sum(-1), sizes.sum(-1)], axis=-1)
             table[list(numbers), 1:] = counts[: len(numbers)]
+    with all_ranks():
+        if failure:
+            raise failure
     own = [number for numbers, _, _ in mine for number in numbers]
     table[own, 0] = losses[:done].cpu().double().numpy()
     if world == 1:  # on the CPU: MPS has no float64

@@ -18,6 +18,10 @@ def all_ended(ended: Tensor) -> bool:
     return bool(ended.all())
 
 
+def do_nothing() -> None:
+    """Do nothing before a token."""
+
+
 def generate(
     model: GPT,
     prompt_ids: Tensor,
@@ -28,6 +32,7 @@ def generate(
     choices: int | None = None,
     use_cache: bool = True,
     done: Callable[[Tensor], bool] = all_ended,
+    before_token: Callable[[], object] = do_nothing,
 ) -> Tensor:
     """Continue `prompt_ids` (B, T), T > 0, by `config.max_new_tokens`: (B, T + max_new_tokens).
 
@@ -35,8 +40,20 @@ def generate(
     `generator` alone, on the device of the prompt; temperature 0 is greedy and draws none. A text
     that has ended with `eot_id` is padded with it; generation stops once `done`, called after each
     token with the texts that have ended, is true (ranks that share a model agree there).
+    `before_token` is called before each token.
     """
-    new = list(stream(model, prompt_ids, config, generator, eot_id, choices, use_cache, done))
+    tokens_of = stream(
+        model=model,
+        prompt_ids=prompt_ids,
+        config=config,
+        generator=generator,
+        eot_id=eot_id,
+        choices=choices,
+        use_cache=use_cache,
+        done=done,
+        before_token=before_token,
+    )
+    new = list(tokens_of)
     B, T = prompt_ids.shape
     tokens = prompt_ids.new_full((B, T + config.max_new_tokens), 0 if eot_id is None else eot_id)
     tokens[:, :T] = prompt_ids
@@ -53,6 +70,7 @@ def stream(
     choices: int | None = None,
     use_cache: bool = True,
     done: Callable[[Tensor], bool] = all_ended,
+    before_token: Callable[[], object] = do_nothing,
 ) -> Iterator[Tensor]:
     """Yield the tokens of `generate` one step at a time: (B,) each, until all texts have ended.
 
@@ -64,6 +82,7 @@ def stream(
     cache = KVCache(model.config, tokens.shape[1]) if use_cache else None
     with evaluating(model, compiled=False):  # the length changes with every token
         for length in range(T, T + config.max_new_tokens):
+            before_token()
             logits = _next_logits(model, tokens[:, :length], cache)[:, :choices]
             token = sample_token(logits, config.temperature, config.top_k, config.top_p, generator)
             if eot_id is not None:

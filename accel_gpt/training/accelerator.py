@@ -59,7 +59,8 @@ if TYPE_CHECKING:
 REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper: torchao's and NVIDIA's lists of devices with fp8 products
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # where train.step_timeout is null
+# A paused process does not hang, and timers that only C code sees cannot tell; assumption
+LONGEST_PAUSE = timedelta(days=1)
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # glibc, malloc.h
 
 
@@ -198,9 +199,12 @@ def requested_precision(config: Config) -> str:
 
 
 def collective_timeout(config: Config) -> timedelta:
-    """How long a collective waits for the other ranks."""
+    """How long a collective waits for the other ranks.
+
+    The watchdog ends a run that hangs. A collective that a pause interrupts must not fail after it.
+    """
     seconds = duration("train.step_timeout", config.train.step_timeout)
-    return timedelta(seconds=seconds) if seconds else COLLECTIVE_TIMEOUT
+    return timedelta(seconds=seconds or 0) + LONGEST_PAUSE
 
 
 def group_timeout(config: Config) -> timedelta:

@@ -33,7 +33,13 @@ from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import AccelGPTError, CheckpointError, NewerFormatError, require
 from accel_gpt.files import load_json, read_text, sha256, strict_json, write_file
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.run_folder import CHECKPOINT, LARGEST_FILE, RunFolder, step_name
+from accel_gpt.training.run_folder import (
+    CHECKPOINT,
+    LARGEST_FILE,
+    RunFolder,
+    number,
+    step_name,
+)
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.tensor_files import read_tensors, weights_of
 
@@ -67,8 +73,8 @@ def find_checkpoint(path: Path, which: str = "last") -> Path:
     found = {s: p for s, p in RunFolder(path).checkpoints.items() if is_checkpoint(p)}
     require(path.is_dir(), f"{path} does not exist; give the folder of a run or of a checkpoint")
     require(bool(found), f"{path} holds no checkpoint; give the folder of a run that saved one")
-    number = RunFolder(path).best if which == "best" else which
-    step = int(number) if re.fullmatch("[0-9]{1,18}", number) else -1
+    wanted = RunFolder(path).best if which == "best" else which
+    step = int(wanted) if re.fullmatch("[0-9]{1,18}", wanted) else -1
     if which == "last":
         step = max(found)
     steps = ", ".join(map(str, found))
@@ -152,9 +158,9 @@ def check_format(path: Path, content: dict[str, Any]) -> None:
 
 def set_aside(path: Path) -> None:
     """Rename a damaged checkpoint, so that it is neither used nor lost."""
-    number = 0
-    while (aside := path.with_name(f".corrupt_{path.name}_{number}")).exists():
-        number += 1
+    count = 0
+    while (aside := path.with_name(f".corrupt_{path.name}_{count}")).exists():
+        count += 1
     path.rename(aside)
 
 
@@ -187,6 +193,22 @@ def read_state(path: Path) -> TrainState:
         state.load_state_dict(content)
     except ValueError as error:
         raise CheckpointError(f"{path / 'trainer_state.json'} is damaged: {error}") from None
+    return state
+
+
+def read_evaluated(path: Path) -> TrainState:
+    """The `TrainState` of a checkpoint, with the evaluation that followed the save.
+
+    The run's metrics.jsonl holds that evaluation; without its record the evaluation is still due.
+    """
+    state = read_state(path)
+    if state.awaits_evaluation is None:
+        return state
+    for record in RunFolder(path.parent.parent).records():
+        complete = state.awaits_evaluation.keys() <= record.keys()
+        if record["step"] == state.step and complete and "eval/val_loss" in record:
+            state.note_evaluation(number(record["eval/val_loss"]))
+            break
     return state
 
 

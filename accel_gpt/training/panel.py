@@ -54,6 +54,7 @@ class Panel(JupyterMixin):
         self.config, self.plan = config, plan
         self.step, self.metrics, self.losses = 0, dict[str, float](), list[float]()
         self.doing = ""  # besides training
+        self.notice = ""  # that the run is about to stop
         self.left: float | None = None  # seconds, at the time `updated`
         self.updated = time.monotonic()
         console = Console(stderr=True)
@@ -86,6 +87,14 @@ class Panel(JupyterMixin):
             return
         self.screen.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
+    def acknowledge(self, text: str) -> None:
+        """Draw at once, and from now on, that the run is about to stop."""
+        self.notice = text
+        if self.cell:
+            write_err(text)
+        else:
+            self.screen.refresh()
+
     def resume(self, step: int, losses: Iterable[float]) -> None:
         """Begin at `step`, with the losses of the run until then."""
         self.step, self.metrics, self.losses = step, {}, [*filter(math.isfinite, losses)]
@@ -107,6 +116,8 @@ class Panel(JupyterMixin):
             known = [FORMS[key].format(self.metrics[key]) for key in keys if key in self.metrics]
             if known:
                 yield side_by_side(known, width)
+        if self.notice:
+            yield one_line((self.notice, "bold"))
         if self.step < self.plan.max_steps:
             yield side_by_side(self.due(), width)
 

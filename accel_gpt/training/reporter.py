@@ -79,7 +79,7 @@ class Reporter:
             machine = describe_machine(self.accelerator)
             self.record_launch(corpus, machine, state.step)
             self.log(self.first_lines(corpus, machine))
-        self.trackers.start(state.step)
+        self.trackers.start(state.reported_step)
         self.reset(state)
 
     def record_launch(self, corpus: Corpus, machine: dict[str, Any], step: int) -> None:
@@ -141,13 +141,18 @@ class Reporter:
 
     def roll_back(self, state: TrainState) -> None:
         """Drop what was written for the steps after `state`."""
-        self.trackers.reopen(state.step + 1)
+        self.trackers.reopen(state.reported_step + 1)
         self.reset(state)
 
     def reset(self, state: TrainState) -> None:
         """Cut the files back to `state`; the clock continues from there."""
         if self.accelerator.is_main_process:
-            self.metrics = MetricsLog(self.out_dir, state.step, state.tokens, self.plan.max_steps)
+            self.metrics = MetricsLog(
+                out_dir=self.out_dir,
+                step=state.reported_step,
+                tokens=state.tokens,
+                max_steps=self.plan.max_steps,
+            )
             self.display.resume(state.step, self.metrics.losses)
         self.watch = Stopwatch(state.seconds, state.step, self.synchronize)
 
@@ -228,14 +233,18 @@ class Reporter:
                 )
             self.disk_full = True
 
+    def samples_path(self, step: int) -> Path:
+        """The file of the samples of a step."""
+        return self.out_dir / "samples" / f"step_{step:08d}.txt"
+
     def samples(self, step: int, text: str) -> None:
         """Write samples to a file and the trackers; print those of the last step."""
-        path = self.out_dir / "samples" / f"step_{step:08d}.txt"
+        path = self.samples_path(step)
 
         def write() -> None:
             self.trackers.samples(step, text)
             path.parent.mkdir(exist_ok=True)
-            path.write_text(f"{text}\n", encoding="utf-8")
+            write_file(path, [f"{text}\n".encode()])
 
         if self.accelerator.is_main_process:
             self.write(write)

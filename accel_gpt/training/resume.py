@@ -33,7 +33,7 @@ from accel_gpt.optim.groups import fraction_at, state_names
 from accel_gpt.training.anomalies import format_ranges, ranges
 from accel_gpt.training.checkpoint import (
     is_checkpoint,
-    read_state,
+    read_evaluated,
     read_states,
     read_weights,
     set_aside,
@@ -92,7 +92,7 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
         check_resume(out_dir, config.checkpoint.resume, log)
         path = find_resume(out_dir, config.checkpoint.resume, log)
         if path:
-            saved = read_state(path)
+            saved = read_evaluated(path)
             known = saved.config.keys() | now.config.keys()
             for key in config.checkpoint.allow_change:
                 require(key in known, f"checkpoint.allow_change has {key}, which is no key")
@@ -268,7 +268,7 @@ def choose_rollback(
         path = find_resume(out_dir, first, log, stable[-1] if stable else math.inf)
         if path is None:
             raise DivergedError(f"{what}, and there is no checkpoint to return to; {advice}")
-        saved = read_state(path)
+        saved = read_evaluated(path)
         reset_best(out_dir, saved)
         if saved.excluded != state.excluded:
             raise DivergedError(
@@ -398,7 +398,7 @@ def restore(
     Returns its state with config, versions and world size of `now`. Raises `CheckpointError` naming
     what is missing or does not fit: `load_state` alone would skip some of it silently.
     """
-    saved = read_state(path)
+    saved: TrainState = on_main(lambda: read_evaluated(path))
     same_world = saved.world_size == now.world_size
     random_states = path / f"random_states_{accelerator.process_index}.pkl"
     if same_world and not random_states.is_file():

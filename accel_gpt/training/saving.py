@@ -141,6 +141,17 @@ class CheckpointWriter:
             self.thread.join()
             self.thread = None
 
+    def name_best(self, state: TrainState) -> None:
+        """Name the checkpoint of `state.step`, saved before its evaluation, as the best one.
+
+        Does nothing if that save has failed, or if the disk refuses the metrics of the step.
+        """
+        self.wait()
+        if self.main:
+            with contextlib.suppress(OSError):
+                self.before_publish()
+                prune(self.out_dir, self.config, state.step, state.best_step)
+
     def close(self) -> None:
         """Wait as a run does that ends with an error: not for ever, as other ranks may be gone."""
         if self.thread:

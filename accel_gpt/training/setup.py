@@ -21,7 +21,7 @@ from accel_gpt.data.shards import INDEX
 from accel_gpt.data.sources import is_url
 from accel_gpt.data.verify import DataVerifier
 from accel_gpt.errors import UserError, require
-from accel_gpt.launcher import is_main, local_rank, main_address, rank, world_size
+from accel_gpt.launcher import PREEMPTED, is_main, local_rank, main_address, rank, world_size
 from accel_gpt.training.accelerator import (
     requested_precision,
     start_processes,
@@ -157,7 +157,8 @@ def run_prepare(settings: dict[str, object] | None, stdout: TextIO | None = None
     done; a collective. Exits on all with the code of one that fails.
     """
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-    before = [signal.signal(n, lambda number, _: sys.exit(128 + number)) for n in numbers]
+    wakeup = signal.set_wakeup_fd(-1)  # `StopSignal` would end this process and leave that one
+    before = [signal.signal(n, lambda *_: sys.exit(PREEMPTED)) for n in numbers]
     process = start_prepare(settings, stdout) if settings else None
     try:  # a signal, or a rank that is lost, kills the process
         codes: list[int | None] = [None]
@@ -169,6 +170,7 @@ def run_prepare(settings: dict[str, object] | None, stdout: TextIO | None = None
             process.wait()
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     if any(codes):
         end_group()
         sys.exit(next(code for code in codes if code))

@@ -41,6 +41,8 @@ class TrainState:
     tokenizer_fingerprint: str = ""
     config: dict[str, Any] = field(default_factory=dict)  # dotted keys
     train_loss: float | None = None  # of this step
+    # metrics of this step, which wait for its evaluation; None: no evaluation is due
+    awaits_evaluation: dict[str, float | None] | None = None
     versions: dict[str, str] = field(default_factory=dict)  # of the code that made this step
 
     def load_state_dict(self, fields: Mapping[str, Any]) -> None:
@@ -52,6 +54,17 @@ class TrainState:
             if name not in hints or not is_of(value, hints[name]):
                 raise ValueError(f"{name[:100]!r} is {repr(value)[:100]}")
             setattr(self, name, value)
+
+    @property
+    def reported_step(self) -> int:
+        """The last step whose record is complete: not this one if it waits for its evaluation."""
+        return self.step if self.awaits_evaluation is None else self.step - 1
+
+    def note_evaluation(self, val_loss: float) -> bool:
+        """Keep the val loss of this step; returns whether it is the lowest so far."""
+        self.awaits_evaluation = None
+        self.val_loss = val_loss
+        return self.note_best()
 
     def note_best(self) -> bool:
         """Keep the lowest val loss and its step; returns whether it is the one just measured."""

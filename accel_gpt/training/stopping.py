@@ -1,5 +1,6 @@
 """Stops a run before its end: signals, a dead launcher, the time limit, a watchdog for hangs."""
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -8,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -21,7 +22,7 @@ from accel_gpt.config.checks import duration
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import require
 from accel_gpt.launcher import PREEMPTED, SIGNALS, rank, started_by_launcher
-from accel_gpt.training.accelerator import host_group
+from accel_gpt.training.accelerator import LONGEST_PAUSE, host_group
 from accel_gpt.training.ranks import all_gather
 from accel_gpt.training.terminal import show_cursor
 
@@ -33,14 +34,20 @@ TIME_LIMIT, INIT = "train.time_limit", "train.init_timeout"
 REASONS = ("", TIME_LIMIT, *(number.name for number in SIGNALS))
 RESERVE_SHARE, RESERVE_SECONDS = 0.02, 1.0  # of the limit, at least; to end processes; assumption
 CHECKS = 20  # of the watchdog, in the time that is allowed
+PAUSE_INTERVALS = 4  # between two checks: the process was paused; assumption
+
+
+class StopRequested(Exception):
+    """Ends an evaluation or samples on all ranks together: the run must save and stop."""
 
 
 class StopSignal:
-    """Keeps the reason to stop for the end of the step; a second signal ends the process at once.
+    """Keeps the reason to stop until all ranks look for one; a second signal ends the process.
 
     A thread receives signals, as the training thread may wait in a collective. The death of the
     launcher counts as SIGTERM but never as a second signal, as the launcher may have sent one
-    before it died. `time_limit`: seconds from `started`, a reading of `time.monotonic`.
+    before it died. `time_limit`: seconds from `started`, a reading of `time.monotonic`. While
+    `starting`, nothing has been trained that a save could keep: the first signal ends the process.
     """
 
     def __init__(
@@ -48,7 +55,11 @@ class StopSignal:
         group: dist.ProcessGroup | None = None,
         time_limit: float | None = None,
         started: float | None = None,
+        starting: bool = False,
     ) -> None:
+        self.starting = starting
+        self.announce: Callable[[str], None] | None = None  # prints a line, on rank 0
+        self.announced = False
         self.received: str | None = None
         self.first: float | None = None  # time of the first signal
         self.saved = False  # the last checkpoint is on disk
@@ -56,7 +67,7 @@ class StopSignal:
         self.time_limit = time_limit
         self.started = time.monotonic() if started is None else started
         self.last_check: float | None = None
-        self.longest = 0.0  # seconds between two calls: of a step, with what followed it
+        self.longest = 0.0  # seconds between two calls: of a step, or a batch of an evaluation
         self.launched, self.parent = started_by_launcher(), os.getppid()
         self.receiver, self.sender = socket.socketpair()
         self.sender.setblocking(False)
@@ -68,20 +79,21 @@ class StopSignal:
         os.register_at_fork(after_in_child=restore_signals)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        """Note the first signal; a later one ends the training of an interactive session."""
+        """Note the first signal, which ends a start; a later one ends an interactive session."""
+        if self.starting:
+            raise KeyboardInterrupt if interactive() else SystemExit(PREEMPTED)
         if interactive() and self.first and time.monotonic() - self.first > SAME_PRESS_SECONDS:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number).name
 
-    @classmethod
-    def listen_for(cls, config: Config, accelerator: Accelerator, started: float) -> Self:
-        """Listen for the signals and the time limit of a run from now on; a collective."""
-        limit = duration("train.time_limit", config.train.time_limit)
+    def join(self, config: Config, accelerator: Accelerator) -> None:
+        """Take the time limit of a run, and the group of its ranks; a collective."""
+        self.time_limit = duration("train.time_limit", config.train.time_limit)
         require(
-            limit is None or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
+            self.time_limit is None or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
             "train.time_limit does not go with --max_restarts, which starts the run again",
         )
-        return cls(host_group(config, accelerator), limit, started)
+        self.group = host_group(config, accelerator)
 
     def listen(self) -> None:
         """Receive each signal when it arrives."""
@@ -92,14 +104,39 @@ class StopSignal:
                         self.receive(number)
 
     def receive(self, number: int) -> None:
-        """End at once if this is a second signal, unless in an interactive session."""
+        """Acknowledge the first signal, and end at once if there is nothing to save or if this is a
+        second one, unless in an interactive session.
+        """
         now, orphaned = time.monotonic(), self.launched and os.getppid() != self.parent
         self.parent = os.getppid()
         if self.first is None:
             self.first = now
+            name = signal.Signals(number).name
+            if not self.starting:
+                self.acknowledge(name)
+            elif not interactive():
+                show_cursor()
+                self.acknowledge_start(name)
+                os._exit(PREEMPTED)
         elif now - self.first > SAME_PRESS_SECONDS and not orphaned and not interactive():
             show_cursor()
             os._exit(PREEMPTED if self.saved else 128 + number)
+
+    def acknowledge(self, name: str) -> None:
+        """Print that the signal was received, once, on rank 0."""
+        if self.announce is None or self.announced:
+            return
+        self.announced = True
+        again = "press again" if name == signal.SIGINT.name else "send it again"
+        self.announce(f"{name}: saving after this step; {again} to abandon it")
+
+    def acknowledge_start(self, name: str) -> None:
+        """Print that the process ends before its first step, on rank 0."""
+        if rank() == 0 and sys.__stderr__:
+            with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone
+                text = f"{name}: stopped before the first step; launch the same command again"
+                sys.__stderr__.write(f"{text}\n")
+                sys.__stderr__.flush()
 
     def ignore(self) -> None:
         """Ignore signals from now on: one would change the exit code of an interpreter that ends,
@@ -124,7 +161,18 @@ class StopSignal:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         stop, others = flags.tolist()
         self.received = self.received or REASONS[stop] or None  # perhaps of another rank
+        if self.received and self.received != TIME_LIMIT:
+            self.acknowledge(self.received)
         return bool(stop), bool(others)
+
+    def check(self, save_seconds: float = 0.0) -> None:
+        """Raise `StopRequested` on all ranks if any has a reason to stop; a collective.
+
+        Called before each batch of an evaluation, so that a time limit need not leave room for it.
+        """
+        stop, _ = self.agreed(save_seconds=save_seconds)
+        if stop:
+            raise StopRequested
 
     def out_of_time(self, save_seconds: float) -> bool:
         """Whether twice the longest step and save may not fit into the time that is left.
@@ -188,9 +236,12 @@ class Watchdog:
     """Dumps the stacks of all threads and ends the process after `limit`, as `30m`, without a beat.
 
     `key`: of the config, where `limit` is set; `problem`: what it writes then. A
-    thread checks the clock; None: no limit. Where a hanging call holds the interpreter the thread
-    cannot run: faulthandler, which needs no interpreter, then does the same after twice the limit,
-    with exit code 1.
+    thread checks the clock; None: no limit. If the thread itself did not run for several of its
+    intervals, the process was paused (SIGSTOP, Ctrl-Z, a frozen container); a pause does not count.
+
+    If a hanging call holds the interpreter, the thread cannot run either. faulthandler needs no
+    interpreter and ends the process with exit code 1, but it cannot tell a pause: it waits for the
+    longest pause besides twice the limit. Other ranks end such a run within their own limit.
     """
 
     def __init__(
@@ -224,9 +275,16 @@ class Watchdog:
         """Check the clock until the run ends, or makes no progress."""
         assert self.seconds
         stderr = sys.__stderr__ or sys.stderr
-        while not self.done.wait(self.seconds / CHECKS):
-            faulthandler.dump_traceback_later(2 * self.seconds, exit=True, file=stderr)
-            if time.monotonic() - self.last > self.seconds:
+        interval = self.seconds / CHECKS
+        latest = 2 * self.seconds + LONGEST_PAUSE.total_seconds()
+        woke = time.monotonic()
+        while not self.done.wait(interval):
+            faulthandler.dump_traceback_later(latest, exit=True, file=stderr)
+            now = time.monotonic()
+            if now - woke > PAUSE_INTERVALS * interval:
+                self.last = min(self.last + now - woke, now)
+            woke = now
+            if now - self.last > self.seconds:
                 show_cursor()
                 stderr.write(f"error: process {rank()} {self.reason}:\n")
                 faulthandler.dump_traceback(file=stderr, all_threads=True)

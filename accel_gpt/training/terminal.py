@@ -78,6 +78,17 @@ class Display:
             else:
                 sys.stderr.write(f"{printable(text)}\n")
 
+    def acknowledge(self, text: str) -> None:
+        """Print a line at every `log.level`; a panel draws it until the end."""
+        if not self.active:
+            return
+        with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone
+            if self.panel:
+                self.panel.acknowledge(text)
+            else:
+                sys.stderr.write(f"{text}\n")
+                sys.stderr.flush()
+
     def show(self, record: Mapping[str, float], seconds_left: float) -> None:
         """Print or draw the metrics of one record."""
         if self.panel:

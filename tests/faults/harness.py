@@ -184,7 +184,9 @@ def content(path: Path) -> Any:
     if path.suffix == ".safetensors":
         return load_file(path)
     if path.suffix == ".json":
-        return {k: v for k, v in json.loads(path.read_text()).items() if k not in LAUNCH_STATE}
+        found = {k: v for k, v in json.loads(path.read_text()).items() if k not in LAUNCH_STATE}
+        waiting = found.get("awaits_evaluation") or {}
+        return found | {"awaits_evaluation": {k: v for k, v in waiting.items() if not by_clock(k)}}
     return torch.load(path, weights_only=not path.name.startswith("random_states"))
 
 

@@ -1,0 +1,268 @@
+"""A signal or an error between a step and its evaluation or samples loses nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from accel_gpt import cli, train
+from accel_gpt.data.shards import Split
+from accel_gpt.errors import DataError
+from accel_gpt.evals import validation
+from accel_gpt.model import generate
+from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.stopping import StopSignal
+from tests.conftest import launch, run_here
+from tests.test_train import assert_same_weights, records, weights
+
+Arguments = Callable[..., list[str]]
+Trained = Callable[..., Path]
+BATCHES = 4  # of an evaluation: 512 tokens of two splits, in batches of 8 times 32
+BEST = ("--checkpoint.keep_best", "true")
+RARELY = ("--checkpoint.every", "0", "--log.every", "3")
+
+
+def call_before(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, number: int, act: Callable[[], None]
+) -> list[int]:
+    """Call `act` before the call of that number; the list has an entry for each call."""
+    function = getattr(module, name)
+    calls: list[int] = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(len(calls) + 1)
+        if len(calls) == number:
+            act()
+        return function(*args, **options)
+
+    monkeypatch.setattr(module, name, counted)
+    return calls
+
+
+def send(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def fail() -> None:
+    raise DataError("the shard cannot be read")
+
+
+def saved_steps(run: Path) -> list[int]:
+    return list(RunFolder(run).checkpoints)
+
+
+def assert_same_run(run: Path, whole: Path) -> None:
+    assert records(run) == records(whole)
+    rows, expected = ((r / "metrics.csv").read_text().splitlines() for r in (run, whole))
+    assert [row.partition(",")[0] for row in rows] == [row.partition(",")[0] for row in expected]
+    assert RunFolder(run).best == RunFolder(whole).best
+    assert_same_weights(weights(run), weights(whole))
+    samples = sorted(path.name for path in (whole / "samples").iterdir())
+    assert sorted(path.name for path in (run / "samples").iterdir()) == samples
+    for name in samples:
+        assert (run / "samples" / name).read_text() == (whole / "samples" / name).read_text()
+
+
+@pytest.mark.parametrize("options", [(), BEST, RARELY])
+@pytest.mark.parametrize("evaluation", [1, 3])
+def test_a_signal_during_an_evaluation_saves_at_once(
+    options: tuple[str, ...],
+    evaluation: int,
+    small_run: Arguments,
+    trained: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In the middle of the first one, and of that of the last step."""
+    run, whole = tmp_path / "run", trained(*options, to="whole")
+    number, step = BATCHES * (evaluation - 1) + 2, 4 * evaluation
+    with monkeypatch.context() as patch:
+        calls = call_before(patch, validation, "collate", number, send(signal.SIGTERM))
+        assert launch(small_run(*options)) == 75
+    assert len(calls) == number  # the batch under way is the last one
+    assert f"SIGTERM: saved at step {step} " in capsys.readouterr().err
+    assert saved_steps(run)[-1] == step
+    assert step not in [record["step"] for record in records(run)]
+    assert launch(small_run(*options)) == 0
+    assert_same_run(run, whole)
+
+
+def test_a_signal_during_samples_saves_at_once(
+    small_run: Arguments,
+    trained: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twice: the samples of step 6 begin anew, and those of the last step."""
+    run, whole = tmp_path / "run", trained(to="whole")
+    with monkeypatch.context() as patch:
+        calls = call_before(patch, generate, "sample_token", 3, send(signal.SIGINT))
+        assert launch(small_run()) == 75
+        assert len(calls) == 3
+    assert saved_steps(run)[-1] == 6
+    with monkeypatch.context() as patch:
+        call_before(patch, generate, "sample_token", 8 + 3, send(signal.SIGUSR1))
+        assert launch(small_run()) == 75
+    assert [path.name for path in (run / "samples").iterdir()] == ["step_00000006.txt"]
+    assert launch(small_run()) == 0
+    assert_same_run(run, whole)
+
+
+def test_a_time_limit_ends_an_evaluation_that_does_not_fit(
+    small_run: Arguments,
+    trained: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def end_of_time() -> None:
+        monkeypatch.setattr(StopSignal, "out_of_time", lambda *_: True)
+
+    calls = call_before(monkeypatch, validation, "collate", 2, end_of_time)
+    assert launch(small_run("--train.time_limit", "1h")) == 75
+    assert len(calls) == 2
+    assert "train.time_limit: saved at step 4 " in capsys.readouterr().err
+    monkeypatch.undo()
+    assert launch(small_run()) == 0
+    assert_same_run(tmp_path / "run", trained(to="whole"))
+
+
+@pytest.mark.parametrize("options", [BEST, RARELY])
+@pytest.mark.parametrize("evaluation", [1, 3])
+def test_an_evaluation_that_fails_costs_no_step(
+    options: tuple[str, ...],
+    evaluation: int,
+    small_run: Arguments,
+    trained: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, whole, step = tmp_path / "run", trained(*options, to="whole"), 4 * evaluation
+    read = Split.read
+    asked: list[int] = []
+
+    def read_or_fail(split: Split, *place: Any) -> Any:
+        if split.name == "val" and len(place) == 3:
+            asked.append(1)
+            if len(asked) > 16 * (evaluation - 1):
+                fail()
+        return read(split, *place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Split, "read", read_or_fail)
+        assert launch(small_run(*options)) == 3
+    assert "error: the shard cannot be read" in capsys.readouterr().err
+    assert saved_steps(run)[-1] == step
+    assert launch(small_run(*options)) == 0
+    assert_same_run(run, whole)
+
+
+def test_a_checkpoint_that_was_saved_first_shows_its_val_loss(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(*BEST)
+    losses = {r["step"]: r["eval/val_loss"] for r in records(run) if "eval/val_loss" in r}
+    assert run_here(cli.dispatch, ["inspect", str(run)]) == 0
+    shown = capsys.readouterr().out
+    for step in saved_steps(run):
+        (line,) = [line for line in shown.splitlines() if line.startswith(f"step_{step:08d}")]
+        assert f" {losses[step]:.4f} " in line
+        assert ("<- best" in line) == (losses[step] == min(losses.values()))
+
+
+def test_a_signal_is_acknowledged_at_once(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While the step is still under way."""
+    shown: list[str] = []
+
+    def press() -> None:
+        send(signal.SIGINT)()
+        send(signal.SIGINT)()  # a launcher delivers the same press once more
+        end = time.monotonic() + 20
+        while "SIGINT" not in (text := "".join(shown)) and time.monotonic() < end:
+            time.sleep(0.01)
+            shown.append(capsys.readouterr().err)
+        assert "SIGINT: saving after this step; press again to abandon it\n" in text
+
+    call_before(monkeypatch, train, "update", 3, press)
+    assert launch(small_run()) == 75
+    shown.append(capsys.readouterr().err)
+    assert "".join(shown).count("SIGINT: saving") == 1
+    assert "SIGINT: saved at step 3 " in "".join(shown)
+
+
+def test_a_signal_other_than_ctrl_c_asks_for_no_press(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call_before(monkeypatch, train, "update", 3, send(signal.SIGTERM))
+    assert launch(small_run("--log.level", "warning")) == 75
+    line = "SIGTERM: saving after this step; send it again to abandon it\n"
+    assert capsys.readouterr().err.count(line) == 1
+
+
+STARTS = """
+import ctypes, sys
+from accel_gpt import train
+from accel_gpt.console import run_main
+
+def wait(*_):
+    print("now", flush=True)
+    while True:
+        ctypes.CDLL(None).usleep(900_000)  # as native code, which runs no handler of Python
+
+train.{name} = wait
+sys.exit(run_main(train.main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("name", ["start_accelerator", "open_corpus", "restore"])
+def test_a_signal_before_the_first_step_leaves_what_there_is(
+    name: str, number: signal.Signals, small_run: Arguments, trained: Trained, tmp_path: Path
+) -> None:
+    if name == "restore":
+        trained()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("run/**/*") if path.is_file()}
+    command = [sys.executable, "-c", STARTS.format(name=name), *small_run()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"now\n"
+        began = time.monotonic()
+        process.send_signal(number)
+        _, shown = process.communicate(timeout=60)
+    assert process.returncode == 75, shown.decode()
+    assert time.monotonic() - began < 20
+    text = f"{number.name}: stopped before the first step; launch the same command again\n"
+    assert shown.decode().endswith(text)
+    assert {path: path.read_bytes() for path in before} == before
+    assert launch(small_run()) == 0
+
+
+@pytest.mark.slow
+def test_a_signal_during_the_preparation_ends_it_too(small_run: Arguments, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("the king of the sea\n" * 2_000_000)
+    asked = ["--data.prepare.source", "text", "--data.prepare.path", str(tmp_path / "long.txt")]
+    asked += ["--data.prepare.tokenizer", "bpe", "--data.train", str(tmp_path / "made")]
+    command = [sys.executable, "-m", "accel_gpt.cli", "train", *small_run(*asked)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        end = time.monotonic() + 120
+        while not (children := psutil.Process(process.pid).children()):
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert not psutil.wait_procs(children, timeout=10)[1]

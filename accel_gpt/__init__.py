@@ -28,7 +28,8 @@ class TrainFunction(ModuleType):
     ) -> "TrainedRun":
         """Train as `accel-gpt train CONFIG --section.key value ...`, or go on with its run.
 
-        `config`: a YAML file or the name of a shipped one. `options`: {"section.key": value}.
+        `config`: a YAML file or the name of a shipped one. `options`: {"section.key": value}, or
+        {"section": {"key": value}}.
         `processes`: started by torchrun where more than one. Interrupted, it saves and returns.
         Raises `UserError` for a mistake, other classes of accel_gpt/errors.py for other failures.
         """

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TextIO
 
 from accel_gpt.errors import AccelGPTError, UserError, first_line
@@ -22,6 +23,7 @@ CONTROL = re.compile(
 OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")  # on a CPU; on CUDA
 # of a path that a user gave: not to be opened, too long, below a file
 PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR)
+SHORTEST_PACE_SECONDS = 1.0  # a time left is estimated from no less; assumption
 LONGEST_SENTENCE = 1500  # characters of an error that are printed
 
 
@@ -80,9 +82,24 @@ class ProgressLine:
         self.shown, self.drawn = time.monotonic(), False
 
 
-def batches_done(done: int, total: int) -> str:
-    """How far an evaluation is; `total` 0: the number of its batches is not known."""
-    return f"evaluating: batch {done:,}" + (f" of {total:,}" if total else "")
+class EvaluationProgress:
+    """Says how far an evaluation is, and how long the rest of its batches takes."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+
+    def words(self, done: int, total: int) -> str:
+        """Call before each batch; `total` 0: the number of batches is not known."""
+        if done == 0:
+            self.started = time.monotonic()
+        if not total:
+            return f"evaluating: batch {done:,}"
+        text = f"evaluating: batch {done:,} of {total:,}"
+        spent = time.monotonic() - self.started
+        if done == 0 or spent < SHORTEST_PACE_SECONDS:
+            return text
+        left = round(spent / done * (total - done))
+        return f"{text}, left {timedelta(seconds=left)}"
 
 
 def table(rows: Sequence[Sequence[str]], *columns: str, gap: int = 2) -> str:

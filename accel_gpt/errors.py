@@ -36,7 +36,7 @@ class DivergedError(AccelGPTError):
 
 
 class BusyError(AccelGPTError):
-    """Another process is already working in the output folder."""
+    """Another process works in the output folder, or the folder has gone."""
 
     exit_code = 6
 

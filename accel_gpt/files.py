@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -54,6 +55,25 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> str:
         os.fsync(file.fileno())
     temporary.rename(path)
     return hasher.hexdigest()
+
+
+def strict_json(value: Any, indent: int | None = None) -> str:
+    """Write JSON. A number that is not finite becomes null: JSON has no NaN and no infinity."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(without_nan(value), indent=indent, allow_nan=False)
+
+
+def without_nan(value: Any) -> Any:
+    """Copy a value of lists and mappings, with None for each number that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def write_all(file: io.FileIO, data: memoryview) -> None:
@@ -137,11 +157,26 @@ def is_at(file: TextIO, path: Path) -> bool:
     """Whether `path` names the open `file`, and no other or none."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
 # --------------------------------------------------------------------------- reading
+
+
+def describe_path(path: str | Path) -> str:
+    """Say what a path is, as the end of a sentence: is a file, is a folder, does not exist."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return "does not exist"
+    kinds = (
+        (stat.S_ISREG, "is a file"),
+        (stat.S_ISDIR, "is a folder"),
+        (stat.S_ISFIFO, "is a named pipe"),
+        (stat.S_ISSOCK, "is a socket"),
+    )
+    return next((words for is_kind, words in kinds if is_kind(mode)), "is a device")
 
 
 def open_file(path: str | Path) -> BinaryIO:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_gpt.config.parse import load_config, parse_command
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import load_config, parse_command, sections
 from accel_gpt.errors import PeerError, UserError, require
 from accel_gpt.launcher import PREEMPTED, is_main
 
@@ -111,7 +112,7 @@ def train_run(config: str, options: Mapping[str, object], processes: int) -> Tra
         isinstance(processes, int) and processes > 0,
         f"processes is {processes!r}; expected a whole number above 0",
     )
-    words = [config, *to_words(options)]
+    words = [config, *to_words(flatten_sections(options))]
     parsed = load_config(words, "accel_gpt.train", inherit)
     run = TrainedRun(Path(parsed.out_dir))
     if processes > 1:
@@ -142,6 +143,29 @@ def train_processes(words: list[str], processes: int) -> None:
             return
     if code not in (0, PREEMPTED):
         raise PeerError(f"training on {processes} processes failed; their error stands above")
+
+
+def flatten_sections(options: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Convert options whose sections are mappings, as in a YAML file, to dotted keys.
+
+    A mapping that is itself the value of an option stays one. Raises `UserError` for an option that
+    is given twice, and for a section that is not a mapping.
+    """
+    flat: dict[str, object] = {}
+    for name, value in options.items():
+        key = f"{prefix}{name}"
+        inner = {key: value}
+        if key in sections(Config):
+            if not isinstance(value, Mapping):
+                raise UserError(
+                    f"{key} is {value!r}, but it is a section of options; give a mapping, or "
+                    f"{key}.NAME for one option"
+                )
+            inner = flatten_sections(value, f"{key}.")
+        for one in inner:
+            require(one not in flat, f"{one} is given twice; give it once")
+        flat |= inner
+    return flat
 
 
 def to_words(options: Mapping[str, object]) -> list[str]:

@@ -1,6 +1,7 @@
 """What `accelerate launch`, `torchrun` and `srun` put into the environment of each process."""
 
 import os
+import re
 import signal
 
 from accel_gpt.errors import require
@@ -36,6 +37,43 @@ def shared_cores() -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // local_world_size())
+
+
+def requested_threads() -> int | None:
+    """The threads that the user asks for with OMP_NUM_THREADS; None for none, and not a number.
+
+    A launcher sets the variable itself if the user does not. torchrun, and `accelerate launch` with
+    GPUs, set 1. `accelerate launch` on a CPU sets 1, or the physical cores divided by the
+    processes. Such a number is not taken for the user's.
+    """
+    match = re.match(r"\s*([1-9][0-9]{0,3})\s*(,|$)", os.environ.get("OMP_NUM_THREADS", ""))
+    if match is None:
+        return None
+    threads = int(match[1])  # of the outer parallel regions, where the variable is a list
+    if not started_by_launcher():
+        return threads
+    return None if threads in (1, threads_of_accelerate()) else threads
+
+
+def threads_of_accelerate() -> int:
+    """The threads that `accelerate launch` sets for a process on a CPU."""
+    import psutil
+
+    return int((psutil.cpu_count(logical=False) or 1) / local_world_size())
+
+
+def starts_on_gpus() -> bool:
+    """Whether `accelerate launch` started this process as one on a GPU; torchrun does not say.
+
+    Of one process without a precision this is not known: accelerate_config.yaml, which suits a CPU
+    too, starts the same.
+    """
+    environment = os.environ
+    return (
+        "TORCHELASTIC_RUN_ID" in environment
+        and "ACCELERATE_MIXED_PRECISION" in environment
+        and (world_size() > 1 or launcher_precision() != "no")
+    )
 
 
 def world_size() -> int:

@@ -84,7 +84,11 @@ def launch(config: Config, source: str) -> int:
     """Train `config`, read from `source`, in a folder that is locked; returns the exit code."""
     die_with_launcher()
     started, plan = time.monotonic(), make_plan(config, world_size())
-    with peers(plan.world_size), prepare_run(config, source):
+    if config.model.init_from != "scratch":
+        from accel_gpt.hub.pretrained import check_initial_tokenizer
+
+        check_initial_tokenizer(config)
+    with peers(plan.world_size), prepare_run(config, source) as check_folder:
         if config.eval.only:
             from accel_gpt.commands.evaluate_model import evaluate_only
 
@@ -93,10 +97,10 @@ def launch(config: Config, source: str) -> int:
             from accel_gpt.hub.load import download_checkpoint
 
             config = download_checkpoint(config)
-        return train(config, plan, started)
+        return train(config, plan, started, check_folder)
 
 
-def train(config: Config, plan: Plan, started: float) -> int:
+def train(config: Config, plan: Plan, started: float, check_folder: Callable[[], None]) -> int:
     """Train from the newest checkpoint to the last step, or to a signal; returns the exit code."""
     init_timeout = config.train.init_timeout
     with Watchdog(init_timeout, INIT, "has not started the device"):
@@ -105,7 +109,7 @@ def train(config: Config, plan: Plan, started: float) -> int:
     config, plan = resolve_auto(config, plan, accelerator)
     with open_display(config, plan, accelerator) as display:
         with Watchdog(init_timeout, INIT, "has not opened data, model and checkpoint"):
-            run = start(config, plan, accelerator, display)
+            run = start(config, plan, accelerator, display, check_folder)
         writing, profiling = contextlib.closing(run.writer), run.reporter.profiling()
         verifying = contextlib.closing(run.verifier)
         with Watchdog(config.train.step_timeout) as watchdog, writing, profiling, verifying:
@@ -123,8 +127,17 @@ def train(config: Config, plan: Plan, started: float) -> int:
     return PREEMPTED if stopping else 0
 
 
-def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display) -> Run:
-    """Build model, optimizer, data and log; resume from the checkpoint that the run has."""
+def start(
+    config: Config,
+    plan: Plan,
+    accelerator: Accelerator,
+    display: Display,
+    check_folder: Callable[[], None] = lambda: None,
+) -> Run:
+    """Build model, optimizer, data and log; resume from the checkpoint that the run has.
+
+    `check_folder` is called before anything is written to the run's folder, see `prepare_run`.
+    """
     log = display.log
     with all_ranks():
         corpus = open_corpus(config)
@@ -147,7 +160,7 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
         log(f"resuming {config.out_dir} from step {state.step:,} ({checkpoint})")
     else:
         initialize(gpt)
-    reporter = Reporter(config, plan, accelerator, gpt, display)
+    reporter = Reporter(config, plan, accelerator, gpt, display, check_folder)
     copies: list[Any] = []
     if config.checkpoint.copy_to and is_main():
         from accel_gpt.training.copies import CheckpointCopies
@@ -157,7 +170,15 @@ def start(config: Config, plan: Plan, accelerator: Accelerator, display: Display
         from accel_gpt.hub.background_push import BackgroundPush
 
         copies.append(BackgroundPush(config, plan.max_steps, log))
-    writer = CheckpointWriter(accelerator, config, corpus.tokenizer, log, reporter.sync, copies)
+    writer = CheckpointWriter(
+        accelerator=accelerator,
+        config=config,
+        tokenizer=corpus.tokenizer,
+        log=log,
+        before_publish=reporter.sync,
+        copies=copies,
+        check_folder=check_folder,
+    )
     parts = (config, plan, accelerator, corpus, gpt, model, optimizer, gradients, state)
     run = Run(*parts, reporter, writer, copies, evaluation, verifier)
     seek(run)

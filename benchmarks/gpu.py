@@ -1,200 +1,219 @@
-"""The questions of this folder on a CUDA card: GPT-2 124M, 1,024 tokens, bf16, compiled.
+"""Measure a CUDA card in its first hour: GPT-2 124M, 1,024 tokens of context, bf16, compiled.
 
-    python benchmarks/gpu.py NANOGPT_FOLDER TEXT [--only speed ablations first checkpoint optimizer]
-        [--micro_batches 16 32 64] [--rounds 3] [--json FILE] [--allow_busy]
-        [--device cpu --tiny]
+    python benchmarks/gpu.py NANOGPT TEXT [--only speed ablations first_step]
+        [--micro_batches 16 32 64] [--rounds 3] [--json FILE] [--tiny]
 
-NANOGPT_FOLDER is a checkout of karpathy/nanoGPT, TEXT is tinyshakespeare; `datasets` is not needed,
-without a network the vocabulary of GPT-2 is (TIKTOKEN_CACHE_DIR).
+NANOGPT is a checkout of karpathy/nanoGPT, run unmodified in a copy. TEXT is tinyshakespeare. It
+needs GPT-2's vocabulary; without a network, set TIKTOKEN_CACHE_DIR.
 
-speed: tokens/s, MFU and peak memory beside nanoGPT and transformers' Trainer, whole processes in
-turn, at several micro-batches. ablations: ours at the smallest micro-batch without compilation,
-without chunks of the loss, in float32, with Muon. first: seconds to the first step, cold and warm.
-checkpoint: how long training stands still. optimizer: a step of AdamW and of Muon.
-`--device cpu --tiny` goes through all of it in a minute, for a test of this file.
+speed: tokens/s, MFU and peak memory beside nanoGPT and transformers' Trainer, at each micro-batch.
+    "-" stands where the card's memory is too small.
+ablations: ours with all logits at once, with Muon, uncompiled and in float32, at the smallest
+    micro-batch.
+first_step: seconds from the first batch to the end of the update, compiler cache cold and warm.
+
+`benchmarks/throughput.py --only checkpoint` measures saves from the card, too.
+
+`--tiny` runs a tiny model uncompiled on a CPU: it tests this file and measures nothing.
 """
 
 import argparse
+import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import (
     ROOT,
     Metrics,
-    OtherLoad,
-    add_report_options,
-    call,
-    facts,
+    flags,
     headline,
     interleave,
+    machine_facts,
     median,
-    save,
+    run_command,
+    save_report,
     table,
 )
-from systems import CHARS, GPT2, WHOLE_LOGITS, Job, gather, nanogpt, ours, trainer
+from peers import CHARS, GPT2, OURS, Job, Subjects, accel_gpt, copy_nanogpt, nanogpt, trainer
 
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.cost.devices import peak_flops
 from accel_gpt.cost.flops import flops_per_token, mfu
+from accel_gpt.training.machine import device_name
 
-JOB = Job(12, 12, 768, 1024, 16, GPT2, steps=60, warmup=20, window=10, device="cuda")
-TINY = Job(2, 2, 32, 32, 4, CHARS, steps=6, warmup=2, window=2)
-GOALS = "goals on one H100: 1.2 x nanoGPT, 1.25 x Trainer, 540,000 tokens/s, 0.65 of the memory"
-BENCHMARKS = ROOT / "benchmarks"
-Part = Callable[[argparse.Namespace, Path, Job], Any]
+JOB = Job(
+    n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=16, data=GPT2,
+    steps=60, warmup_steps=20, window=10, device="cuda",
+)  # fmt: skip
+TINY_JOB = Job(
+    n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=4, data=CHARS,
+    steps=6, warmup_steps=2, window=2, device="cpu",
+)  # fmt: skip
+# accel-gpt without the chunked loss: all logits of a micro-batch at once
+WHOLE_LOGITS = (
+    "-c",
+    "from accel_gpt.model import loss; loss.chunk_tokens = lambda *_: 2**62; "
+    "from accel_gpt.cli import main; main()",
+)
 
 
 def main() -> None:
-    """Answer what `--only` names."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure what `--only` names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("nanogpt", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--micro_batches", nargs="+", type=int, default=[16, 32, 64])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true")
-    add_report_options(parser)
+    parser.add_argument("--json", type=Path, help="file for the report")
     args = parser.parse_args()
-    job = TINY if args.tiny else JOB
-    machine, load = facts(), OtherLoad(args)
-    report: dict[str, Any] = {"facts": machine, "load": {}}
-    print(headline(machine) + "\n" + GOALS)
+    if not args.tiny and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device; run it on a machine with one, or with --tiny")
+    job = TINY_JOB if args.tiny else JOB
+    report: dict[str, Any] = {"facts": machine_facts()}
+    print(headline(report["facts"]))
     with tempfile.TemporaryDirectory() as folder:
-        gather(args.nanogpt, args.text, Path(folder), [job.data])
+        copy_nanogpt(args.nanogpt, args.text, Path(folder), {job.data})
         for name in args.only:
             print(f"\n{name}\n", flush=True)
             report[name] = PARTS[name](args, Path(folder), job)
-            report["load"][name] = load.lap(name)
-            save(args.json, report, load)
+            save_report(args.json, report)
 
 
-def speed(args: argparse.Namespace, work: Path, job: Job) -> Any:
-    """All systems at each micro-batch."""
-    found, on = {}, not args.tiny  # to compile takes longer than a test may
-    for batch in args.micro_batches:
-        at = replace(job, batch=batch)
-        subjects = {
-            "nanoGPT": partial(nanogpt, work, at, on),
-            "Trainer": partial(trainer, work, at, on),
-            "accel_gpt": partial(ours, work, at, *compiled(on)),
+def speed(args: argparse.Namespace, work: Path, job: Job) -> dict[int, Any]:
+    """Compare all systems at each micro-batch."""
+    report = {}
+    compiled = not args.tiny  # compiling takes longer than a test may
+    for batch_size in args.micro_batches:
+        at = replace(job, batch_size=batch_size)
+        subjects: Subjects = {
+            "nanoGPT": partial(nanogpt, work, at, compiled=compiled),
+            "Trainer": partial(trainer, work, at, compiled=compiled, bf16=not args.tiny),
+            "accel_gpt": ours(args, work, at),
         }
-        rounds = interleave({name: fitting(run) for name, run in subjects.items()}, args.rounds)
-        print(show(at, rounds) + "\n", flush=True)
-        found[batch] = rounds
+        report[batch_size] = compare(args, at, subjects)
+    return report
+
+
+def ablations(args: argparse.Namespace, work: Path, job: Job) -> dict[str, list[Metrics]]:
+    """Compare ours with ours without one thing."""
+    at = replace(job, batch_size=min(args.micro_batches))
+    subjects: Subjects = {
+        "accel_gpt": ours(args, work, at),
+        "all logits at once": ours(args, work, at, start=WHOLE_LOGITS),
+        "Muon": ours(args, work, at, more=("--optim.name", "muon")),
+    }
+    if not args.tiny:
+        subjects["not compiled"] = ours(args, work, at, compiled="false")
+        subjects["float32"] = ours(args, work, at, precision="no")
+    return compare(args, at, subjects)
+
+
+def first_step(args: argparse.Namespace, work: Path, job: Job) -> list[float]:
+    """Time the first step of `accel-gpt bench`, cold and then warm."""
+    options: dict[str, object] = {
+        "warmup": 1,
+        "steps": 1,
+        "parts": 0,
+        "json": True,
+        "data.train": work / "nanoGPT/data" / job.data,
+        "data.tokenizer": "gpt2" if job.data == GPT2 else None,
+        "data.prepare.source": None,
+        "model.n_layer": job.n_layer,
+        "model.n_head": job.n_head,
+        "model.n_embd": job.n_embd,
+        "model.block_size": job.block_size,
+        "train.mixed_precision": "no" if args.tiny else "bf16",
+        "train.compile": not args.tiny,
+        "train.micro_batch_size": job.batch_size,
+        "train.tokens_per_step": job.tokens_per_step,
+        "train.max_tokens": 800 * job.tokens_per_step,
+        "eval.tokens": job.tokens_per_step,
+    }
+    command = [sys.executable, *OURS, "bench", ROOT / "configs/gpt2_124m.yaml", *flags(options)]
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(work / "compiled")}
+    found = []
+    for state in ("cold", "warm"):
+        report = json.loads(run_command(command, **cache))
+        found.append(report["first_step_seconds"])
+        print(f"first step, {state} compiler cache: {found[-1]:.1f} s", flush=True)
     return found
 
 
-def ablations(args: argparse.Namespace, work: Path, job: Job) -> Any:
-    """Ours, and ours without one thing."""
-    at = replace(job, batch=min(args.micro_batches))
-    on = compiled(not args.tiny)
-    subjects = {
-        "accel_gpt": lambda: ours(work, at, *on),
-        "not compiled": lambda: ours(work, at, *compiled(False)),
-        "all logits at once": lambda: ours(work, at, *on, start=WHOLE_LOGITS),
-        "float32": lambda: ours(work, at, *on, "--train.mixed_precision", "no"),
-        "Muon": lambda: ours(work, at, *on, "--optim.name", "muon"),
-    }
-    if args.tiny:  # which is not compiled, and on a CPU in float32
-        del subjects["not compiled"], subjects["float32"]
-    rounds = interleave({name: fitting(run) for name, run in subjects.items()}, args.rounds)
-    print(show(at, rounds), flush=True)
-    return rounds
-
-
-def first(args: argparse.Namespace, work: Path, job: Job) -> Any:
-    """Seconds to the first step."""
-    words = [ROOT / "configs/gpt2_124m.yaml", "--data.prepare.source", "null", "--rounds", "1"]
-    words += ["--data.train", work / "nanoGPT/data" / job.data]
-    words += ["--compiled", "0"] if args.tiny else []
-    if job.data == GPT2:
-        words += ["--data.tokenizer", "gpt2"]
-    if job.device == "cuda":
-        words += ["--train.mixed_precision", "bf16"]
-    for key in ("n_layer", "n_head", "n_embd", "block_size"):
-        words += [f"--model.{key}", getattr(job, key)]
-    words += ["--train.micro_batch_size", job.batch, "--train.tokens_per_step", job.tokens]
-    words += ["--eval.tokens", job.tokens, "--train.max_tokens", 800 * job.tokens]
-    return shown([BENCHMARKS / "startup.py", *words])
-
-
-def checkpoint(args: argparse.Namespace, work: Path, job: Job) -> Any:
-    """How long a save holds training up."""
-    small = ["--layers", "1", "--width", "48", "--rounds", "1"] if args.tiny else []
-    return shown([BENCHMARKS / "checkpoint.py", work / "checkpoints", *small])
-
-
-def optimizer(args: argparse.Namespace, work: Path, job: Job) -> Any:
-    """AdamW and Muon."""
-    words = ["--shapes", "gpt2_124m", "--compile"]
-    if args.tiny:
-        words = ["--shapes", "quickstart", "--rounds", "1", "--seconds", "0.05"]
-    return shown([BENCHMARKS / "optimizer.py", *words])
-
-
-PARTS: dict[str, Part] = {
+PARTS: dict[str, Callable[[argparse.Namespace, Path, Job], Any]] = {
     "speed": speed,
     "ablations": ablations,
-    "first": first,
-    "checkpoint": checkpoint,
-    "optimizer": optimizer,
+    "first_step": first_step,
 }
 
 
-def compiled(yes: bool) -> tuple[str, str]:
-    """The option."""
-    return "--train.compile", str(yes).lower()
+def ours(
+    args: argparse.Namespace,
+    work: Path,
+    job: Job,
+    precision: str = "bf16",
+    compiled: str = "true",
+    more: Sequence[str] = (),
+    start: Sequence[str] = OURS,
+) -> Callable[[], Metrics]:
+    """Return what measures a form of ours."""
+    if args.tiny:
+        precision, compiled = "no", "false"
+    return partial(
+        accel_gpt, work, job, precision=precision, compiled=compiled, more=more, start=start
+    )
 
 
-def fitting(run: Callable[[], Metrics]) -> Callable[[], Metrics]:
-    """The same, infinite where the memory of the card does not suffice."""
-
-    def tried() -> Metrics:
-        try:
-            return run()
-        except SystemExit as stopped:
-            if "out of memory" not in str(stopped):
-                raise
-            return {"step_ms": float("inf"), "memory_gb": float("inf")}
-
-    return tried
-
-
-def show(job: Job, found: dict[str, list[Metrics]]) -> str:
-    """Medians, and their ratios to the first's."""
-    import torch
-
-    from accel_gpt.training.machine import device_name
-
+def compare(args: argparse.Namespace, job: Job, subjects: Subjects) -> dict[str, list[Metrics]]:
+    """Measure the subjects in turn and print their medians, with ratios to the first."""
+    safe = {name: partial(or_out_of_memory, measure) for name, measure in subjects.items()}
+    found = interleave(safe, args.rounds)
     shape = ModelConfig(
         n_layer=job.n_layer, n_head=job.n_head, n_embd=job.n_embd, block_size=job.block_size
     )
-    flops, peak = (
-        flops_per_token(shape, 50257),
-        peak_flops(device_name(torch.device(job.device)), "bf16"),
-    )
-    rows, base = [], next(iter(found.values()))
-    for name, rounds in found.items():
-        ms, memory = median(rounds, "step_ms"), median(rounds, "memory_gb")
-        rate = 1e3 * job.tokens / ms
-        share = f"{mfu(rate, flops, peak):.3f}" if peak else "-"
-        row = [name, f"{ms:.1f}", f"{rate:,.0f}", share, f"{median(base, 'step_ms') / ms:.2f}"]
-        rows.append([*row, f"{memory:.2f}", f"{memory / median(base, 'memory_gb'):.2f}"])
-    head = [f"{job.batch} x {job.block_size}", "ms a step", "tokens/s", "MFU", "to the first"]
-    return table([*head, "GB", "of the first's"], rows)
+    flops = flops_per_token(shape, 50257)
+    peak = peak_flops(device_name(torch.device(job.device)), "bf16")
+    rows = [format_row(name, found, job, flops, peak) for name in found]
+    first = next(iter(found))
+    head = [f"{job.batch_size} x {job.block_size} tokens", "ms a step", "tokens/s", "MFU"]
+    head += [f"tokens/s of {first}'s", "GB", f"GB of {first}'s"]
+    print("\n" + table(head, rows) + "\n", flush=True)
+    return found
 
 
-def shown(words: list[Any]) -> list[str]:
-    """The lines that another script of this folder prints."""
-    lines = call([sys.executable, *map(str, words)]).splitlines()
-    print("\n".join(lines), flush=True)
-    return lines
+def or_out_of_memory(measure: Callable[[], Metrics]) -> Metrics:
+    """Measure; return infinite time and memory if the card's memory is too small."""
+    try:
+        return measure()
+    except SystemExit as stopped:
+        if "out of memory" not in str(stopped):
+            raise
+        return {"step_ms": float("inf"), "memory_gb": float("inf")}
+
+
+def format_row(
+    name: str, found: Mapping[str, list[Metrics]], job: Job, flops: float, peak: float | None
+) -> list[str]:
+    """Write one row: medians, and ratios to the first subject."""
+    base = next(iter(found.values()))
+    ms, memory = median(found[name], "step_ms"), median(found[name], "memory_gb")
+    if ms == float("inf"):
+        return [name, *["-"] * 6]
+    rate = 1e3 * job.tokens_per_step / ms
+    share = f"{mfu(rate, flops, peak):.3f}" if peak else "-"
+    speedup = median(base, "step_ms") / ms
+    memory_share = memory / median(base, "memory_gb")
+    figures = [f"{ms:.1f}", f"{rate:,.0f}", share]
+    return [name, *figures, f"{speedup:.2f}", f"{memory:.2f}", f"{memory_share:.2f}"]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""The loss of our training beside that of nanoGPT's model, from the same weights and batches.
+"""Check that our training computes the losses of nanoGPT's model from the same weights and batches.
 
-    python benchmarks/parity.py NANOGPT_FOLDER TEXT [--steps 200] [--json FILE]
-        [--section.key value ...]
+    python benchmarks/parity.py NANOGPT TEXT [--steps 200] [--json FILE] [--section.key value ...]
 
-NANOGPT_FOLDER is a checkout of karpathy/nanoGPT, TEXT any text. Ours is the loop of `accel-gpt
-train` with configs/shakespeare_char_cpu.yaml in IEEE float32, with the biases of the `gpt2` preset
-and of nanoGPT's model. Beside it nanoGPT's model and optimizer, unmodified, take the same batches
-with the same learning rates and the same clipping. Prints the largest difference of their losses;
-exits with 1 where it is above 1e-4.
+NANOGPT is a checkout of karpathy/nanoGPT, TEXT any text. Ours is the loop of `accel-gpt train` with
+configs/shakespeare_char_cpu.yaml in IEEE float32, with the biases that nanoGPT's model has. Beside
+it nanoGPT's model and optimizer, unmodified, take the same batches with the same learning rates and
+the same clipping. Prints losses of both and their largest difference; the exit code is 1 if it is
+above 1e-4.
+
+The tests compare our model with transformers' GPT-2 and Llama, and our Muon with torch's.
 """
 
 import argparse
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, facts, headline, save
-from torch import Tensor, nn
+from common import ROOT, flags, headline, machine_facts, save_report
+from torch import nn
 
 from accel_gpt import train
 from accel_gpt.config.experiment import Config
@@ -32,7 +33,7 @@ from accel_gpt.training.setup import ensure_data
 from accel_gpt.training.terminal import Display
 
 LIMIT = 1e-4
-NAMES = {  # nanoGPT's, ours
+NAMES = {  # nanoGPT's names of weights, and ours
     "transformer.": "",
     "h.": "blocks.",
     "ln_1": "norm_1",
@@ -46,114 +47,109 @@ NAMES = {  # nanoGPT's, ours
 }
 
 
-class Remembering:
-    """A loader that keeps the last batch it gave."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-        self.batch: tuple[Tensor, Tensor]
-
-    def __next__(self) -> tuple[Tensor, Tensor]:
-        self.batch = next(self.loader)
-        return self.batch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-
 def main(argv: list[str]) -> int:
-    """Train both, step by step."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Train both, step by step, and print their losses; return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("nanogpt", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--json", type=Path)
-    asked, options = parser.parse_known_args(argv)
+    parser.add_argument("--json", type=Path, help="file for the report")
+    args, options = parser.parse_known_args(argv)
+    facts = machine_facts()
+    print(headline(facts))
     with tempfile.TemporaryDirectory() as folder:
-        losses = compare(asked, configured(asked, options, Path(folder)))
-    apart = [abs(ours - theirs) for ours, theirs in losses]
-    largest = max(apart)
-    known = facts()
-    print(headline(known))
-    for step in sorted({0, *range(49, asked.steps, 50), asked.steps - 1}):
+        config = make_config(args, options, Path(folder))
+        losses = train_both(args.nanogpt, config, args.steps)
+    for step in sorted({0, *range(49, args.steps, 50), args.steps - 1}):
         ours, theirs = losses[step]
         print(f"step {step + 1:4}: accel_gpt {ours:.6f}, nanoGPT {theirs:.6f}")
-    place = apart.index(largest) + 1
-    print(f"largest difference in {asked.steps} steps: {largest:.2e}, at step {place}")
-    save(asked.json, {"facts": known, "losses": losses, "largest": largest})
+    differences = [abs(ours - theirs) for ours, theirs in losses]
+    largest = max(differences)
+    at_step = differences.index(largest) + 1
+    print(f"largest difference in {args.steps} steps: {largest:.2e}, at step {at_step}")
+    save_report(args.json, {"facts": facts, "losses": losses, "largest": largest})
     return int(largest > LIMIT)
 
 
-def configured(asked: argparse.Namespace, options: list[str], out: Path) -> Config:
-    """The config of our run."""
-    words = [ROOT / "configs/shakespeare_char_cpu.yaml", "--out_dir", out / "run"]
-    words += ["--data.train", out / "data", "--data.prepare.path", asked.text.resolve()]
-    words += ["--model.bias", "true", "--train.matmul_precision", "highest"]
-    words += ["--train.max_steps", asked.steps, "--schedule.warmup_steps", asked.steps // 2]
-    words += options
-    return load_config([str(word) for word in words], "benchmarks/parity.py")
+def make_config(args: argparse.Namespace, more: list[str], folder: Path) -> Config:
+    """Load the config of our run, with the options `more` over it."""
+    options: dict[str, object] = {
+        "out_dir": folder / "run",
+        "data.train": folder / "data",
+        "data.prepare.path": args.text.resolve(),
+        "model.bias": True,
+        "train.mixed_precision": "no",
+        "train.compile": False,
+        "train.matmul_precision": "highest",
+        "train.max_steps": args.steps,
+        "schedule.warmup_steps": args.steps // 2,
+    }
+    config = ROOT / "configs/shakespeare_char_cpu.yaml"
+    return load_config([str(config), *flags(options), *more], "benchmarks/parity.py")
 
 
-def compare(asked: argparse.Namespace, config: Config) -> list[tuple[float, float]]:
-    """Our loss and nanoGPT's at every step."""
+def train_both(nanogpt: Path, config: Config, steps: int) -> list[tuple[float, float]]:
+    """Return our loss and nanoGPT's at every step."""
     plan = make_plan(config, 1)
     ensure_data(config.data)
     Path(config.out_dir).mkdir()
     config, accelerator = start_accelerator(config, plan)
     with Display(False, config, plan) as display:
         run = train.start(config, plan, accelerator, display)
-    peer = model_of(asked.nanogpt, config, run.gpt)
+    batches = run.corpus.loader(plan, 0, accelerator.device, 0)  # those of run.loader once more
+    peer = make_peer(nanogpt, config, run.gpt)
     optim = config.optim
     betas = (optim.beta1, optim.beta2)
     optimizer = peer.configure_optimizers(optim.weight_decay, optim.lr, betas, "cpu")
-    loader = Remembering(run.loader)
-    run.loader = loader  # type: ignore[assignment]
-    found = []
-    for _ in range(asked.steps):
+    losses = []
+    for _ in range(steps):
         train.update(run)
         ours = run.guard.flush(print)["train/loss"]
         for group in optimizer.param_groups:
             group["lr"] = run.optimizer.param_groups[0]["lr"]
-        _, loss = peer(*(ids.contiguous() for ids in loader.batch))
+        tokens, targets = next(batches)
+        _, loss = peer(tokens.contiguous(), targets.contiguous())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(peer.parameters(), optim.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        found.append((ours, loss.item()))
+        losses.append((ours, loss.item()))
     run.loader.close()
-    return found
+    batches.close()
+    return losses
 
 
-def model_of(nanogpt: Path, config: Config, gpt: GPT) -> Any:
-    """nanoGPT's model with the weights of `gpt`."""
+def make_peer(nanogpt: Path, config: Config, gpt: GPT) -> Any:
+    """Build nanoGPT's model with the weights of `gpt`."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", nanogpt / "model.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclass looks itself up
+    sys.modules[spec.name] = module  # its dataclass looks itself up there
     spec.loader.exec_module(module)
-    shape = config.model
-    asked = module.GPTConfig(
-        shape.block_size,
-        gpt.vocab_size,
-        shape.n_layer,
-        shape.n_head,
-        shape.n_embd,
+    shape = module.GPTConfig(
+        block_size=config.model.block_size,
+        vocab_size=gpt.vocab_size,
+        n_layer=config.model.n_layer,
+        n_head=config.model.n_head,
+        n_embd=config.model.n_embd,
         dropout=0.0,
-        bias=shape.bias,
+        bias=config.model.bias,
     )
-    peer: nn.Module = module.GPT(asked)
+    peer: nn.Module = module.GPT(shape)
     weights = gpt.state_dict()
     with torch.no_grad():
         for name, weight in peer.state_dict().items():
-            weight.copy_(weights[ours(name)][: len(weight)])  # without the rows that pad
+            weight.copy_(weights[our_name(name)][: len(weight)])  # without the rows that pad
     return peer.train()
 
 
-def ours(name: str) -> str:
-    """Our name of a weight of nanoGPT's."""
-    for theirs, mine in NAMES.items():
-        name = name.replace(theirs, mine)
+def our_name(name: str) -> str:
+    """Return our name of one of nanoGPT's weights."""
+    for theirs, ours in NAMES.items():
+        name = name.replace(theirs, ours)
     return name
 
 

@@ -1,134 +1,427 @@
-"""Tokens per second beside nanoGPT, transformers' Trainer and litgpt: whole processes in turn.
+"""Compare speed, memory and loss with nanoGPT and transformers' Trainer on this machine's CPU.
 
-    python benchmarks/peers.py NANOGPT_FOLDER TEXT [--sizes char4 char6 gpt2] [--rounds 3]
-        [--systems NAME ...] [--batch N] [--litgpt PYTHON] [--json FILE] [--allow_busy]
+    python benchmarks/peers.py NANOGPT TEXT [--only steps whole] [--sizes char4 char6 gpt2]
+        [--systems NAME ...] [--rounds 3] [--steps N] [--batch N] [--json FILE]
 
-NANOGPT_FOLDER is a checkout of karpathy/nanoGPT, TEXT is tinyshakespeare. All train the same model
-on the same tokens on a CPU, in float32 or, where it says so, bf16, eager and compiled; "nanoGPT" is
-as its README runs it on a CPU, "accel_gpt, auto" as our configs ship. A round's metric is the
-median time of a step after warm-up, as each system reports it. Prints medians over the rounds, ours
-to each as tokens/s, and the goals; rounds are added to those that FILE holds of the same commit.
-Where others kept the machine busy it warns and does not write FILE. PYTHON is one that has litgpt
-(default: this one).
+NANOGPT is a checkout of karpathy/nanoGPT, run unmodified in a copy. TEXT is tinyshakespeare. The
+size gpt2 needs GPT-2's vocabulary; without a network, set TIKTOKEN_CACHE_DIR.
+
+steps: all systems train the same model on the same tokens, each in a process of its own. Prints for
+each size the milliseconds of a step, tokens/s, peak memory of the process, and our tokens/s over
+each peer's. "accel_gpt, auto" is what the CPU configs ship; "nanoGPT" is what its README runs.
+
+whole: the CPU command of nanoGPT's README beside `accelerate launch` of two of our configs. Prints
+the seconds of the whole process, imports, evaluation, samples and checkpoints included, and the
+loss on the whole val split at its end.
+
+All figures are medians over the rounds. Run it on an idle machine, and compare only figures that
+one call printed: a shared machine's speed can double within minutes.
 """
 
 import argparse
+import itertools
 import json
+import re
+import shutil
+import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import (
+    ROOT,
     Metrics,
-    OtherLoad,
-    add_report_options,
-    facts,
+    flags,
     headline,
     interleave,
+    last_json,
+    machine_facts,
     median,
-    save,
+    run_command,
+    save_report,
     table,
+    timed,
+    window_means,
 )
-from systems import CHARS, GPT2, Job, gather, has_litgpt, subjects
 
-SIZES = {
-    "char4": Job(4, 4, 128, 64, 12, CHARS, steps=220, warmup=20, window=20),
-    "char6": Job(6, 6, 384, 256, 8, CHARS, steps=16, warmup=4, window=2),
-    "gpt2": Job(12, 12, 768, 512, 2, GPT2, steps=8, warmup=3, window=1),
-}
-NAME, TRAINER = "accel_gpt", "Trainer"
-AUTO, TRAINER_FORMS = f"{NAME}, auto", 4
-
-
-@dataclass(frozen=True)
-class Goals:
-    """Ratios of tokens/s."""
-
-    auto_to_nanogpt: float
-    auto_to_trainer: float  # in its fastest form
-    float32_to_nanogpt: float = 1.1
-
-
-GOALS = {"char4": Goals(2.0, 1.8), "char6": Goals(3.0, 1.6), "gpt2": Goals(3.0, 1.4)}
+CHARS = "shakespeare_char"  # folders of nanoGPT's data
+GPT2 = "shakespeare"
+VOCAB_SIZES = {CHARS: 65, GPT2: 50304}  # as nanoGPT's models have them
+Subjects = dict[str, Callable[[], Metrics]]
 
 
 def main() -> None:
-    """Run every size."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure what `--only` names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("nanogpt", type=Path)
     parser.add_argument("text", type=Path)
+    parser.add_argument("--only", nargs="+", choices=["steps", "whole"], default=["steps", "whole"])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
-    parser.add_argument("--systems", nargs="+")
+    parser.add_argument("--systems", nargs="+", help="names as in the table; default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="in place of each size's own")
     parser.add_argument("--batch", type=int, help="sequences a step, in place of each size's own")
-    parser.add_argument("--litgpt", default=sys.executable)
-    add_report_options(parser)
+    parser.add_argument("--json", type=Path, help="file for the report")
     args = parser.parse_args()
-    machine, load = facts(), OtherLoad(args)
-    report: dict[str, Any] = {"facts": machine, "sizes": {}}
-    if args.json and args.json.exists():
-        before = json.loads(args.json.read_text())
-        if before["facts"]["commit"] == machine["commit"]:
-            report["sizes"] = before["sizes"]
-    print(headline(machine))
+    report: dict[str, Any] = {"facts": machine_facts()}
+    print(headline(report["facts"]))
     with tempfile.TemporaryDirectory() as folder:
-        work, data = Path(folder), [SIZES[size].data for size in args.sizes]
-        gather(args.nanogpt, args.text, work, data)
-        for size in args.sizes:
-            changes = {"steps": args.steps, "batch": args.batch}
-            job = replace(SIZES[size], **{key: value for key, value in changes.items() if value})
-            run = subjects(work, job, args.litgpt)
-            if not has_litgpt(args.litgpt):
-                print("litgpt is not installed and left out; name a Python that has it: --litgpt")
-                del run["litgpt, compiled"]
-            chosen = {name: run[name] for name in args.systems or run if name in run}
-            found = interleave(chosen, args.rounds, load)
-            if report["sizes"].get(size, {}).get("job") != json.loads(json.dumps(vars(job))):
-                report["sizes"][size] = {"job": vars(job), "rounds": {}}  # rounds of another job
-            kept = report["sizes"][size]["rounds"]
-            for name, rounds in found.items():
-                kept.setdefault(name, []).extend(rounds)
-            print("\n" + format_size(size, job, kept) + "\n", flush=True)
-            save(args.json, report, load)
+        if "steps" in args.only:
+            report["steps"] = compare_steps(args, Path(folder))
+            save_report(args.json, report)
+        if "whole" in args.only:
+            report["whole"] = compare_whole_commands(args, Path(folder))
+            save_report(args.json, report)
 
 
-def format_size(size: str, job: Job, found: dict[str, list[Metrics]]) -> str:
-    """Medians of a size, ours to each, and the goals."""
+# --------------------------------------------------------------------------- steps
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, its batch, and how long it trains."""
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int
+    batch_size: int  # sequences a step
+    data: str  # folder of nanoGPT's data
+    steps: int
+    warmup_steps: int  # not counted; a multiple of window
+    window: int  # steps whose mean is one time: our log has one line for as many
+    device: str = "cpu"
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The tokens of a step."""
+        return self.batch_size * self.block_size
+
+    def step_ms(self, times_ms: Sequence[float]) -> float:
+        """Return the milliseconds of a step, given those of all steps in a row."""
+        return statistics.median(window_means(times_ms[self.warmup_steps :], self.window))
+
+
+SIZES = {
+    "char4": Job(
+        n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, data=CHARS,
+        steps=220, warmup_steps=20, window=20,
+    ),
+    "char6": Job(
+        n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8, data=CHARS,
+        steps=16, warmup_steps=4, window=2,
+    ),
+    "gpt2": Job(
+        n_layer=12, n_head=12, n_embd=768, block_size=512, batch_size=2, data=GPT2,
+        steps=8, warmup_steps=3, window=1,
+    ),
+}  # fmt: skip
+
+
+def compare_steps(args: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Measure the chosen systems at each size and print a table for each."""
+    copy_nanogpt(args.nanogpt, args.text, work, {SIZES[size].data for size in args.sizes})
+    report = {}
+    for size in args.sizes:
+        job = SIZES[size]
+        if args.steps:
+            job = replace(job, steps=args.steps)
+        if args.batch:
+            job = replace(job, batch_size=args.batch)
+        subjects = systems(work, job)
+        chosen = args.systems or list(subjects)
+        found = interleave({name: subjects[name] for name in chosen}, args.rounds)
+        report[size] = {"job": asdict(job), "rounds": found}
+        print(f"\n{size}: {job.n_layer} layers x {job.n_embd}, {job.block_size} tokens of context")
+        print("\n" + format_steps(job, found) + "\n", flush=True)
+    return report
+
+
+def systems(work: Path, job: Job) -> Subjects:
+    """Return what measures each system, by name. nanoGPT has no bf16 on a CPU."""
+    return {
+        "nanoGPT": partial(nanogpt, work, job, compiled=False),
+        "nanoGPT, compiled": partial(nanogpt, work, job, compiled=True),
+        "Trainer": partial(trainer, work, job, compiled=False, bf16=False),
+        "Trainer, compiled": partial(trainer, work, job, compiled=True, bf16=False),
+        "Trainer, bf16": partial(trainer, work, job, compiled=False, bf16=True),
+        "Trainer, bf16 compiled": partial(trainer, work, job, compiled=True, bf16=True),
+        "accel_gpt": partial(accel_gpt, work, job, precision="no", compiled="false"),
+        "accel_gpt, compiled": partial(accel_gpt, work, job, precision="no", compiled="true"),
+        "accel_gpt, bf16": partial(accel_gpt, work, job, precision="bf16", compiled="false"),
+        "accel_gpt, bf16 compiled": partial(
+            accel_gpt, work, job, precision="bf16", compiled="true"
+        ),
+        "accel_gpt, auto": partial(accel_gpt, work, job, precision="auto", compiled="auto"),
+    }
+
+
+def format_steps(job: Job, found: Mapping[str, Sequence[Metrics]]) -> str:
+    """Write medians, and the tokens/s of each of our forms over those of every system."""
     step_ms = {name: median(rounds, "step_ms") for name, rounds in found.items()}
-    memory = {name: median(rounds, "memory_gb") for name, rounds in found.items()}
-    mine = [name for name in step_ms if name.startswith(NAME)]
+    ours = [name for name in step_ms if name.startswith("accel_gpt")]
     rows = []
     for name, ms in step_ms.items():
-        ratios = [f"{ms / step_ms[of]:.2f}" for of in mine]
-        rows.append([name, len(found[name]), f"{ms:,.1f}", f"{1e3 * job.tokens / ms:,.0f}"])
-        rows[-1] += [f"{memory[name]:.2f}", *ratios]
-    title = f"{size}: {job.n_layer} layers x {job.n_embd}, {job.batch} x {job.block_size} tokens"
-    head = ["", "rounds", "ms a step", "tokens/s", "GB", *(f"{name} to it" for name in mine)]
-    return f"{title}\n\n{table(head, rows)}\n\n{format_goals(step_ms, GOALS[size])}"
+        rate = 1e3 * job.tokens_per_step / ms
+        memory = median(found[name], "memory_gb")
+        ratios = [f"{ms / step_ms[form]:.2f}" for form in ours]
+        rows.append([name, f"{ms:,.1f}", f"{rate:,.0f}", f"{memory:.2f}", *ratios])
+    head = [f"{job.batch_size} x {job.block_size} tokens", "ms a step", "tokens/s", "GB"]
+    return table([*head, *(f"{form} over it" for form in ours)], rows)
 
 
-def format_goals(step_ms: Mapping[str, float], goals: Goals) -> str:
-    """Our ratios beside their goals, as far as both systems of one were measured."""
-    trainers = [name for name in step_ms if name.startswith(TRAINER)]
-    fastest = min(trainers, key=lambda name: step_ms[name], default=TRAINER)
-    wanted = [
-        (AUTO, "nanoGPT", goals.auto_to_nanogpt),
-        (NAME, "nanoGPT", goals.float32_to_nanogpt),
-        (AUTO, fastest, goals.auto_to_trainer),
-    ]
+def copy_nanogpt(nanogpt: Path, text: Path, work: Path, data: Iterable[str]) -> Path:
+    """Copy nanoGPT into `work`, prepare data folders by its own scripts; return the copy."""
+    copy = work / "nanoGPT"
+    ignored = shutil.ignore_patterns(".git", "*.bin", "*.pkl")
+    shutil.copytree(nanogpt, copy, ignore=ignored, dirs_exist_ok=True)
+    for name in sorted(data):
+        shutil.copy(text, copy / "data" / name / "input.txt")
+        run_command([sys.executable, "prepare.py"], copy / "data" / name)
+    return copy
+
+
+# Run a script unmodified and print its peak memory at the end.
+WITH_MEMORY = """
+import atexit, json, resource, runpy, sys
+sys.path.insert(0, "")
+def report():
+    import torch
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+    print(json.dumps({"memory_gb": peak / 1e9}))
+atexit.register(report)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def nanogpt(work: Path, job: Job, compiled: bool) -> Metrics:
+    """Run nanoGPT's train.py; the times are those that it logs."""
+    options = {
+        "device": job.device,
+        "dtype": "bfloat16" if job.device == "cuda" else "float32",
+        "compile": compiled,
+        "dataset": job.data,
+        "dropout": 0.0,
+        "n_layer": job.n_layer,
+        "n_head": job.n_head,
+        "n_embd": job.n_embd,
+        "block_size": job.block_size,
+        "batch_size": job.batch_size,
+        "max_iters": job.steps,
+        "log_interval": 1,
+        "eval_interval": 10**6,
+        "eval_iters": 1,
+    }
+    command = [sys.executable, "-c", WITH_MEMORY, "train.py", "config/train_shakespeare_char.py"]
+    command += [f"--{key}={value}" for key, value in options.items()]
+    output = run_command(command, work / "nanoGPT")
+    times_ms = [float(ms) for ms in re.findall(r"time ([\d.]+)ms", output)]
+    del times_ms[0]  # holds the evaluation before the first step
+    return {"step_ms": job.step_ms(times_ms), **last_json(output)}
+
+
+TRAINER = """
+import json, resource, sys, time
+import numpy as np, torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+job = json.loads(sys.argv[1])
+T, cuda = job["block_size"], job["device"] == "cuda"
+tokens = np.memmap(job["train"], dtype=np.uint16, mode="r")
+
+class Sequences(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(tokens) // T
+    def __getitem__(self, i):
+        return torch.from_numpy(tokens[i * T : (i + 1) * T].astype(np.int64))
+
+torch.manual_seed(0)
+shape = {key: job[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
+quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+quiet |= {"bos_token_id": 0, "eos_token_id": 0}
+model = GPT2LMHeadModel(GPT2Config(n_positions=T, **shape, **quiet))
+ends = []
+
+class Clock(TrainerCallback):
+    def on_step_end(self, *_, **__):
+        if cuda:
+            torch.cuda.synchronize()
+        ends.append(time.perf_counter())
+
+args = TrainingArguments(
+    sys.argv[2], max_steps=job["steps"] + 1, per_device_train_batch_size=job["batch_size"],
+    learning_rate=1e-3, weight_decay=0.1, use_cpu=not cuda, bf16=job["bf16"], save_strategy="no",
+    torch_compile=job["compiled"], report_to=[], disable_tqdm=True, logging_steps=10**6,
+)
+def collate(sequences):
+    return {"input_ids": torch.stack(sequences), "labels": torch.stack(sequences)}
+
+Trainer(model, args, collate, Sequences(), callbacks=[Clock()]).train()
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+peak = torch.cuda.max_memory_allocated() if cuda else peak
+times_ms = [1e3 * (b - a) for a, b in zip(ends, ends[1:])]
+print(json.dumps({"memory_gb": peak / 1e9, "times_ms": times_ms}))
+"""
+
+
+def trainer(work: Path, job: Job, compiled: bool, bf16: bool) -> Metrics:
+    """Train transformers' GPT2LMHeadModel, drawn at random, with its Trainer."""
+    described = asdict(job) | {
+        "train": str(work / "nanoGPT/data" / job.data / "train.bin"),
+        "vocab_size": VOCAB_SIZES[job.data],
+        "compiled": compiled,
+        "bf16": bf16,
+    }
+    command = [sys.executable, "-c", TRAINER, json.dumps(described), work / "trainer"]
+    found = last_json(run_command(command, work))
+    return {"step_ms": job.step_ms(found["times_ms"]), "memory_gb": found["memory_gb"]}
+
+
+OURS = ("-m", "accel_gpt.cli")
+
+
+def accel_gpt(
+    work: Path,
+    job: Job,
+    precision: str,
+    compiled: str,
+    more: Sequence[str] = (),
+    start: Sequence[str] = OURS,
+) -> Metrics:
+    """Run `accel-gpt train` with the options `more`; the times are those of its metrics.jsonl."""
+    out = work / "ours"
+    shutil.rmtree(out, ignore_errors=True)
+    options: dict[str, object] = {
+        "out_dir": out,
+        "data.train": work / "nanoGPT/data" / job.data,
+        "model.n_layer": job.n_layer,
+        "model.n_head": job.n_head,
+        "model.n_embd": job.n_embd,
+        "model.block_size": job.block_size,
+        "model.bias": False,
+        "model.mlp": "gelu_erf",
+        "train.tokens_per_step": job.tokens_per_step,
+        "train.micro_batch_size": job.batch_size,
+        "train.max_steps": job.steps,
+        "train.mixed_precision": precision,
+        "train.compile": compiled,
+        "train.cpu_threads": torch.get_num_threads(),  # as the peers: OMP_NUM_THREADS, or all
+        "optim.lr": 1e-3,
+        "schedule.warmup_steps": job.steps // 2,
+        "log.every": job.window,
+        "eval.every": 0,
+        "eval.tokens": job.block_size,
+        "sample.every": 0,
+        "checkpoint.every": 0,
+    }
+    if job.data == GPT2:
+        options["data.tokenizer"] = "gpt2"
+    config = work / "empty.yaml"
+    config.write_text("{}\n")
+    run_command([sys.executable, *start, "train", config, *flags(options), *more], work)
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    records = [record for record in records if "perf/step_ms" in record]
+    counted = records[job.warmup_steps // job.window :]
+    return {
+        "step_ms": statistics.median(record["perf/step_ms"] for record in counted),
+        "memory_gb": max(record["perf/memory_gb"] for record in records),
+    }
+
+
+# --------------------------------------------------------------------------- whole commands
+
+README_COMMAND = (  # nanoGPT's README, "I only have a macbook"
+    "train.py config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 "
+    "--log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 "
+    "--max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
+)
+CONFIGS = ("shakespeare_char_cpu", "fast_shakespeare_cpu")
+WHOLE_VAL_LOSS = """
+import json, numpy, torch
+from model import GPT, GPTConfig
+saved = torch.load("out-shakespeare-char/ckpt.pt", weights_only=False)
+gpt = GPT(GPTConfig(**saved["model_args"])).eval()
+gpt.load_state_dict(saved["model"])
+data = torch.from_numpy(numpy.fromfile("data/shakespeare_char/val.bin", numpy.uint16).astype(int))
+total, T = 0.0, gpt.config.block_size
+with torch.no_grad():
+    for x, y in zip(data[:-1].split(T), data[1:].split(T)):
+        total += gpt(x[None], y[None])[1].item() * len(x)
+print(json.dumps({"val_loss": total / (len(data) - 1)}))
+"""
+
+
+def compare_whole_commands(args: argparse.Namespace, work: Path) -> dict[str, list[Metrics]]:
+    """Time the commands in turn, on prepared data, and print a table.
+
+    Our runs take another seed each round; nanoGPT's seed is fixed. `--steps` shortens all of them.
+    """
+    copy = copy_nanogpt(args.nanogpt, args.text, work, {CHARS})
+    subjects: Subjects = {"nanoGPT": partial(whole_nanogpt, copy, args.steps)}
+    settings: dict[str, object] = {
+        "source": "text",
+        "path": args.text.resolve(),
+        "out": work / "data",
+        "tokenizer": "chars",
+        "val_fraction": 0.1,
+    }
+    run_command([sys.executable, *OURS, "prepare", *flags(settings)])
+    for name in CONFIGS:
+        subjects[name] = partial(whole_ours, name, work, args.steps, itertools.count())
+    found = interleave(subjects, args.rounds)
     rows = []
-    for ours, peer, goal in wanted:
-        if ours in step_ms and peer in step_ms:
-            ratio = step_ms[peer] / step_ms[ours]
-            verdict = "reached" if ratio >= goal else "missed"
-            form = f" (fastest of {len(trainers)} of {TRAINER_FORMS} forms)"
-            over = f"{ours} over {peer}{form if peer in trainers else ''}"
-            rows.append([over, f"{goal:.1f} x", f"{ratio:.2f} x", verdict])
-    return table(["tokens/s", "goal", "measured", ""], rows)
+    for name, rounds in found.items():
+        seconds = median(rounds, "seconds")
+        ratio = seconds / median(found["nanoGPT"], "seconds")
+        loss = statistics.mean(metrics["val_loss"] for metrics in rounds)
+        rows.append([name, f"{seconds:.1f}", f"{ratio:.3f}", f"{loss:.4f}"])
+    head = ["whole command", "seconds", "of nanoGPT's", "val loss, mean"]
+    print("\n" + table(head, rows) + "\n", flush=True)
+    return found
+
+
+def whole_nanogpt(copy: Path, steps: int | None) -> Metrics:
+    """Run the command of nanoGPT's README, and evaluate the checkpoint that it leaves."""
+    command = [sys.executable, *README_COMMAND.split()]
+    if steps:
+        command += [f"--max_iters={steps}", f"--eval_interval={steps}"]
+    seconds = timed(lambda: run_command(command, copy))
+    return {
+        "seconds": seconds,
+        **last_json(run_command([sys.executable, "-c", WHOLE_VAL_LOSS], copy)),
+    }
+
+
+def whole_ours(
+    config: str, work: Path, steps: int | None, seeds: "itertools.count[int]"
+) -> Metrics:
+    """Run `accelerate launch` of a config, which evaluates the whole val split at its end."""
+    out = work / "run"
+    options: dict[str, object] = {
+        "data.train": work / "data",
+        "data.prepare.source": None,
+        "out_dir": out,
+        "seed": next(seeds),
+    }
+    if steps:
+        options |= {"train.max_steps": steps, "schedule.warmup_steps": steps // 2}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    command += [ROOT / "accelerate_config.yaml", ROOT / "accel_gpt/train.py"]
+    command += [ROOT / f"configs/{config}.yaml", *flags(options)]
+    seconds = timed(lambda: run_command(command))
+    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    shutil.rmtree(out)
+    return {"seconds": seconds, "val_loss": last["eval/whole_val_loss"]}
 
 
 if __name__ == "__main__":

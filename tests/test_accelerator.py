@@ -125,6 +125,82 @@ def test_use_cpu_of_the_accelerate_config_holds_where_there_is_a_gpu(
     assert started == [False, True]
 
 
+LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "ACCELERATE_MIXED_PRECISION": "no"}
+BY_ACCELERATE_ON_CPU = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True"}
+
+
+@pytest.mark.usefixtures("settings_kept")
+@pytest.mark.parametrize(
+    ("environment", "train", "threads"),
+    [
+        ({"OMP_NUM_THREADS": "3"}, TrainConfig(), 3),
+        ({"OMP_NUM_THREADS": "3,2"}, TrainConfig(), 3),  # outer and nested regions
+        ({"OMP_NUM_THREADS": "3"}, TrainConfig(cpu_threads=2), 2),
+        ({"OMP_NUM_THREADS": "3"}, TrainConfig(reproducible=True), 1),
+        ({"OMP_NUM_THREADS": "many"}, TrainConfig(), 5),
+        ({"OMP_NUM_THREADS": "0"}, TrainConfig(), 5),
+        ({"OMP_NUM_THREADS": "1", **LAUNCHED}, TrainConfig(), 5),  # torchrun's own
+        ({"OMP_NUM_THREADS": "3", **LAUNCHED}, TrainConfig(), 3),
+        ({"OMP_NUM_THREADS": "6", **BY_ACCELERATE_ON_CPU}, TrainConfig(), 5),  # Accelerate's own
+        ({"OMP_NUM_THREADS": "3", **BY_ACCELERATE_ON_CPU}, TrainConfig(), 3),
+    ],
+)
+def test_threads_are_those_of_the_user_but_not_those_of_a_launcher(
+    environment: dict[str, str],
+    train: TrainConfig,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(5)))
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 6)
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    accelerator.start_processes(Config(train=train))
+    assert torch.get_num_threads() == threads
+
+
+def test_the_first_lines_name_where_the_threads_come_from(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    short = ("--train.max_steps", "1", "--schedule.warmup_steps", "0", *QUIET)
+    place = ("--out_dir", str(tmp_path / "run"), "--train.cpu_threads", "null")
+    assert launch(small_run(*short, *place)) == 0
+    assert "1 thread (OMP_NUM_THREADS)" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("environment", "warns"),
+    [
+        ({**LAUNCHED, "ACCELERATE_MIXED_PRECISION": "bf16"}, True),  # one_gpu.yaml
+        ({**LAUNCHED, "WORLD_SIZE": "2"}, True),  # --multi_gpu
+        ({**LAUNCHED, "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}, False),
+        (LAUNCHED, False),  # accelerate_config.yaml, which is for a CPU too
+        ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}, False),  # torchrun
+        ({}, False),
+    ],
+)
+def test_a_launcher_of_gpus_without_a_gpu_is_one_warning(
+    environment: dict[str, str],
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    for key in ("RANK", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"):
+        monkeypatch.setenv(key, "0")
+    accelerator.warn_without_gpu()
+    shown = capsys.readouterr().err
+    assert shown.count("WARNING") == warns
+    assert ("trains on the CPU" in shown) == warns
+
+
 def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a launcher started them; srun may show each its own device."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

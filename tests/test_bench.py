@@ -63,6 +63,22 @@ def test_bench_times_the_training_step_and_keeps_nothing(
     assert report["memory_gb"] > 0
 
 
+@pytest.mark.parametrize("key", ["data.text", "data.prepare.path"])
+def test_data_that_is_missing_is_prepared_as_in_training(
+    small_run: Arguments, tmp_path: Path, key: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made = tmp_path / "run" / "data"
+    words = [f"--{key}", str(tmp_path / "text.txt"), "--data.prepare.tokenizer", "bytes"]
+    words += ["--data.prepare.source", "text", "--train.mixed_precision", "auto"]
+    if key == "data.prepare.path":
+        words += ["--data.train", str(made)]
+    for _ in range(2):
+        assert call(*small_run(*SHORT, "--json", *words)) == 0
+        assert json.loads(capfd.readouterr().out)["tokens_per_second"] > 0
+        assert (made / "dataset.json").is_file()
+    assert os.listdir(made.parent) == ["data"]
+
+
 def test_the_table_names_the_formula_of_mfu(
     small_run: Arguments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

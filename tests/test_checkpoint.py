@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from accel_gpt.cli import dispatch
 from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
 from accel_gpt.training.checkpoint import (
+    FORMAT,
     find_checkpoint,
     load_model,
     read_state,
@@ -22,6 +24,7 @@ from accel_gpt.training.resume import find_resume
 from accel_gpt.training.run_folder import checkpoint_steps, step_name
 from accel_gpt.training.saving import prune, remove_debris
 from accel_gpt.training.state import TrainState
+from tests.conftest import run_here
 
 Arguments = Callable[..., list[str]]
 Trained = Callable[..., Path]
@@ -84,6 +87,25 @@ def test_a_copy_under_the_name_of_another_step_is_set_aside(run: Path) -> None:
     assert find_resume(run, "auto", said.append) == root / "step_00000012"
     assert "step_00000100 holds step 8" in said[0]
     assert checkpoint_steps(root) == [8, 12]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "manifest.json"])
+def test_a_damaged_checkpoint_names_the_intact_one_before_it(
+    run: Path, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = run / "checkpoints" / "step_00000012" / file
+    newest.write_bytes(newest.read_bytes()[:-9])
+    to = str(run.with_name("exported"))
+    for command in (["sample", str(run)], ["evaluate", str(run)], ["export", str(run), "--to", to]):
+        assert run_here(dispatch, command) == 4
+        said = capsys.readouterr().err
+        assert file in said
+        assert "step 8 of the run is intact; take it with --checkpoint 8" in said
+    assert run_here(dispatch, ["sample", str(run), "--checkpoint", "8"]) == 0
+    before = run / "checkpoints" / "step_00000008" / "model.safetensors"
+    before.write_bytes(before.read_bytes()[:-9])
+    assert run_here(dispatch, ["sample", str(run)]) == 4
+    assert "is intact" not in capsys.readouterr().err
 
 
 def test_a_folder_of_another_name_is_not_a_checkpoint(run: Path) -> None:
@@ -164,6 +186,23 @@ def test_intervals_in_steps_and_tokens() -> None:
         config = CheckpointConfig(every=every, every_tokens=every_tokens)
         states = (TrainState(step=step, tokens=100 * step) for step in range(1, 9))
         assert [state.step for state in states if state.save_is_due(config, 100)] == due
+
+
+def test_a_state_with_a_loss_that_is_no_number_is_json_and_so_is_an_earlier_one(
+    tmp_path: Path,
+) -> None:
+    nan = float("nan")
+    config = {"optim.lr": 1.0}
+    state = TrainState(step=3, val_loss=nan, train_loss=float("inf"), config=config)
+    write_json(tmp_path / "trainer_state.json", {"format": FORMAT, **vars(state)})
+    text = (tmp_path / "trainer_state.json").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    again = read_state(tmp_path)
+    assert (again.step, again.val_loss, again.train_loss, again.config) == (3, None, None, config)
+    earlier = text.replace('"val_loss": null', '"val_loss": NaN')
+    (tmp_path / "trainer_state.json").write_text(earlier)
+    assert str(read_state(tmp_path).val_loss) == "nan"
 
 
 def test_only_a_lower_number_is_better() -> None:

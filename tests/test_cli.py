@@ -1,5 +1,6 @@
 """The commands as a user types them, and what they say."""
 
+import os
 import subprocess
 import sys
 import time
@@ -48,6 +49,40 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["train", "quickstart", "--out_dir", "runs/PLACE"], "out_dir is runs/"),
+        (["train", "quickstart", "--data.text", "PLACE"], "data.text is "),
+        (["train", "quickstart", "--data.train", "PLACE"], "data.train is "),
+        (["train", "PLACE"], "CONFIG is "),
+        (["bench", "quickstart", "--out_dir", "PLACE"], "out_dir is "),
+        (["prepare", "PLACE"], "path is "),
+        (["prepare", "--path", "PLACE", "--tokenizer", "bytes"], "path is "),
+        (["prepare", "text.txt", "--out", "PLACE", "--tokenizer", "bytes"], "out is "),
+        (["inspect", "PLACE"], "path is "),
+        (["sample", "PLACE"], "run is "),
+    ],
+)
+def test_a_path_that_is_not_utf8_is_refused_before_anything_is_made(
+    words: list[str],
+    key: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = os.fsdecode(b"caf\xe9")
+    Path(place).write_text("the king of the sea " * 200)
+    Path("text.txt").write_text("the king of the sea " * 200)
+    assert call(*(word.replace("PLACE", place) for word in words)) == 2
+    error = capsys.readouterr().err
+    assert key in error
+    assert "caf\\xe9, which is not UTF-8; use UTF-8: rename the file or folder\n" in error
+    assert error.count("\n") == 1
+    assert sorted(os.listdir()) == [place, "text.txt"]
 
 
 def test_closed_streams_lead_nowhere(tmp_path: Path) -> None:

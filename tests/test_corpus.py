@@ -58,6 +58,7 @@ def test_a_mixture_trains_stops_and_goes_on_exactly(
     shown = capsys.readouterr().err
     assert f"{two[0]}: " in shown
     assert "weight 0.3" in shown
+    assert len(re.findall(r"this run reads \d+\.\d\d epochs of ", shown)) == 2
     with monkeypatch.context() as patch:
         signal_after(patch, 5, 15)
         assert launch(small_run(*mixed)) == 75
@@ -106,7 +107,7 @@ def test_another_mixture_is_refused_with_what_differs_or_accepted_and_logged(
     longer = ["--train.max_steps", "7", "--checkpoint.allow_change", "train.max_steps"]
     capsys.readouterr()
     assert launch(small_run(*other, *longer)) == 0
-    assert "it was" not in capsys.readouterr().err
+    assert "on data.train" not in capsys.readouterr().err
 
 
 def opened(arguments: list[str]) -> Any:
@@ -145,6 +146,14 @@ def test_a_state_from_before_mixtures_has_one_source() -> None:
     now = vars(TrainState(data_fingerprint="ab", data_sources=sources(a=1, b=1)))
     assert source_changes(old, now) == {"data.train[b]": ("absent", "weight 1")}
     assert sequences_given(old) == {"a": 7}
+
+
+def test_a_source_of_other_content_is_told_apart_by_its_fingerprint() -> None:
+    old = vars(TrainState(data_fingerprint="ab", data_sources=sources(a=1, b=1)))
+    new = sources(a=1, b=1)
+    new[1]["fingerprint"] = "c"
+    now = vars(TrainState(data_fingerprint="ac", data_sources=new))
+    assert source_changes(old, now) == {"data.train[b]": ("weight 1 (b)", "weight 1 (c)")}
 
 
 def sources(**weights: float) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pyarrow.parquet
@@ -23,6 +23,7 @@ import pytest
 from accel_gpt.cli import dispatch
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.help import descriptions
+from accel_gpt.config.names import HF_TRAINER, LLM_C, NANOGPT
 from accel_gpt.config.parse import leaves, load_config
 from accel_gpt.config.plan import make_plan
 from tests.hub_server import HubServer, environment
@@ -45,6 +46,8 @@ MANUAL = textwrap.dedent(
       with these texts: the defaults, or the values of a shipped config, a file, a run's folder or a
       preset of the model. The file loads as the config it was made from."""
 ).splitlines()
+# pages that name files of other projects
+FOREIGN_FILES = ("fast.md", "nanogpt.md", "hf_trainer.md", "hub.md", "evaluation.md")
 SECTIONS = ("train", "data", "model", "optim", "schedule", "eval", "checkpoint", "sample", "log")
 
 
@@ -109,6 +112,16 @@ def page_of_keys() -> Iterator[str]:
     assert set(hints) - {"out_dir", "seed"} == {*SECTIONS, "hub"}
 
 
+def table_of_names(trainer: str, names: Mapping[str, str]) -> Iterator[str]:
+    """The names of another trainer, each with what to write here; keys set as code."""
+    known = sorted(leaves(Config), key=len, reverse=True)
+    key = re.compile("|".join(re.escape(name) for name in known if "." in name))
+    yield from (f"| {trainer} | here |", "|---|---|")
+    for name, answer in names.items():
+        text = f"`{answer}`" if answer in known else key.sub(r"`\g<0>`", answer)
+        yield f"| `{name}` | {text} |"
+
+
 def check(page: str, made: str, pattern: str = "(.*)") -> None:
     """Compare what stands between the groups of `pattern` in a page; replace it on request."""
     path = ROOT / page
@@ -125,6 +138,13 @@ def test_what_is_made_from_the_code_is_up_to_date() -> None:
     check("README.md", "".join(f"{line}\n" for line in tree()), r"<!-- tree -->\n```\n(.*?)```")
     check("README.md", "\n".join(evening()), r"<!-- evening -->\n(.*?)\n## ")
     check("docs/keys.md", "\n".join(page_of_keys()).rstrip() + "\n")
+    for page, mark, trainer, table in (
+        ("docs/nanogpt.md", "nanogpt", "nanoGPT", NANOGPT),
+        ("docs/nanogpt.md", "llm.c", "llm.c", LLM_C),
+        ("docs/hf_trainer.md", "names", "Trainer, run_clm.py", HF_TRAINER),
+    ):
+        made = "".join(f"{line}\n" for line in table_of_names(trainer, table))
+        check(page, made, rf"<!-- {mark} -->\n(.*?)<!-- end -->")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
@@ -195,7 +215,7 @@ def test_what_is_named_exists(page: str) -> None:
     for name in re.findall(r"`(?:accel_gpt/)?([a-z_/]+\.py)`", text):
         places = (PACKAGE, ROOT / "benchmarks", ROOT / "tests", ROOT / "tests/faults", ROOT)
         ours = any((place / name).exists() for place in places)
-        assert ours or page.endswith(("fast.md", "nanogpt.md", "hub.md", "evaluation.md")), name
+        assert ours or page.endswith(FOREIGN_FILES), name
 
 
 @pytest.fixture

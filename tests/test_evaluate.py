@@ -172,7 +172,8 @@ def test_mistakes_of_the_command(
         ([trained, "--limit", "0"], 2, "evaluate.limit is 0"),
         ([trained, "--checkpoint", "3"], 2, "has no checkpoint '3'; choose last or one of"),
         ([trained, "--hellaswag", bad], 3, "line 1: not a question"),
-        ([trained, "--data", tmp_path / "none"], 2, "none"),
+        ([trained, "--data", tmp_path / "none"], 2, "none does not exist"),
+        ([trained, "--data", bad], 2, "bad.jsonl is a file, but a folder of token shards is"),
     ):
         assert call(*words) == code
         assert message in capsys.readouterr().err

@@ -19,7 +19,7 @@ from accel_gpt.cli import dispatch
 from accel_gpt.commands.plan import format_hours
 from accel_gpt.commands.plan_time import evaluation_tokens
 from accel_gpt.commands.plan_vocabulary import inherit_known
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.parse import load_config
 from accel_gpt.console import run_main
@@ -418,8 +418,40 @@ def test_a_few_steps_here_give_the_speed_of_this_machine(
     """Neither the data nor the batch of the config is needed."""
     own = small_run("--data.train", "none", "--train.tokens_per_step", str(2**20))
     found = plan(capsys, *own, "--vocab_size", 300, "--measure")["time"]
-    assert found["source"] == "measured here: 3 steps of 8 sequences, uncompiled"
+    assert found["source"] == "measured here: 3 steps of 8 sequences in float32, uncompiled"
     assert found["hours"] == pytest.approx(12 * 2**20 / found["tokens_per_second"] / 3600, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "shown"), [((), "float32"), (("amx_bf16",), "bf16")])
+def test_auto_is_one_precision_in_all_parts_of_a_plan(
+    flags: tuple[str, ...],
+    shown: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    small_run: Callable[..., list[str]],
+) -> None:
+    """The measured steps are in the planned precision, whatever this CPU would choose."""
+    monkeypatch.setattr("accel_gpt.cost.devices.cpu_flags", lambda: frozenset(flags))
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    own = small_run("--data.train", "none", "--train.mixed_precision", "auto")
+    found = plan(capsys, *own, "--vocab_size", 300, "--measure")
+    assert found["machine"] == f"1 x CPU process, {shown}"
+    assert found["precision"]["is"] == shown.replace("float32", "no")
+    assert found["time"]["source"].endswith(f" in {shown}, uncompiled")
+
+
+def test_auto_is_the_precision_of_the_run_that_a_launch_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_gpt.cost.devices.cpu_flags", lambda: frozenset[str]())
+    words = (GPT2, "--out_dir", tmp_path / "run", "--train.mixed_precision", "auto")
+    assert plan(capsys, *words)["machine"] == "1 x CPU process, float32"
+    make_run(tmp_path / "run", train=TrainConfig(mixed_precision="bf16"))
+    found = plan(capsys, *words)
+    assert found["machine"] == "1 x CPU process, bf16"
+    assert found["precision"]["source"] == f"train.mixed_precision auto, as in {tmp_path / 'run'}"
+    assert plan(capsys, *words, "--gpu", "t4")["precision"]["is"] == "no"
 
 
 def test_every_device_has_its_memory() -> None:

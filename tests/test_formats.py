@@ -67,7 +67,7 @@ def llmc(
     header = np.zeros(256, "<i4")
     header[0] = magic or (20240520 if dtype == "<u2" else 20240801)
     header[1] = version or (1 if dtype == "<u2" else 7)
-    header[2] = len(ids) if count < 0 else count
+    header.view("<u4")[2] = len(ids) if count < 0 else count
     path.write_bytes(header.tobytes() + np.array(ids, dtype).tobytes())
 
 
@@ -371,6 +371,8 @@ def wrong_metadata(text: str) -> Callable[[Path], None]:
          r"tes that begin with 20240520 or 20240801.; raw uint16 is read from files named train"),
         (lambda f: llmc(f / "train_0.bin", [1, 2], count=3), r"train_0\.bin has 1028 bytes, expecte"
          r"d 1030 for 3 tokens of uint16; it was cut short or changed"),
+        (lambda f: llmc(f / "train_0.bin", [1, 2], count=2_500_000_000), "train_0.bin has 1028 byte"
+         "s, expected 5000001024 for 2500000000 tokens of uint16"),
         (lambda f: llmc(f / "train_0.bin", [1], version=2), r"has version 2 of llm\.c's format, not"
          " 1"),
         (lambda f: npy(f / "train_0.npy", [1], "<i8"), r"train_0\.npy holds int64 .<i8.; save it as"

@@ -242,6 +242,9 @@ def test_data_behind_a_url(data: Path, capsys: Printed, monkeypatch: pytest.Monk
     [
         (["x", "--tokenizers", "gpt2"], "--tokenizers no longer exists; tokenize the text with"),
         (["x", "--block-size", "0"], "inspect.block_size is 0; it must be above 0"),
+        (["nowhere"], "nowhere does not exist; give a data folder"),
+        (["input.txt"], "input.txt is a file; give a data folder"),
+        (["/dev/null"], "/dev/null is a device; give a data folder"),
     ],
 )
 def test_mistakes(
@@ -252,6 +255,7 @@ def test_mistakes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("input.txt").write_text("text")
     assert call("inspect", *words) == 2
     assert message in capsys.readouterr().err
 
@@ -279,6 +283,7 @@ def run(tmp_path: Path) -> Path:
     model = GPT(tiny(), 257)
     _, optimizer = accelerator.prepare(model, make_optimizer(model, OptimConfig()))
     folder = tmp_path / "run"
+    folder.mkdir()
     config = Config(out_dir=str(folder))
     writer = CheckpointWriter(accelerator, config, BytesTokenizer(), lambda _: None)
     for step in (1, 2):

@@ -44,6 +44,23 @@ def listeners() -> int:
     return [thread.name for thread in threading.enumerate()].count("signals")
 
 
+@pytest.mark.usefixtures("settings_kept")
+def test_sections_may_be_mappings(
+    small_run: Arguments, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a YAML file; the mapping that is a value stays one."""
+    (path,) = small_run()
+    sections = {
+        "train": {"max_steps": 2},
+        "schedule": {"warmup_steps": 0},
+        "data": {"val": {"one": str(corpus), "two": str(corpus)}},
+        "sample.every": 0,
+    }
+    run = accel_gpt.train(path, sections)
+    assert "2 steps, " in capsys.readouterr().err
+    assert {"eval/val_loss/one", "eval/val_loss/two"} <= set(run.metrics)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("settings_kept")
 def test_a_run_from_start_to_export(
@@ -81,6 +98,12 @@ def test_mistakes_are_exceptions(small_run: Arguments, tmp_path: Path) -> None:
     run = accel_gpt.TrainedRun(tmp_path / "nowhere")
     with pytest.raises(UserError, match="is not a folder"):
         _ = run.metrics
+    with pytest.raises(UserError, match=r"did you mean train\.max_steps"):
+        accel_gpt.train("quickstart", {"train": {"max_step": 3}})
+    with pytest.raises(UserError, match=r"train\.max_steps is given twice; give it once"):
+        accel_gpt.train("quickstart", {"train": {"max_steps": 3}, "train.max_steps": 3})
+    with pytest.raises(UserError, match=r"train is 3, but it is a section of options"):
+        accel_gpt.train("quickstart", {"train": 3})
     with pytest.raises(UserError, match="did you mean temperature"):
         run.sample(temprature=0)
     with pytest.raises(UserError, match="nowhere"):

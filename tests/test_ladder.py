@@ -15,12 +15,14 @@ import pytest
 
 from accel_gpt.cli import dispatch
 from accel_gpt.commands.ladder import check_rung, fit_ladder, ladder_lines, make_rung
-from accel_gpt.config.parse import to_flat
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import read_values, to_flat
+from accel_gpt.console import run_main
 from accel_gpt.cost.scaling import Ladder, Law, Size, read_ladder
 from accel_gpt.cost.scaling_fit import HUBER, fit_law, minimize
 from accel_gpt.errors import UserError
 from accel_gpt.report.plots import ladder_png
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.run_folder import RunFolder, step_name
 from tests.runs import LAUNCH, make_run, record
 
 # of rungs so short that no law holds
@@ -117,7 +119,7 @@ def test_intervals_hold_nine_of_ten_runs(sizes: list[Size]) -> None:
     [
         (SINGLE[:2], [3.0, 2.9], "2 rungs are too few: a law in flops takes 3"),
         (GRID[:4], [4.0, 3.9, 3.8, 3.7], "4 rungs are too few: a law in parameters and tokens"),
-        (SINGLE, [3.0, 3.1, 3.3, 3.4], "the fit does not converge"),
+        (SINGLE, [3.0, 3.1, 3.3, 3.4], "the loss of the rungs does not fall with their FLOPs"),
     ],
 )
 def test_what_cannot_be_fitted(sizes: list[Size], losses: list[float], problem: str) -> None:
@@ -182,6 +184,69 @@ def test_a_rung_that_diverged_is_left_out_and_one_of_other_data_is_an_error(
     runs[other.name] = RunFolder(other)
     with pytest.raises(UserError, match=f"tokenizer of {other.name} is chars, of the smaller"):
         fit_ladder("t", GIVEN, rungs, runs, {})
+
+
+def flat_in_parameters(one: Size) -> float:
+    return float(1 + 100 / one.tokens**0.28)
+
+
+def flat_in_tokens(one: Size) -> float:
+    return float(1 + 200 / one.parameters**0.34)
+
+
+def rising(one: Size) -> float:
+    return float(3 + 1e-9 * one.tokens)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "loss", "why", "more"),
+    [
+        (
+            "1,2,4",
+            flat_in_parameters,
+            "with their parameters",
+            "longer: --depths 1,3 --ratios 8,16",
+        ),
+        ("1,2,4", flat_in_tokens, "with their tokens", "deeper: --depths 4,6 --ratios 1,2,4"),
+        ("1,2,4", rising, "with their", "longer: --depths 1,3 --ratios 8,16"),
+    ],
+)
+def test_rungs_without_a_law_are_written_with_what_to_add(
+    ratios: str,
+    loss: Callable[[Size], float],
+    why: str,
+    more: str,
+    small_run: Callable[..., list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, words = tmp_path / "ladder", small_run("--depths", "1,3", "--ratios", ratios)
+    given = read_values(Config, words[0], [])
+    for depth in (1, 3):
+        for ratio in map(float, ratios.split(",")):
+            rung = make_rung(given, depth, ratio)
+            own = {name: getattr(rung.config, name) for name in ("model", "train", "data", "optim")}
+            own |= {name: getattr(rung.config, name) for name in ("schedule", "eval", "sample")}
+            value = {"eval/val_loss": loss(rung.size), "eval/val_bits_per_byte": 2.0}
+            run = make_run(
+                out / rung.name, [record(rung.config.train.max_steps or 0, **value)], **own
+            )
+            (run / "checkpoints" / step_name(rung.config.train.max_steps or 0)).mkdir(parents=True)
+    assert run_main(dispatch, ["ladder", *words, "--out", str(out)]) == 2
+    printed = capsys.readouterr()
+    rows = [line.split() for line in printed.out.splitlines()]
+    largest = make_rung(given, 3, 4.0)
+    numbers = (
+        f"{largest.size.parameters:,}",
+        f"{largest.size.tokens:,}",
+        f"{largest.size.flops:.2e}",
+    )
+    assert ["depth_3_ratio_4", *numbers, f"{loss(largest.size):.4f}", "2.0000"] in rows
+    assert f"report     {out / 'report.html'}" in printed.out
+    assert "depth_3_ratio_4" in (out / "report.html").read_text()
+    assert f"the loss of the rungs does not fall {why}" in printed.err
+    assert f"add rungs that are {more}" in printed.err
+    assert "exponent" not in printed.err
 
 
 # --------------------------------------------------------------------------- plan

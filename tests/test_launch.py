@@ -144,6 +144,16 @@ def test_all_cores_are_used_though_the_launcher_sets_one_thread(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
+def test_a_config_for_a_gpu_warns_on_a_cpu(small_run: Arguments, tmp_path: Path) -> None:
+    config = str(ROOT / "configs" / "accelerate" / "one_gpu.yaml")
+    short = ("--train.max_steps", "2", "--schedule.warmup_steps", "0")
+    command = [*ACCELERATE, "--config_file", config, TRAIN, *small_run(*short)]
+    shown = finish(command, tmp_path)
+    assert shown.count("WARNING: the launcher is set up for GPUs, but PyTorch finds none") == 1
+
+
+@pytest.mark.slow
 def test_processes_that_form_no_group_are_refused(small_run: Arguments, tmp_path: Path) -> None:
     """WORLD_SIZE that Accelerate does not pick up: two trainers in one folder, silently."""
     lost = {**PLAIN, "WORLD_SIZE": "2", "RANK": "0"}

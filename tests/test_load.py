@@ -118,6 +118,55 @@ def test_another_tokenizer_is_refused_and_a_missing_one_assumed(
         load_pretrained(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "tokenizer", "message"),
+    [
+        ("abc", "bytes", "has another tokenizer (chars of 3"),
+        ("abc", "bpe", "need their own tokenizer; set data.prepare.tokenizer to "),
+        ("", "bpe", "copy has no tokenizer.json: put the file of the model beside its weights"),
+        ("", "big.json", "copy has 257 tokens but the tokenizer of data.prepare.tokenizer "),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit_is_refused_before_text_is_tokenized(
+    folder: Path,
+    small_run: Arguments,
+    tmp_path: Path,
+    vocabulary: str,
+    tokenizer: str,
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "tokenizer.json").unlink()
+    if vocabulary:
+        export_tokenizer(CharsTokenizer(vocabulary), folder, 64)
+    if tokenizer == "big.json":
+        tokenizer = str(tmp_path / "big")
+        Path(tokenizer).mkdir()
+        CharsTokenizer("".join(map(chr, range(1000, 1300)))).save(tokenizer)
+    words = small_run("--model.init_from", str(folder), "--data.text", str(tmp_path / "text.txt"))
+    words += ["--data.prepare.tokenizer", tokenizer]
+    assert launch(words) == 2
+    printed = capfd.readouterr()
+    assert message in printed.err
+    assert "prepared" not in printed.out
+    assert not (tmp_path / "run" / "data").exists()
+
+
+def test_prepared_data_whose_tokenizer_is_too_large_is_refused_with_the_remedy(
+    folder: Path, small_run: Arguments, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same model without a tokenizer, and data of 300 characters."""
+    (folder / "tokenizer.json").unlink()
+    text = tmp_path / "many.txt"
+    text.write_text("".join(map(chr, range(1000, 1300))) * 9)
+    made = str(tmp_path / "made")
+    words = ["prepare", str(text), "--tokenizer", "chars", "--out", made]
+    assert run_here(cli.dispatch, words) == 0
+    assert launch(small_run("--model.init_from", str(folder), "--data.train", made)) == 2
+    message = f"copy has 257 tokens but the tokenizer of data folder {made} has 300; "
+    assert f"{message}{folder} has no tokenizer.json: put" in capfd.readouterr().err
+
+
 def test_ids_without_a_spelling_are_never_written(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

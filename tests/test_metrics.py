@@ -87,6 +87,21 @@ def test_losses_of_the_run_so_far(tmp_path: Path) -> None:
     assert MetricsLog(tmp_path, 6, 0, 10).losses == [3.0, 2.0]
 
 
+def refuse(name: str) -> float:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def test_a_nan_of_an_earlier_version_becomes_null(tmp_path: Path) -> None:
+    old = '{"step": 1, "tokens": 8, "train/loss": NaN}\n{"step": 2, "eval/val_loss": -Infinity}\n'
+    (tmp_path / "metrics.jsonl").write_text(old)
+    log = MetricsLog(tmp_path, 2, 16, 10)
+    log.write({"step": 3, "tokens": 24, "train/loss": float("inf")})
+    lines = log.jsonl.read_text().splitlines()
+    found = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert [record.get("train/loss", 0) for record in found] == [None, 0, None]
+    assert found[1]["eval/val_loss"] is None
+
+
 def test_a_folder_in_the_place_of_the_metrics_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").mkdir()
     with pytest.raises(UserError, match="is a folder, expected a file"):

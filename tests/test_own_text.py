@@ -19,7 +19,7 @@ from accel_gpt.data.tokenizer_json import EOT
 from accel_gpt.errors import UserError
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.run_folder import RunFolder
-from tests.conftest import QUIET, launch, text_of
+from tests.conftest import QUIET, launch, run_here, text_of
 
 
 def load(folder: Path, *words: str, text: str = "") -> Config:
@@ -46,16 +46,32 @@ def test_data_are_named_once(tmp_path: Path) -> None:
         load(tmp_path, text=", text: a.txt")
 
 
-@pytest.mark.slow
-def test_what_is_wrong_with_a_text_is_told_with_the_keys_of_training(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nope.txt", "data.text is nope.txt, which does not exist (looked for /"),
+        ("/dev/null", "data.text is /dev/null, which is a device; give a file"),
+        ("*.gone", "data.text is *.gone, which matches no file"),
+        ("image.png", "data.text is image.png, which is binary, not UTF-8 text"),
+    ],
+)
+def test_a_text_that_cannot_be_read_is_told_with_the_key_that_named_it(
+    small_run: Callable[..., list[str]],
+    tmp_path: Path,
+    text: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    text = tmp_path / "notes.log"
-    text.write_text("text")
-    words = ["quickstart", "--data.text", str(text), "--out_dir", str(tmp_path / "z")]
-    with pytest.raises(SystemExit, match="2"):
-        launch(words)
-    assert "set data.prepare.source to text" in capfd.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    Path("image.png").write_bytes(b"\x89PNG\0\0")
+    words = small_run("--out_dir", "x", "--data.text", text)
+    for command in (lambda: launch(words), lambda: run_here(dispatch, ["bench", *words])):
+        assert command() == 2
+        assert message in capfd.readouterr().err
+    words = ["--data.train", "made", "--data.prepare.source", "auto"]
+    assert launch(small_run(*words, "--data.prepare.path", text)) == 2
+    assert message.replace("data.text", "data.prepare.path") in capfd.readouterr().err
 
 
 def test_a_text_in_the_place_of_a_data_folder_is_told(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from accel_gpt.cli import COMMANDS
 from accel_gpt.commands.bench import BenchCommand
-from accel_gpt.config.experiment import ESSENTIAL, NANOGPT_NAMES, Config
+from accel_gpt.config.experiment import ESSENTIAL, Config
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.parse import leaves, load_config, parse_command, to_flat, to_yaml
 from accel_gpt.console import run_main
@@ -78,6 +78,15 @@ def test_lone_text_in_yaml_is_one_prompt_and_words_lose_their_blanks(tmp_path: P
     assert config.checkpoint.allow_change == ("optim.lr", "train.max_steps")
 
 
+def test_an_emoji_that_yaml_escapes_is_text_and_a_single_surrogate_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text('sample: {prompts: ["\\ud83d\\udc80"]}')
+    assert load_config([str(path)], "test").sample.prompts == ("\ud83d\udc80",)
+    path.write_text('out_dir: "runs/caf\\udce9"')
+    with pytest.raises(UserError, match=r"out_dir is runs/caf.xe9, which is not UTF-8"):
+        load_config([str(path)], "test")
+
+
 def test_unquoted_no_in_yaml_is_the_precision_no(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("train: {mixed_precision: no, max_steps: 1}")
@@ -97,7 +106,8 @@ def test_unquoted_no_in_yaml_is_the_precision_no(tmp_path: Path) -> None:
         (["--model.n_kv_head", "-1"], "model.n_kv_head is -1; it must be above 0"),
         (["--data.prepare.source", "stdlib", "--data.prepare.path", "x"], "source to text"),
         (["--data.prepare.source", "text"], "data.prepare.path is empty"),
-        (["stray"], "unexpected argument 'stray'"),
+        (["stray"], "unexpected argument 'stray'; options are written --key value"),
+        (["-b", "4"], "unexpected argument '-b'; did you mean train.micro_batch_size?"),
     ],
 )
 def test_command_line_mistake_is_told_in_one_sentence(
@@ -195,8 +205,54 @@ def test_help_has_three_examples_that_parse(
             load_config(words, "")
 
 
-def test_ancestors_names_lead_to_keys_that_exist() -> None:
-    assert set(NANOGPT_NAMES.values()) <= set(leaves(Config))
+# what users of other trainers type first, and the words that the answer must hold
+FOREIGN = [
+    ("adam_beta1", "optim.beta1"),
+    ("bf16", "train.mixed_precision to bf16"),
+    ("deepspeed", "FSDP"),
+    ("dtype", "train.mixed_precision"),
+    ("eval_steps", "eval.every"),
+    ("gradient_checkpointing", "train.activation_checkpointing to blocks"),
+    ("hub_model_id", "hub.repo_id"),
+    ("logging_steps", "log.every"),
+    ("lr_scheduler_type", "schedule.name"),
+    ("max_grad_norm", "optim.grad_clip"),
+    ("model_name_or_path", "model.init_from"),
+    ("num_train_epochs", "train.max_tokens"),
+    ("push_to_hub", "hub.push"),
+    ("report_to", "log.trackers"),
+    ("resume_from_checkpoint", "checkpoint.resume"),
+    ("save_steps", "checkpoint.every"),
+    ("save_total_limit", "checkpoint.keep_last"),
+    ("total_batch_size", "train.tokens_per_step"),
+    ("train_file", "data.text"),
+    ("wandb_project", "log.trackers"),
+    ("optimizer", "optim"),
+    ("trainer", "train"),
+    ("no_such_option_anywhere", "--help-all shows all keys"),
+]
+
+
+@pytest.mark.parametrize(("name", "words"), FOREIGN)
+def test_the_name_of_another_trainer_is_answered_in_one_line(
+    name: str, words: str, config_file: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "foreign.yaml"
+    path.write_text(f"train: {{max_steps: 1}}\n{name}: 3\n")
+    dashes = name.replace("_", "-")
+    for argv in ([config_file, f"--{name}", "3"], [config_file, f"--{dashes}"], [str(path)]):
+        with pytest.raises(UserError, match=rf"unknown key {name} ") as error:
+            load(*argv)
+        answer = str(error.value).partition("; ")[2]
+        assert words in answer
+        assert len(answer) < 200
+        assert "\n" not in answer
+
+
+def test_a_section_given_as_an_option_names_its_keys(config_file: str) -> None:
+    for section, example in (("train", "train.tokens_per_step"), ("model", "model.preset")):
+        with pytest.raises(UserError, match=rf"unknown key {section} .*{example}"):
+            load(config_file, f"--{section}", "3")
 
 
 def test_preset_fields_exist() -> None:

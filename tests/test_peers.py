@@ -24,7 +24,6 @@ pytestmark = pytest.mark.slow
 TEXT = text_of(60_000).replace(" king", ".\n\nKing") + "naïve ☃ end.\n"
 DOCUMENTS = TEXT.split("\n\n")
 EOT = "<|endoftext|>"
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def checkout(name: str, folder: str, to: Path) -> Path:
@@ -124,34 +123,3 @@ def test_datatrove(tmp_path: Path, shuffled: bool) -> None:
     documents = read.removesuffix(EOT).split(EOT)
     assert (sorted(documents) == sorted(DOCUMENTS)) if shuffled else (documents == DOCUMENTS)
     assert len(list((tmp_path / "written").glob("*.ds"))) > shuffled
-
-
-def benchmark(tmp_path: Path, name: str, *options: str) -> str:
-    """Output of a script of benchmarks/ that gets nanoGPT and a text."""
-    if "ACCEL_GPT_PEERS" not in os.environ:
-        pytest.skip("ACCEL_GPT_PEERS is not set")
-    text = tmp_path / "input.txt"
-    text.write_text(TEXT, encoding="utf-8")
-    peer = Path(os.environ["ACCEL_GPT_PEERS"]) / "nanoGPT"
-    command = [sys.executable, str(ROOT / "benchmarks" / name), str(peer), str(text), *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_losses_are_those_of_nanogpt(tmp_path: Path) -> None:
-    shown = benchmark(tmp_path, "parity.py", "--steps", "30", "--train.cpu_threads", "1")
-    assert "in 30 steps" in shown
-
-
-def test_questions_of_a_card_are_answered_on_a_cpu(tmp_path: Path) -> None:
-    options = ("--device", "cpu", "--tiny", "--micro_batches", "2", "--rounds", "1")
-    found = tmp_path / "found.json"
-    shown = benchmark(tmp_path, "gpu.py", *options, "--json", str(found), "--allow_busy")
-    parts = json.loads(found.read_text())
-    assert set(parts) == {"facts", "load", "speed", "ablations", "first", "checkpoint", "optimizer"}
-    assert set(parts["speed"]["2"]) == {"nanoGPT", "Trainer", "accel_gpt"}
-    assert shown.count("| Muon |") == 1

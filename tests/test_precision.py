@@ -96,6 +96,25 @@ def test_the_cpu_decides_and_the_reason_is_printed(
     assert shown.count(slow) == int(by_launcher)
 
 
+@pytest.mark.parametrize(
+    ("launcher", "option", "shown"),
+    [
+        ("bf16", (), "precision bf16 (set by the launcher), "),
+        ("no", (), "precision fp32 (default), "),
+        (None, (), "precision fp32 (default), "),
+        ("bf16", ("--train.mixed_precision", "no"), "precision fp32, "),
+    ],
+)
+def test_the_first_lines_say_who_set_the_precision(
+    launcher: str | None, option: tuple[str, ...], shown: str, small_run: Arguments,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if launcher:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+    assert launch(small_run("--train.max_steps", "3", "--sample.every", "0", *option)) == 0
+    assert shown in capsys.readouterr().err
+
+
 def test_a_resumed_run_keeps_the_choice_and_its_bits(
     cpu: Callable[..., None], small_run: Arguments, tmp_path: Path
 ) -> None:

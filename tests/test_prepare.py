@@ -168,8 +168,8 @@ def test_a_ready_folder_whose_text_has_changed_is_left_with_a_warning(
     (path / "000.txt").write_text("something longer than what was there before, not prepared")
     assert not prepare(config, out)
     assert capsys.readouterr().err == (
-        f"WARNING: the text of {path} has changed since {out} was prepared; the folder is left "
-        "unchanged: delete it to prepare again\n"
+        f"WARNING: the files that are read of {path} are not those that {out} was prepared from; "
+        "the folder is left unchanged: delete it to prepare again\n"
     )
     shutil.rmtree(path)
     assert not prepare(config, out)

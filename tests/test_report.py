@@ -5,6 +5,7 @@ import hashlib
 import html.parser
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,14 @@ from accel_gpt.files import lock
 from accel_gpt.report.page import HERE
 from accel_gpt.report.payload import MOST_POINTS, all_marks, payload, thin
 from accel_gpt.report.plots import COLORS, loss_curves, smoothed
-from accel_gpt.report.references import FOLDERS, config_name, find_reference, read_reference
+from accel_gpt.report.references import (
+    FOLDERS,
+    config_name,
+    find_reference,
+    read_reference,
+    write_reference,
+)
 from accel_gpt.report.runs import open_runs
-from benchmarks.reference import reference
 from tests.runs import LAUNCH, make_run, record
 from tests.test_docs import commands
 
@@ -302,17 +308,51 @@ def test_mistakes(
         assert error.count("\n") == 1
 
 
+def test_losses_of_different_tokenizers_are_not_ranked(tmp_path: Path) -> None:
+    """The loss in nats of a token of one byte is lower, and says less, than that of a long one."""
+
+    def run(name: str, tokenizer: str, loss: float, bits: float) -> Path:
+        data = {**LAUNCH["data"], "tokenizer_fingerprint": tokenizer}
+        last = record(40, **{"eval/val_loss": loss, "eval/val_bits_per_byte": bits})
+        return make_run(tmp_path / name, [last], [{**LAUNCH, "data": data}])
+
+    def marked(*runs: Path) -> set[str]:
+        out = tmp_path / "compared.html"
+        assert report(*runs, "--reference=none", "--out", out) == 0
+        text = out.read_text(encoding="utf-8")
+        assert ("different tokenizers" in text) is (len({path.name[0] for path in runs}) > 1)
+        return set(re.findall(r'class="number best">([^<]*)<', text))
+
+    chars = run("chars", "c" * 64, loss=2.9969, bits=4.32)
+    bpe = run("bpe", "b" * 64, loss=4.9933, bits=2.16)
+    longer = run("bpe_longer", "b" * 64, loss=4.5, bits=1.95)
+    assert marked(chars, bpe) == {"2.16"}
+    assert marked(bpe, longer) == {"4.5000"}
+
+
+def test_a_run_saved_beyond_its_last_record_stopped_where_it_was_saved(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path / "run", [record(90), record(95)], [{**LAUNCH, "plan": {"max_steps": 120}}]
+    )
+    (run / "checkpoints" / "step_00000060").mkdir(parents=True)
+    assert "stopped at step 95 of 120" in page(run)
+    (run / "checkpoints" / "step_00000097").mkdir()
+    text = page(run)
+    assert "stopped at step 97 of 120" in text
+    assert "<b>97</b><span>steps" in text
+
+
 # --------------------------------------------------------------------------- references
 
 
 def test_a_run_is_compared_with_the_reference_of_its_like(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [first] = open_runs([str(make_run(tmp_path / "first"))])
+    first = make_run(tmp_path / "first")
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "configs" / "references"
     folder.mkdir(parents=True)
-    (folder / "mine.json").write_text(json.dumps(reference(first)))
+    write_reference(str(first), str(folder / "mine.json"))
     curve = read_reference(folder / "mine.json")["curve"]
     assert curve["step"] == [10, 20, 30, 40]
     assert curve["tokens"] == [2560, 5120, 7680, 10240]
@@ -326,8 +366,31 @@ def test_a_run_is_compared_with_the_reference_of_its_like(
     wider = make_run(tmp_path / "wider", model=ModelConfig(n_layer=2, n_head=2, n_embd=64))
     assert find_reference("auto", open_runs([str(wider)])) is None
     assert find_reference("mine", open_runs([str(wider)]))
-    other = make_run(tmp_path / "o", None, [{**LAUNCH, "command": "x", "data": {}}])
-    assert find_reference("auto", open_runs([str(other)])) is None
+    other = make_run(tmp_path / "o", None, [{**LAUNCH, "data": {"fingerprint": "e" * 64}}])
+    assert find_reference("auto", open_runs([str(other)])) is None  # of the same command
+
+
+def test_a_reference_is_found_by_what_was_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The standard library of another Python has another fingerprint; a text of one's own is
+    another text, though it is trained by the same config."""
+    prepared = DataConfig(train="data/x", prepare=PrepareConfig(source="stdlib", tokenizer="bpe"))
+    [first] = open_runs([str(make_run(tmp_path / "first", data=prepared))])
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "configs" / "references"
+    folder.mkdir(parents=True)
+    write_reference(str(first.path), str(folder / "mine.json"))
+    launches = [{**LAUNCH, "data": {"fingerprint": "e" * 64}}]
+    same = make_run(tmp_path / "same", None, launches, data=replace(prepared, train="data/y"))
+    assert find_reference("auto", open_runs([str(same)]))
+    for name, own in {
+        "text": PrepareConfig(source="text", path="mine.txt", tokenizer="bpe"),
+        "vocabulary": PrepareConfig(source="stdlib", tokenizer="bytes"),
+    }.items():
+        data = DataConfig(train="data/x", prepare=own)
+        run = make_run(tmp_path / name, None, launches, data=data)
+        assert find_reference("auto", open_runs([str(run)])) is None, name
 
 
 def test_the_config_of_a_command_by_path_or_name() -> None:
@@ -347,10 +410,14 @@ def test_our_own_references_are_those_of_our_configs(name: str, tmp_path: Path) 
     assert re.fullmatch(r"[0-9a-f]{12}", own["commit"])  # nothing was changed beside it
     launch = {**LAUNCH, "command": f"accel-gpt train configs/{name}.yaml"}
     launch |= {"model": {"vocab_size": own["match"]["vocab_size"]}, "data": {}}
-    run = make_run(tmp_path / "run", None, [launch], model=config.model)
+    run = make_run(tmp_path / "run", None, [launch], model=config.model, data=config.data)
     found = find_reference("auto", open_runs([str(run)]))
     assert found
     assert found["name"] == name
+    own_text = replace(config.data.prepare, source="text", path="mine.txt")
+    data = replace(config.data, prepare=own_text)
+    run = make_run(tmp_path / "own", None, [launch], model=config.model, data=data)
+    assert find_reference("auto", open_runs([str(run)])) is None
 
 
 def test_gpt2_on_openwebtext_is_compared_with_what_nanogpt_published(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt import cli
-from accel_gpt.report.runs import open_runs
-from benchmarks.reference import reference as curve_of
+from accel_gpt.report.references import write_reference
 from tests.browser import CHROMIUM, Browser
 from tests.conftest import run_here
 from tests.runs import LAUNCH, make_run, record
@@ -54,7 +53,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     one = make_run(folder / "one", records, launches)
     two = make_run(folder / "two </script><b>", records[:20], seed=2)
     reference = folder / "curve.json"
-    reference.write_text(json.dumps(curve_of(*open_runs([str(one)]))))
+    write_reference(str(one), str(reference))
     options = ["--reference", str(reference), "--out"]
     for runs, name in (([one], "one.html"), ([one, two], "two.html")):
         words = ["report", *map(str, runs), *options, str(folder / name)]

@@ -257,6 +257,24 @@ def test_no_advice_to_load_what_executes_code_is_passed_on(tmp_path: Path) -> No
     )
 
 
+def test_a_change_that_is_allowed_is_named_with_what_it_does_to_the_learning_rate(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run(*QUIET, "--train.max_steps", "4")) == 0
+    assert "learning rate" not in capsys.readouterr().err
+    allow = ["--checkpoint.allow_change", "train.max_steps,optim.beta2"]
+    longer = [*QUIET, "--train.max_steps", "8", "--optim.beta2", "0.9", *allow]
+    assert launch(small_run(*longer)) == 0
+    shown = capsys.readouterr().err
+    assert "from step 4 on optim.beta2 is 0.9; it was 0.95" in shown
+    assert "from step 4 on train.max_steps is 8; it was 4" in shown
+    assert "the learning rate rises from 5.00e-03 in step 4 to 7.50e-03 in step 5" in shown
+    rates = [record["train/lr"] for record in records(tmp_path / "run")]
+    assert rates[3:5] == pytest.approx([5.0e-3, 7.5e-3])
+    assert launch(small_run(*longer)) == 0  # finished: nothing changes any more
+    assert "learning rate" not in capsys.readouterr().err
+
+
 def test_a_longer_run_needs_no_permission_where_no_step_changes(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,7 +292,49 @@ def test_a_longer_run_needs_no_permission_where_no_step_changes(
     assert launch(small_run(*cosine, "4")) == 0
     assert launch(small_run(*cosine, "6")) == 2
     assert "allow_change train.max_steps" in capsys.readouterr().err
+    assert launch(small_run(*cosine, "4", "--optim.lr", "0.5")) == 2
+    assert "is finished" not in capsys.readouterr().err
     long = [*cosine, "12", "--schedule.name", "wsd", "--schedule.decay_steps", "7"]
     assert launch(small_run(*long)) == 2  # not for 6, with the 4 and the decay that do not fit
     allow = "allow_change schedule.decay_steps,schedule.name,train.max_steps"
     assert allow in capsys.readouterr().err
+
+
+def test_an_older_checkpoint_of_the_same_folder_is_resumed_elsewhere(
+    trained: Trained, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints at 8 and 12: to go back to 8 would lose 12, so it takes another folder."""
+    run = trained()
+    older = run / "checkpoints" / "step_00000008"
+    back = ("--checkpoint.resume", str(older), *LONGER)
+    assert launch(small_run(*back)) == 2
+    said = capsys.readouterr().err
+    assert f"checkpoint.resume is {older}, step 8, but {run} has newer checkpoints, up to" in said
+    assert "to go on from step 8, set another out_dir" in said
+    assert checkpoint_steps(run / "checkpoints") == [8, 12]
+    assert launch(small_run(*back, "--out_dir", str(tmp_path / "branch"))) == 0
+    assert f"from step 8 ({older})" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_from_its_own_checkpoints_and_says_so(
+    trained: Trained, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command that started a run from a checkpoint elsewhere is launched again."""
+    other = trained(to="other") / "checkpoints" / "step_00000008"
+    command = small_run(*LONGER, "--checkpoint.resume", str(other))
+    assert launch(command) == 0
+    assert f"from step 8 ({other})" in capsys.readouterr().err
+    assert launch(command) == 0
+    run = tmp_path / "run"
+    said = capsys.readouterr().err
+    assert f"{run} has checkpoints, so checkpoint.resume {other} is not used" in said
+    newest = run / "checkpoints" / "step_00000016"
+    assert launch(small_run(*LONGER, "--checkpoint.resume", str(newest))) == 0
+    assert "is not used" not in capsys.readouterr().err
+
+
+def test_a_folder_named_like_an_option_is_refused(
+    small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run("--out_dir", "-x")) == 2
+    assert "out_dir is -x, which commands read as an option; choose a n" in capsys.readouterr().err

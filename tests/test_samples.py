@@ -1,4 +1,4 @@
-"""Samples: prompts beyond the context, when they end, and how much the cache saves."""
+"""Samples: prompts beyond the context, and when they end."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,7 +10,6 @@ import torch
 
 from accel_gpt import cli
 from accel_gpt.config.experiment import SampleConfig
-from accel_gpt.config.parse import load_config
 from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.evals.samples import check_prompts, sample, samples_due, write_text
 from accel_gpt.model.generate import context_start
@@ -20,7 +19,6 @@ from tests.processes import Member
 from tests.test_generate import VOCAB, make, run, seeded
 
 Arguments = Callable[..., list[str]]
-ROOT = Path(__file__).resolve().parents[1]
 LONG = "the king of a land far by the sea went to war"  # 45 bytes
 NOTE = "the prompt 'the king of a land far by the sea went t...' has 45 tokens, model.block_size is"
 
@@ -93,16 +91,3 @@ def test_the_last_step_has_samples_where_any_are_asked_for() -> None:
     growing = SampleConfig(every=10, growth=1.5)
     assert [step for step in range(1, 99) if samples_due(growing, step, False)] == [10, 25, 47, 81]
     assert not samples_due(SampleConfig(every=0), 25, True)
-
-
-@pytest.mark.slow
-@pytest.mark.serial
-def test_the_cache_makes_sampling_faster() -> None:
-    """512 new tokens of the quickstart model, its context long enough; benchmarks/RESULTS.md."""
-    from benchmarks.sample import NEW_TOKENS, PROMPT, compare
-
-    config = load_config([str(ROOT / "configs" / "quickstart.yaml")], "test")
-    shape = dataclasses.replace(config.model, block_size=NEW_TOKENS + PROMPT)
-    found = compare(shape, config.data.prepare.vocab_size, torch.device("cpu"), rounds=3)
-    assert found["same"]
-    assert found["ratio"] >= 3  # 5.2 on an idle machine: benchmarks/RESULTS.md

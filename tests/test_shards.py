@@ -222,6 +222,14 @@ def test_a_shard_of_another_type_is_refused_when_it_is_read(folder: Path) -> Non
         split.read(0, 0, 2)
 
 
+def test_a_shard_that_goes_missing_is_named_as_missing(folder: Path) -> None:
+    split = open_split(folder, "train")
+    (folder / "train_000000.npy").unlink()
+    message = r"train_000000\.npy cannot be read: No such file or directory; restore it"
+    with pytest.raises(DataError, match=message):
+        split.read(0, 0, 2)
+
+
 def test_a_folder_that_is_missing_or_empty_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"does not exist.*data\.prepare") as error:
         open_split(tmp_path / "none", "train")

@@ -22,7 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_gpt.config.data import PrepareConfig, SourceKind
+from accel_gpt.data.shards import read_index
 from accel_gpt.errors import DataError, UserError
+from accel_gpt.prepare.prepare import prepare
 from accel_gpt.text.documents import (
     Piece,
     documents,
@@ -32,9 +34,10 @@ from accel_gpt.text.documents import (
     split_hash,
     split_pieces,
 )
-from accel_gpt.text.files import SUFFIXES, describe_source, file_share, guess_source, stdlib_files
+from accel_gpt.text.files import describe_source, file_share, guess_source, stdlib_files
 from accel_gpt.text.pieces import pieces
 from accel_gpt.text.readers import Skipped
+from accel_gpt.text.selection import DATA_ENDINGS, TEXT_ENDINGS, select_files
 
 
 def read(path: object, source: SourceKind = "text", **more: Any) -> list[str]:
@@ -47,19 +50,22 @@ def key_of(text: str) -> bytes:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    for name in ("b.txt", "a/z.md", "a/b/c.py", "a.TXT", "skip.bin", ".hidden.txt", ".git/x.txt"):
+    for name in ("b.txt", "a/z.md", "a/b/c.py", "a.TXT", "odd.log", ".hidden.txt", ".git/x.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     return tmp_path
 
 
 def test_a_folder_gives_its_text_files_in_order(tree: Path) -> None:
-    assert read(tree) == ["a/b/c.py", "a/z.md", "a.TXT", "b.txt"]
+    assert read(tree) == ["a/b/c.py", "a/z.md", "a.TXT", "b.txt", "odd.log"]
     config = PrepareConfig(source="text", path=str(tree))
     assert expected_bytes(config) == sum(map(len, read(tree)))
-    assert read(tree / "skip.bin") == ["skip.bin"]  # a file or a glob may have any ending
-    assert read(tree / "*.[bt]*") == ["b.txt", "skip.bin"]
+    assert read(tree / "odd.log") == ["odd.log"]
+    assert read(tree / "*.[ltp]*") == ["b.txt", "odd.log"]
     assert read(tree / "**/*.py") == ["a/b/c.py"]
+    (tree / "lines.jsonl").write_text("[]" * 999)
+    assert read(tree / "*.jsonl") == ["[]" * 999]  # what a glob names alone may have any ending
 
 
 def test_text_is_read_as_it_is_but_for_the_line_ends_of_windows(tmp_path: Path) -> None:
@@ -72,7 +78,7 @@ def test_what_is_not_there_is_named(tree: Path) -> None:
     for name, problem in (
         ("none.txt", r"none\.txt, which does not exist \(looked for /"),
         ("*.gone", r"\*\.gone, which matches no file"),
-        ("empty", r"which holds no file ending in \.txt"),
+        ("empty", r"empty, which holds no file; put text into it"),
         ("x" * 5000, "does not exist"),
     ):
         with pytest.raises(UserError, match=problem):
@@ -532,29 +538,85 @@ def test_the_source_is_guessed_from_endings(tree: Path, tmp_path: Path) -> None:
     assert guess_source(str(tree)) == "text"
     (tree / "data.jsonl.GZ").write_bytes(b"x" * 1000)
     assert guess_source(str(tree)) == "jsonl"
-    for source, endings in SUFFIXES.items():
+    for source, endings in {"text": (*TEXT_ENDINGS, ".log", ""), **DATA_ENDINGS}.items():
         for ending in endings:
             path = tmp_path / f"one{ending}"
             path.write_text("")
             assert guess_source(str(path)) == guess_source(f"https://x.org/a{ending}?b") == source
     with pytest.raises(UserError, match="give --source text or --source jsonl"):
         guess_source("-")
-    with pytest.raises(UserError, match="ending does not tell what it holds; set"):
-        guess_source(str(tree / "skip.bin"))
+    with pytest.raises(UserError, match=r"image\.png, which is binary, not UTF-8 text; give"):
+        guess_source(str(tree / "image.png"))
     with pytest.raises(UserError, match="does not exist"):
         guess_source(str(tree / "none.txt"))
+    with pytest.raises(UserError, match=r"/dev/null, which is a device; give a file"):
+        guess_source("/dev/null")
 
 
-def test_bare_json_describes_other_files_and_what_is_left_out_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bare_json_describes_other_files(tmp_path: Path) -> None:
     (tmp_path / "info.json").write_text("x" * 9000)
     assert guess_source(str(tmp_path)) == "jsonl"
-    assert capsys.readouterr().err == ""
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text("text")
+    (tmp_path / "LICENSE").write_text("a licence beside rows in .json")
+    assert guess_source(str(tmp_path)) == "jsonl"
+    (tmp_path / "a.txt").write_text("text")
     assert guess_source(str(tmp_path)) == "text"
-    assert capsys.readouterr().err == "reading 2 files as text; 1 others left out\n"
+
+
+def test_what_is_read_and_what_is_left_out_is_counted_by_ending(
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tree / "README").write_text("text without an ending " * 9)
+    (tree / "rows.jsonl").write_text('{"text": "a"}\n')
+    (tree / "program").write_bytes(b"\x7fELF\2\1\1" + bytes(300))
+    (tree / "paper.pdf").write_bytes(b"%PDF-1.4\n%\xe2\xe3\xcf\xd3\n\x01\x02")
+    (tree / "link").symlink_to("a")
+    (tree / "gone.txt").symlink_to("nowhere")
+    for mark in ("runs/a/run.json", "data/b/dataset.json", "data/c.partial/progress.json"):
+        (tree / mark).parent.mkdir(parents=True)
+        (tree / mark).write_text("{}")
+        (tree / mark).with_name("notes.txt").write_text("made here")
+    (tree / "data" / "d.lock").touch()
+    prepare(PrepareConfig("auto", str(tree), tokenizer="bytes", workers=1), tree / "data" / "d")
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[:-1] == [
+        f"reading 6 files of {tree} as text, {sum(map(len, read(tree)))} bytes",
+        "left out: 1 file without an ending, 307 bytes: binary, not UTF-8 text",
+        "left out: 1 file ending in .pdf, 17 bytes: binary, not UTF-8 text",
+        "left out: 1 file ending in .png, 16 bytes: binary, not UTF-8 text",
+        "left out: 1 file ending in .jsonl, 14 bytes: jsonl; set source to jsonl to read it "
+        "instead",
+        "left out: broken links, pipes, sockets and devices: 1",
+        "left out: empty lock files: 1",
+        "left out: folders of runs and of prepared data: 3",
+        "left out: hidden files and folders: 2",
+        "left out: links to folders: 1",
+    ]
+    index = read_index(tree / "data" / "d")
+    shards = index["splits"]["train"] + index["splits"]["val"]
+    assert sum(shard["bytes"] for shard in shards) == sum(map(len, read(tree)))
+    assert not prepare(PrepareConfig("auto", str(tree), tokenizer="bytes"), tree / "data" / "d")
+    assert capsys.readouterr().err == ""
+
+
+def test_many_endings_are_summed_up(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    for i in range(12):
+        (tmp_path / f"x.bin{i}").write_bytes(bytes(i + 1))
+    lines = select_files(str(tmp_path)).lines()
+    assert len(lines) == 12
+    assert lines[1] == "left out: 1 file ending in .bin11, 12 bytes: binary, not UTF-8 text"
+    assert lines[-1] == "left out: 2 files of 2 more endings, 3 bytes"
+
+
+def test_a_folder_without_files_of_the_source_names_what_it_has(tree: Path) -> None:
+    message = r"no file ending in \.parquet, only 6 files that parquet does not read \(\.log .*\.md"
+    with pytest.raises(UserError, match=message):
+        select_files(str(tree), "parquet")
+    for path in tree.rglob("*"):
+        if path.is_file() and path.suffix != ".png":
+            path.unlink()
+    with pytest.raises(UserError, match=r"holds no text, only 1 file that text does not read"):
+        select_files(str(tree))
 
 
 @pytest.mark.parametrize(

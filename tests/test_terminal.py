@@ -80,13 +80,24 @@ def test_the_panel_tells_where_the_run_is_and_what_comes() -> None:
     assert curve[0].split() == ["11.000", "█▂"]
     assert curve[2].split()[0] == "0.733"
     assert curve[2].endswith("▁")
-    assert re.fullmatch(r"step 15/20 ━+ 75% left 3 days, 0:00:00", figures[0])
+    assert re.fullmatch(r"step 15/20 ━+─+ 75% left 3 days, 0:00:00", figures[0])
     assert len(figures[0]) == 80
     told = "loss 0.7333   val 3.2000   1.2340 bits/byte   lr 6.00e-04   norm 0.50   skipped 0"
     assert figures[1] == told.removesuffix("   skipped 0")  # which does not fit
     assert drawn(full_panel(), 100)[4] == told
     assert figures[2].startswith("1,234,567 tok/s   MFU 41.2%   71.20 GB   424.2 ms/step")
     assert figures[3].startswith("evaluation in 5 steps (3 days, 0:00:00)   save in 5 steps")
+
+
+def test_the_bar_is_read_without_colors() -> None:
+    _, panel = make()
+    (empty,) = [line for line in drawn(panel, 60) if line.startswith("step")]
+    assert re.fullmatch(r"step 0/20 ─+ 0% left \?", empty)
+    panel.step = 20
+    assert re.fullmatch(r"step 20/20 ━+ 100% left \?", drawn(panel, 60)[0])
+    panel.step = 10
+    bar = drawn(panel, 60)[0]
+    assert abs(bar.count("━") - bar.count("─")) <= 1
 
 
 @pytest.mark.parametrize("width", [200, 80, 60, 20, 1])
@@ -333,6 +344,27 @@ def test_an_evaluation_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "evaluating: batch 3 of 64\n"
 
 
+def test_an_evaluation_tells_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    _, panel = make()
+    display = Display(True, panel.config, panel.plan)
+    display.panel = panel
+
+    def shown(done: int, total: int) -> str:
+        display.evaluated(done, total)
+        return panel.doing
+
+    assert shown(0, 64) == "evaluating: batch 0 of 64"
+    now = 104.0
+    assert shown(4, 64) == "evaluating: batch 4 of 64, left 0:01:00"
+    now = 1000.0  # the next split
+    assert shown(0, 10) == "evaluating: batch 0 of 10"
+    now = 1002.0
+    assert shown(1, 10) == "evaluating: batch 1 of 10, left 0:00:18"
+    assert shown(7, 0) == "evaluating: batch 7"
+
+
 def test_a_sample_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     """rich reads `:car:` as an emoji unless it is told not to."""
     text = "x[a:car:2] [red] 😀 👨\u200d👩\u200d👧 ❤\ufe0f"
@@ -343,6 +375,8 @@ def test_a_sample_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_last_words_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs/my text/samples").mkdir(parents=True)
+    for hidden in (".lock", ".tmp_metrics"):
+        Path("runs/my text", hidden).touch()
     config = Config(out_dir="runs/my text", train=TrainConfig(max_steps=2))
     words = last_words(config, make_plan(config, 1), TrainState(step=2), None)
     assert "accel-gpt sample 'runs/my text' --prompt" in words

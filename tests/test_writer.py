@@ -179,6 +179,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     assert re.search(r"it needs [\d,]+ bytes, [\d,]+ are free\); training goes on", said)
     root = tmp_path / "run" / "checkpoints"
     kept = [4, 8, 12] if point == "renamed" else [4, 12]  # it is valid once it has its name
+    assert f"step {kept[-2]} is the newest checkpoint so far" in said
     assert checkpoint_steps(root) == kept
     for step in kept:
         verify(root / f"step_{step:08d}")
@@ -206,6 +207,83 @@ def test_a_failed_save_is_tried_again_before_the_next_is_due(
     assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [9, 12]
 
 
+def test_a_disk_without_room_for_all_that_keep_last_asks_for_keeps_fewer(
+    small_run: Arguments,
+    tmp_path: Path,
+    fault: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The disk is full at step 9, with checkpoints at 3 and 6."""
+    usage = SimpleNamespace(total=10**6, used=10**6 - 100, free=100)
+    monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: usage)
+
+    def update(run: train.Run) -> None:
+        run.writer.thread and run.writer.thread.join()  # so that the failure is known
+        plain_update(run)
+
+    plain_update = train.update
+    monkeypatch.setattr(train, "update", update)
+    fault("manifest.due:3=enospc")
+    own = ("--checkpoint.every", "3", "--checkpoint.keep_last", "9")
+    assert launch(small_run(*QUIET, *own)) == 0
+    said = capsys.readouterr().err
+    assert "WARNING: the checkpoint of step 9 could not be written in" in said
+    assert "100 are free); removed step 3 to make room, the save is retried" in said
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [6, 10, 12]
+
+
+@pytest.mark.parametrize("damaged", [[], [9], [6, 9]])
+def test_room_is_not_made_of_the_newest_intact_checkpoint_or_the_best(
+    damaged: list[int],
+    small_run: Arguments,
+    tmp_path: Path,
+    fault: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The disk is full at step 12, with checkpoints at 3, the best, 6 and 9."""
+    usage = SimpleNamespace(total=10**6, used=10**6 - 100, free=100)
+    monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(writer, "LAST_PAUSE_SECONDS", 0.0)
+    root = tmp_path / "run" / "checkpoints"
+
+    def update(run: train.Run) -> None:
+        run.writer.thread and run.writer.thread.join()
+        if run.state.step == 11:
+            (tmp_path / "run" / "best").write_text("3\n")
+            for step in damaged:
+                (root / f"step_{step:08d}" / "model.json").write_text("{}")
+        plain_update(run)
+
+    plain_update = train.update
+    monkeypatch.setattr(train, "update", update)
+    fault("manifest.due:4+=enospc")
+    own = ("--checkpoint.every", "3", "--checkpoint.keep_last", "9")
+    assert launch(small_run(*QUIET, *own)) == 4
+    kept = {0: [3, 9], 1: [3, 6, 9], 2: [3, 6, 9]}[len(damaged)]
+    assert checkpoint_steps(root) == kept
+    said = capsys.readouterr().err
+    assert ("removed step 6 to make room" in said) == (not damaged)
+
+
+def test_every_save_that_fails_is_told(
+    small_run: Arguments,
+    fault: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(writer, "LAST_PAUSE_SECONDS", 0.0)
+    fault("manifest.due:1+=enospc")
+    assert launch(small_run(*QUIET)) == 4
+    said = capsys.readouterr().err
+    for step in (4, 8, 12):
+        assert said.count(f"WARNING: the checkpoint of step {step} could not be written") == 1
+    assert "training goes on and tries again; the run has no checkpoint so far" in said
+    assert "the run has no checkpoint before it: make room and launch again" in said
+    assert "intact" not in said
+
+
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
     small_run: Arguments,
     tmp_path: Path,
@@ -219,7 +297,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
     said = capsys.readouterr().err
     assert said.count("WARNING: the checkpoint of step 12 could not be written") == 1
     assert "error: the checkpoint of step 12 could not be written: No space left on dev" in said
-    assert "make room and launch again" in said
+    assert "step 8 is the newest checkpoint before it: make room and launch again" in said
     assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [4, 8]
 
 

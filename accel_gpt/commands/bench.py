@@ -70,12 +70,13 @@ class BenchCommand(Section, prefix="bench."):
 
 def main(argv: Sequence[str]) -> int:
     """Measure the training step of a config on this machine."""
-    from accel_gpt.hub.pretrained import inherit
+    from accel_gpt.hub.pretrained import check_initial_tokenizer, inherit
 
     keys: list[str] = []
     options = parse_command(BenchCommand, argv, "accel-gpt bench", keys)
     config = load_config([options.config, *keys, *STEP_ALONE], "accel-gpt bench", inherit)
     exit_on_sigterm()
+    check_initial_tokenizer(config)
     if options.compare:
         write_out(compare_precisions(options, keys))
     elif report := bench(options, config):
@@ -86,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 def bench(options: BenchCommand, config: Config) -> Report | None:
     """Measure the training step; returns None on all ranks but 0."""
     from accel_gpt.train import start
-    from accel_gpt.training.accelerator import resolve_auto, start_accelerator
+    from accel_gpt.training.accelerator import resolve_auto, start_accelerator, start_processes
     from accel_gpt.training.ranks import peers
     from accel_gpt.training.setup import ensure_data
     from accel_gpt.training.stopping import die_with_launcher
@@ -95,11 +96,13 @@ def bench(options: BenchCommand, config: Config) -> Report | None:
     die_with_launcher()
     length, steps = make_plan(config, 1).max_steps, options.warmup + options.steps + options.parts
     train = replace(config.train, max_steps=max(length, steps), max_tokens=None)
+    given = config
     with peers(world_size()), tempfile.TemporaryDirectory() as out:
         config = replace(config, out_dir=out, train=train)
         plan = make_plan(config, world_size())
+        start_processes(config)
+        ensure_data(given, stdout=sys.stderr)  # the report alone goes to standard output
         config, accelerator = start_accelerator(config, plan)
-        ensure_data(config.data)
         config, plan = resolve_auto(config, plan, accelerator)
         with Display(False, config, plan) as display:
             run = start(config, plan, accelerator, display)

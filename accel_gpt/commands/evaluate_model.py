@@ -14,13 +14,13 @@ from typing import Any, Literal
 from accelerate import Accelerator
 
 from accel_gpt.commands.evaluate import EvaluateCommand, as_json, as_table
-from accel_gpt.config.data import Weighted
+from accel_gpt.config.data import TextStream, Weighted
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import load_config, to_flat
-from accel_gpt.console import ProgressLine, batches_done, write_out
+from accel_gpt.console import EvaluationProgress, ProgressLine, write_out
 from accel_gpt.data.corpus import document_end, eval_splits
-from accel_gpt.data.sources import open_sources
+from accel_gpt.data.sources import is_url, open_sources, train_paths
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.evals.evaluation import open_evaluation
@@ -62,6 +62,8 @@ def evaluate(options: EvaluateCommand) -> str:
             "--tasks",
         )
         config = run_config(source, run)
+        if not options.data:
+            require_data(config)
         accelerator = start_evaluation(config, run)
         name = str(source.folder) if source.is_checkpoint else options.run
         model, tokenizer = load_pretrained(name, "last", options.allow_pickle, accelerator.device)
@@ -129,6 +131,18 @@ def run_of(source: Pretrained) -> Path | None:
     return root.parent if source.is_checkpoint and known else None
 
 
+def require_data(config: Config) -> None:
+    """Raise `UserError` if a data folder of a run is not there, with the option that names it."""
+    if not config.data.train or isinstance(config.data.train, TextStream):
+        return
+    for source in train_paths(config.data):
+        require(
+            is_url(source.path) or Path(source.path).exists(),
+            f"data.train {source.path} of the run does not exist; name the data with --data "
+            "FOLDER, or start the command in the folder in which the run was launched",
+        )
+
+
 def with_batch_size(config: Config) -> Config:
     """`config` with the default number of sequences in a forward pass."""
     return replace(config, train=replace(config.train, micro_batch_size=BATCH_SIZE))
@@ -194,11 +208,12 @@ def evaluate_model(
     as_run: Record = {}
     others: Record = {}
     model = accelerator.prepare_model(model.eval(), evaluation_mode=True)
-    batch_size, line = options.batch_size or config.train.sequences, ProgressLine()
+    batch_size = options.batch_size or config.train.sequences
+    line, progress = ProgressLine(), EvaluationProgress()
 
     def beat(done: int, total: int) -> None:
         if accelerator.is_main_process:
-            line.show(batches_done(done, total))
+            line.show(progress.words(done, total))
 
     tasks = requested_tasks(options, config, model.config, accelerator.num_processes)
     path = options.hellaswag or config.eval.hellaswag

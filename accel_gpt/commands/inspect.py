@@ -1,6 +1,5 @@
 """`accel-gpt inspect PATH`: verify data, a run or a checkpoint."""
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from accel_gpt.config.data import DataConfig
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import write_out
 from accel_gpt.errors import CheckpointError, DataError
+from accel_gpt.files import strict_json
 from accel_gpt.redact import redact
 
 MARKS = ("checkpoints", "manifest.json", "trainer_state.json")  # of a run or a checkpoint
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
         report = inspect_data(path, data, options.quick, options.windows, options.block_size)
         describe = data_lines
-    lines = json.dumps(report, indent=1).splitlines() if options.json else describe(report)
+    lines = strict_json(report, indent=1).splitlines() if options.json else describe(report)
     write_out("".join(f"{redact(on_one_line(line))}\n" for line in lines))
     sys.stdout.flush()
     for problem in report["problems"]:

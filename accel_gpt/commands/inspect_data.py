@@ -12,6 +12,7 @@
          sha256 {equal, different, unknown} (shards), file_bytes, seconds}
 """
 
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from accel_gpt.data.shards import INDEX, NoSplit, Split, read_index, token_ids
 from accel_gpt.data.sources import is_url, open_data
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, require
-from accel_gpt.files import sha256
+from accel_gpt.files import describe_path, sha256
 from accel_gpt.prepare.progress import Progress
 
 KEPT_SHARDS = 2  # shards behind a URL that are kept: the one being read and the next
@@ -41,11 +42,10 @@ def inspect_data(
     `UserError` when the path does not exist or its tokenizer is not known, `DataError` when no
     split can be opened; what else is wrong is listed in `problems`.
     """
-    require(
-        is_url(path) or Path(path).is_dir(),
-        f"{path} does not exist; give a data folder or its URL, or the folder of a run or of a "
-        "checkpoint",
-    )
+    expected = "give a data folder or its URL, or the folder of a run or of a checkpoint"
+    if Path(path).is_file():
+        expected += f"; accel-gpt prepare {shlex.quote(path)} makes a data folder of a text"
+    require(is_url(path) or Path(path).is_dir(), f"{path} {describe_path(path)}; {expected}")
     opened: list[tuple[Split, Tokenizer]] = []
     missing, problems = list[str](), list[str]()
     for name in ("train", "val", "test"):

@@ -25,7 +25,8 @@ from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import table, write_err, write_out
 from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.cost.scaling import FILE, LEVEL, SIZES, Ladder, Size
-from accel_gpt.cost.scaling_fit import fit_law, law_terms
+from accel_gpt.cost.scaling_fit import FEWEST as FEWEST_FOR_TWO
+from accel_gpt.cost.scaling_fit import NoLawError, fit_law, law_terms
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.report.page import build_page
@@ -37,6 +38,7 @@ from accel_gpt.training.setup import ensure_data
 NAME = re.compile(r"depth_(\d+)_ratio_(\d+(?:\.\d+)?(?:e-?\d+)?)(?:_seed_(\d+))?")
 SHAPE = ("model.depth", "model.n_layer", "model.n_head", "model.n_embd")
 FEWEST = 3  # rungs
+MEASURED = ("rung", "parameters", "tokens", "FLOPs", "loss", "bits per byte")  # columns
 # what does not change the loss that a run reaches; `data.` goes by fingerprint
 LOOSE = (
     *("out_dir", "log.", "sample.", "checkpoint.", "hub.", "eval.every", "data.cache"),
@@ -93,7 +95,10 @@ class Rung:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train the rungs, fit the law, write ladder.json, the page and a table; 1 if a rung failed."""
+    """Train the rungs, fit the law, write ladder.json, the page and a table; 1 if a rung failed.
+
+    Rungs that give no law are written without one; then raises `UserError`, which says what to add.
+    """
     keys: list[str] = []
     options = parse_command(LadderCommand, argv, "accel-gpt ladder", keys)
     given = read_values(Config, str(resolve_config(options.config)), keys)
@@ -106,7 +111,8 @@ def main(argv: Sequence[str]) -> int:
     out = Path(options.out or f"{base.out_dir.rstrip('/')}_ladder")
     if base.data.train == str(Path(base.out_dir, "data")):  # of data.text: not in another run
         given["data.train"] = str(out / "data")
-    ensure_data(config_of(given).data)  # the sizes of all rungs follow from its vocabulary
+    # the sizes of all rungs follow from the vocabulary of the data
+    ensure_data(config_of(given | {"out_dir": str(out)}))
     rungs = all_rungs(options, given, out)
     runs = {rung.name: RunFolder(out / rung.name) for rung in rungs}
     law_terms([rung.size for rung in rungs])  # raises before any is trained
@@ -115,7 +121,12 @@ def main(argv: Sequence[str]) -> int:
     series = [series_run(rung.name, out, rung.config, steps(rung)) for rung in rungs]
     failures = Series(series).train()
     runs = {rung.name: RunFolder(out / rung.name) for rung in rungs}  # read anew
-    ladder = fit_ladder(out.name, given, rungs, runs, failures)
+    try:
+        ladder = fit_ladder(out.name, given, rungs, runs, failures)
+    except NoLawError as error:
+        write_without_law(rungs, runs, out)
+        remedy = "" if error.remedy else f"; {rungs_to_add(rungs, error)}"
+        raise UserError(f"{error}{remedy}") from None
     write_file(out / FILE, [(json.dumps(ladder.content(), indent=1) + "\n").encode()])
     write_page(ladder, out)
     write_out(table(ladder_rows(ladder), "<", *[">"] * 7) + "\n")
@@ -227,11 +238,13 @@ def fit_ladder(
             rows.append(row)
     for line in left_out:
         write_err(f"left out: {line}")
-    require(
-        len(rows) >= FEWEST,
-        f"{len(rows)} of {plural(len(rungs), 'rung')} can be fitted, and a law takes {FEWEST}"
-        + (f" ({left_out[0]})" if left_out else "; give more --depths or --ratios"),
-    )
+    if len(rows) < FEWEST:
+        mend = f" ({left_out[0]}); mend what was left out, or give other --depths or --ratios"
+        raise NoLawError(
+            f"{len(rows)} of {plural(len(rungs), 'rung')} can be fitted, and a law takes {FEWEST}"
+            f"{mend if left_out else ''}",
+            remedy=bool(left_out),
+        )
     sizes = [Size(*(row[name] for name in SIZES)) for row in rows]
     config, last = rungs[0].config, rows[-1]
     data["folder"] = Path(config.data.folder or "").name
@@ -273,13 +286,24 @@ def trained_on(run: RunFolder) -> dict[str, Any]:
 
 def ladder_rows(ladder: Ladder) -> Sequence[tuple[str, ...]]:
     """The rungs with their losses, and how far the law is from them."""
-    rows = [("rung", "parameters", "tokens", "FLOPs", "loss", "bits per byte", "law", "residual")]
+    rows: list[tuple[str, ...]] = [(*MEASURED, "law", "residual")]
     for rung, size in zip(ladder.rungs, ladder.sizes, strict=True):
-        law, bits = ladder.law.predict(size).loss, rung["bits_per_byte"]
-        numbers = f"{size.parameters:,}", f"{size.tokens:,}", f"{size.flops:.2e}"
-        losses = f"{rung['loss']:.4f}", "" if bits is None else f"{bits:.4f}", f"{law:.4f}"
-        rows.append((rung["name"], *numbers, *losses, f"{rung['loss'] / law - 1:+.2%}"))
+        law = ladder.law.predict(size).loss
+        rows.append((*measured_cells(rung), f"{law:.4f}", f"{rung['loss'] / law - 1:+.2%}"))
     return rows
+
+
+def measured_cells(rung: Mapping[str, Any]) -> tuple[str, ...]:
+    """The cells of a rung under `MEASURED`; empty where it recorded nothing."""
+    loss, bits = rung["loss"], rung["bits_per_byte"]
+    return (
+        rung["name"],
+        f"{rung['parameters']:,}",
+        f"{rung['tokens']:,}",
+        f"{rung['flops']:.2e}",
+        "" if loss is None else f"{loss:.4f}",
+        "" if bits is None else f"{bits:.4f}",
+    )
 
 
 def ladder_lines(ladder: Ladder) -> list[str]:
@@ -297,12 +321,61 @@ def ladder_lines(ladder: Ladder) -> list[str]:
 
 def write_page(ladder: Ladder, out: Path) -> None:
     """Write report.html: the law, and the curves of the rungs below it."""
-    runs = open_runs([str(out / rung["name"]) for rung in ladder.rungs])
-    section = {
-        "heading": "Ladder",
-        "image": base64.b64encode(ladder_png(ladder)).decode(),
-        "rows": ladder_rows(ladder),
-        "lines": ladder_lines(ladder),
-    }
-    page = build_page(runs, None, section, title=f"{ladder.title}: {plural(len(runs), 'rung')}")
+    write_rungs(
+        names=[rung["name"] for rung in ladder.rungs],
+        title=ladder.title,
+        rows=ladder_rows(ladder),
+        lines=ladder_lines(ladder),
+        image=base64.b64encode(ladder_png(ladder)).decode(),
+        out=out,
+    )
+
+
+def write_rungs(
+    names: Sequence[str],
+    title: str,
+    rows: Sequence[tuple[str, ...]],
+    lines: Sequence[str],
+    image: str | None,
+    out: Path,
+) -> None:
+    """Write report.html: a table and an image of the rungs, and their curves below it."""
+    runs = open_runs([str(out / name) for name in names])
+    section = {"heading": "Ladder", "image": image, "rows": rows, "lines": lines}
+    page = build_page(runs, None, section, title=f"{title}: {plural(len(runs), 'rung')}")
     write_file(out / "report.html", [page.encode(errors="replace")])
+
+
+# --------------------------------------------------------------------------- without a law
+
+
+def write_without_law(rungs: Sequence[Rung], runs: Mapping[str, RunFolder], out: Path) -> None:
+    """Print and write the rungs that give no law: what each trained, and the loss it reached."""
+    found = [rung_row(rung, runs[rung.name]) for rung in rungs]
+    rows = [MEASURED, *map(measured_cells, found)]
+    write_out(table(rows, "<", *[">"] * 5) + "\n")
+    started = [name for name, run in runs.items() if run.launches]
+    if started:
+        lines = ["These rungs give no law."]
+        write_rungs(started, out.name, rows, lines, None, out)
+        write_out(f"report     {out / 'report.html'}\n")
+
+
+def rungs_to_add(rungs: Sequence[Rung], error: NoLawError) -> str:
+    """Say which rungs may give a law beside those that give none.
+
+    Deeper ones if longer ones are no better, as then the size limits the loss; else longer ones.
+    """
+    depths = sorted({rung.depth for rung in rungs})
+    ratios = sorted({rung.ratio for rung in rungs})
+    if list(error.flat) == ["tokens"]:
+        kind, depths = "deeper", [depths[-1] + 1, 2 * depths[-1]]
+    else:
+        longest = ratios[-1]
+        kind, ratios = "longer", [2 * longest, 4 * longest]
+        while len(rungs) + len(depths) * len(ratios) < FEWEST_FOR_TWO:
+            ratios.append(2 * ratios[-1])
+    return (
+        f"add rungs that are {kind}: --depths {','.join(map(str, depths))} "
+        f"--ratios {','.join(f'{ratio:g}' for ratio in ratios)}, with the rest of the command"
+    )

@@ -254,6 +254,9 @@ def planned_precision(
     if precision not in (None, "auto"):
         return precision, "train.mixed_precision"
     found = launch.get("mixed_precision") or "no"  # YAML reads a bare no as false
+    resumed = resumed_precision(config, gpu) if precision == "auto" else None
+    if resumed is not None:
+        return resumed, f"train.mixed_precision auto, as in {config.out_dir}"
     if precision == "auto" and found == "no":
         fits = peak_flops(gpu, "bf16") if gpu else bf16_instructions() in FAST_BF16
         return "bf16" if fits else "no", "train.mixed_precision auto"
@@ -262,6 +265,16 @@ def planned_precision(
         f"mixed_precision in {path} is {found!r}; planned is for {', '.join(PRECISIONS)}",
     )
     return str(found), str(path) if path else "default"
+
+
+def resumed_precision(config: Config, gpu: str | None) -> str | None:
+    """The precision of the run in `out_dir`, which a launch on this machine would resume."""
+    if gpu:
+        return None
+    from accel_gpt.training.run_folder import RunFolder  # imports numpy
+
+    found = RunFolder(config.out_dir).config.get("train.mixed_precision")
+    return str(found) if found in PRECISIONS else None
 
 
 # --------------------------------------------------------------------------- the table

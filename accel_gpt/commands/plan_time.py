@@ -114,6 +114,7 @@ def measured_rate(config: Config, vocab_size: int, machine: Machine) -> tuple[fl
             **{"model.init_from": "scratch", "train.compile": "false"},
             **{"train.micro_batch_size": sequences, "train.tokens_per_step": sequences * T},
             **{"eval.tokens": T, "eval.whole_at_end": "false"},
+            "train.mixed_precision": machine.precision,
         }
         words = [sys.executable, "-m", "accel_gpt.cli", "bench", str(path), "--json", "--parts=0"]
         words += ["--warmup=1", f"--steps={MEASURED_STEPS}"]
@@ -121,8 +122,13 @@ def measured_rate(config: Config, vocab_size: int, machine: Machine) -> tuple[fl
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     require(not done.returncode, f"--measure failed: {error.removeprefix('error: ')}")
-    source = f"measured here: {MEASURED_STEPS} steps of {plural(sequences, 'sequence')}, uncompiled"
-    return json.loads(done.stdout)["tokens_per_second"], source
+    report = json.loads(done.stdout)
+    precision = report["mixed_precision"].replace("no", "float32")
+    source = (
+        f"measured here: {MEASURED_STEPS} steps of {plural(sequences, 'sequence')} in {precision}, "
+        "uncompiled"
+    )
+    return report["tokens_per_second"], source
 
 
 def evaluation_tokens(config: Config, steps: int) -> int | None:

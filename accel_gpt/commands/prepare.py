@@ -6,7 +6,7 @@ from glob import has_magic
 from pathlib import Path
 
 from accel_gpt.config.data import PrepareConfig, SourceKind
-from accel_gpt.config.parse import build, parse_command, read_values
+from accel_gpt.config.parse import build, check_utf8, parse_command, read_values
 from accel_gpt.config.shipped import resolve_config, shipped_configs
 from accel_gpt.console import write_out
 from accel_gpt.data.sources import is_url
@@ -51,12 +51,15 @@ def prepare_folder(argv: Sequence[str]) -> int:
             options.path is None or options.dataset is None,
             f"both the path {options.path} and --dataset {options.dataset} are given; give one",
         )
+        values["source"] = "dataset" if options.dataset else "stdlib"
+        if options.path:
+            values["source"] = "auto"
+    parts = [] if options.path in (None, "-") else Path(str(options.path)).parts
+    name = next((Path(part).stem for part in parts[::-1] if not has_magic(part)), None)
+    if name is None:
         from accel_gpt.text.files import guess_source
 
-        without_path: SourceKind = "dataset" if options.dataset else "stdlib"
-        values["source"] = guess_source(options.path) if options.path else without_path
-    parts = [] if options.path in (None, "-") else Path(str(options.path)).parts
-    name = next((Path(part).stem for part in parts[::-1] if not has_magic(part)), values["source"])
+        name = guess_source(str(options.path)) if values["source"] == "auto" else values["source"]
     tokenizer = Path(options.tokenizer).name.removesuffix(".json")
     out = options.out or f"data/{name}_{tokenizer}"
     from accel_gpt.prepare.prepare import prepare
@@ -81,6 +84,7 @@ def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
         twice = any(option.partition("=")[0] == "--path" for option in words)
         require(not twice, f"both the path {word} and --path are given; give one")
         return parse_command(PrepareCommand, ["--path", word, *words], "accel-gpt prepare PATH")
+    check_utf8("RECIPE", word)
     values = read_values(PrepareCommand, str(resolve_config(word, "data")), words)
     return build(PrepareCommand, values)
 

@@ -34,7 +34,7 @@ class ReportCommand:
     """HTML file; null: report.html in the run, or for several runs in the current folder."""
     reference: str = "auto"
     """Grey curve to compare with: a name in configs/references, a .json file, or none; auto: the
-    one for the same model and vocabulary, and the same data or config name."""
+    one for the same model, vocabulary and data."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -179,7 +179,7 @@ def make_settings(
     from accel_gpt.hub.pretrained import inherit
     from accel_gpt.training.setup import ensure_data
 
-    settings, data = [], []
+    settings, prepared = [], list[Config]()
     for group in grid:
         runs = []
         for values in group:
@@ -193,11 +193,12 @@ def make_settings(
             if config.data.train == own:  # of data.text, prepared once for all runs
                 config = replace(config, data=replace(config.data, train=str(folder / "data")))
             runs.append(series_run(name, folder, config, make_plan(config, 1).last_step, safe))
-            data += [] if config.data in data else [config.data]
+            if all(config.data != other.data for other in prepared):
+                prepared.append(replace(config, out_dir=str(folder)))
         setting = {key: value for key, value in group[0].items() if key != "seed"}
         settings.append(Setting(setting, tuple(runs)))
-    for one in data:
-        ensure_data(one)
+    for config in prepared:
+        ensure_data(config)
     return settings
 
 

@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
         f"processes is {','.join(map(str, options.processes))}, but the first launch divides "
         "streamed text by its own number, which these runs would not have in common; give one",
     )
-    ensure_data(config.data)
+    ensure_data(config)
     folder = Path(tempfile.mkdtemp(prefix="accel_gpt_verify_"))
     write_file(folder / "config.yaml", [to_yaml(config).encode()])
     trial = Trial(options, folder, one_size or config.train.reproducible)

@@ -17,7 +17,7 @@ class PrepareConfig(Section, prefix="data.prepare."):
 
     source: SourceKind | None = None
     """Kind of the source in path or dataset. null: do not prepare, the folder must exist. auto: the
-    kind that the endings of the files of path have."""
+    kind with the most bytes in path, by the endings of its files; any other ending is text."""
     path: str | None = None
     """File, folder, glob, http(s) URL, or - for standard input; for text, jsonl, parquet and
     arrow."""
@@ -62,7 +62,7 @@ class PrepareConfig(Section, prefix="data.prepare."):
         )
         require(
             self.loss_on == "text"
-            or (self.source in (None, "jsonl") and self.tokenizer not in ("bpe", "chars")),
+            or (self.source in (None, "auto", "jsonl") and self.tokenizer not in ("bpe", "chars")),
             f"data.prepare.loss_on is completions, but data.prepare.source is {self.source} and "
             f"data.prepare.tokenizer {self.tokenizer}; expected jsonl, and bytes, gpt2 or the path "
             "of a tokenizer.json",

@@ -4,9 +4,7 @@
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Annotated, Literal
 
 from accel_gpt.config.checks import NotNegative, Positive, Section, Share, at_most, duration
@@ -15,25 +13,6 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.errors import require
 
-# names of nanoGPT and llm.c -> keys here, for the hint after an unknown key
-NANOGPT_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "always_save_checkpoint": "checkpoint.every",
-        "batch_size": "train.micro_batch_size",
-        "dataset": "data.train",
-        "decay_lr": "schedule.name",
-        "dtype": "train.mixed_precision",
-        "eval_interval": "eval.every",
-        "eval_iters": "eval.tokens",
-        "gradient_accumulation_steps": "train.tokens_per_step",
-        "learning_rate": "optim.lr",
-        "log_interval": "log.every",
-        "lr_decay_iters": "schedule.decay_steps",
-        "max_iters": "train.max_steps",
-        "warmup_iters": "schedule.warmup_steps",
-        "wandb_log": "log.trackers",
-    }
-)
 # keys that `accel-gpt train --help` shows; --help-all shows every key
 ESSENTIAL = (
     *("out_dir", "data.train", "data.text", "data.prepare.source"),
@@ -57,7 +36,8 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
     max_steps: Positive[int | None] = None
     """Number of optimizer steps in the run. Set this or max_tokens."""
     max_tokens: Positive[int | None] = None
-    """Number of tokens in the run. Set this or max_steps."""
+    """Number of tokens in the run. Set this or max_steps. For N epochs: N times the train tokens,
+    which the first lines of a run print."""
     stop_at: Positive[int | None] = None
     """Step after which this launch evaluates, saves and stops; a later launch without it continues
     to the end of the run, on the same schedule. null: the last step of the run."""
@@ -78,8 +58,9 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
     """Reduce gradients after every micro-batch. Under FSDP no rank then holds those of the whole
     model, 4 bytes a parameter; costs a reduce-scatter more per micro-batch."""
     cpu_threads: Annotated[Positive[int | None], at_most(4096)] = None
-    """Threads per process on a CPU. null: all cores, divided among the processes of the machine, or
-    1 with reproducible, since kernels split their sums by threads."""
+    """Threads per process on a CPU. null: OMP_NUM_THREADS if you set it, else all cores, divided
+    among the processes of the machine. With reproducible 1, since kernels split their sums by
+    threads."""
     reproducible: bool = False
     """Make weights and losses bit-identical at any number of processes, on CPUs of one kind, by
     summing gradients in float64. Costs 8 bytes of memory per parameter and twice the all-reduce
@@ -137,14 +118,15 @@ class ScheduleConfig(
     warmup_tokens: Positive[int | None] = None
     """Length of the warm-up in tokens, in place of warmup_steps."""
     decay_steps: Positive[int | None] = None
-    """Number of steps of the decay to min_lr. null: all steps after the warm-up (wsd: the last
-    fifth of the run)."""
+    """Number of steps of the decay, after which the learning rate is min_lr. null: all steps after
+    the warm-up (wsd: the last fifth of the run)."""
     decay_tokens: Positive[int | None] = None
     """Length of the decay in tokens, in place of decay_steps."""
     decay_share: Share[float | None] = None
     """Length of the decay as a share of all steps, 0 to 1, in place of decay_steps."""
     min_lr: NotNegative[float] = 0.0
-    """Learning rate at the end of the decay."""
+    """Learning rate after the last step of the decay. That step itself has a little more, as the
+    first step of the decay has the peak."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +207,7 @@ class CheckpointConfig(Section, prefix="checkpoint."):
     """Number of tokens between checkpoints, in addition to every."""
     keep_last: Positive[int] = 2
     """Number of newest checkpoints to keep. With only one, nothing is left to resume from if it is
-    damaged."""
+    damaged. A disk that has no room for so many keeps fewer."""
     async_save: bool = False
     """Write checkpoints in the background, from a copy in memory (pinned on CUDA), while training
     continues."""
@@ -234,7 +216,7 @@ class CheckpointConfig(Section, prefix="checkpoint."):
     resume: str = "auto"
     """auto: resume from the newest checkpoint in out_dir. never: start anew. Or a checkpoint to
     resume from if out_dir has none: its folder, or hf://user/name@step-1000, pushed with
-    hub.include_state."""
+    hub.include_state. An older checkpoint of out_dir itself is refused: set another out_dir."""
     copy_to: str | None = None
     """Folder on another disk, or URL that fsspec writes to, such as s3://bucket/run, where each new
     checkpoint is copied while training continues. A run without checkpoints of its own resumes from
@@ -329,6 +311,11 @@ class Config(Section):
 
     def __post_init__(self) -> None:
         require(bool(self.out_dir.strip()), f"out_dir is {self.out_dir!r}; name the run's folder")
+        require(
+            not self.out_dir.startswith("-"),
+            f"out_dir is {self.out_dir}, which commands read as an option; choose a name that does "
+            "not begin with -",
+        )
         require(
             self.schedule.min_lr <= self.optim.lr,
             f"schedule.min_lr is {self.schedule.min_lr}, above the peak optim.lr {self.optim.lr}",

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import os
 import re
 import shlex
 import sys
@@ -16,8 +17,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 
 from accel_gpt.config.checks import is_positional
-from accel_gpt.config.experiment import ESSENTIAL, NANOGPT_NAMES, Config
+from accel_gpt.config.experiment import ESSENTIAL, Config
 from accel_gpt.config.model import PRESETS
+from accel_gpt.config.names import NAMES
 from accel_gpt.config.removed import REMOVED, REMOVED_OPTIONS, REMOVED_VALUES, is_removed
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import write_out
@@ -40,6 +42,7 @@ def load_config(
     file, an unknown key, a wrong type or an impossible value.
     """
     path, *words = argv if argv and not argv[0].startswith("-") else ["", *argv]
+    check_utf8("CONFIG", path)
     essential = () if "--help-all" in words else ESSENTIAL
     show_help_if_asked(Config, words, f"{prog} CONFIG", essential)
     require(bool(path), f"no config file given; usage: {prog} CONFIG [--section.key v]")
@@ -82,10 +85,12 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
     """The values that the YAML file at `path` and, over it, the options in `argv` set, by key.
 
     Of keys of which one may be set, as train.max_steps and train.max_tokens, an option replaces the
-    file's.
+    file's. The config.yaml of a run means the run in the folder where it lies now.
     """
     values = read_yaml(path)
     require(isinstance(values, dict), f"{path} holds no keys; see configs/ for examples")
+    if cls is Config and is_config_of_run(path):
+        values = relocate(values, str(Path(path).parent))
     found, options = dict(flatten(cls, values, f"in {path}")), dict(read_options(cls, argv))
     for group in exclusive_keys(cls):
         if any(options.get(key) is not None for key in group):
@@ -112,10 +117,15 @@ def own_text(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
         require(not given.get(key), f"data.text is {text} and {key} is {given.get(key)}; give one")
     found = {"data.text": None, "data.prepare.path": text, "data.prepare.dataset": None}
     found["data.prepare.source"] = given.get("data.prepare.source") or "auto"
-    found["data.train"] = str(Path(values.get("out_dir", Config.out_dir), "data"))
+    found["data.train"] = own_text_folder(values.get("out_dir", Config.out_dir))
     if tokenizer := values.get("data.tokenizer"):
         found["data.prepare.tokenizer"] = values.get("data.prepare.tokenizer", tokenizer)
     return found
+
+
+def own_text_folder(out_dir: str) -> str:
+    """The folder in which the text that `data.text` names is prepared."""
+    return str(Path(out_dir, "data"))
 
 
 def read_yaml(path: str) -> Any:
@@ -129,6 +139,46 @@ def read_yaml(path: str) -> Any:
         raise UserError(f"config file {path} {reason}") from None
     except ValueError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
+
+
+# --------------------------------------------------------------------------- runs that moved
+
+
+def is_config_of_run(path: str | Path) -> bool:
+    """Whether a file is the config.yaml that a run has written into its folder."""
+    return Path(path).name == "config.yaml" and Path(path).with_name("run.json").is_file()
+
+
+def relocate(config: Mapping[str, Any], out_dir: str) -> dict[str, Any]:
+    """The keys of a run's config, nested, for the folder `out_dir` in which the run lies now.
+
+    Data folders inside the run's folder move with it: their paths begin with the `out_dir` in
+    `config`, as both are relative to the folder in which the run was launched.
+    """
+    before, data = config.get("out_dir"), config.get("data")
+    if not isinstance(before, str) or not before:
+        return dict(config)
+    moved = dict(config) | {"out_dir": out_dir}
+    if isinstance(data, Mapping):
+        moved["data"] = dict(data)
+        if not isinstance(data.get("train"), Mapping):  # text that is tokenized while training
+            moved["data"]["train"] = relocated(data.get("train", ""), before, out_dir)
+        moved["data"]["val"] = relocated(data.get("val"), before, out_dir)
+    return moved
+
+
+def relocated(value: Any, before: str, after: str) -> Any:
+    """`value` with the paths in it that lie in the folder `before` in the folder `after`."""
+    if isinstance(value, Mapping):
+        return {key: relocated(inner, before, after) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [relocated(inner, before, after) for inner in value]
+    if not isinstance(value, str) or not value or "://" in value:
+        return value
+    path, folder = os.path.normpath(value), os.path.normpath(before)
+    if not Path(path).is_relative_to(folder) or path.startswith(".."):
+        return value
+    return str(Path(after, Path(path).relative_to(folder)))
 
 
 # --------------------------------------------------------------------------- keys
@@ -167,17 +217,45 @@ def exclusive_keys(cls: type, prefix: str = "") -> Iterator[list[str]]:
 
 
 def check_key(cls: type, key: str, where: str) -> Any:
-    """Return the type of a key, or raise `UserError` with the nearest valid name."""
+    """Return the type of a key, or raise `UserError` that says in one line what to write."""
     known = leaves(cls)
-    if key in known:
-        return known[key]
+    if key not in known:
+        raise UserError(f"unknown key {key} {where}; {advice_on_key(cls, key)}")
+    return known[key]
+
+
+def advice_on_key(cls: type, key: str) -> str:
+    """What to write in place of an unknown key.
+
+    The name of another trainer (see `names.py`) comes first, then the same name in another section,
+    then the nearest name.
+    """
+    known = leaves(cls)
     last = key.rpartition(".")[2]
-    near = [k for k in known if k.rpartition(".")[2] == last]  # right name, other section
-    if not near and NANOGPT_NAMES.get(last) in known:
-        near = [NANOGPT_NAMES[last]]
-    near = near or difflib.get_close_matches(key, [*known, *sections(cls)], n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(known)}"
-    raise UserError(f"unknown key {key} {where}; {hint}")
+    if answer := answer_of_names(cls, last):
+        return answer
+    if key in sections(cls):
+        example = next(name for name in known if name.startswith(f"{key}."))
+        return f"{key} is a section: set one of its keys, such as {example}"
+    elsewhere = [name for name in known if name.rpartition(".")[2] == last]
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    names = {name.rpartition(".")[2]: name for name in known}
+    names |= {name: name for name in (*known, *sections(cls))}
+    if near := difflib.get_close_matches(key, names, n=1, cutoff=0.7):
+        return f"did you mean {names[near[0]]}?"
+    foreign = [name for name in NAMES if answer_of_names(cls, name)]
+    if near := difflib.get_close_matches(last, foreign, n=1, cutoff=0.8):
+        return answer_of_names(cls, near[0])
+    return f"{'accel-gpt train --help-all' if cls is Config else '--help'} shows all keys"
+
+
+def answer_of_names(cls: type, name: str) -> str:
+    """What to write in place of another trainer's `name`; "" where nothing is known about it."""
+    answer = NAMES.get(name, "")
+    if answer in (*leaves(cls), *sections(cls)):
+        return f"did you mean {answer}?"
+    return answer if cls is Config else ""
 
 
 def flatten(
@@ -210,7 +288,8 @@ def read_options(
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
-            problem = f"unexpected argument {word!r}; options are written --key value"
+            advice = answer_of_names(cls, word) or "options are written --key value"
+            problem = f"unexpected argument {word!r}; {advice}"
             require(bool(positional), problem)
             key = positional[0]
             if get_origin(known[key]) is tuple:
@@ -293,6 +372,8 @@ def convert(key: str, value: Any, hint: Any) -> Any:
 
 def to_type(key: str, value: Any, hint: Any) -> Any:
     """`value` as the type `hint`; raises `KeyError`, `TypeError`, `ValueError`, `OverflowError`."""
+    if isinstance(value, str):
+        check_utf8(key, value)
     if get_origin(hint) is Literal:
         value = "no" if value is False else value  # YAML 1.1 reads an unquoted no as false
         return {choice: choice for choice in get_args(hint)}[value]
@@ -311,8 +392,26 @@ def to_type(key: str, value: Any, hint: Any) -> Any:
     if get_origin(hint) is Mapping:
         if not value or not all(isinstance(t, str) and t for t in (*value, *value.values())):
             raise TypeError
+        for text in (*value, *value.values()):
+            check_utf8(key, text)
         return dict(value)
     return to_scalar(value, hint)
+
+
+def check_utf8(key: str, text: str) -> None:
+    """Raise `UserError` if a text, such as a path, holds bytes that are not UTF-8.
+
+    Configs, indexes and records are UTF-8, so they could not name the path again.
+    """
+    # YAML writes an emoji as a pair of surrogates; a single one stands for a byte that is not UTF-8
+    joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+    try:
+        joined.encode()
+    except UnicodeEncodeError:
+        shown = joined.encode("utf-8", "backslashreplace").decode().replace("\\udc", "\\x")
+        raise UserError(
+            f"{key} is {shown}, which is not UTF-8; use UTF-8: rename the file or folder"
+        ) from None
 
 
 def fitting(value: Any, hint: Any) -> Any:

@@ -9,15 +9,29 @@ from itertools import product
 import numpy as np
 
 from accel_gpt.cost.scaling import Floats, Law, Size, log_loss, log_terms
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import UserError
 
 HUBER = 1e-3  # of the error in log L, where squares end; Hoffmann et al. 2022
+FEWEST = 6  # rungs of a law with two terms, which has five constants
 DRAWS = 200  # of the bootstrap: ends of a 90 % interval to about a tenth of its width
 STARTS = ((0.2, 0.5, 0.8), (0.3, 0.7, 1.5))  # E as a share of the lowest loss; exponents
 LOWEST, STEEPEST = -5.0, 3.0  # of log E; of the exponents: published ones are 0.05 to 0.8
 FLAT = 1e-3  # an exponent below: the loss does not fall
 ROUNDS = 100  # steps of the fit; assumption
 SAME = 1.05  # ratios of tokens to parameters closer than this are one: whole steps round them
+
+
+class NoLawError(UserError):
+    """The rungs of a ladder give no law.
+
+    `flat`: the sizes (parameters, tokens or flops) with which the loss does not fall. `remedy`:
+    whether the message says what to do.
+    """
+
+    def __init__(self, message: str, flat: Sequence[str] = (), remedy: bool = False) -> None:
+        super().__init__(message)
+        self.flat = flat
+        self.remedy = remedy
 
 
 def law_terms(sizes: Sequence[Size]) -> tuple[str, ...]:
@@ -27,21 +41,22 @@ def law_terms(sizes: Sequence[Size]) -> tuple[str, ...]:
     ratios = [size.tokens / size.parameters for size in sizes]
     single = max(ratios) < SAME * min(ratios)
     names = ("flops",) if single else ("parameters", "tokens")
-    needed = 3 if single else 6
-    require(
-        len(sizes) >= needed,
-        f"{len(sizes)} rungs are too few: a law in {' and '.join(names)} takes {needed}; give more "
-        "--depths or --ratios",
-    )
+    needed = 3 if single else FEWEST
+    if len(sizes) < needed:
+        raise NoLawError(
+            f"{len(sizes)} rungs are too few: a law in {' and '.join(names)} takes {needed}; give "
+            "more --depths or --ratios",
+            remedy=True,
+        )
     return names
 
 
 def fit_law(sizes: Sequence[Size], losses: Sequence[float]) -> Law:
-    """The law of runs (n,) with their losses in nats; `UserError` where it does not converge."""
+    """The law of runs (n,) with their losses in nats; `NoLawError` if they give none."""
     names = law_terms(sizes)
     center = [float(np.exp(np.mean([np.log(getattr(s, name)) for s in sizes]))) for name in names]
     features, targets = Law(names, center, (), 0.0, ()).features(sizes), np.log(losses)
-    best = minimum(features, targets)
+    best = minimum(features, targets, names)
     fitted, free = log_loss(best, features), max(1, len(sizes) - len(best))
     noise = np.sqrt(np.sum((targets - fitted) ** 2) / free)
     # Each draw takes its noise from what the residuals leave open, and the points anew around the
@@ -58,22 +73,34 @@ def digits(values: Floats | Sequence[float]) -> list[float]:
     return [float(f"{value:.8g}") for value in values]
 
 
-def minimum(features: Floats, targets: Floats) -> Floats:
-    """The best coefficients (1 + 2 K,) from all starts; `UserError` where there are none."""
+def minimum(features: Floats, targets: Floats, names: Sequence[str]) -> Floats:
+    """The best coefficients (1 + 2 K,) from all starts; `NoLawError` if there are none.
+
+    `names` (K,): those of the sizes in `features`.
+    """
     K, starts = features.shape[1], []
     for share, *exponents in product(STARTS[0], *[STARTS[1]] * K):
         rest = np.log((np.exp(np.median(targets)) - share * np.exp(targets.min())) / K)
         starts.append([np.log(share) + targets.min(), *(v for a in exponents for v in (rest, a))])
     found, costs = minimize(features, np.tile(targets, (len(starts), 1)), np.array(starts))
     best = found[np.argmin(costs)]
-    a = best[2::2]
-    if not np.isfinite(costs.min()) or a.min() < FLAT or a.max() > STEEPEST - FLAT:
-        raise UserError(
-            f"the fit does not converge (exponents {', '.join(f'{v:.2g}' for v in a)}): the losses "
-            "of the rungs do not fall as a power of their size; train longer rungs, or more that "
-            "lie further apart"
+    fitted = list(zip(names, best[2::2].tolist(), strict=True))
+    flat = [name for name, exponent in fitted if exponent < FLAT]
+    steep = [name for name, exponent in fitted if exponent > STEEPEST - FLAT]
+    if flat:
+        raise NoLawError(f"the loss of the rungs does not fall with their {in_words(flat)}", flat)
+    if steep:
+        raise NoLawError(
+            f"the loss of the rungs falls faster with their {in_words(steep)} than a power law does"
         )
+    if not np.isfinite(costs.min()):
+        raise NoLawError("the fit to the losses of the rungs does not converge")
     return np.asarray(best)
+
+
+def in_words(names: Sequence[str]) -> str:
+    """The names of sizes in a sentence."""
+    return " and ".join(name.replace("flops", "FLOPs") for name in names)
 
 
 def minimize(features: Floats, targets: Floats, starts: Floats) -> tuple[Floats, Floats]:

@@ -18,6 +18,7 @@ from accel_gpt.data.shards import Split, resident
 from accel_gpt.data.sources import Source, open_sources, train_paths, val_names, val_paths
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError, require
+from accel_gpt.redact import redact_url
 
 StateDict = Mapping[str, Any]
 
@@ -153,7 +154,7 @@ class ShardCorpus(Corpus):
         lines = [
             f"data     {source.split.folder}: {source.split.tokens:,} train tokens"
             + (f", weight {source.weight:g}" if len(epochs) > 1 else "")
-            + f"; {count:.2f} epochs"
+            + f"; this run reads {count:.2f} epochs of them"
             for source, count in zip(train.sources, epochs, strict=True)
         ]
         lines[-1] += f"; {val:,} val tokens, tokenizer {tokenizer.kind} of {tokenizer.vocab_size:,}"
@@ -306,13 +307,27 @@ def source_changes(before: StateDict, now: StateDict) -> dict[str, tuple[Any, An
     if before["data_fingerprint"] == now["data_fingerprint"]:
         return {}
     if all(len(sources_before(state)) == 1 for state in (before, now)):
-        return {"data.train": (before["data_fingerprint"][:12], now["data_fingerprint"][:12])}
+        return {"data.train": (describe_data(before), describe_data(now))}
     found = [{s["fingerprint"]: s for s in sources_before(state)} for state in (before, now)]
-    changes = {}
+    changes: dict[str, tuple[Any, Any]] = {}
     for fingerprint in found[0] | found[1]:
         pair = [sources.get(fingerprint) for sources in found]
         weights = [f"weight {s['weight']:g}" if s else "absent" for s in pair]
-        if weights[0] != weights[1]:
-            name = next(s["name"] for s in reversed(pair) if s)
-            changes[f"data.train[{name}]"] = (weights[0], weights[1])
+        if weights[0] == weights[1]:
+            continue
+        name = next(s["name"] for s in reversed(pair) if s)
+        key = f"data.train[{name}]"
+        if key in changes:  # another content under the same name
+            (old,) = [f for f, s in found[0].items() if s["name"] == name]
+            weights[0] = f"{changes[key][0]} ({old[:12]})"
+            weights[1] = f"{weights[1]} ({fingerprint[:12]})"
+        changes[key] = (weights[0], weights[1])
     return changes
+
+
+def describe_data(state: StateDict) -> str:
+    """The path of the one source of a state, and its fingerprint: `data/web (1a2b3c4d5e6f)`."""
+    config, fingerprint = state.get("config", {}), state["data_fingerprint"][:12]
+    keys = ("data.train", "data.train.dataset", "data.train.path")
+    path = next((config[key] for key in keys if isinstance(config.get(key), str)), "")
+    return f"{redact_url(path)} ({fingerprint})" if path else fingerprint

@@ -197,7 +197,7 @@ def read_bin(folder: DataFolder, name: str) -> TokenFile | None:
     path, size = folder.fetch(name), folder.sizes[name]
     raw = TokenFile(name, size, "nanoGPT", path=path) if name in RAW else None
     start = read_at(path, 0, 12) if size >= HEADER_BYTES else bytes(12)
-    magic, version, tokens = np.frombuffer(start, "<i4").tolist()
+    magic, version, tokens = np.frombuffer(start, "<u4").tolist()  # up to 4.29e9 tokens
     for known, known_version, dtype_name, tokenizer in HEADERS:
         dtype = np.dtype(dtype_name)
         fits = size == HEADER_BYTES + tokens * dtype.itemsize

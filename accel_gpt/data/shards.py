@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.files import is_count, read_json
+from accel_gpt.files import describe_path, is_count, read_json
 
 if TYPE_CHECKING:
     from accel_gpt.data.cache import RemoteFolder
@@ -217,6 +218,8 @@ def npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
             read = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
             shape, _, dtype = read(file)
             offset = file.tell()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; restore it") from None
     except Exception as error:  # also what Python's tokenizer and parser raise for the header
         raise DataError(f"{path} is no .npy file that can be read: {error}") from None
     if len(shape) != 1 or dtype.kind not in "ui":
@@ -271,10 +274,17 @@ def open_split(folder: str | Path, split: str, remote: "RemoteFolder | None" = N
 def read_index(folder: Path) -> dict[str, Any]:
     """Content of dataset.json, once it is known to be in a format that this code reads."""
     where = folder / INDEX
-    if not folder.is_dir():
+    if not folder.exists():
         raise UserError(
             f"data folder {folder} does not exist; give an existing one, or say how to make it "
             "in data.prepare (source, path, tokenizer)"
+        )
+    if not folder.is_dir():
+        advice = "give the path of a folder"
+        if folder.is_file():
+            advice = f"make one of a text with accel-gpt prepare {shlex.quote(str(folder))}"
+        raise UserError(
+            f"{folder} {describe_path(folder)}, but a folder of token shards is expected; {advice}"
         )
     try:
         index = read_json(where)

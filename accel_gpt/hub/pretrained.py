@@ -11,12 +11,15 @@ from typing import Any
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.data.hub_client import SCHEME, download_repo
+from accel_gpt.data.shards import INDEX
+from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.data.tokenizer_json import HUB_FILES
-from accel_gpt.errors import CheckpointError, require
+from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import read_json
 from accel_gpt.hub.hf_config import read_hf_config
 
 SMALL_FILES = ("config.json", *HUB_FILES)
+MADE_FROM_TEXT = ("bpe", "chars")  # tokenizers that no other text has
 TOKENIZER_KEYS = ("data.tokenizer", "data.prepare.tokenizer")
 # fields of ModelConfig that a config may change, and those that are no part of the shape
 CHANGEABLE = ("init_std", "norm_eps", "rope_")
@@ -79,6 +82,55 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
         "nor config.json",
     )
     return Pretrained(name, folder, is_checkpoint=False)
+
+
+def check_initial_tokenizer(config: Config) -> None:
+    """Check, before text is tokenized, that the weights of `model.init_from` fit the tokenizer.
+
+    The tokenizer is the tokenizer of the data folder, or of `data.prepare` if that has to make the
+    folder. A run that has checkpoints starts from those. Raises `UserError` if the tokenizers
+    differ, or if the weights have fewer tokens than the tokenizer.
+    """
+    from accel_gpt.training.run_folder import RunFolder
+
+    name, prepare, folder = config.model.init_from, config.data.prepare, config.data.folder
+    if name == "scratch" or not folder or RunFolder(config.out_dir).checkpoints:
+        return
+    pretrained = find_pretrained(name)
+    if Path(folder, INDEX).exists():
+        if pretrained.tokenizer:
+            return  # the two tokenizers are compared when the data is opened
+        owner = f"data folder {folder}"
+        tokenizer = load_tokenizer(folder)
+    elif prepare.source in (None, "shards"):
+        return
+    elif prepare.tokenizer in MADE_FROM_TEXT:
+        raise UserError(
+            f"data.prepare.tokenizer is {prepare.tokenizer}, made anew from the text, but the "
+            f"weights of {name} need their own tokenizer; {tokenizer_advice(pretrained)}"
+        )
+    else:
+        owner = f"data.prepare.tokenizer {prepare.tokenizer}"
+        tokenizer = named_tokenizer(prepare.tokenizer, "data.prepare.tokenizer")
+    if pretrained.tokenizer:
+        ours = load_tokenizer(pretrained.tokenizer)
+        ours.require_same(tokenizer, f"model.init_from {name}", owner, UserError)
+    vocab_size = config.model.vocab_size or tokenizer.vocab_size
+    require(
+        vocab_size >= tokenizer.vocab_size,
+        f"the vocabulary of {name} has {vocab_size:,} tokens but the tokenizer of {owner} has "
+        f"{tokenizer.vocab_size:,}; {tokenizer_advice(pretrained)}",
+    )
+
+
+def tokenizer_advice(pretrained: Pretrained) -> str:
+    """Say which tokenizer to prepare the data of a pretrained model with."""
+    if pretrained.tokenizer:
+        return f"set data.prepare.tokenizer to {pretrained.tokenizer}"
+    return (
+        f"{pretrained.name} has no tokenizer.json: put the file of the model beside its weights, "
+        "and set data.prepare.tokenizer to its path"
+    )
 
 
 def inherit(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -201,7 +201,7 @@ def evaluating(model: nn.Module, compiled: bool = True) -> Iterator[None]:
     """Switch `model` to evaluation mode, without gradients; restore its mode, also after an error.
 
     A compiled model runs uncompiled unless `compiled`, and always on a CPU: there compiling the
-    evaluation takes 10 to 20 s and makes it no faster (benchmarks/RESULTS.md).
+    evaluation takes 10 to 20 s and makes it no faster (docs/speed.md).
     """
     eager = not compiled or next(model.parameters()).device.type == "cpu"
     calls = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl and eager]

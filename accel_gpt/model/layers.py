@@ -120,7 +120,7 @@ def dot_product_attention(
     """Attention of `q` (B, H, T, D) to `k` and `v` (B, K, S, D), as (B, H, T, D).
 
     On a CPU in float32: PyTorch 2.13 computes the backward pass in bf16 by many small products,
-    which takes 2.5 to 9 times as long as in float32 (benchmarks/RESULTS.md).
+    which takes 2.5 to 9 times as long as in float32 (docs/speed.md).
     """
     options: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal}
     options["enable_gqa"] = q.shape[1] != k.shape[1]

@@ -12,8 +12,9 @@ def lr_fraction(step: int, name: str, plan: Plan, floor: float) -> float:
 
     Linear warm-up reaches the peak in its last step: (step + 1) / warmup_steps, as in the GPT-2
     reproductions. cosine (Loshchilov & Hutter 2017, eq. 5) and linear decay right after the
-    warm-up, wsd (Hu et al. 2024, section 4) at the end of the run; each decays to `floor` in
-    `plan.decay_steps` and stays there.
+    warm-up, wsd (Hu et al. 2024, section 4) at the end of the run. Each decays in
+    `plan.decay_steps`, from the peak in the first of them. `floor` is the value after the last of
+    them, as in nanoGPT and the GPT-2 reproductions, and stays.
     """
     if step < plan.warmup_steps:
         return (step + 1) / plan.warmup_steps

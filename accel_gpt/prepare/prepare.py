@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
+from accel_gpt.console import write_err
 from accel_gpt.data.shards import INDEX, index_dtype, read_index
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
@@ -42,7 +43,7 @@ from accel_gpt.text.documents import (
     sample_texts,
     split_pieces,
 )
-from accel_gpt.text.files import guess_source
+from accel_gpt.text.files import guess_source, select
 from accel_gpt.text.readers import Skipped
 
 JOURNAL = "progress.json"
@@ -74,6 +75,7 @@ def prepare(config: PrepareConfig, out: Path) -> bool:
         with writing(out, "" if config.path == "-" else f"; {RESUMES}"):
             if is_ready(config, out):
                 return False
+            describe_selection(config)
             fill(config, folder, source)
             publish(folder, out)
     except KeyboardInterrupt:
@@ -86,14 +88,21 @@ def prepare(config: PrepareConfig, out: Path) -> bool:
 
 
 def with_source(config: PrepareConfig, out: Path) -> PrepareConfig:
-    """`config` with the kind of its source where that is auto: as `out` has it, if it was made,
-    else by the endings of the files.
+    """`config` with the kind of its source if that is auto: as `out` has it if it was made, else
+    the kind of the files with the most bytes.
     """
     if config.source != "auto":
         return config
     prepared = read_index(out).get("prepared") if (out / INDEX).exists() else None
     made = prepared.get("source") if isinstance(prepared, Mapping) else None
     return replace(config, source=made or guess_source(str(config.path)))
+
+
+def describe_selection(config: PrepareConfig) -> None:
+    """Print which files are read and which are left out, if the source is files."""
+    if config.source in ("text", "jsonl", "parquet", "arrow") and config.path != "-":
+        for line in select(config).lines():
+            write_err(line)
 
 
 @contextmanager

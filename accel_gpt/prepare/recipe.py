@@ -111,8 +111,9 @@ def is_ready(config: PrepareConfig, out: Path) -> bool:
         )
     if text_changed(config, prepared.get("source_fingerprint")):
         sys.stderr.write(
-            f"WARNING: the text of {config.path or config.source} has changed since {out} was "
-            "prepared; the folder is left unchanged: delete it to prepare again\n"
+            f"WARNING: the files that are read of {config.path or config.source} are not those "
+            f"that {out} was prepared from; the folder is left unchanged: delete it to prepare "
+            "again\n"
         )
     return True
 

@@ -40,6 +40,9 @@ LONGEST_VALUE = 400  # characters of a value of the config
 ERRORS = ("_se", "_stderr")  # how the key of a standard error ends
 # what of eval/ is shown elsewhere
 SHOWN = ("eval/train_loss", "eval/val_loss", "eval/val_perplexity", "eval/val_bits_per_byte")
+# labels of results that rank runs
+BEST_LOSS, TRAIN_LOSS, BITS_PER_BYTE = "best val loss", "train loss, last", "bits per byte, last"
+PER_TOKEN = (BEST_LOSS, TRAIN_LOSS)
 HERE = Path(__file__).parent
 
 
@@ -111,6 +114,11 @@ def notes(runs: Sequence[NamedRun]) -> list[str]:
         found += [note] if kind in kinds else []
     if any(len(one) > MOST_MARKS for one in marks):
         found.append(f"Only the first {MOST_MARKS} marks of a run are drawn.")
+    if not same_tokenizer(runs):
+        found.append(
+            "The runs have different tokenizers: compare their bits per byte, not their losses in "
+            "nats per token."
+        )
     if any(map(is_thinned, runs)):
         found.append(
             f"Curves of more than {MOST_POINTS:,} points are thinned: the lowest and the highest "
@@ -129,7 +137,7 @@ class Result(NamedTuple):
     label: str
     value: str
     step: int | None = None  # at which it was reached
-    loss: float = math.nan  # to compare runs by
+    loss: float = math.nan  # or bits per byte: to compare runs by
 
 
 def results(run: NamedRun) -> list[Result]:
@@ -139,17 +147,17 @@ def results(run: NamedRun) -> list[Result]:
     train_loss = metrics.last("train/loss")
     if len(losses):
         i = int(losses.argmin())
-        found.append(Result("best val loss", f"{losses[i]:.4f}", int(steps[i]), losses[i]))
+        found.append(Result(BEST_LOSS, f"{losses[i]:.4f}", int(steps[i]), losses[i]))
     for key, label, form in (
-        ("eval/val_bits_per_byte", "bits per byte, last", ",.4g"),
+        ("eval/val_bits_per_byte", BITS_PER_BYTE, ",.4g"),
         ("eval/val_perplexity", "perplexity, last", ",.4g"),
         ("eval/hellaswag_acc_norm", "HellaSwag acc_norm", ".2%"),
     ):
         if (value := metrics.last(key)) is not None:
-            found.append(Result(label, format(value, form)))
+            found.append(Result(label, format(value, form), loss=value))
     if not len(losses) and train_loss is not None:
-        found.append(Result("train loss, last", f"{train_loss:.4f}", None, train_loss))
-    found.append(Result("steps", f"{run.step:,}"))
+        found.append(Result(TRAIN_LOSS, f"{train_loss:.4f}", None, train_loss))
+    found.append(Result("steps", f"{run.last_step:,}"))
     if len(metrics.tokens) and np.isfinite(metrics.tokens[-1]):
         found.append(Result("tokens", short(float(metrics.tokens[-1]))))
     if len(metrics.seconds) and np.isfinite(metrics.seconds[-1]):
@@ -166,18 +174,40 @@ def results(run: NamedRun) -> list[Result]:
 
 
 def comparison(runs: Sequence[NamedRun]) -> dict[str, Any]:
-    """The results of several runs: labels, and for each run the values and which are the best."""
+    """The results of several runs: labels, and for each run the values and which are the best.
+
+    Losses in nats per token compare runs of one tokenizer, bits per byte those of several.
+    """
     each = [{result.label: result for result in results(run)} for run in runs]
     labels = list(dict.fromkeys(label for one in each for label in one))
-    lowest = {label: min(one[label].loss for one in each if label in one) for label in labels}
-    rows = [
-        [
-            (one[label].value, one[label].loss == lowest[label]) if label in one else ("", False)
-            for label in labels
-        ]
-        for one in each
-    ]
+    ranked = PER_TOKEN if same_tokenizer(runs) else (BITS_PER_BYTE,)
+    lowest = {
+        label: min(one[label].loss for one in each if label in one)
+        for label in labels
+        if label in ranked
+    }
+    rows = []
+    for one in each:
+        row = []
+        for label in labels:
+            result = one.get(label)
+            best = result is not None and result.loss == lowest.get(label)
+            row.append((result.value if result else "", best))
+        rows.append(row)
     return {"labels": labels, "rows": rows}
+
+
+def same_tokenizer(runs: Sequence[NamedRun]) -> bool:
+    """Whether all runs have one tokenizer, as far as they recorded it."""
+    found = {
+        (
+            str(run.last_launch("data", "tokenizer")),
+            str(run.last_launch("data", "tokenizer_fingerprint")),
+            str(run.last_launch("model", "vocab_size")),
+        )
+        for run in runs
+    }
+    return len(found) == 1
 
 
 # --------------------------------------------------------------------------- tables

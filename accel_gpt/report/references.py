@@ -2,14 +2,15 @@
 
 `configs/references/NAME.json` holds one: `title`, `source` (a URL or the command), `config`,
 `commit`, `hardware`, `flops_per_token`, `match` with any of `model`, `vocab_size`,
-`data_fingerprint`, `data_folder` and `config`, `curve` with lists `step`, `tokens`, `seconds` and
-`val_loss`, and `points`, values without a curve: `label` and `val_loss`.
-`benchmarks/reference.py` writes one for a run. NAME_ladder.json is none: see `cost/scaling.py`.
+`data_fingerprint`, `data_prepared` and `data_folder`, `curve` with lists `step`, `tokens`,
+`seconds` and `val_loss`, and `points`, values without a curve: `label` and `val_loss`.
+`write_reference` makes one from a run. NAME_ladder.json is none: see `cost/scaling.py`.
 
-A run matches if model and vocabulary are those of `match`, and so is the data (its fingerprint, or
-the name of its folder) or the name of the config.
+A run matches if model, vocabulary and data are those of `match`. The data is known by its
+fingerprint, by what `data.prepare` made it from, or by the name of its folder.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,11 +18,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.parse import changed_keys
 from accel_gpt.config.shipped import shipped_folder
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import read_json
-from accel_gpt.report.runs import NamedRun
+from accel_gpt.report.page import hardware
+from accel_gpt.report.runs import NamedRun, open_runs
 from accel_gpt.training.run_folder import is_number
 
 # fields of the config that change neither the shape of a model nor how it is initialized
@@ -29,6 +33,11 @@ NO_SHAPE = ("preset", "depth", "init_from", "allow_pickle", "vocab_size", "norm_
 # for fields that an older reference, or the config of an older run, lacks
 DEFAULTS = MappingProxyType(
     {name: value for name, value in asdict(ModelConfig()).items() if name not in NO_SHAPE}
+)
+# options of data.prepare that do not change the tokens
+SAME_TOKENS = ("shard_tokens", "workers")
+PREPARE_DEFAULTS = MappingProxyType(
+    {name: value for name, value in asdict(PrepareConfig()).items() if name not in SAME_TOKENS}
 )
 FOLDERS = (Path("configs/references"), shipped_folder() / "references")
 CURVE = ("step", "tokens", "seconds", "val_loss")
@@ -54,6 +63,46 @@ def find_reference(requested: str, runs: Sequence[NamedRun]) -> Mapping[str, Any
         "the path of a .json file",
     )
     return read_reference(known[requested])
+
+
+def write_reference(folder: str, path: str) -> None:
+    """Write the val losses of the finished run in `folder` as a reference curve, to `path`."""
+    [run] = open_runs([folder])
+    require(
+        run.state == "finished" and bool(run.metrics.keys("eval/val_loss")),
+        f"{folder} cannot become a reference curve: it is {run.status}; give a finished run that "
+        "has evaluated",
+    )
+    content = json.dumps(make_reference(run), indent=1) + "\n"
+    Path(path).write_text(content, encoding="utf-8")
+
+
+def make_reference(run: NamedRun) -> dict[str, Any]:
+    """Make the content of a reference file from a run that has evaluated."""
+    rows, losses = run.metrics.columns["eval/val_loss"]
+    command = str(run.last_launch("command") or "")
+    name = config_name(command)
+    return {
+        "title": f"{name or run.name}, measured by us",
+        "source": command,
+        "config": changed_keys(run.config),
+        "commit": run.last_launch("commit"),
+        "hardware": hardware(run),
+        "flops_per_token": run.flops_per_token,
+        "match": {
+            "model": shape(run),
+            "vocab_size": run.last_launch("model", "vocab_size"),
+            "data_fingerprint": run.last_launch("data", "fingerprint"),
+            "data_prepared": prepared(run),
+        },
+        "curve": {
+            "step": run.metrics.steps[rows].astype(int).tolist(),
+            "tokens": run.metrics.tokens[rows].astype(int).tolist(),
+            "seconds": run.metrics.seconds[rows].round(1).tolist(),
+            "val_loss": losses.round(4).tolist(),
+        },
+        "points": [],
+    }
 
 
 def read_reference(path: Path) -> dict[str, Any]:
@@ -86,20 +135,37 @@ def read_reference(path: Path) -> dict[str, Any]:
 
 def fits(match: Mapping[str, Any], run: NamedRun) -> bool:
     """Whether a reference was measured for runs like this one."""
-    folder = run.config.get("data.train")
-    found = {
-        "data_fingerprint": run.last_launch("data", "fingerprint"),
-        "data_folder": Path(folder).name if isinstance(folder, str) else None,
-        "config": config_name(run.last_launch("command")),
-    }
     model = match.get("model")
     same_model = isinstance(model, dict) and DEFAULTS | model == shape(run)
     same_vocabulary = match.get("vocab_size") == run.last_launch("model", "vocab_size")
-    return (
-        same_model
-        and same_vocabulary
-        and any(value and match.get(key) == value for key, value in found.items())
-    )
+    return same_model and same_vocabulary and same_data(match, run)
+
+
+def same_data(match: Mapping[str, Any], run: NamedRun) -> bool:
+    """Whether a run reads the data that a reference was measured on."""
+    fingerprint = run.last_launch("data", "fingerprint")
+    if fingerprint is not None and match.get("data_fingerprint") == fingerprint:
+        return True
+    source = prepared(run)
+    expected = match.get("data_prepared")
+    if source is not None and isinstance(expected, dict) and PREPARE_DEFAULTS | expected == source:
+        return True
+    folder = run.config.get("data.train")
+    return isinstance(folder, str) and match.get("data_folder") == Path(folder).name
+
+
+def prepared(run: NamedRun) -> dict[str, Any] | None:
+    """What `data.prepare` makes the data of a run from; None if its options do not name a text.
+
+    The path of a file names no text: another machine has another text there.
+    """
+    found = {
+        name: run.config.get(f"data.prepare.{name}", value)
+        for name, value in PREPARE_DEFAULTS.items()
+    }
+    url = str(found["path"]).startswith(("http://", "https://"))
+    named = found["source"] in ("stdlib", "dataset") or url
+    return found if named else None
 
 
 def shape(run: NamedRun) -> dict[str, Any]:

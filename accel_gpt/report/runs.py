@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from accel_gpt.errors import UserError
@@ -16,12 +17,17 @@ class NamedRun(RunFolder):
         self.name = name
         self.running = self.in_use  # read before the metrics: those of a run that ends are complete
 
+    @cached_property
+    def last_step(self) -> int:
+        """The last step that is known: a checkpoint may lie beyond the last record."""
+        return max([self.step, *self.checkpoints])
+
     @property
     def state(self) -> str:
         """`running`, `stopped` or `finished`."""
         if self.running:
             return "running"
-        return "stopped" if self.max_steps and self.step < self.max_steps else "finished"
+        return "stopped" if self.max_steps and self.last_step < self.max_steps else "finished"
 
     @property
     def status(self) -> str:
@@ -29,7 +35,7 @@ class NamedRun(RunFolder):
         if self.state == "finished":
             return "finished"
         of = f" of {self.max_steps:,}" if self.max_steps else ""
-        return f"{'in progress:' if self.running else 'stopped at'} step {self.step:,}{of}"
+        return f"{'in progress:' if self.running else 'stopped at'} step {self.last_step:,}{of}"
 
     @property
     def flops_per_token(self) -> float | None:

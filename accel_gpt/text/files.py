@@ -3,16 +3,11 @@
 Downloads go to ~/.cache/accel_gpt (or $XDG_CACHE_HOME/accel_gpt).
 """
 
-import glob
 import hashlib
 import json
 import os
 import re
-import sys
 import sysconfig
-import types
-from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -20,16 +15,9 @@ from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.data.sources import is_url
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import read_json
+from accel_gpt.redact import redact_url
+from accel_gpt.text.selection import Selection, kind_of_name, select_files
 
-# Endings of the files that a folder is searched for; a file given by name may have any.
-SUFFIXES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
-    {
-        "text": (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".js"),
-        "jsonl": tuple(a + b for a in (".jsonl", ".json", ".ndjson") for b in ("", ".gz", ".zst")),
-        "parquet": (".parquet",),
-        "arrow": (".arrow", ".feather"),
-    }
-)
 # Tests and installed packages are no part of the library's own sources.
 STDLIB_SKIP = frozenset(
     ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled")
@@ -54,16 +42,27 @@ def files(config: PrepareConfig) -> list[Path]:
     """Local files of the source, a URL being downloaded first; `UserError` if all are empty."""
     if config.source == "stdlib":
         return stdlib_files()
-    assert config.source is not None
-    assert config.path is not None
-    saved = saved_files(config.path, config.dataset_split) if config.source == "arrow" else None
-    found = saved or find_files(config.path, SUFFIXES[config.source])
+    found = select(config).files
     require(
         any(path.stat().st_size for path in found),
         f"data.prepare.path is {config.path}, which holds no text: {found[0]} is empty; expected "
         "a file with text in it",
     )
     return found
+
+
+def select(config: PrepareConfig) -> Selection:
+    """Choose the files of a source with a path, a URL being downloaded first."""
+    assert config.source is not None
+    assert config.path is not None
+    found = None
+    if is_url(config.path):
+        found = [download_text(config.path)]
+    elif config.source == "arrow":
+        found = saved_files(config.path, config.dataset_split)
+    if found is None:
+        return select_files(config.path, config.source)
+    return Selection(path=redact_url(config.path), source=config.source, files=found)
 
 
 def describe_source(config: PrepareConfig, times: bool = True) -> str:
@@ -104,41 +103,16 @@ def file_share(sizes: list[int], rank: int, world: int) -> range:
 def stdlib_files() -> list[Path]:
     """Python sources of the running interpreter's library, without tests."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = walk(root, (".py",), STDLIB_SKIP)
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [n for n in folders if n not in STDLIB_SKIP and not n.startswith(".")]
+        python = [n for n in names if n.lower().endswith(".py") and not n.startswith(".")]
+        found.extend(path for name in python if (path := Path(folder, name)).is_file())
+    found.sort(key=lambda path: path.relative_to(root).parts)
     require(
         bool(found),
         f"this Python has no library sources in {root}; choose another data.prepare.source",
     )
-    return found
-
-
-def walk(root: Path, suffixes: tuple[str, ...], skip: frozenset[str] = frozenset()) -> list[Path]:
-    """Regular files below `root` with one of `suffixes`, hidden ones left out, by relative path."""
-    found: list[Path] = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-        matching = [n for n in names if n.lower().endswith(suffixes) and not n.startswith(".")]
-        found.extend(path for n in matching if (path := Path(folder, n)).is_file())
-    return sorted(found, key=lambda path: path.relative_to(root).parts)
-
-
-def find_files(path: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files that `path` (file, folder, glob or URL) stands for, sorted."""
-    if is_url(path):
-        return [download_text(path)]
-    given, remedy = os.path.expanduser(path), "give a file, a folder, a glob or an http(s) URL"
-    if os.path.isfile(given):
-        return [Path(given)]
-    found: list[Path] = []
-    problem = f"{path}, which does not exist (looked for {os.path.abspath(given)})"
-    if os.path.isdir(given):
-        found = walk(Path(given), suffixes)
-        problem = f"the folder {path}, which holds no file ending in {' '.join(suffixes)}"
-        remedy = f"give a glob such as {path.rstrip('/')}/* to take others"
-    elif glob.has_magic(path):
-        found = [Path(n) for n in sorted(glob.glob(given, recursive=True)) if os.path.isfile(n)]
-        problem = f"{path}, which matches no file (looked from {Path.cwd()})"
-    require(bool(found), f"data.prepare.path is {problem}; {remedy}")
     return found
 
 
@@ -174,10 +148,9 @@ def saved_files(path: str, split: str) -> list[Path] | None:
 
 
 def guess_source(path: str) -> SourceKind:
-    """What `path` holds, by the endings of its files: of several kinds the one with most bytes.
+    """Tell what `path` holds: see `select_files`; a URL by its ending, else text.
 
-    Bare .json beside other kinds does not count: it describes them. What is left out is printed.
-    Raises `UserError` when no ending is known, and for standard input, which has none.
+    Raises `UserError` if there is nothing to read, and for standard input, which has no ending.
     """
     require(
         path != "-",
@@ -188,25 +161,9 @@ def guess_source(path: str) -> SourceKind:
     if any(os.path.isfile(f"{folder}/{name}") for name in ("state.json", "dataset_dict.json")):
         return "arrow"
     if is_url(path):
-        sizes = {path.split("?")[0].split("#")[0].lower(): 1}
-    else:
-        found = find_files(path, tuple(chain.from_iterable(SUFFIXES.values())))
-        sizes = {str(file).lower(): file.stat().st_size + 1 for file in found}
-    others = {name: size for name, size in sizes.items() if not name.endswith(".json")}
-    amount = {
-        source: sum(size for name, size in (others or sizes).items() if name.endswith(endings))
-        for source, endings in SUFFIXES.items()
-    }
-    best = max(amount, key=amount.__getitem__)
-    require(
-        amount[best] > 0,
-        f"data.prepare.path is {path}, whose ending does not tell what it holds; set "
-        "data.prepare.source to text, jsonl, parquet or arrow",
-    )
-    count = sum(name.endswith(SUFFIXES[best]) for name in sizes)
-    if count < len(sizes):
-        sys.stderr.write(f"reading {count} files as {best}; {len(sizes) - count} others left out\n")
-    return cast(SourceKind, best)
+        name = path.split("?")[0].split("#")[0]
+        return cast(SourceKind, kind_of_name(name) or "text")
+    return select_files(path).source
 
 
 def download_text(url: str) -> Path:

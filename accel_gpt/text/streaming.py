@@ -24,6 +24,7 @@ from accelerate.utils import gather_object
 from accel_gpt.config.data import PrepareConfig, TextStream
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
+from accel_gpt.console import write_err
 from accel_gpt.data.corpus import (
     Corpus,
     EvalSplit,
@@ -37,9 +38,10 @@ from accel_gpt.data.shards import Shard, Split, Tokens
 from accel_gpt.data.sources import open_sources, val_names, val_paths
 from accel_gpt.data.tokenizer import Tokenizer, named_tokenizer
 from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.launcher import is_main
 from accel_gpt.redact import redact
 from accel_gpt.text.documents import Piece, Position, split_pieces
-from accel_gpt.text.files import describe_source, guess_source
+from accel_gpt.text.files import describe_source, guess_source, select
 from accel_gpt.text.hub import Bookmarks
 
 MOST_CHARACTERS = 100_000_000  # read at most to gather what is evaluated; assumption
@@ -217,7 +219,11 @@ def open_text(config: Config) -> TextCorpus:
     tokenizer = named_tokenizer(data.tokenizer)
     settings = {k: v for k, v in asdict(stream).items() if k != "streaming"}
     source = "dataset" if stream.dataset else guess_source(str(stream.path))
-    text = Text(PrepareConfig(source=source, tokenizer=data.tokenizer, **settings), tokenizer)
+    prepare = PrepareConfig(source=source, tokenizer=data.tokenizer, **settings)
+    text = Text(prepare, tokenizer)
+    if is_main() and not stream.dataset:
+        for line in select(prepare).lines():
+            write_err(line)
     val = open_sources(val_paths(data), "val", data, val_names(data))
     for one in val:
         names = f"data.val {one.path}", f"data.tokenizer {data.tokenizer}"

@@ -42,8 +42,10 @@ from accel_gpt.launcher import (
     is_main,
     launcher_precision,
     local_world_size,
+    requested_threads,
     shared_cores,
     started_by_launcher,
+    starts_on_gpus,
     world_size,
 )
 from accel_gpt.model.gpt import GPT
@@ -117,11 +119,35 @@ def start_processes(config: Config) -> PartialState:
     else:  # on a CPU TF32 sends small products, as in attention, through a slow path of oneDNN
         torch.set_float32_matmul_precision("highest" if matmul == "auto" else matmul)
     if state.device.type == "cpu":
-        threads = 1 if config.train.reproducible else shared_cores()
-        torch.set_num_threads(config.train.cpu_threads or threads)
+        torch.set_num_threads(cpu_threads(config.train))
         torch.set_flush_denormal(True)  # Adam moments of unseen tokens decay into denormals
         keep_freed_memory()
     return state
+
+
+def warn_without_gpu() -> None:
+    """Warn if `accelerate launch` is set up for GPUs and this machine shows none."""
+    if parse_flag_from_env("ACCELERATE_USE_CPU") or torch.accelerator.is_available():
+        return
+    if is_main() and starts_on_gpus():
+        sys.stderr.write(
+            "WARNING: the launcher is set up for GPUs, but PyTorch finds none: this run trains on "
+            "the CPU. Check nvidia-smi and torch.cuda.is_available(). If you want the CPU, set "
+            "ACCELERATE_USE_CPU=true in the environment\n"
+        )
+
+
+def cpu_threads(train: TrainConfig) -> int:
+    """The threads of this process on a CPU."""
+    own = 1 if train.reproducible else shared_cores()
+    return train.cpu_threads or threads_of_environment(train) or own
+
+
+def threads_of_environment(train: TrainConfig) -> int | None:
+    """The threads that OMP_NUM_THREADS sets for a run on a CPU; None if the config decides."""
+    if train.cpu_threads or train.reproducible:
+        return None
+    return requested_threads()
 
 
 def make_accelerator(config: Config, plan: Plan) -> Accelerator:

@@ -16,7 +16,6 @@ A folder without a valid manifest is not a checkpoint. Accelerate loads pickles 
 """
 
 import contextlib
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,7 +31,7 @@ from accel_gpt.config.parse import from_mapping, leaves
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import AccelGPTError, CheckpointError, NewerFormatError, require
-from accel_gpt.files import load_json, read_text, sha256, write_file
+from accel_gpt.files import load_json, read_text, sha256, strict_json, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.run_folder import CHECKPOINT, LARGEST_FILE, RunFolder, step_name
 from accel_gpt.training.state import TrainState
@@ -127,6 +126,19 @@ def verify(path: Path, model_only: bool = False) -> None:
         )
 
 
+def intact_hint(path: Path) -> str:
+    """What to say of the newest intact checkpoint before `path` in its run; "" without one."""
+    named = CHECKPOINT.fullmatch(path.name)
+    others = RunFolder(path.parent.parent).checkpoints
+    if not named or path.parent.name != "checkpoints":
+        return ""
+    for step in reversed([step for step in others if step < int(named[1])]):
+        with contextlib.suppress(AccelGPTError):
+            verify(others[step], model_only=True)
+            return f"; step {step:,} of the run is intact; take it with --checkpoint {step}"
+    return ""
+
+
 def check_format(path: Path, content: dict[str, Any]) -> None:
     """Raise unless this version reads the format that a JSON file of a checkpoint names."""
     found = content.get("format")
@@ -151,7 +163,7 @@ def set_aside(path: Path) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """Write `value` as indented JSON; on disk when this returns."""
-    write_file(path, [json.dumps(value, indent=1).encode()])
+    write_file(path, [strict_json(value, indent=1).encode()])
 
 
 def read_checkpoint_json(path: Path) -> dict[str, Any]:
@@ -204,8 +216,14 @@ def read_shape(path: Path) -> tuple[ModelConfig, int]:
 
 
 def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
-    """The model (in evaluation mode) and the tokenizer of a checkpoint, which is verified first."""
-    verify(path, model_only=True)
+    """The model (in evaluation mode) and the tokenizer of a checkpoint, which is verified first.
+
+    Raises `CheckpointError` if it is damaged, with the intact one of its run before it.
+    """
+    try:
+        verify(path, model_only=True)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{intact_hint(path)}") from None
     config, vocab_size = read_shape(path)
     least = parameter_counts(replace(config, block_size=1), vocab_size)["total_unpadded"]
     files = weight_parts(path)

@@ -7,7 +7,6 @@ their meaning. Only rank 0 writes.
 import csv
 import errno
 import io
-import json
 import math
 import threading
 import time
@@ -23,7 +22,7 @@ from accel_gpt.config.plan import Plan
 from accel_gpt.cost.devices import peak_flops
 from accel_gpt.cost.flops import flops_per_token, mfu
 from accel_gpt.errors import require
-from accel_gpt.files import sync, write_all, write_file
+from accel_gpt.files import strict_json, sync, write_all, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.machine import device_name, memory_gb
 from accel_gpt.training.run_folder import RunFolder, is_number
@@ -40,11 +39,6 @@ COLUMNS = (
     *("eval/hellaswag_acc", "eval/hellaswag_acc_norm"),
 )
 Record = dict[str, float]
-
-
-def without_inf(record: Record) -> dict[str, float | None]:
-    """What JSON can hold of a record: None for what is not finite."""
-    return {k: v if math.isfinite(v) else None for k, v in record.items()}
 
 
 class MetricsLog:
@@ -78,9 +72,11 @@ class MetricsLog:
         if loss is not None:
             row["train/perplexity"] = math.exp(min(loss, 700))
         with self.lock:
-            self.waiting[self.jsonl] += as_jsonl([without_inf(record)])
+            self.waiting[self.jsonl] += as_jsonl([record])
             self.waiting[self.csv] += as_csv([row], header=False)
             for path, content in self.waiting.items():
+                if path == self.csv and not path.exists():  # somebody has removed it
+                    content = as_csv([]) + content
                 append(path, content)
                 self.waiting[path] = b""
 
@@ -89,8 +85,9 @@ class MetricsLog:
         with self.lock:
             if any(self.waiting.values()):
                 raise OSError(errno.ENOSPC, "metrics wait for room", str(self.jsonl))
-        sync(self.jsonl)
-        sync(self.csv)
+        for path in (self.jsonl, self.csv):
+            if path.exists():  # unless somebody has removed it
+                sync(path)
 
 
 class Speed:
@@ -159,7 +156,7 @@ def merge_record(out_dir: Path, record: Record) -> None:
     Rewrites both files as a whole. The caller holds the lock of the run's folder.
     """
     run = RunFolder(out_dir)
-    records = merged(list(run.records()), without_inf(record))
+    records = merged(list(run.records()), record)
     rows = merged(run.csv_records(), {key: str(value) for key, value in record.items()})
     write_file(out_dir / "metrics.jsonl", [as_jsonl(records)])
     write_file(out_dir / "metrics.csv", [as_csv(rows)])
@@ -174,8 +171,8 @@ def merged(rows: list[dict[str, Any]], new: Mapping[str, Any]) -> list[dict[str,
 
 
 def as_jsonl(records: Iterable[Mapping[str, Any]]) -> bytes:
-    """Records as the lines of metrics.jsonl."""
-    return "".join(json.dumps(record) + "\n" for record in records).encode()
+    """Records as the lines of metrics.jsonl; null for what is not finite."""
+    return "".join(f"{strict_json(record)}\n" for record in records).encode()
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]], header: bool = True) -> bytes:

@@ -129,7 +129,8 @@ class Panel(JupyterMixin):
         rest = "left ?" if left is None else f"left {clock(left)}"
         room = max(width - len(line) - len(share) - len(rest), 0)
         done = round(room * self.step / total)
-        line.append("━" * done, "green").append("━" * (room - done), "dim")
+        # two characters: without colors they alone tell how far it is
+        line.append("━" * done, "green").append("─" * (room - done), "dim")
         return line.append(share).append(rest, "dim")
 
     def seconds_left(self) -> float | None:

@@ -1,7 +1,6 @@
 """What a run reports: run.json, metrics, trackers and terminal, all from the same records."""
 
 import contextlib
-import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +18,12 @@ from accel_gpt.config.plan import Plan, plural
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
-from accel_gpt.files import write_file
+from accel_gpt.files import strict_json, write_file
+from accel_gpt.launcher import launcher_precision
 from accel_gpt.model.gpt import GPT
 from accel_gpt.redact import command_line, redact
+from accel_gpt.training.accelerator import threads_of_environment
+from accel_gpt.training.evaluation_time import EvaluationTime
 from accel_gpt.training.machine import describe_machine
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
 from accel_gpt.training.run_folder import RunFolder
@@ -48,8 +50,15 @@ class Reporter:
     """Writes each record to metrics.jsonl, metrics.csv, the trackers and the terminal."""
 
     def __init__(
-        self, config: Config, plan: Plan, accelerator: Accelerator, gpt: GPT, display: Display
+        self,
+        config: Config,
+        plan: Plan,
+        accelerator: Accelerator,
+        gpt: GPT,
+        display: Display,
+        check_folder: Callable[[], None] = lambda: None,
     ) -> None:
+        self.check_folder = check_folder  # raises `BusyError` if the run's folder has gone
         self.config, self.plan, self.accelerator, self.gpt = config, plan, accelerator, gpt
         self.speed, self.display, self.log = Speed(gpt, plan, accelerator), display, display.log
         self.trackers = Trackers(accelerator, config, has_mfu=self.speed.peak is not None)
@@ -57,12 +66,15 @@ class Reporter:
         self.metrics: MetricsLog | None = None  # on rank 0
         self.disk_full = False  # it has refused metrics
         self.synchronize = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
+        self.evaluation_time = EvaluationTime(config, plan)
         self.watch = Stopwatch(0.0, 0)
         self.beat: Callable[[], None] = lambda: None  # of the watchdog
         self.profile_step: Callable[[], None] = lambda: None
 
     def launch(self, corpus: Corpus, state: TrainState) -> None:
         """Record this launch, which resumes at `state`, and print its first lines."""
+        self.check_folder()
+        self.evaluation_time.start(corpus.evaluated)
         if self.accelerator.is_main_process:
             machine = describe_machine(self.accelerator)
             self.record_launch(corpus, machine, state.step)
@@ -94,9 +106,8 @@ class Reporter:
         }
         launches = [*RunFolder(self.out_dir).launches, launch]
         write_file(self.out_dir / "config.yaml", [to_yaml(self.config).encode()])
-        write_file(
-            self.out_dir / "run.json", [json.dumps({"launches": launches}, indent=1).encode()]
-        )
+        text = strict_json({"launches": launches}, indent=1)
+        write_file(self.out_dir / "run.json", [text.encode()])
 
     def first_lines(self, corpus: Corpus, machine: dict[str, Any]) -> str:
         """Model, data, plan and device of the run, for a person."""
@@ -104,7 +115,12 @@ class Reporter:
         parameters = parameter_counts(config.model, corpus.vocab_size)["total"]
         unknown = "" if speed.peak else f"; no MFU: its {speed.dtype} peak is not known"
         precision = "fp32" if machine["mixed_precision"] == "no" else machine["mixed_precision"]
-        default = " (default)" if config.train.mixed_precision is None else ""
+        threads = plural(machine["threads_per_process"], "thread")
+        if self.accelerator.device.type == "cpu" and threads_of_environment(config.train):
+            threads += " (OMP_NUM_THREADS)"
+        source = ""
+        if config.train.mixed_precision is None:
+            source = " (default)" if launcher_precision() == "no" else " (set by the launcher)"
         depth: Sequence[str] = ()
         if config.model.depth:
             from accel_gpt.config.depth import describe_depth
@@ -119,7 +135,7 @@ class Reporter:
                 *(f"plan     {line}" for line in self.plan.describe().splitlines()),
                 *(f"plan     {line}" for line in depth),
                 f"device   {machine['processes']} x {machine['device']}, precision {precision}"
-                f"{default}, {plural(machine['threads_per_process'], 'thread')}{unknown}",
+                f"{source}, {threads}{unknown}",
             ]
         )
 
@@ -159,7 +175,11 @@ class Reporter:
 
     def step_metrics(self, step: int, loader: Loader) -> Record:
         """Speed since the last call, and the hash of the last global batch; collectives."""
+        warm = self.watch.step > self.watch.first_step
         seconds = self.watch.lap(step)
+        on_cpu = self.accelerator.device.type == "cpu"
+        if warning := self.evaluation_time.check(seconds, warm, on_cpu):
+            self.log(warning)
         return self.speed.metrics(seconds) | self.batch_hash(loader)
 
     def batch_hash(self, loader: Loader) -> Record:
@@ -191,7 +211,9 @@ class Reporter:
     def write(self, files: Callable[[], object]) -> None:
         """Call `files`, which writes. A disk without room does not end a run: the metrics are
         written when it has room, the trackers lack what they were sent; one warning until then.
+        Raises `BusyError` if the run's folder has gone.
         """
+        self.check_folder()
         try:
             files()
         except OSError as error:

@@ -5,7 +5,7 @@ change, any other needs `--checkpoint.allow_change`.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from accelerate.utils.constants import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, SCALER
 from accelerate.utils.other import load
 from safetensors.torch import load_file
 
-from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat
+from accel_gpt.config.experiment import Config, ScheduleConfig
+from accel_gpt.config.parse import build, relocated, to_flat
 from accel_gpt.config.plan import LENGTH, Plan, make_plan, plural
 from accel_gpt.config.removed import REMOVED
 from accel_gpt.data.corpus import source_changes
@@ -89,16 +89,21 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
             from accel_gpt.training.copies import fetch_copy
 
             fetch_copy(config, log)
+        check_resume(out_dir, config.checkpoint.resume, log)
         path = find_resume(out_dir, config.checkpoint.resume, log)
         if path:
             saved = read_state(path)
             known = saved.config.keys() | now.config.keys()
             for key in config.checkpoint.allow_change:
                 require(key in known, f"checkpoint.allow_change has {key}, which is no key")
-            allowed = config.checkpoint.allow_change + length_keys(config, saved, log)
+            allowed = config.checkpoint.allow_change + length_keys(config, saved)
             if config.data.allow_change:
                 allowed += ("data.train",)
             check_same_run(path, saved, now, allowed)
+            for line in allowed_changes(config, saved, now):
+                log(line)
+            if saved.step == make_plan(config, world_size()).max_steps:
+                log(f"{out_dir} is finished: it has trained all of its {saved.step:,} steps")
             for key, (was, new) in source_changes(vars(saved), vars(now)).items():
                 log(f"from step {saved.step:,} on {key} is {new}; it was {was}")
             reset_best(out_dir, saved)
@@ -111,7 +116,30 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
     return chosen
 
 
-def length_keys(config: Config, saved: TrainState, log: Callable[[str], None]) -> tuple[str, ...]:
+def check_resume(out_dir: Path, resume: str, log: Callable[[str], None]) -> None:
+    """Check the checkpoint that `checkpoint.resume` names against those of `out_dir`.
+
+    Raises `UserError` if it is an older one of `out_dir`: to train on from there would overwrite
+    the newer ones. Logs that a checkpoint elsewhere is not used once the run has its own.
+    """
+    own = RunFolder(out_dir).checkpoints
+    if resume in ("auto", "never") or not own:
+        return
+    asked = Path(resume).resolve()
+    newest = max(own)
+    if asked == own[newest].resolve():
+        return
+    older = [step for step, path in own.items() if path.resolve() == asked]
+    require(
+        not older,
+        f"checkpoint.resume is {resume}, step {max(older, default=0):,}, but {out_dir} has newer "
+        f"checkpoints, up to step {newest:,}; to go on from step {max(older, default=0):,}, set "
+        f"another out_dir; to go on from step {newest:,}, leave checkpoint.resume out",
+    )
+    log(f"{out_dir} has checkpoints, so checkpoint.resume {resume} is not used")
+
+
+def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
     """The keys of the run's length if no step up to `saved` would have had another learning rate.
 
     Raises `UserError` for a run that is shorter than what it has trained.
@@ -122,8 +150,6 @@ def length_keys(config: Config, saved: TrainState, log: Callable[[str], None]) -
         f"{config.out_dir} is at step {saved.step:,}, beyond the {plan.max_steps:,} of the config; "
         "lengthen the run, or set another out_dir",
     )
-    if saved.step == plan.max_steps:
-        log(f"{config.out_dir} is finished: it has trained all of its {saved.step:,} steps")
     if not (steps or tokens):  # of a version that had other keys
         return ()
     train = replace(config.train, max_steps=steps, max_tokens=tokens)
@@ -134,6 +160,44 @@ def length_keys(config: Config, saved: TrainState, log: Callable[[str], None]) -
         return ()
     same = all(fraction_at(n, config, plan) == fraction_at(n, before, old) for n in done)
     return LENGTH if same else ()
+
+
+def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Iterator[str]:
+    """Lines on what `config` changes after the checkpoint `saved`, and on a learning rate that it
+    would have had in another place of its schedule.
+    """
+    for key, (was, new) in config_changes(saved.config, now.config).items():
+        yield f"from step {saved.step:,} on {key} is {word(new)}; it was {word(was)}"
+    plan = make_plan(config, world_size())
+    try:
+        before = schedule_before(config, saved)
+        rates = [
+            one.optim.lr * fraction_at(saved.step - 1, one, make_plan(one, world_size()))
+            for one in (before, config)
+        ]
+    except UserError:  # a version with other keys
+        return
+    if rates[0] != rates[1] and 0 < saved.step < plan.max_steps:
+        following = config.optim.lr * fraction_at(saved.step, config, plan)
+        verb = "rises" if following > rates[0] else "goes"
+        yield (
+            f"the learning rate {verb} from {rates[0]:.2e} in step {saved.step:,} to "
+            f"{following:.2e} in step {saved.step + 1:,}"
+        )
+
+
+def schedule_before(config: Config, saved: TrainState) -> Config:
+    """Return `config` with the length and the learning rates of a checkpoint."""
+    known = to_flat(Config()) | saved.config
+    steps, tokens = (known[key] for key in LENGTH)
+    prefix = "schedule."
+    schedule = {k.removeprefix(prefix): v for k, v in known.items() if k.startswith(prefix)}
+    return replace(
+        config,
+        train=replace(config.train, max_steps=steps, max_tokens=tokens),
+        optim=replace(config.optim, lr=known["optim.lr"]),
+        schedule=build(ScheduleConfig, schedule),
+    )
 
 
 def find_resume(
@@ -281,27 +345,33 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
     """Keys that differ but are not free: key -> (before, now).
 
     A key that `before` lacks, because an earlier version wrote it, had its default. A key that
-    this version no longer has is ignored.
+    this version no longer has is ignored. Data that moved with their run are the same.
     """
     before = to_flat(Config()) | {key: v for key, v in before.items() if key not in REMOVED}
     compared = BITS if now.get("train.reproducible") else ()
-    return {
-        key: (before.get(key), now.get(key))
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) not in (now.get(key), NOT_TOLD)
-        and (key in compared or not key.startswith(FREE))
-    }
+    changes = {}
+    for key in sorted(before.keys() | now.keys()):
+        was, new = before.get(key), now.get(key)
+        if key.startswith(FREE) and key not in compared:
+            continue
+        moved = was
+        if key.startswith("data.val"):
+            moved = relocated(was, before=str(before["out_dir"]), after=str(now.get("out_dir")))
+        if was not in (new, NOT_TOLD) and moved != new:
+            changes[key] = (was, new)
+    return changes
 
 
 def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """`optim.lr was 0.001, is 0.002, ...`."""
-
-    def word(value: Any) -> Any:
-        return "null" if value is None else value
-
     return ", ".join(
         f"{key} was {word(was)}, is {word(now)}" for key, (was, now) in changes.items()
     )
+
+
+def word(value: Any) -> Any:
+    """A value of the config as YAML has it."""
+    return "null" if value is None else value
 
 
 def allow_hint(keys: list[str]) -> str:

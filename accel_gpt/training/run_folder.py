@@ -25,14 +25,23 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
 
-from accel_gpt.config.parse import to_flat
+from accel_gpt.config.parse import relocate, to_flat
 from accel_gpt.errors import AccelGPTError, BusyError, UserError
-from accel_gpt.files import load_json, load_yaml, lock, locked_file, open_file, read_json, read_text
+from accel_gpt.files import (
+    is_at,
+    load_json,
+    load_yaml,
+    lock,
+    locked_file,
+    open_file,
+    read_json,
+    read_text,
+)
 from accel_gpt.redact import redact_tokens
 
 LARGEST_FILE = 16 << 20  # bytes of run.json and config.yaml; ours have some thousand
@@ -72,7 +81,9 @@ class RunFolder:
         return value
 
     def read_config(self) -> dict[str, Any]:
-        """The dotted keys of config.yaml; {} without the file. `UserError` if it cannot be read."""
+        """The dotted keys of config.yaml, for the folder in which the run lies now; {} without the
+        file. `UserError` if it cannot be read.
+        """
         file = self.path / "config.yaml"
         if not file.exists():
             return {}
@@ -80,7 +91,7 @@ class RunFolder:
             content = load_yaml(read_text(file, LARGEST_FILE))
             if not isinstance(content, Mapping | None):
                 raise ValueError("it is not a config")
-            return to_flat(content or {})
+            return to_flat(relocate(content or {}, str(self.path)))
         except (OSError, ValueError, TypeError) as error:
             raise UserError(
                 f"{file} cannot be read ({error}); set another out_dir, or remove the file"
@@ -178,8 +189,35 @@ class RunFolder:
         return {step: root / step_name(step) for step in checkpoint_steps(root)}
 
 
+@dataclass(frozen=True)
+class FolderLock:
+    """The exclusive lock that this process holds on a run's folder."""
+
+    folder: Path
+    file: TextIO
+
+    def check(self) -> None:
+        """Raise `BusyError` unless the lock file is still the one in the folder.
+
+        Another process may have removed or renamed the folder, and made a new one. Says nothing if
+        the disk cannot tell: the write that follows does.
+        """
+        with contextlib.suppress(OSError):
+            if is_at(self.file, self.folder / ".lock"):
+                return
+            if not self.folder.exists():
+                raise BusyError(
+                    f"out_dir {self.folder} has gone: it was removed or renamed while the run was "
+                    "training; put it back, or launch again to start anew"
+                )
+            raise BusyError(
+                f"out_dir {self.folder} is no longer locked by this run: its file .lock was "
+                "removed or replaced; end any other run in it and launch again"
+            )
+
+
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[FolderLock]:
     """Hold the exclusive lock of a run's folder, made if missing; the kernel frees it on any exit.
 
     Raises `UserError` where the folder cannot be written, `BusyError` where a run is at work in it.
@@ -201,7 +239,7 @@ def locked(folder: Path) -> Iterator[None]:
         now = datetime.now().astimezone().isoformat(" ", "seconds")
         file.write(f"process {os.getpid()} on {os.uname().nodename} since {now}")
         file.flush()
-        yield
+        yield FolderLock(folder, file)
 
 
 @dataclass(frozen=True)

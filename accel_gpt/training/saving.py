@@ -8,6 +8,7 @@ rank 0 writes the manifest, syncs, renames the folder, and only then prunes olde
 
 import contextlib
 import errno
+import math
 import os
 import re
 import shutil
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from accel_gpt.config.experiment import CheckpointConfig, Config
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import AccelGPTError, CheckpointError
+from accel_gpt.errors import AccelGPTError, BusyError, CheckpointError
 from accel_gpt.files import fault_point, sha256, sync, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import host_group
@@ -42,6 +43,8 @@ from accel_gpt.training.tensor_files import moments_of, rank_content, weights_of
 RETRY_SECONDS = 60.0  # after a save that failed; assumption
 LAST_TRIES, LAST_PAUSE_SECONDS = 3, 2.0  # for the last checkpoint of a launch
 CLOSING_SECONDS = 60.0
+NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "metrics wait for room")
+ROOM_SHARE = 1.05  # free bytes beside those of a checkpoint; assumption
 DISK_FULL = ("unexpected pos", "file write failed", "No space left")  # in messages of torch, the OS
 OF_RANK = re.compile(r"_(\d+)\.(?:pkl|safetensors)$")  # in names of files that each rank writes
 Files = dict[str, dict[str, Any]]  # name -> size and sha256
@@ -52,6 +55,8 @@ class CheckpointWriter:
 
     `before_publish` is called on rank 0 before a checkpoint becomes valid, `on_checkpoint` of each
     of `copies` with its folder afterwards, before older ones are pruned; all on the saving thread.
+    `check_folder` raises `BusyError` on rank 0 if the run's folder has gone: nothing is written or
+    removed there then.
     """
 
     def __init__(
@@ -62,7 +67,9 @@ class CheckpointWriter:
         log: Callable[[str], None],
         before_publish: Callable[[], None] = lambda: None,
         copies: Sequence[Any] = (),
+        check_folder: Callable[[], None] = lambda: None,
     ) -> None:
+        self.check_folder = check_folder
         self.accelerator, self.config, self.tokenizer = accelerator, config.checkpoint, tokenizer
         self.out_dir, self.log = Path(config.out_dir), log
         self.before_publish, self.copies = before_publish, copies
@@ -73,18 +80,21 @@ class CheckpointWriter:
         self.thread: threading.Thread | None = None
         self.problem: str | None = None  # why the last save failed; the same on all ranks
         self.failed_at = 0.0
-        self.warned: str | None = None  # the problem of the last warning; None after a success
+        self.warned: int | None = None  # the step of the last warning
         self.lost: str | None = None  # what torch reported when another rank was gone
         self.seconds = 0.0  # of the longest save, with what it did beside training
 
     def save(self, state: TrainState, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
         """Save the completed `state.step`; a collective. Returns when training may go on.
 
-        A save that fails is logged, and leaves the checkpoints before it untouched.
+        A save that fails is logged, and leaves the checkpoints before it untouched. Raises
+        `BusyError` if the run's folder has gone.
         """
         self.wait()
         if self.lost:
             raise lost_peer(self.lost)
+        with all_ranks(self.group):
+            self.check_folder()
         start = time.monotonic()
         temporary = self.out_dir / "checkpoints" / f".tmp_{step_name(state.step)}"
         content = {"format": FORMAT, **asdict(state)}
@@ -121,8 +131,8 @@ class CheckpointWriter:
                 raise lost_peer(self.lost)
             time.sleep(LAST_PAUSE_SECONDS if remaining else 0)
         raise CheckpointError(
-            f"the checkpoint of step {state.step:,} could not be written: {self.problem}; those "
-            "before it are intact: make room and launch again"
+            f"the checkpoint of step {state.step:,} could not be written: {self.problem}; "
+            f"{describe_newest(self.out_dir)} before it: make room and launch again"
         )
 
     def wait(self) -> None:
@@ -143,7 +153,8 @@ class CheckpointWriter:
 
     def save_tensors(self, folder: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
         """Save, or copy, what the next step of training changes."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(exist_ok=True)  # not its parents: a folder that has gone stays gone
+        folder.mkdir(exist_ok=True)
         fault_point("save.begun")
         accelerator, scaler = self.accelerator, self.accelerator.scaler
         accelerator.scaler = scaler if self.main else None  # every rank would write the same file
@@ -202,7 +213,12 @@ class CheckpointWriter:
             with self.phase(folder):
                 if self.main:
                     check_shared(folder, files, self.accelerator.num_processes)
-                    publish_checkpoint(folder, folder.with_name(step_name(content["step"])), files)
+                    publish_checkpoint(
+                        temporary=folder,
+                        final=folder.with_name(step_name(content["step"])),
+                        files=files,
+                        check_folder=self.check_folder,
+                    )
         except AccelGPTError as error:
             return str(error)
         except RuntimeError as error:  # of the group: another rank has gone
@@ -229,29 +245,52 @@ class CheckpointWriter:
                 except Exception as error:
                     raise CheckpointError(save_error(error)) from error
         except AccelGPTError:
-            if self.main:
+            if self.main and not self.folder_has_gone():
                 shutil.rmtree(folder, ignore_errors=True)
             all_gather(None, self.group)  # no rank saves there again before it is removed
             raise
 
+    def folder_has_gone(self) -> bool:
+        """Whether the run's folder is no longer the one that the run has locked; on rank 0."""
+        try:
+            self.check_folder()
+        except BusyError:
+            return True
+        return False
+
     def follow_up(self, content: dict[str, Any], needed: int) -> None:
-        """Report the new checkpoint and prune, or warn once why there is none; on rank 0."""
+        """Report the new checkpoint and prune, or warn why there is none; on rank 0.
+
+        If the disk lacks room, old checkpoints make room, and the save is retried at once.
+        """
         root, problem = self.out_dir / "checkpoints", self.problem
+        if self.folder_has_gone():  # the training thread ends the run
+            return
         if problem is None:
             with contextlib.suppress(OSError):  # the next one tries again
                 for copies in self.copies:
                     copies.on_checkpoint(root / step_name(content["step"]))
             prune(self.out_dir, self.config, content["step"], content["best_step"])
-        if problem == self.warned or self.lost:  # of a lost rank the training thread reports
+        if problem is None or self.lost:  # of a lost rank the training thread reports
             return
-        self.warned = problem
-        if problem:
-            free = shutil.disk_usage(self.out_dir).free
-            self.log(
-                f"WARNING: the checkpoint of step {content['step']:,} could not be written in "
-                f"{root}: {problem} (it needs {needed:,} bytes, {free:,} are free); "
-                "training goes on and tries again, the checkpoints before it are intact"
-            )
+        free = free_bytes(self.out_dir)
+        removed = []
+        if any(words in problem for words in NO_ROOM):
+            quota = os.strerror(errno.EDQUOT) in problem
+            removed = make_room(self.out_dir, content["best_step"], needed, quota)
+        if removed:
+            steps = ", ".join(f"{step:,}" for step in removed)
+            outcome = f"removed step {steps} to make room, the save is retried"
+            self.failed_at = -math.inf  # now
+        elif self.warned == content["step"]:  # it was tried again
+            return
+        else:
+            outcome = f"training goes on and tries again; {describe_newest(self.out_dir)} so far"
+        self.warned = content["step"]
+        self.log(
+            f"WARNING: the checkpoint of step {content['step']:,} could not be written in "
+            f"{root}: {problem} (it needs {needed:,} bytes, {free:,} are free); {outcome}"
+        )
 
 
 class Snapshot:
@@ -330,13 +369,19 @@ def check_shared(folder: Path, files: Files, world_size: int) -> None:
             )
 
 
-def publish_checkpoint(temporary: Path, final: Path, files: Files) -> None:
-    """Write the manifest and rename the folder: from here on the checkpoint is valid."""
+def publish_checkpoint(
+    temporary: Path, final: Path, files: Files, check_folder: Callable[[], None]
+) -> None:
+    """Write the manifest and rename the folder: from here on the checkpoint is valid.
+
+    `check_folder` raises if the run's folder is no longer its own.
+    """
     fault_point("manifest.due")
     manifest = temporary / "manifest.json"
     write_json(manifest, {"format": FORMAT, "files": dict(sorted(files.items()))})
     fault_point("manifest.written", manifest)
     sync(temporary)
+    check_folder()
     if final.exists():
         try:
             verify(final)
@@ -371,6 +416,65 @@ def prune(out_dir: Path, config: CheckpointConfig, step: int, best_step: int | N
             keep.add(int(RunFolder(out_dir).best))
     for old in states.keys() - keep:
         remove_checkpoint(out_dir / "checkpoints", old)
+
+
+def make_room(out_dir: Path, best_step: int | None, needed: int, quota: bool) -> list[int]:
+    """Remove the oldest checkpoints until another one of `needed` bytes fits; returns their steps.
+
+    The newest intact one, the best and the last before a row of skipped updates are kept. Nothing
+    is removed if that does not help, or if there is room already. A `quota` does not show in the
+    free bytes of the disk: one checkpoint is removed then.
+    """
+    paths = RunFolder(out_dir).checkpoints
+    states = read_states(out_dir)
+    newest = next((step for step in reversed(states) if is_intact(paths[step])), None)
+    if newest is None:
+        return []
+    stable = [step for step, state in states.items() if not state.skipped_in_row]
+    kept = {newest, best_step, *stable[-1:]}
+    with contextlib.suppress(ValueError):
+        kept.add(int(RunFolder(out_dir).best))
+    old = [step for step in states if step < newest and step not in kept]
+    needed = max(needed, folder_size(paths[newest]))
+    most = free_bytes(out_dir) + sum(folder_size(paths[step]) for step in old)
+    if most < needed and not quota:
+        return []
+    removed: list[int] = []
+    for step in old:
+        enough = bool(removed) if quota else free_bytes(out_dir) >= ROOM_SHARE * needed
+        if enough:
+            break
+        remove_checkpoint(out_dir / "checkpoints", step)
+        removed.append(step)
+    return removed
+
+
+def is_intact(path: Path) -> bool:
+    """Whether all files of a checkpoint are as its manifest lists them."""
+    try:
+        verify(path)
+    except (AccelGPTError, OSError):
+        return False
+    return True
+
+
+def folder_size(path: Path) -> int:
+    """Bytes of the files of a checkpoint."""
+    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+
+
+def free_bytes(folder: Path) -> int:
+    """Free bytes on the disk of a folder; 0 if it does not tell."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
+
+
+def describe_newest(out_dir: Path) -> str:
+    """`step 8 is the newest checkpoint`, or that the run has none."""
+    steps = [*RunFolder(out_dir).checkpoints]
+    return f"step {steps[-1]:,} is the newest checkpoint" if steps else "the run has no checkpoint"
 
 
 def remove_checkpoint(root: Path, step: int) -> None:

@@ -9,18 +9,24 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TextIO
 
-from accel_gpt.config.data import DataConfig, TextStream
+from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat
+from accel_gpt.config.parse import is_config_of_run, own_text_folder, read_yaml, to_flat
 from accel_gpt.config.shipped import copy_shipped
+from accel_gpt.console import write_err
 from accel_gpt.data.corpus import Corpus, open_shards
 from accel_gpt.data.shards import INDEX
 from accel_gpt.data.sources import is_url
 from accel_gpt.data.verify import DataVerifier
-from accel_gpt.errors import require
+from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import is_main, local_rank, main_address, rank, world_size
-from accel_gpt.training.accelerator import requested_precision, start_processes
+from accel_gpt.training.accelerator import (
+    requested_precision,
+    start_processes,
+    warn_without_gpu,
+)
 from accel_gpt.training.machine import code_versions
 from accel_gpt.training.ranks import (
     all_gather,
@@ -30,30 +36,51 @@ from accel_gpt.training.ranks import (
     require_all,
     sees_main,
 )
-from accel_gpt.training.run_folder import locked
+from accel_gpt.training.run_folder import FolderLock, locked
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import INIT, Watchdog
 
 
 @contextlib.contextmanager
-def prepare_run(config: Config, source: str) -> Iterator[None]:
+def prepare_run(config: Config, source: str) -> Iterator[Callable[[], None]]:
     """Join the ranks, hold the lock of the run's folder and prepare the data if it is missing.
 
+    Yields a check that raises `BusyError` on rank 0 if the folder is no longer the locked one.
     `source`: where `config` was read from. Raises on all ranks what one raises, and `UserError`
     where the folder is not shared.
     """
+    lock: FolderLock | None = None  # on rank 0
     folder = Path(config.out_dir)
     meeting = "has not met the others" + (f" at {main_address()}" if world_size() > 1 else "")
     with contextlib.ExitStack() as held:
         with Watchdog(config.train.init_timeout, INIT, meeting):
             start_processes(config)
+            warn_without_gpu()
             with all_ranks():
                 if is_main():
-                    held.enter_context(locked(folder))
+                    lock = held.enter_context(locked(folder))
+                    tell_moved(config, source)
                     copy_shipped(source, folder)
             require_shared(folder)
-        ensure_data(config.data)
-        yield
+        ensure_data(config)
+        yield lock.check if lock else no_check
+
+
+def no_check() -> None:
+    """Stand for `FolderLock.check` on other ranks than 0, which hold no lock."""
+
+
+def tell_moved(config: Config, source: str) -> None:
+    """Print a line if `source` is the config of a run whose folder was moved or copied since."""
+    path = Path(source)
+    if not is_config_of_run(path) or Path(config.out_dir).resolve() != path.parent.resolve():
+        return
+    written = str(read_yaml(source).get("out_dir", config.out_dir))
+    if Path(written).resolve() != path.parent.resolve():
+        write_err(
+            f"{source} names out_dir {written}; the run continues in {config.out_dir}, where the "
+            "file lies"
+        )
 
 
 def require_shared(folder: Path) -> None:
@@ -68,14 +95,15 @@ def require_shared(folder: Path) -> None:
     )
 
 
-def ensure_data(data: DataConfig) -> None:
+def ensure_data(config: Config, stdout: TextIO | None = None) -> None:
     """Prepare the data folder if it is missing, on rank 0 and on one rank of each machine that does
     not share the folder, while the others wait; a collective.
 
     `accel-gpt prepare` does it in a process of its own, which needs no torch and gives its memory
-    back. Exits on all ranks with its code if it fails; raises `UserError` if the folder that is
-    there was prepared in another way.
+    back. What it prints goes to `stdout`. Exits on all ranks with its code if it fails; raises
+    `UserError` if the folder that is there was prepared in another way, or the text is missing.
     """
+    data = config.data
     text, folder = data.prepare.path or data.prepare.dataset, Path(str(data.folder))
     missing, first = False, local_rank() == 0
     with all_ranks():
@@ -100,18 +128,37 @@ def ensure_data(data: DataConfig) -> None:
         return
     shared = sees_main(folder.parent) if every[0] else every
     own = missing and first and (is_main() or not (every[0] and shared[rank()]))
-    run_prepare({"out": str(folder), **asdict(data.prepare)} if own else None)
+    with all_ranks():
+        if own:
+            check_text(config)
+    run_prepare({"out": str(folder), **asdict(data.prepare)} if own else None, stdout)
     if missing:
         appears(folder / INDEX)
 
 
-def run_prepare(settings: dict[str, object] | None) -> None:
+def check_text(config: Config) -> None:
+    """Raise `UserError`, with the key that the user set, if there is no text to prepare."""
+    prepare = config.data.prepare
+    kinds = ("auto", "text", "jsonl", "parquet", "arrow")
+    if prepare.source not in kinds or prepare.path in (None, "-") or is_url(str(prepare.path)):
+        return
+    from accel_gpt.text.selection import select_files
+
+    try:
+        select_files(str(prepare.path), prepare.source)
+    except UserError as error:
+        if config.data.train != own_text_folder(config.out_dir):
+            raise
+        raise UserError(str(error).replace("data.prepare.path", "data.text")) from None
+
+
+def run_prepare(settings: dict[str, object] | None, stdout: TextIO | None = None) -> None:
     """Run `accel-gpt prepare` with `settings` (None: on other ranks alone) until all ranks are
     done; a collective. Exits on all with the code of one that fails.
     """
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     before = [signal.signal(n, lambda number, _: sys.exit(128 + number)) for n in numbers]
-    process = start_prepare(settings) if settings else None
+    process = start_prepare(settings, stdout) if settings else None
     try:  # a signal, or a rank that is lost, kills the process
         codes: list[int | None] = [None]
         while None in codes and not any(codes):
@@ -127,15 +174,17 @@ def run_prepare(settings: dict[str, object] | None) -> None:
         sys.exit(next(code for code in codes if code))
 
 
-def start_prepare(settings: dict[str, object]) -> subprocess.Popen[bytes]:
-    """Start `accel-gpt prepare` with `settings`."""
+def start_prepare(
+    settings: dict[str, object], stdout: TextIO | None = None
+) -> subprocess.Popen[bytes]:
+    """Start `accel-gpt prepare` with `settings`; what it prints goes to `stdout`."""
     # through a pipe: everybody on the machine can see a command line, and a URL may hold a password
     reading, writing = os.pipe()
     os.write(writing, json.dumps(settings, ensure_ascii=False).encode("utf-8", "surrogateescape"))
     os.close(writing)
     command = [sys.executable, "-m", "accel_gpt.cli", "prepare", f"/dev/fd/{reading}"]
     try:
-        return subprocess.Popen(command, pass_fds=(reading,))
+        return subprocess.Popen(command, pass_fds=(reading,), stdout=stdout)
     finally:
         os.close(reading)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
-from accel_gpt.console import ProgressLine, batches_done, printable
+from accel_gpt.console import EvaluationProgress, ProgressLine, printable
 from accel_gpt.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Display:
         self.verbose = active and config.log.level == "info"
         self.panel: Panel | None = None
         self.line = ProgressLine(terminal=False)
+        self.evaluation = EvaluationProgress()
 
     def __enter__(self) -> Self:
         drawable = sys.stderr.isatty() and "utf" in str(sys.stderr.encoding).lower()
@@ -89,7 +90,7 @@ class Display:
 
     def evaluated(self, done: int, total: int) -> None:
         """Print or draw that `done` batches of an evaluation were computed."""
-        text = batches_done(done, total)
+        text = self.evaluation.words(done, total)
         if self.panel:
             self.panel.doing = text
         elif self.verbose:
@@ -121,7 +122,7 @@ def show_cursor() -> None:
 def last_words(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:
     """What the run reached, where it is, and what to do next."""
     out, val = shlex.quote(config.out_dir), state.val_loss
-    files = ", ".join(sorted(path.name for path in Path(config.out_dir).glob("*")))
+    files = ", ".join(sorted(path.name for path in Path(config.out_dir).glob("[!.]*")))
     length = "train.max_tokens" if config.train.max_tokens else "train.max_steps"
     spent = timedelta(seconds=round(state.seconds))
     loss = "" if val is None else f", val loss {val:.4f}"

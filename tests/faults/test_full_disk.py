@@ -1,6 +1,7 @@
 """A disk without room, or that cannot be written: what was there stays, and the run goes on."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.faults.harness import (
     checkpoint_names,
     debris,
     finish,
+    newest,
     rewound,
 )
 
@@ -39,8 +41,10 @@ def on_disk(server: Server, arguments: list[str], folder: Path, **asked: Any) ->
 def test_full_disk_harms_no_checkpoint_and_leaves_no_debris(
     server: Server, tiny: Tiny, whole: Path, tmp_path: Path
 ) -> None:
-    """Resumed from step 6 of 12, without room for another checkpoint."""
-    rewound(whole, tmp_path / "before" / "run", 6)
+    """Resumed from step 6 of 12, its only checkpoint, without room for another one."""
+    before = rewound(whole, tmp_path / "before" / "run", 6)
+    for name in checkpoint_names(before)[:-1]:
+        shutil.rmtree(before / "checkpoints" / name)
     disk, after = tmp_path / "disk", tmp_path / "after"
     answer = on_disk(
         *(server, tiny.arguments(disk / "run", "--checkpoint.keep_last", "99"), disk),
@@ -53,12 +57,31 @@ def test_full_disk_harms_no_checkpoint_and_leaves_no_debris(
     assert "step 12/12 |" in answer.outputs[0]  # it went on to the end
     assert "Traceback" not in answer.outputs[0]
     assert "No space left on device (it needs" in answer.outputs[0]  # and not torch's words
-    assert answer.outputs[0].count("WARNING") <= 2  # of checkpoints and of figures, each once
-    assert checkpoint_names(left) == [f"step_{step:08d}" for step in range(1, 7)]
-    for name in checkpoint_names(left):
-        verify(left / "checkpoints" / name)
+    for step in (8, 10, 12):
+        assert answer.outputs[0].count(f"WARNING: the checkpoint of step {step} could") == 1
+    assert "step 6 is the newest checkpoint before it: make room and" in answer.outputs[0]
+    assert checkpoint_names(left) == ["step_00000006"]
+    verify(newest(left))
     assert debris(left) == []
     finish(server, tiny.arguments(left))  # with room again
+    assert_same(left, whole)
+
+
+def test_old_checkpoints_make_room_for_new_ones(
+    server: Server, tiny: Tiny, whole: Path, tmp_path: Path
+) -> None:
+    """Resumed from step 6 of 12 with all six checkpoints, without room for another one."""
+    rewound(whole, tmp_path / "before" / "run", 6)
+    disk, after = tmp_path / "disk", tmp_path / "after"
+    answer = on_disk(
+        *(server, tiny.arguments(disk / "run", "--checkpoint.keep_last", "99"), disk),
+        before=str(tmp_path / "before"), after=str(after), free=TIGHT,
+    )  # fmt: skip
+    left = after / "run"
+    assert answer.codes == [0], answer.outputs
+    assert "removed step 1 to make room, the save is retried" in answer.outputs[0]
+    assert answer.outputs[0].count("WARNING: the checkpoint of step") >= 3
+    assert {"step_00000006", "step_00000012"} <= set(checkpoint_names(left))
     assert_same(left, whole)
 
 

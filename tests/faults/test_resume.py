@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from tests.faults.harness import (
     Server,
     Tiny,
     assert_same,
+    assert_whole,
     checkpoint_names,
     finish,
     forget_after,
@@ -99,6 +102,31 @@ def test_two_runs_in_one_folder(server: Server, tiny: Tiny, tmp_path: Path) -> N
         assert f"in use by process {os.getpid()} on {os.uname().nodename}" in answer.outputs[0]
     assert not list(run.iterdir())
     finish(server, tiny.arguments(run))
+
+
+@pytest.mark.slow
+def test_two_processes_end_when_their_folder_is_renamed(
+    server: Server, tiny: Tiny, tmp_path: Path
+) -> None:
+    """It is renamed while both sleep before step 6."""
+    run, moved = tmp_path / "run", tmp_path / "moved"
+
+    def rename() -> None:
+        while not (run / "checkpoints" / "step_00000004").exists():
+            time.sleep(0.01)
+        run.rename(moved)
+
+    renaming = threading.Thread(target=rename, daemon=True)
+    renaming.start()
+    pause = [{"ACCEL_GPT_FAULT": "step:6=sleep"}] * 2
+    answer = server.launch(tiny.arguments(run), 2, environment=pause)
+    renaming.join()
+    assert answer.codes[0] == 6, answer.outputs
+    assert answer.codes[1] in (6, 70), answer.outputs
+    assert f"out_dir {run} has gone" in answer.outputs[0]
+    assert not run.exists()
+    finish(server, [str(moved / "config.yaml")], 2)
+    assert_whole(moved)
 
 
 @pytest.mark.parametrize("name", ["file", "x" * 300, "/proc/run"], ids=lambda n: n[:9])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from accel_gpt import cli
 from accel_gpt.config.data import DataConfig, PrepareConfig
+from accel_gpt.config.experiment import Config
 from accel_gpt.console import visible
 from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import BytesTokenizer
@@ -133,7 +135,8 @@ def test_what_makes_the_data_is_not_told_on_a_command_line(
     text = tmp_path / f"{PASSWORD} \u00e9\U0001f600.txt"
     text.write_text("the king of the sea " * 200)
     asked = PrepareConfig(source="text", path=str(text), tokenizer="bytes", workers=1)
-    setup.ensure_data(DataConfig(train=str(tmp_path / "made"), prepare=asked))
+    data = DataConfig(train=str(tmp_path / "made"), prepare=asked)
+    setup.ensure_data(replace(Config(), data=data))
     assert (tmp_path / "made" / "dataset.json").is_file()
     assert PASSWORD not in str(commands)
 

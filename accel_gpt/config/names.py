@@ -1,0 +1,327 @@
+"""The option names of nanoGPT, llm.c and Hugging Face's Trainer, each with the key here.
+
+An unknown key is answered from these tables, and docs/nanogpt.md and docs/hf_trainer.md show them.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+# A value is a key, or a sentence that says what to do; tests check every key in both.
+
+NANOGPT: Mapping[str, str] = MappingProxyType(
+    {
+        "always_save_checkpoint": "for False, set checkpoint.every to 0: only the best and the "
+        "last checkpoint are saved",
+        "backend": "no key is needed: Accelerate takes nccl on GPUs and gloo on CPUs",
+        "batch_size": "train.micro_batch_size",
+        "beta1": "optim.beta1",
+        "beta2": "optim.beta2",
+        "bias": "model.bias",
+        "block_size": "model.block_size",
+        "compile": "train.compile",
+        "dataset": "data.train",
+        "decay_lr": "for False, set schedule.name to constant",
+        "device": "the launcher chooses the device; for the CPU, set ACCELERATE_USE_CPU=true in "
+        "the environment",
+        "dropout": "model.dropout",
+        "dtype": "train.mixed_precision",
+        "eval_interval": "eval.every",
+        "eval_iters": "set eval.tokens, the number of evaluated tokens: eval_iters x batch_size x "
+        "block_size",
+        "eval_only": "eval.only",
+        "grad_clip": "optim.grad_clip",
+        "gradient_accumulation_steps": "set train.tokens_per_step, the tokens of one optimizer "
+        "step over all processes; the accumulation follows from it",
+        "init_from": "set model.init_from; to resume, launch the same command again",
+        "learning_rate": "optim.lr",
+        "log_interval": "log.every",
+        "lr_decay_iters": "set schedule.decay_steps, which counts from the end of the warm-up",
+        "max_iters": "train.max_steps",
+        "min_lr": "schedule.min_lr",
+        "n_embd": "model.n_embd",
+        "n_head": "model.n_head",
+        "n_layer": "model.n_layer",
+        "out_dir": "out_dir",
+        "wandb_log": "set log.trackers to wandb",
+        "wandb_project": "set log.trackers to wandb; the project is always accel_gpt",
+        "wandb_run_name": "set log.trackers to wandb; the run's name begins with the last part of "
+        "out_dir",
+        "warmup_iters": "schedule.warmup_steps",
+        "weight_decay": "optim.weight_decay",
+    }
+)
+
+VAL_BATCHES = "set eval.tokens, the number of evaluated tokens: batches x batch size x length"
+DATA_FILES = "to the folder that holds the .bin files"
+
+# the options of train_gpt2.cu, then those of train_gpt2.py
+LLM_C: Mapping[str, str] = MappingProxyType(
+    {
+        "-b": "train.micro_batch_size",
+        "-c": "optim.weight_decay",
+        "-d": "train.tokens_per_step",
+        "-e": "set model.preset for a new model, model.init_from for existing weights",
+        "-f": "train.matmul_precision",
+        "-g": "sample.max_new_tokens",
+        "-i": f"set data.train {DATA_FILES}",
+        "-j": f"set data.val {DATA_FILES}",
+        "-k": "schedule.name",
+        "-l": "optim.lr",
+        "-m": VAL_BATCHES,
+        "-n": "checkpoint.every",
+        "-nk": "checkpoint.keep_last",
+        "-o": "out_dir",
+        "-q": "set schedule.min_lr: learning rate x final fraction",
+        "-r": "set train.activation_checkpointing to blocks",
+        "-s": "sample.every",
+        "-sl": "set train.spike_sigma, and train.skip_spikes to true",
+        "-t": "model.block_size",
+        "-u": "schedule.warmup_steps",
+        "-v": "eval.every",
+        "-x": "train.max_steps",
+        "-y": "no option is needed: launch the same command again to resume",
+        "-z": "set FSDP in the accelerate config, as configs/accelerate/fsdp2_8.yaml does",
+        "batch_size": "train.micro_batch_size",
+        "compile": "train.compile",
+        "device": NANOGPT["device"],
+        "dtype": "train.mixed_precision",
+        "flash": "no key is needed: attention always runs PyTorch's fused kernels",
+        "grad_clip": "optim.grad_clip",
+        "inference_only": "generate with accel-gpt sample RUN",
+        "input_bin": f"set data.train {DATA_FILES}",
+        "input_val_bin": f"set data.val {DATA_FILES}",
+        "learning_rate": "optim.lr",
+        "learning_rate_decay_frac": "set schedule.min_lr: learning_rate x learning_rate_decay_frac",
+        "model": "set model.preset for a new model, model.init_from for existing weights",
+        "num_iterations": "train.max_steps",
+        "output_dir": "out_dir",
+        "overfit_single_batch": "no key does it; accel-gpt train CONFIG --smoke tries a config in "
+        "four steps",
+        "recompute": "set train.activation_checkpointing to blocks",
+        "sample_every": "sample.every",
+        "sequence_length": "model.block_size",
+        "tensorcores": "train.matmul_precision",
+        "total_batch_size": "train.tokens_per_step",
+        "val_loss_every": "eval.every",
+        "val_max_steps": VAL_BATCHES,
+        "warmup_iters": "schedule.warmup_steps",
+        "weight_decay": "optim.weight_decay",
+        "zero_stage": "set FSDP in the accelerate config, as configs/accelerate/fsdp2_8.yaml does",
+    }
+)
+
+EPOCHS = (
+    "set train.max_tokens: the number of epochs x the train tokens of the data, which the first "
+    "lines of a run print"
+)
+EVALUATION = "set eval.every, the steps between evaluations; 0 evaluates only at the end"
+SAVING = "set checkpoint.every, the steps between checkpoints; 0 saves only at the end"
+FSDP = "set FSDP in the accelerate config, as configs/accelerate/fsdp2_8.yaml does"
+DDP = "no key is needed: the training loop sets up DDP itself"
+LIGER = "Liger kernels are not supported; train.compile fuses kernels"
+LOADER = "no key is needed: token shards are memory-mapped and read ahead"
+INDUCTOR = "train.compile always takes the default inductor backend and mode"
+BEST = "checkpoint.keep_best keeps the checkpoint with the lowest val loss"
+NO_METRICS = "no key is needed: evaluation measures the loss and its derived values only"
+UPLOAD = "set hub.push to end or every_checkpoint"
+OPTIMIZER = "set optim.name to adamw or muon"
+PRETRAINED = "set model.init_from to the Hub id or folder"
+NEW_SHAPE = "set model.preset and the other keys of model, such as model.n_layer"
+OWN_TEXT = "set data.text to your own file or folder of text"
+HUB_TEXT = "set data.prepare.source to dataset and data.prepare.dataset to the Hub id"
+SIZE_LIMIT = "no key limits the text; set train.max_steps or train.max_tokens"
+ONE_LENGTH = "no key is needed: all sequences have model.block_size tokens"
+TRACKIO = "set log.trackers to trackio; spaces are set up with the trackio package itself"
+UNUSED = "no key is needed: the option has no use in pretraining a GPT"
+
+HF_TRAINER: Mapping[str, str] = MappingProxyType(
+    {
+        "accelerator_config": "set these in the accelerate config or as keys of train",
+        "activation_checkpointing": "set train.activation_checkpointing to blocks",
+        "activation_checkpointing_kwargs": "set train.activation_checkpointing to blocks",
+        "adafactor": OPTIMIZER,
+        "adam_beta1": "optim.beta1",
+        "adam_beta2": "optim.beta2",
+        "adam_epsilon": "optim.eps",
+        "attn_implementation": "no key is needed: attention always runs PyTorch's fused kernels",
+        "auto_find_batch_size": "set train.micro_batch_size to auto",
+        "average_tokens_across_devices": "no key is needed: the loss is always the mean over all "
+        "tokens of all processes",
+        "batch_eval_metrics": NO_METRICS,
+        "bf16": "set train.mixed_precision to bf16",
+        "bf16_full_eval": "evaluation runs in the precision of train.mixed_precision",
+        "block_size": "model.block_size",
+        "cache_dir": "set HF_HOME in the environment; data.cache_dir caches the shards of a URL",
+        "config_name": NEW_SHAPE,
+        "config_overrides": NEW_SHAPE,
+        "data_seed": "set seed, which also orders the data",
+        "dataloader_drop_last": LOADER,
+        "dataloader_in_order": LOADER,
+        "dataloader_multiprocessing_context": LOADER,
+        "dataloader_num_workers": LOADER,
+        "dataloader_persistent_workers": LOADER,
+        "dataloader_pin_memory": LOADER,
+        "dataloader_prefetch_factor": LOADER,
+        "dataset_config_name": "data.prepare.dataset_config",
+        "dataset_name": HUB_TEXT,
+        "ddp_backend": NANOGPT["backend"],
+        "ddp_broadcast_buffers": DDP,
+        "ddp_bucket_cap_mb": DDP,
+        "ddp_find_unused_parameters": DDP,
+        "ddp_static_graph": DDP,
+        "ddp_timeout": "train.step_timeout",
+        "debug": UNUSED,
+        "deepspeed": "DeepSpeed is not supported; " + FSDP,
+        "disable_tqdm": "set log.level to warning to print only warnings and errors",
+        "do_eval": EVALUATION,
+        "do_predict": "generate with accel-gpt sample RUN",
+        "do_train": "no key is needed; eval.only evaluates without training",
+        "dtype": "train.mixed_precision",
+        "enable_jit_checkpoint": "no key is needed: a signal such as SIGTERM always saves a "
+        "checkpoint first",
+        "eval_accumulation_steps": "no key is needed: evaluation keeps no logits",
+        "eval_delay": EVALUATION,
+        "eval_do_concat_batches": NO_METRICS,
+        "eval_on_start": "no key does it; accel-gpt evaluate measures any model",
+        "eval_steps": "eval.every",
+        "eval_strategy": EVALUATION,
+        "eval_use_gather_object": NO_METRICS,
+        "evaluation_strategy": EVALUATION,
+        "fp16": "set train.mixed_precision to fp16",
+        "fp16_full_eval": "evaluation runs in the precision of train.mixed_precision",
+        "fsdp": FSDP,
+        "fsdp_config": FSDP,
+        "full_determinism": "train.reproducible",
+        "gradient_accumulation_steps": NANOGPT["gradient_accumulation_steps"],
+        "gradient_checkpointing": "set train.activation_checkpointing to blocks",
+        "gradient_checkpointing_kwargs": "set train.activation_checkpointing to blocks",
+        "greater_is_better": BEST,
+        "group_by_length": ONE_LENGTH,
+        "half_precision_backend": "train.mixed_precision",
+        "hub_always_push": UPLOAD,
+        "hub_model_id": "hub.repo_id",
+        "hub_private_repo": "hub.private",
+        "hub_revision": "no key does it: uploads go to the main branch, with a tag for each step",
+        "hub_strategy": UPLOAD,
+        "hub_token": "log in with hf auth login, or set HF_TOKEN in the environment",
+        "ignore_data_skip": "no key is needed: a resumed run continues at its place in the data "
+        "at once",
+        "include_for_metrics": NO_METRICS,
+        "include_num_input_tokens_seen": "no key is needed: metrics always hold the tokens",
+        "include_tokens_per_second": "no key is needed: metrics always hold tokens per second",
+        "keep_linebreaks": "no key is needed: line breaks are kept",
+        "label_names": UNUSED,
+        "label_smoothing_factor": "label smoothing is not supported; leave it out",
+        "learning_rate": "optim.lr",
+        "length_column_name": ONE_LENGTH,
+        "liger_kernel_config": LIGER,
+        "load_best_model_at_end": BEST + "; accel-gpt export RUN --checkpoint best exports it",
+        "local_rank": "the launcher sets it: start with accelerate launch or torchrun",
+        "log_level": "log.level",
+        "log_level_replica": "no key is needed: only rank 0 prints",
+        "log_on_each_node": "no key is needed: only rank 0 prints",
+        "logging_dir": "no key is needed: TensorBoard files are in the folder tensorboard of "
+        "out_dir",
+        "logging_first_step": "no key is needed: the first step is always logged",
+        "logging_nan_inf_filter": "no key is needed: a step that is not finite is skipped and "
+        "counted",
+        "logging_steps": "log.every",
+        "logging_strategy": "set log.every, the steps between logged metrics",
+        "low_cpu_mem_usage": "no key is needed: under FSDP no process holds the whole model",
+        "lr_scheduler_kwargs": "set schedule.min_lr and schedule.decay_steps",
+        "lr_scheduler_type": "set schedule.name to cosine, wsd, linear or constant",
+        "max_eval_samples": "set eval.tokens, the number of evaluated tokens",
+        "max_grad_norm": "optim.grad_clip",
+        "max_seq_length": "model.block_size",
+        "max_steps": "train.max_steps",
+        "max_train_samples": SIZE_LIMIT,
+        "metric_for_best_model": BEST,
+        "model_name_or_path": PRETRAINED,
+        "model_revision": "write the revision after the id: model.init_from user/name@revision",
+        "model_type": NEW_SHAPE,
+        "neftune_noise_alpha": "NEFTune is not supported; leave it out",
+        "no_cuda": NANOGPT["device"],
+        "num_train_epochs": EPOCHS,
+        "optim": OPTIMIZER,
+        "optim_args": "set the keys of optim, such as optim.muon_momentum",
+        "optim_target_modules": OPTIMIZER,
+        "output_dir": "out_dir",
+        "overwrite_output_dir": "set another out_dir, or remove the folder; a launch resumes the "
+        "run that it finds",
+        "parallelism_config": FSDP,
+        "per_device_eval_batch_size": "no key is needed: evaluation takes train.micro_batch_size",
+        "per_device_train_batch_size": "train.micro_batch_size",
+        "per_gpu_train_batch_size": "train.micro_batch_size",
+        "prediction_loss_only": NO_METRICS,
+        "preprocessing_num_workers": "data.prepare.workers",
+        "project": NANOGPT["wandb_project"],
+        "push_to_hub": UPLOAD + " and hub.repo_id to user/name",
+        "push_to_hub_model_id": "hub.repo_id",
+        "remove_unused_columns": "no key is needed: only data.prepare.text_field is read",
+        "report_to": "log.trackers",
+        "restore_callback_states_from_checkpoint": "no key is needed: a checkpoint holds the whole "
+        "state of the run",
+        "resume_from_checkpoint": "launch the same command again to resume; for the checkpoint of "
+        "another folder, set checkpoint.resume",
+        "run_name": NANOGPT["wandb_run_name"],
+        "save_on_each_node": "no key is needed: out_dir is a folder that all nodes share",
+        "save_only_model": "no key is needed: checkpoints are complete; accel-gpt export RUN "
+        "writes the model alone",
+        "save_safetensors": "no key is needed: weights are always saved as safetensors",
+        "save_steps": "checkpoint.every",
+        "save_strategy": SAVING,
+        "save_total_limit": "checkpoint.keep_last",
+        "seed": "seed",
+        "skip_memory_metrics": "no key is needed: perf/memory_gb is always logged",
+        "streaming": "set data.train to {dataset: user/name, streaming: true}",
+        "tf32": "set train.matmul_precision to high for TF32, to highest without it",
+        "token": "log in with hf auth login, or set HF_TOKEN in the environment",
+        "tokenizer_name": "data.prepare.tokenizer",
+        "torch_compile": "train.compile",
+        "torch_compile_backend": INDUCTOR,
+        "torch_compile_mode": INDUCTOR,
+        "torch_dtype": "train.mixed_precision",
+        "torch_empty_cache_steps": UNUSED,
+        "trackio_bucket_id": TRACKIO,
+        "trackio_space_id": TRACKIO,
+        "trackio_static_space_id": TRACKIO,
+        "train_file": OWN_TEXT,
+        "train_sampling_strategy": "data.shuffle",
+        "trust_remote_code": "code from the Hub is never run; set model.init_from to a model "
+        "that needs none",
+        "use_cache": "no key is needed: training keeps no key-value cache",
+        "use_cpu": NANOGPT["device"],
+        "use_fast_tokenizer": "no key is needed: fast tokenizers are always used",
+        "use_liger_kernel": LIGER,
+        "validation_file": "prepare it with accel-gpt prepare, and set data.val to its folder; "
+        "by default data.prepare.val_fraction holds out a share of the text",
+        "validation_split_percentage": "set data.prepare.val_fraction, a share from 0 to 1",
+        "warmup_ratio": "set schedule.warmup_steps: warmup_ratio x the number of steps",
+        "warmup_steps": "schedule.warmup_steps",
+        "weight_decay": "optim.weight_decay",
+    }
+)
+
+# Words that are tried as the name of a section or as a key of its own.
+SECTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "checkpointing": "checkpoint",
+        "dataloader": "data",
+        "epochs": EPOCHS,
+        "evaluation": "eval",
+        "gpt": "model",
+        "logging": "log",
+        "lr_scheduler": "schedule",
+        "num_epochs": EPOCHS,
+        "optimizer": "optim",
+        "precision": "train.mixed_precision",
+        "sampling": "sample",
+        "scheduler": "schedule",
+        "trainer": "train",
+        "training": "train",
+        "training_args": "train",
+        "validation": "eval",
+    }
+)
+
+NAMES: Mapping[str, str] = MappingProxyType({**SECTIONS, **HF_TRAINER, **LLM_C, **NANOGPT})

@@ -1,0 +1,293 @@
+"""Which files of a path are read, and which are left out.
+
+The ending of a name tells JSON lines, Parquet and Arrow; every other file is text unless it is
+binary. One kind is read: the source that the config names, or with `auto` the kind with the most
+bytes.
+"""
+
+import codecs
+import functools
+import glob
+import os
+import types
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from accel_gpt.config.data import SourceKind
+from accel_gpt.errors import UserError
+from accel_gpt.files import describe_path
+
+DATA_ENDINGS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {
+        "jsonl": tuple(a + b for a in (".jsonl", ".json", ".ndjson") for b in ("", ".gz", ".zst")),
+        "parquet": (".parquet",),
+        "arrow": (".arrow", ".feather"),
+    }
+)
+# Endings of files that hold text for certain: a .json file beside them only describes them.
+TEXT_ENDINGS = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".js")
+BINARY = "binary"
+SNIFFED_BYTES = 8192  # bytes at the start of a file that tell text from binary, as in git
+TEXT_CONTROLS = frozenset(b"\a\b\t\n\f\r\x1b")  # control characters that text may hold
+# Files that only a run, a data folder, or an unfinished one holds.
+MADE_HERE = (".lock", "run.json", "dataset.json", "progress.json")
+LINES = 10  # lines about endings that are printed; assumption: more are not read
+
+
+@dataclass(frozen=True)
+class Group:
+    """Files of one ending that are left out for one reason."""
+
+    name: str
+    """Their ending; empty: they have none."""
+    reason: str
+    files: int
+    bytes: int
+
+    def line(self) -> str:
+        """Describe the group in one line."""
+        ending = f"ending in {self.name}" if self.name else "without an ending"
+        return f"left out: {files_text(self.files)} {ending}, {self.bytes:,} bytes: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is read of a path, and what is left out."""
+
+    path: str
+    source: SourceKind
+    files: list[Path]
+    groups: list[Group] = field(default_factory=list)
+    """Files that are left out, by ending, the most bytes first."""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Entries of folders that were not looked into, by description."""
+
+    def lines(self) -> list[str]:
+        """Describe the selection: one line for what is read, one for each kind left out."""
+        size = sum(file.stat().st_size for file in self.files)
+        what = self.path
+        if not os.path.isfile(os.path.expanduser(self.path)):
+            what = f"{files_text(len(self.files))} of {self.path}"
+        found = [f"reading {what} as {self.source}, {size:,} bytes"]
+        found += [group.line() for group in self.groups[:LINES]]
+        if rest := self.groups[LINES:]:
+            files = sum(group.files for group in rest)
+            size = sum(group.bytes for group in rest)
+            found.append(
+                f"left out: {files_text(files)} of {len(rest)} more endings, {size:,} bytes"
+            )
+        found += [f"left out: {what}: {count:,}" for what, count in sorted(self.skipped.items())]
+        return found
+
+
+def select_files(path: str, source: SourceKind = "auto") -> Selection:
+    """Choose the files of `path` (a file, a folder or a glob of this machine) that are read.
+
+    `source` auto: the kind with the most bytes. A file that is given by name, or by a glob that
+    matches no file of the source's kind, is read as the source whatever its ending.
+
+    Raises `UserError` if `path` does not exist or holds nothing to read.
+    """
+    check_path(path)
+    given = os.path.expanduser(path)
+    if source != "auto" and os.path.isfile(given):
+        return Selection(path=path, source=source, files=[Path(given)])
+    found, skipped = list_files(path)
+    kinds = {file: kind_of_file(file) for file in found}
+    chosen = largest_kind(kinds) if source == "auto" else source
+    files = [file for file in found if kinds[file] == chosen]
+    if not files and not os.path.isdir(given):
+        files = [file for file in found if chosen != "text" or kinds[file] != BINARY]
+    read = set(files)
+    groups = group_files([file for file in found if file not in read], kinds)
+    if not files:
+        raise UserError(nothing_to_read(path, chosen, groups))
+    return Selection(path=path, source=chosen, files=files, groups=groups, skipped=skipped)
+
+
+def check_path(path: str) -> None:
+    """Raise `UserError` unless `path` is a file, a folder or a glob that matches a file."""
+    given = os.path.expanduser(path)
+    if os.path.isfile(given) or os.path.isdir(given):
+        return
+    key = "data.prepare.path"
+    expected = "give a file, a folder, a glob or an http(s) URL"
+    if os.path.exists(given):
+        raise UserError(f"{key} is {path}, which {describe_path(given)}; {expected}")
+    if glob.has_magic(path):
+        matched = glob.iglob(given, recursive=True)
+        if any(os.path.isfile(name) for name in matched):
+            return
+        raise UserError(
+            f"{key} is {path}, which matches no file (looked from {Path.cwd()}); {expected}"
+        )
+    raise UserError(
+        f"{key} is {path}, which does not exist (looked for {os.path.abspath(given)}); {expected}"
+    )
+
+
+# --------------------------------------------------------------------------- what a path holds
+
+
+def list_files(path: str) -> tuple[list[Path], dict[str, int]]:
+    """List the files that a path stands for, in order, and count what is not looked into."""
+    given = os.path.expanduser(path)
+    if os.path.isdir(given):
+        return walk(Path(given))
+    if os.path.isfile(given):
+        return [Path(given)], {}
+    names = sorted(glob.glob(given, recursive=True))
+    return [Path(name) for name in names if os.path.isfile(name)], {}
+
+
+def walk(root: Path) -> tuple[list[Path], dict[str, int]]:
+    """List the regular files below `root` by relative path, and count what is not looked into."""
+    found: list[Path] = []
+    skipped: defaultdict[str, int] = defaultdict(int)
+    for folder, folders, names in os.walk(root):
+        entered = []
+        for name in folders:
+            if reason := folder_reason(Path(folder, name)):
+                skipped[reason] += 1
+            else:
+                entered.append(name)
+        folders[:] = entered
+        for name in names:
+            path = Path(folder, name)
+            if name.startswith("."):
+                skipped["hidden files and folders"] += 1
+            elif not path.is_file():
+                skipped["broken links, pipes, sockets and devices"] += 1
+            elif name.endswith(".lock") and not path.stat().st_size:
+                skipped["empty lock files"] += 1
+            else:
+                found.append(path)
+    found.sort(key=lambda path: path.relative_to(root).parts)
+    return found, dict(skipped)
+
+
+def folder_reason(folder: Path) -> str:
+    """Say why a folder is not looked into; empty if it is."""
+    if folder.name.startswith("."):
+        return "hidden files and folders"
+    if folder.is_symlink():
+        return "links to folders"
+    if any((folder / name).exists() for name in MADE_HERE):
+        return "folders of runs and of prepared data"
+    return ""
+
+
+def kind_of_file(path: Path) -> str:
+    """The kind of source that a file is, or `BINARY`."""
+    if kind := kind_of_name(path.name):
+        return kind
+    status = path.stat()
+    return BINARY if is_binary(path, status.st_size, status.st_mtime_ns) else "text"
+
+
+def kind_of_name(name: str) -> str:
+    """The kind of source that a name's ending tells; empty if it tells none."""
+    for kind, endings in DATA_ENDINGS.items():
+        if name.lower().endswith(endings):
+            return kind
+    return ""
+
+
+@functools.lru_cache(maxsize=1 << 20)
+def is_binary(path: Path, size: int, mtime_ns: int) -> bool:
+    """Whether the start of a file is not text. `size` and `mtime_ns` tell its versions apart.
+
+    Binary is what holds a zero byte, or is not UTF-8 and holds control characters: text in another
+    encoding is no binary file, and reading it raises an error that names the encoding.
+    """
+    if not size:
+        return False
+    try:
+        with path.open("rb") as file:
+            start = file.read(SNIFFED_BYTES)
+    except OSError:
+        return False  # the error is raised when the file is read
+    if b"\0" in start:
+        return True
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start)
+    except UnicodeDecodeError:
+        return any(byte < 32 and byte not in TEXT_CONTROLS for byte in start)
+    return False
+
+
+def largest_kind(kinds: Mapping[Path, str]) -> SourceKind:
+    """The kind of source with the most bytes.
+
+    Bare .json beside other kinds does not count, unless they are text only by their content.
+    """
+    readable = {file: kind for file, kind in kinds.items() if kind != BINARY}
+    known = [
+        file
+        for file in readable
+        if file.name.lower().endswith(TEXT_ENDINGS)
+        or (kind_of_name(file.name) and not file.name.lower().endswith(".json"))
+    ]
+    amounts: defaultdict[str, int] = defaultdict(int)
+    for file, kind in readable.items():
+        if not (known and file.name.lower().endswith(".json")):
+            amounts[kind] += file.stat().st_size + 1
+    order = ("text", *DATA_ENDINGS)
+    return cast(SourceKind, max(order, key=lambda kind: amounts[kind]))
+
+
+# --------------------------------------------------------------------------- what is left out
+
+
+def group_files(files: list[Path], kinds: Mapping[Path, str]) -> list[Group]:
+    """Group files that are left out by ending and kind, the most bytes first."""
+    members: defaultdict[tuple[str, str], list[Path]] = defaultdict(list)
+    for file in files:
+        members[file.suffix.lower(), kinds[file]].append(file)
+    groups = [
+        Group(
+            name=ending,
+            reason=kind_reason(kind),
+            files=len(group),
+            bytes=sum(file.stat().st_size for file in group),
+        )
+        for (ending, kind), group in members.items()
+    ]
+    return sorted(groups, key=lambda group: (-group.bytes, group.name))
+
+
+def kind_reason(kind: str) -> str:
+    """Say why files of a kind are left out."""
+    if kind == BINARY:
+        return "binary, not UTF-8 text"
+    return f"{kind}; set source to {kind} to read it instead"
+
+
+def nothing_to_read(path: str, source: SourceKind, groups: list[Group]) -> str:
+    """The message for a path that holds no file of the source's kind."""
+    if os.path.isfile(os.path.expanduser(path)):
+        return (
+            f"data.prepare.path is {path}, which is binary, not UTF-8 text; give a file of text, "
+            "or set data.prepare.source to jsonl, parquet or arrow"
+        )
+    problem = f"data.prepare.path is {path}, which holds no file"
+    if not groups:
+        return f"{problem}; put text into it, or give another folder"
+    files = files_text(sum(group.files for group in groups))
+    endings = " ".join(sorted({group.name for group in groups} - {""})[:LINES])
+    if source == "text":
+        problem = f"data.prepare.path is {path}, which holds no text"
+    else:
+        problem += f" ending in {' '.join(DATA_ENDINGS[source])}"
+    return (
+        f"{problem}, only {files} that {source} does not read ({endings or 'without an ending'}); "
+        "give another folder, or set data.prepare.source to another kind"
+    )
+
+
+def files_text(count: int) -> str:
+    """A number of files in words."""
+    return f"{count:,} file" if count == 1 else f"{count:,} files"

@@ -1,1 +1,0 @@
-"""Measurements, beside other trainers: benchmarks/RESULTS.md."""

@@ -106,6 +106,23 @@ def test_points_are_passed_in_the_order_that_keeps_a_checkpoint_whole(
     assert last.index("published") < last.index("trash.renamed")
 
 
+def test_a_folder_is_synced_after_its_manifest_is_written(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut leaves the name of a valid checkpoint without a manifest."""
+    found = []
+    sync = writer.sync
+
+    def watched(path: Path) -> None:
+        if path.is_dir() and path.name.startswith(".tmp_"):
+            found.append((path / "manifest.json").is_file())
+        sync(path)
+
+    monkeypatch.setattr(writer, "sync", watched)
+    assert launch(small_run(*QUIET)) == 0
+    assert found == [True, True, True]
+
+
 def test_every_named_point_is_passed(
     small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

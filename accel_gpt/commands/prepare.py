@@ -21,7 +21,7 @@ class PrepareCommand(PrepareConfig):
     as `key: value`; those of the command line go first. Examples:
       accel-gpt prepare 'notes/**/*.md' --tokenizer bpe --out data/notes
       accel-gpt prepare fineweb_edu_10bt --workers 8
-      accel-gpt prepare crawl.jsonl --tokenizer gpt2 --out data/crawl
+      accel-gpt prepare --path crawl.jsonl --tokenizer gpt2 --out data/crawl
     """
 
     source: SourceKind | None = None

@@ -307,7 +307,7 @@ def evaluate_and_sample(run: Run, stop: StopSignal, sampling: bool, saved: bool)
     state, writer = run.state, run.writer
     try:
         if state.awaits_evaluation is not None:
-            is_best = evaluate(run, stop) and run.config.checkpoint.keep_best
+            is_best = evaluate_step(run, stop) and run.config.checkpoint.keep_best
             if is_best and saved:
                 writer.name_best(state)
             elif is_best:
@@ -327,7 +327,7 @@ def evaluate_and_sample(run: Run, stop: StopSignal, sampling: bool, saved: bool)
     return False
 
 
-def evaluate(run: Run, stop: StopSignal) -> bool:
+def evaluate_step(run: Run, stop: StopSignal) -> bool:
     """Evaluate the completed step and publish its record; returns whether it is the best so far."""
     state, reporter = run.state, run.reporter
     last = state.step == run.plan.last_step

@@ -147,18 +147,12 @@ def test_an_evaluation_that_fails_costs_no_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run, whole, step = tmp_path / "run", trained(*options, to="whole"), 4 * evaluation
-    read = Split.read
-    asked: list[int] = []
-
-    def read_or_fail(split: Split, *place: Any) -> Any:
-        if split.name == "val" and len(place) == 3:
-            asked.append(1)
-            if len(asked) > 16 * (evaluation - 1):
-                fail()
-        return read(split, *place)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Split, "read", read_or_fail)
+
+        def unreadable() -> None:
+            patch.setattr(Split, "read", lambda *_: fail())
+
+        call_before(patch, train, "evaluate_step", evaluation, unreadable)
         assert launch(small_run(*options)) == 3
     assert "error: the shard cannot be read" in capsys.readouterr().err
     assert saved_steps(run)[-1] == step

@@ -26,9 +26,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # private names of other packages that the package uses; each may go with any of their versions
 PRIVATE = {
-    **dict.fromkeys(["_foreach_copy_", "_foreach_norm", "_C", "_distributed_c10d"], "torch"),
     "_compiled_call_impl": "torch",
+    "_dump_snapshot": "torch",
+    "_foreach_copy_": "torch",
+    "_foreach_norm": "torch",
     "_pat_str": "tiktoken",
+    "_record_memory_history": "torch",
     "_reset_state": "accelerate",
 }
 PUBLIC = {"_asdict", "_exit", "_replace"}  # of os and of named tuples, in Python's documentation

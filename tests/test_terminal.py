@@ -279,6 +279,7 @@ def test_ctrl_c_saves_and_leaves_the_terminal_as_it_was(
         shell.wait_for("tok/s")
         shell.press(b"\x03")
         assert shell.finish() == 75
+        assert b"SIGINT: saving after this step; press again to abandon it" in shell.written
         assert termios.tcgetattr(shell.master) == shell.modes
     assert shell.written.rindex(SHOWN) > shell.written.rindex(HIDDEN)
     assert b"SIGINT: saved at step" in shell.written.splitlines()[-1]  # below the panel
@@ -363,6 +364,17 @@ def test_an_evaluation_tells_the_time_left(monkeypatch: pytest.MonkeyPatch) -> N
     now = 1002.0
     assert shown(1, 10) == "evaluating: batch 1 of 10, left 0:00:18"
     assert shown(7, 0) == "evaluating: batch 7"
+
+
+def test_an_acknowledged_signal_stays_in_the_panel(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "SIGINT: saving after this step; press again to abandon it"
+    config, panel = make()
+    assert text not in "\n".join(drawn(panel, 100))
+    panel.acknowledge(text)
+    panel.doing = "evaluating: batch 3 of 64"
+    assert text in "\n".join(drawn(panel, 100))
+    Display(False, config, make_plan(config, 1)).acknowledge(text)  # of another rank
+    assert capsys.readouterr().err == ""
 
 
 def test_a_sample_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

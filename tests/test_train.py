@@ -112,7 +112,7 @@ def test_run_learns_and_leaves_what_the_contract_names(
     run = tmp_path / "run"
     names = {p.name for p in run.iterdir() if not p.name.startswith(".")}
     assert names == {
-        *("config.yaml", "run.json", "metrics.jsonl", "metrics.csv"),
+        *("config.yaml", "data_files.json", "run.json", "metrics.jsonl", "metrics.csv"),
         *("tensorboard", "samples", "checkpoints"),
     }
     lines = records(run)
@@ -357,8 +357,10 @@ def test_missing_data_is_prepared_once(small_run: Arguments, tmp_path: Path) -> 
 
 
 def test_failing_preparation_ends_with_its_code(small_run: Arguments, tmp_path: Path) -> None:
-    made = ["--data.train", str(tmp_path / "own"), "--data.prepare.source", "text"]
+    (tmp_path / "bad.jsonl").write_text("no JSON\n")
+    made = ["--data.train", str(tmp_path / "own"), "--data.prepare.source", "jsonl"]
+    made += ["--data.prepare.tokenizer", "bytes"]
     with pytest.raises(SystemExit) as stopped:
-        launch(small_run(*made, "--data.prepare.path", "nowhere.txt"))
-    assert stopped.value.code == 2
+        launch(small_run(*made, "--data.prepare.path", str(tmp_path / "bad.jsonl")))
+    assert stopped.value.code == 3
     assert not (tmp_path / "own").exists()

@@ -23,6 +23,7 @@ class InspectCommand(Section, prefix="inspect."):
     Exit code 3 when data is damaged, 4 when a checkpoint is. Examples:
       accel-gpt inspect data/stdlib_bpe4096
       accel-gpt inspect runs/quickstart --quick
+      accel-gpt inspect runs/quickstart/checkpoints/step_00001000 --json
     """
 
     path: Positional[str]

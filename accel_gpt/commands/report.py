@@ -26,6 +26,7 @@ class ReportCommand:
     Examples:
       accel-gpt report runs/quickstart
       accel-gpt report runs/a runs/b --out compared.html
+      accel-gpt report runs/quickstart --reference none
     """
 
     run: Positional[tuple[str, ...]]

@@ -101,6 +101,20 @@ def test_kill_at_some_points(server: Server, tiny: Tiny, short: Path, tmp_path: 
     fail_at(chosen[1::2], "half", server, tiny, short, tmp_path)
 
 
+def test_kill_between_a_save_and_the_end_of_its_evaluation(
+    server: Server, tiny: Tiny, short: Path, tmp_path: Path
+) -> None:
+    """Steps 3 and 6 are evaluated in two batches each; the last one is saved before."""
+    for batch in (2, 4):
+        run = tmp_path / f"batch_{batch}"
+        environment = processes(short, {"ACCEL_GPT_FAULT": f"evaluation:{batch}=kill"})
+        answer = server.launch(arguments(tiny, run, short), environment=environment)
+        assert answer.codes == [KILLED]
+        assert (run / "checkpoints" / "step_00000006").exists() == (batch == 4)
+        finish(server, arguments(tiny, run, short))
+        assert_same(run, short, STEPS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("short", SHARDED, indirect=True)
 def test_failure_of_one_of_two_that_fsdp_shards(

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -22,8 +21,8 @@ import pytest
 
 from accel_gpt.cli import dispatch
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.help import descriptions
 from accel_gpt.config.names import HF_TRAINER, LLM_C, NANOGPT
+from accel_gpt.config.options import field_types, own_options
 from accel_gpt.config.parse import leaves, load_config
 from accel_gpt.config.plan import make_plan
 from tests.hub_server import HubServer, environment
@@ -84,15 +83,15 @@ def evening() -> Iterator[str]:
 def keys(kind: type, prefix: str = "") -> Iterator[str]:
     """One row for each key: name, default and what the dataclass says of it."""
     default = kind()
-    for name, text in descriptions(kind).items():
+    for name, described in own_options(kind).items():
         value = getattr(default, name)
         shown = json.dumps(value, default=lambda other: other.path) if value != "" else ""
-        text = text.replace("|", r"\|")
+        text = described.description.replace("|", r"\|")
         yield f"| `{prefix}{name}` | {f'`{shown}`' * bool(shown)} | {text} |"
 
 
 def page_of_keys() -> Iterator[str]:
-    hints = typing.get_type_hints(Config)
+    hints = field_types(Config)
     yield from (
         "# Keys",
         "",
@@ -104,7 +103,7 @@ def page_of_keys() -> Iterator[str]:
     for name in ("", *SECTIONS, "hub", "data.prepare"):
         kind = Config
         for part in name.split(".") if name else ():
-            kind = typing.get_type_hints(kind)[part]
+            kind = field_types(kind)[part]
         yield from (f"## {name or 'The run'}", "", (kind.__doc__ or "").partition("\n")[0], "")
         yield from ("| key | default | meaning |", "|---|---|---|")
         yield from keys(kind, f"{name}." if name else "")

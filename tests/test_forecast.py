@@ -370,7 +370,7 @@ def test_an_accelerate_config_brings_processes_precision_and_fsdp(
         ),
         (("--gpus", 8, "--nodes", 3), "8 devices are not 3 nodes of equal size; give two of"),
         (("--gpus", 8, "--nodes", 2, "--gpus_per_node", 8), "8 devices are not 2 nodes of 8"),
-        (("--mfu", 40, "--gpu", "h100"), "--mfu is 40.0; it must lie in (0, 1]"),
+        (("--mfu", 40, "--gpu", "h100"), "--mfu is 40.0; it must be above 0 and at most 1"),
         (("--mfu", 0.4), "none is known for 1 x CPU process, float32; give --tokens_per_second"),
         (
             ("--mfu", 0.4, "--tokens_per_second", 9),

@@ -18,11 +18,12 @@ import pytest
 import torch
 
 from accel_gpt import cli
+from accel_gpt.config.compare import option_of
 from accel_gpt.hub import background_push
 from accel_gpt.hub import push as pushing
 from accel_gpt.hub.background_push import BackgroundPush
 from accel_gpt.hub.load import load_pretrained
-from accel_gpt.training.resume import FREE, NOT_TOLD
+from accel_gpt.training.resume import NOT_TOLD
 from tests.conftest import launch, run_here
 from tests.hub_server import HubServer, environment, no_waiting, point_at
 from tests.test_train import assert_same_weights, records, weights
@@ -362,7 +363,8 @@ def test_secrets_planted_everywhere_in_a_run_are_not_pushed(
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     assert state["config"]["data.val"] == str(corpus)
     for key, value in state["config"].items():
-        if key.startswith(FREE) and (value is None or isinstance(value, str)):
+        free = option_of(key).resume in ("free", "start")
+        if free and (value is None or isinstance(value, str)):
             state["config"][key] = url
     versions = state["versions"] | {"commit": "abcdef012345-dirty"}
     state["versions"] = versions | {"numpy": url, url: "1"}

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from accel_gpt import train
-from accel_gpt.config.checks import duration
 from accel_gpt.config.experiment import TrainConfig
+from accel_gpt.config.options import duration
 from accel_gpt.errors import UserError
 from accel_gpt.launcher import PREEMPTED, SIGNALS
 from accel_gpt.training.stopping import StopSignal

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
-from accel_gpt.config.checks import NotNegative, Positional, Positive, Section
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.options import REQUIRED, Section, option
 from accel_gpt.config.parse import load_config, parse_command
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import exit_on_sigterm, table, write_out
@@ -54,18 +54,34 @@ class BenchCommand(Section, prefix="bench."):
       accel-gpt bench gpt2_124m --train.mixed_precision bf16 --steps 50
     """
 
-    config: Positional[str]
-    """YAML file, or name of a shipped config, as for train."""
-    warmup: Positive[int] = 5
-    """Steps before those that are measured."""
-    steps: Positive[int] = 20
-    """Steps that are measured."""
-    parts: NotNegative[int] = 5
-    """Further steps, in which each part is waited for and timed by itself; 0: none."""
-    compare: bool = False
-    """Measure float32 and bf16, compiled or not, side by side: what auto chooses between."""
-    json: bool = False
-    """One JSON object in place of text."""
+    config: str = option(
+        REQUIRED,
+        "YAML file, or name of a shipped config, as for train.",
+        positional=True,
+    )
+    warmup: int = option(
+        5,
+        "Steps before those that are measured.",
+        above=0,
+    )
+    steps: int = option(
+        20,
+        "Steps that are measured.",
+        above=0,
+    )
+    parts: int = option(
+        5,
+        "Further steps, in which each part is waited for and timed by itself; 0: none.",
+        at_least=0,
+    )
+    compare: bool = option(
+        False,
+        "Measure float32 and bf16, compiled or not, side by side: what auto chooses between.",
+    )
+    json: bool = option(
+        False,
+        "One JSON object in place of text.",
+    )
 
 
 def main(argv: Sequence[str]) -> int:

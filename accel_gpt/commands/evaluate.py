@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_gpt.config.checks import Positional, Positive, Section
+from accel_gpt.config.options import REQUIRED, Section, option
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import exit_on_sigterm, write_out
 
@@ -25,28 +25,55 @@ class EvaluateCommand(Section, prefix="evaluate."):
       accel-gpt evaluate gpt2 --data data/web --hellaswag hellaswag_val.jsonl
     """
 
-    run: Positional[str]
-    """Folder of a run, of one checkpoint, or in transformers format; or a Hub id, as gpt2."""
-    checkpoint: str = "last"
-    """Of a run: last, best, or a step."""
-    data: str | None = None
-    """Data folder, or its URL, whose val split is measured; null: the data of the run."""
-    tokens: Positive[int | Literal["run"] | None] = "run"
-    """Tokens of each split, spread over it; null: all; run: as many as the run's eval.tokens."""
-    hellaswag: str | None = None
-    """JSONL file in the original format, or Hub id, as Rowan/hellaswag; null: the run's, if any."""
-    tasks: tuple[str, ...] = ()
-    """Tasks of lm-evaluation-harness, separated by commas, as arc_easy,piqa; needs lm-eval."""
-    include_path: str | None = None
-    """Folder with more tasks for lm-evaluation-harness."""
-    limit: Positive[int | None] = None
-    """First questions of hellaswag and of each task; null: as many as in the run, else all."""
-    batch_size: Positive[int | None] = None
-    """Windows per process and forward; null: the run's train.micro_batch_size, else 8."""
-    json: bool = False
-    """One JSON object in place of a table."""
-    allow_pickle: bool = False
-    """Also read weights in pickle files (.bin), without running what they hold."""
+    run: str = option(
+        REQUIRED,
+        "Folder of a run, of one checkpoint, or in transformers format; or a Hub id, as gpt2.",
+        positional=True,
+    )
+    checkpoint: str = option(
+        "last",
+        "Of a run: last, best, or a step.",
+    )
+    data: str | None = option(
+        None,
+        "Data folder, or its URL, whose val split is measured; null: the data of the run.",
+    )
+    tokens: int | Literal["run"] | None = option(
+        "run",
+        "Tokens of each split, spread over it; null: all; run: as many as the run's eval.tokens.",
+        above=0,
+    )
+    hellaswag: str | None = option(
+        None,
+        "JSONL file in the original format, or Hub id, as Rowan/hellaswag; null: the run's, if "
+        "any.",
+    )
+    tasks: tuple[str, ...] = option(
+        (),
+        "Tasks of lm-evaluation-harness, separated by commas, as arc_easy,piqa; needs lm-eval.",
+    )
+    include_path: str | None = option(
+        None,
+        "Folder with more tasks for lm-evaluation-harness.",
+    )
+    limit: int | None = option(
+        None,
+        "First questions of hellaswag and of each task; null: as many as in the run, else all.",
+        above=0,
+    )
+    batch_size: int | None = option(
+        None,
+        "Windows per process and forward; null: the run's train.micro_batch_size, else 8.",
+        above=0,
+    )
+    json: bool = option(
+        False,
+        "One JSON object in place of a table.",
+    )
+    allow_pickle: bool = option(
+        False,
+        "Also read weights in pickle files (.bin), without running what they hold.",
+    )
 
 
 def main(argv: Sequence[str]) -> int:

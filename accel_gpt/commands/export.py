@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from accel_gpt.config.checks import Positional
+from accel_gpt.config.options import REQUIRED, option
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import exit_on_sigterm, write_out
 from accel_gpt.errors import require
@@ -21,18 +21,31 @@ class ExportCommand:
       accel-gpt export runs/quickstart --to exported --dtype bf16
     """
 
-    run: Positional[str]
-    """Folder of a run, of one checkpoint, or in transformers format; or a Hub id."""
-    to: str = ""
-    """Folder to make."""
-    checkpoint: str = "last"
-    """Of a run: last, best, or a step."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of the weights."""
-    overwrite: bool = False
-    """Replace an exported model that is at `to`."""
-    allow_pickle: bool = False
-    """Also read weights in pickle files (.bin), without running what they hold."""
+    run: str = option(
+        REQUIRED,
+        "Folder of a run, of one checkpoint, or in transformers format; or a Hub id.",
+        positional=True,
+    )
+    to: str = option(
+        "",
+        "Folder to make.",
+    )
+    checkpoint: str = option(
+        "last",
+        "Of a run: last, best, or a step.",
+    )
+    dtype: Literal["fp32", "bf16", "fp16"] = option(
+        "fp32",
+        "Of the weights.",
+    )
+    overwrite: bool = option(
+        False,
+        "Replace an exported model that is at `to`.",
+    )
+    allow_pickle: bool = option(
+        False,
+        "Also read weights in pickle files (.bin), without running what they hold.",
+    )
 
     def __post_init__(self) -> None:
         require(bool(self.to), "--to is missing; give the folder to make")

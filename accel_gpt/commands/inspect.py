@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_gpt.config.checks import NotNegative, Positional, Positive, Section
 from accel_gpt.config.data import DataConfig
+from accel_gpt.config.options import REQUIRED, Section, option
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import write_out
 from accel_gpt.errors import CheckpointError, DataError
@@ -26,18 +26,33 @@ class InspectCommand(Section, prefix="inspect."):
       accel-gpt inspect runs/quickstart/checkpoints/step_00001000 --json
     """
 
-    path: Positional[str]
-    """Data folder, of any project, or its URL; or folder of a run or of a checkpoint."""
-    json: bool = False
-    """One JSON object in place of text."""
-    quick: bool = False
-    """Read no shard and hash no checkpoint."""
-    tokenizer: str | None = None
-    """gpt2, bytes or the path of a tokenizer.json, for shards that do not name theirs."""
-    windows: NotNegative[int] = 2
-    """First sequences of each split that are shown as text."""
-    block_size: Positive[int] = 64
-    """Tokens in such a sequence."""
+    path: str = option(
+        REQUIRED,
+        "Data folder, of any project, or its URL; or folder of a run or of a checkpoint.",
+        positional=True,
+    )
+    json: bool = option(
+        False,
+        "One JSON object in place of text.",
+    )
+    quick: bool = option(
+        False,
+        "Read no shard and hash no checkpoint.",
+    )
+    tokenizer: str | None = option(
+        None,
+        "gpt2, bytes or the path of a tokenizer.json, for shards that do not name theirs.",
+    )
+    windows: int = option(
+        2,
+        "First sequences of each split that are shown as text.",
+        at_least=0,
+    )
+    block_size: int = option(
+        64,
+        "Tokens in such a sequence.",
+        above=0,
+    )
 
 
 def main(argv: Sequence[str]) -> int:

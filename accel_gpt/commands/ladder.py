@@ -16,9 +16,10 @@ from typing import Any
 from accel_gpt.commands.plan_time import split_tokens
 from accel_gpt.commands.plan_vocabulary import data_folders, vocabulary_size
 from accel_gpt.commands.series import Series, series_run
-from accel_gpt.config.checks import Positional, Section
+from accel_gpt.config.compare import differences, option_of
 from accel_gpt.config.depth import HEAD_DIM, scaling_parameters, width
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.options import REQUIRED, Section, option
 from accel_gpt.config.parse import config_of, parse_command, read_values, to_flat
 from accel_gpt.config.plan import LENGTH, plural
 from accel_gpt.config.shipped import resolve_config
@@ -36,14 +37,8 @@ from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.setup import ensure_data
 
 NAME = re.compile(r"depth_(\d+)_ratio_(\d+(?:\.\d+)?(?:e-?\d+)?)(?:_seed_(\d+))?")
-SHAPE = ("model.depth", "model.n_layer", "model.n_head", "model.n_embd")
 FEWEST = 3  # rungs
 MEASURED = ("rung", "parameters", "tokens", "FLOPs", "loss", "bits per byte")  # columns
-# what does not change the loss that a run reaches; `data.` goes by fingerprint
-LOOSE = (
-    *("out_dir", "log.", "sample.", "checkpoint.", "hub.", "eval.every", "data.cache"),
-    *("train.compile", "train.cpu_threads", "data.train", "data.text", "data.prepare."),
-)
 
 
 @dataclass(frozen=True)
@@ -57,17 +52,28 @@ class LadderCommand(Section, prefix="--"):
       accel-gpt ladder gpt2_124m --depths 4,6,8 --seeds 1,2
     """
 
-    config: Positional[str]
-    """YAML file, or name of a shipped config, as for train. With model.depth in it all that follows
-    from the depth is the rung's own; else its shape alone."""
-    depths: tuple[int, ...] = (1, 2, 3, 4)
-    """Sizes: layers, at 64 channels each, up to a multiple of 128."""
-    ratios: tuple[float, ...] = (10.5,)
-    """Lengths: tokens for each parameter of blocks and head."""
-    seeds: tuple[int, ...] = ()
-    """Seeds of each size and length; empty: that of the config."""
-    out: str | None = None
-    """Folder of the rungs; null: that of the config's runs, with _ladder behind it."""
+    config: str = option(
+        REQUIRED,
+        "YAML file, or name of a shipped config, as for train. With model.depth in it all that "
+        "follows from the depth is the rung's own; else its shape alone.",
+        positional=True,
+    )
+    depths: tuple[int, ...] = option(
+        (1, 2, 3, 4),
+        "Sizes: layers, at 64 channels each, up to a multiple of 128.",
+    )
+    ratios: tuple[float, ...] = option(
+        (10.5,),
+        "Lengths: tokens for each parameter of blocks and head.",
+    )
+    seeds: tuple[int, ...] = option(
+        (),
+        "Seeds of each size and length; empty: that of the config.",
+    )
+    out: str | None = option(
+        None,
+        "Folder of the rungs; null: that of the config's runs, with _ladder behind it.",
+    )
 
     def __post_init__(self) -> None:
         for name, values in (("depths", self.depths), ("ratios", self.ratios)):
@@ -167,7 +173,8 @@ def make_rung(given: Mapping[str, Any], depth: int, ratio: float, seed: int | No
 
 def sized(given: Mapping[str, Any], depth: int, steps: int, seed: int | None = None) -> Config:
     """The config in which `given` is set, at another depth and length."""
-    rest = {key: value for key, value in given.items() if key not in (*SHAPE, *LENGTH)}
+    varied = {"model.depth", *shape_keys(depth), *LENGTH}
+    rest = {key: value for key, value in given.items() if key not in varied}
     own = {"train.max_steps": steps} | ({} if seed is None else {"seed": seed})
     return config_of(rest | depth_keys(given, depth) | own)
 
@@ -176,8 +183,17 @@ def depth_keys(given: Mapping[str, Any], depth: int) -> dict[str, Any]:
     """The keys of a size: the depth dial where the config has it, else its shape alone."""
     if given.get("model.depth") is not None:
         return {"model.depth": depth}
+    return shape_keys(depth)
+
+
+def shape_keys(depth: int) -> dict[str, Any]:
+    """The keys of the shape that a depth has."""
     channels = width(depth)
-    return dict(zip(SHAPE[1:], (depth, channels // HEAD_DIM, channels), strict=True))
+    return {
+        "model.n_layer": depth,
+        "model.n_head": channels // HEAD_DIM,
+        "model.n_embd": channels,
+    }
 
 
 def steps(rung: Rung) -> int:
@@ -195,17 +211,15 @@ def check_rung(rung: Rung, run: RunFolder) -> None:
         )
 
 
-def recipe_differences(
-    config: Config, other: Mapping[str, Any], but: Sequence[str] = LOOSE
-) -> dict[str, tuple[Any, Any]]:
-    """What a config and one by dotted keys set differently, of what changes the loss."""
+def recipe_differences(config: Config, other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What a config and one by dotted keys set differently, of what changes the loss.
+
+    The data are compared by their fingerprint.
+    """
     return {
-        key: (value, other[key])
-        for key, value in to_flat(config).items()
-        if key in other
-        and other[key] != value
-        and value != "auto"
-        and not key.startswith(tuple(but))
+        key: (now, then)
+        for key, (then, now) in differences(other, to_flat(config)).items()
+        if key in other and now != "auto" and option_of(key).resume != "free"
     }
 
 
@@ -258,7 +272,7 @@ def fit_ladder(
         config={
             key: list(value) if isinstance(value, tuple) else value
             for key, value in given.items()
-            if key not in (*SHAPE[1:], *LENGTH, "out_dir")
+            if key not in {*shape_keys(1), *LENGTH, "out_dir"}
         },
         data=data,
         bits_per_byte=None if bits is None else bits / last["loss"],

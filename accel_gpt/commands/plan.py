@@ -14,9 +14,9 @@ from typing import Any, Literal
 from accel_gpt.commands.plan_memory import plan_memory
 from accel_gpt.commands.plan_time import plan_time
 from accel_gpt.commands.plan_vocabulary import inherit_known, vocabulary_size
-from accel_gpt.config.checks import NotNegative, Positional, Positive, Section, Share
 from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.options import Section, option
 from accel_gpt.config.parse import load_config, parse_command, read_yaml, to_flat
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.config.shipped import shipped_folder
@@ -55,48 +55,102 @@ class PlanCommand(
       accel-gpt plan llama_7b --nodes 8 --gpus_per_node 8 --gpu h100 --distribution fsdp
     """
 
-    config: Positional[str | None] = None
-    """YAML file, or name of a shipped config, as for train; none with --budget or --hours."""
-    ladder: str | None = None
-    """Folder of accel-gpt ladder, for the expected loss; null: a shipped one that matches."""
-    budget: Positive[float | None] = None
-    """What a run may cost, at --price: tells what to train for it, by the ladder."""
-    hours: Positive[float | None] = None
-    """The same by the hours that it may take."""
-    out: str = "budget.yaml"
-    """Config to write, which trains what a budget or hours are best spent on."""
-    gpus: Positive[int | None] = None
-    """Devices of all nodes, one process each; null: those of --config_file, else 1."""
-    nodes: Positive[int | None] = None
-    """Machines; null: those of --config_file, else enough for 8 GPUs in each."""
-    gpus_per_node: Positive[int | None] = None
-    """Devices of a machine; null: --gpus divided by --nodes."""
-    gpu: str | None = None
-    """Their kind: h100, h200, b200, a100-80gb, l40s, 'rtx 4090', ...; null: CPUs."""
-    memory_gb: Positive[float | None] = None
-    """Memory of a device in 1e9 bytes; null: that of its kind."""
-    distribution: Literal["ddp", "fsdp", "hsdp"] | None = None
-    """ddp: each device holds all; fsdp: its share; hsdp: the devices of a node share, each node
-    holds all; null: what --config_file says, else ddp."""
-    config_file: str | None = None
-    """What `accelerate config` wrote: number of processes, precision, FSDP."""
-    mfu: Share[float | None] = None
-    """Share of the peak FLOP/s that is reached, 0 to 1, for the hours."""
-    tokens_per_second: Positive[float | None] = None
-    """Of all devices together, in place of mfu; like it without waiting for other devices."""
-    measure: bool = False
-    """Train some steps on this machine's CPUs, on random tokens, for the speed; takes seconds."""
-    bandwidth: Positive[float | None] = None
-    """Of the network of a node in Gbit/s, one direction, all its cards together: 8 of 400 are 3200.
-    """
-    latency: NotNegative[float] = NODE_LATENCY * 1e3
-    """Of a message from node to node in milliseconds."""
-    price: Positive[float | None] = None
-    """Of a device for an hour, in any currency."""
-    vocab_size: Positive[int | None] = None
-    """Tokens in the vocabulary, where neither data nor tokenizer tell."""
-    json: bool = False
-    """One JSON object in place of text."""
+    config: str | None = option(
+        None,
+        "YAML file, or name of a shipped config, as for train; none with --budget or --hours.",
+        positional=True,
+    )
+    ladder: str | None = option(
+        None,
+        "Folder of accel-gpt ladder, for the expected loss; null: a shipped one that matches.",
+    )
+    budget: float | None = option(
+        None,
+        "What a run may cost, at --price: tells what to train for it, by the ladder.",
+        above=0,
+    )
+    hours: float | None = option(
+        None,
+        "The same by the hours that it may take.",
+        above=0,
+    )
+    out: str = option(
+        "budget.yaml",
+        "Config to write, which trains what a budget or hours are best spent on.",
+    )
+    gpus: int | None = option(
+        None,
+        "Devices of all nodes, one process each; null: those of --config_file, else 1.",
+        above=0,
+    )
+    nodes: int | None = option(
+        None,
+        "Machines; null: those of --config_file, else enough for 8 GPUs in each.",
+        above=0,
+    )
+    gpus_per_node: int | None = option(
+        None,
+        "Devices of a machine; null: --gpus divided by --nodes.",
+        above=0,
+    )
+    gpu: str | None = option(
+        None,
+        "Their kind: h100, h200, b200, a100-80gb, l40s, 'rtx 4090', ...; null: CPUs.",
+    )
+    memory_gb: float | None = option(
+        None,
+        "Memory of a device in 1e9 bytes; null: that of its kind.",
+        above=0,
+    )
+    distribution: Literal["ddp", "fsdp", "hsdp"] | None = option(
+        None,
+        "ddp: each device holds all; fsdp: its share; hsdp: the devices of a node share, each node "
+        "holds all; null: what --config_file says, else ddp.",
+    )
+    config_file: str | None = option(
+        None,
+        "What `accelerate config` wrote: number of processes, precision, FSDP.",
+    )
+    mfu: float | None = option(
+        None,
+        "Share of the peak FLOP/s that is reached, 0 to 1, for the hours.",
+        above=0,
+        at_most=1,
+    )
+    tokens_per_second: float | None = option(
+        None,
+        "Of all devices together, in place of mfu; like it without waiting for other devices.",
+        above=0,
+    )
+    measure: bool = option(
+        False,
+        "Train some steps on this machine's CPUs, on random tokens, for the speed; takes seconds.",
+    )
+    bandwidth: float | None = option(
+        None,
+        "Of the network of a node in Gbit/s, one direction, all its cards together: 8 of 400 are "
+        "3200.",
+        above=0,
+    )
+    latency: float = option(
+        NODE_LATENCY * 1e3,
+        "Of a message from node to node in milliseconds.",
+        at_least=0,
+    )
+    price: float | None = option(
+        None,
+        "Of a device for an hour, in any currency.",
+        above=0,
+    )
+    vocab_size: int | None = option(
+        None,
+        "Tokens in the vocabulary, where neither data nor tokenizer tell.",
+        above=0,
+    )
+    json: bool = option(
+        False,
+        "One JSON object in place of text.",
+    )
 
 
 def main(argv: Sequence[str]) -> int:

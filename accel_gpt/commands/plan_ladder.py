@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from accel_gpt.commands.ladder import LOOSE, SHAPE, depth_keys, recipe_differences, sized
+from accel_gpt.commands.ladder import depth_keys, recipe_differences, sized
 from accel_gpt.commands.plan_time import plan_time
 from accel_gpt.commands.plan_vocabulary import data_folders
+from accel_gpt.config.compare import option_of
 from accel_gpt.config.depth import scaling_parameters
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_nested
@@ -28,8 +29,6 @@ from accel_gpt.training.run_folder import RunFolder
 if TYPE_CHECKING:
     from accel_gpt.commands.plan import PlanCommand
 
-# beside what no loss depends on: what a run may have of its own, named in other words
-OWN = (*LOOSE, *SHAPE, *LENGTH, "seed", "eval.", "train.micro_batch_size", "train.mixed_precision")
 SHIPPED = "_ladder.json"  # how the shipped ones end, in configs/references
 DEEPEST = 200  # of the sizes that are tried
 UNLIMITED = 10**9  # steps
@@ -77,9 +76,23 @@ def expected(ladder: Ladder, config: Config, vocab_size: int) -> dict[str, Any]:
     size, same = law_size(config, vocab_size), to_flat(ladder_config(ladder, config))
     windows = [(one["eval.tokens"], one["model.block_size"]) for one in (same, to_flat(config))]
     law = ladder.law.predict(size, ladder.windows if len(set(windows)) > 1 else 0.0)
-    names = ", ".join(recipe_differences(config, same, OWN))
+    names = ", ".join(other_recipe(config, same))
     doubts = [*ladder.doubts(size), *([f"other values of {names} than the rungs"] if names else [])]
     return {"ladder": ladder.title, **law._asdict(), **bits(ladder, law), "doubts": doubts}
+
+
+def other_recipe(config: Config, rung: Mapping[str, Any]) -> list[str]:
+    """The keys that differ between a config and a rung, without those that a ladder varies: size,
+    length, seed, and how the loss is evaluated.
+    """
+    return [
+        key
+        for key in recipe_differences(config, rung)
+        if not option_of(key).size
+        and key not in LENGTH
+        and key != "seed"
+        and not key.startswith("eval.")
+    ]
 
 
 def bits(ladder: Ladder, law: Prediction) -> dict[str, Any]:
@@ -105,7 +118,7 @@ def shipped_ladder(config: Config, vocab_size: int) -> Ladder | None:
     for path in sorted((shipped_folder() / "references").glob(f"*{SHIPPED}")):
         ladder, folder = read_ladder(path), Path(config.data.folder or "").name
         same = ladder.data["vocab_size"] == vocab_size and folder == ladder.data["folder"]
-        if same and not recipe_differences(config, to_flat(ladder_config(ladder, config)), OWN):
+        if same and not other_recipe(config, to_flat(ladder_config(ladder, config))):
             return ladder
     return None
 

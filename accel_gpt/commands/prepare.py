@@ -6,6 +6,7 @@ from glob import has_magic
 from pathlib import Path
 
 from accel_gpt.config.data import PrepareConfig, SourceKind
+from accel_gpt.config.options import option
 from accel_gpt.config.parse import build, check_utf8, parse_command, read_values
 from accel_gpt.config.shipped import resolve_config, shipped_configs
 from accel_gpt.console import write_out
@@ -24,11 +25,15 @@ class PrepareCommand(PrepareConfig):
       accel-gpt prepare --path crawl.jsonl --tokenizer gpt2 --out data/crawl
     """
 
-    source: SourceKind | None = None
-    """What path or dataset holds; null or auto: what the endings of path's files tell, dataset with
-    --dataset, else stdlib, the library of this Python."""
-    out: str = ""
-    """Folder to make; empty: data/<name of path, or source>_<tokenizer>."""
+    source: SourceKind | None = option(
+        None,
+        "What path or dataset holds; null or auto: what the endings of path's files tell, dataset "
+        "with --dataset, else stdlib, the library of this Python.",
+    )
+    out: str = option(
+        "",
+        "Folder to make; empty: data/<name of path, or source>_<tokenizer>.",
+    )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_gpt.config.checks import Positional
+from accel_gpt.config.options import REQUIRED, option
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import write_out
 from accel_gpt.errors import UserError, require
@@ -29,13 +29,20 @@ class ReportCommand:
       accel-gpt report runs/quickstart --reference none
     """
 
-    run: Positional[tuple[str, ...]]
-    """Folders of runs."""
-    out: str | None = None
-    """HTML file; null: report.html in the run, or for several runs in the current folder."""
-    reference: str = "auto"
-    """Grey curve to compare with: a name in configs/references, a .json file, or none; auto: the
-    one for the same model, vocabulary and data."""
+    run: tuple[str, ...] = option(
+        REQUIRED,
+        "Folders of runs.",
+        positional=True,
+    )
+    out: str | None = option(
+        None,
+        "HTML file; null: report.html in the run, or for several runs in the current folder.",
+    )
+    reference: str = option(
+        "auto",
+        "Grey curve to compare with: a name in configs/references, a .json file, or none; auto: "
+        "the one for the same model, vocabulary and data.",
+    )
 
 
 def main(argv: Sequence[str]) -> int:

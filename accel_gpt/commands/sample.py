@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from accel_gpt.config.checks import Positional
 from accel_gpt.config.experiment import SampleConfig
+from accel_gpt.config.options import REQUIRED, option
 from accel_gpt.config.parse import parse_command
 from accel_gpt.console import write_err, write_out
 from accel_gpt.errors import require
@@ -21,28 +21,51 @@ class SampleCommand:
       accel-gpt sample runs/quickstart --interactive
     """
 
-    run: Positional[str]
-    """Folder of a run, of one checkpoint, or in transformers format; or a Hub id, as gpt2."""
-    prompt: str = ""
-    """Text to continue; empty: the start of a document."""
-    num: int = 1
-    """Samples."""
-    max_new_tokens: int = 200
-    """Tokens per sample."""
-    temperature: float = 0.8
-    """0: greedy."""
-    top_k: int | None = 50
-    """Tokens to choose from; null: all."""
-    top_p: float = 1.0
-    """Probability mass to choose from."""
-    seed: int = 1337
-    """Of the draws."""
-    checkpoint: str = "last"
-    """Of a run: last, best, or a step."""
-    interactive: bool = False
-    """Type prompts on a terminal, a line each; \\n in one is a line end; texts as they come."""
-    allow_pickle: bool = False
-    """Also read weights in pickle files (.bin), without running what they hold."""
+    run: str = option(
+        REQUIRED,
+        "Folder of a run, of one checkpoint, or in transformers format; or a Hub id, as gpt2.",
+        positional=True,
+    )
+    prompt: str = option(
+        "",
+        "Text to continue; empty: the start of a document.",
+    )
+    num: int = option(
+        1,
+        "Samples.",
+    )
+    max_new_tokens: int = option(
+        200,
+        "Tokens per sample.",
+    )
+    temperature: float = option(
+        0.8,
+        "0: greedy.",
+    )
+    top_k: int | None = option(
+        50,
+        "Tokens to choose from; null: all.",
+    )
+    top_p: float = option(
+        1.0,
+        "Probability mass to choose from.",
+    )
+    seed: int = option(
+        1337,
+        "Of the draws.",
+    )
+    checkpoint: str = option(
+        "last",
+        "Of a run: last, best, or a step.",
+    )
+    interactive: bool = option(
+        False,
+        "Type prompts on a terminal, a line each; \\n in one is a line end; texts as they come.",
+    )
+    allow_pickle: bool = option(
+        False,
+        "Also read weights in pickle files (.bin), without running what they hold.",
+    )
 
     def __post_init__(self) -> None:
         require(

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from accel_gpt.commands.series import Series, SeriesRun, series_run
-from accel_gpt.config.checks import Positional, Positive, Section
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.options import REQUIRED, Section, option
 from accel_gpt.config.parse import (
     alternatives,
     check_key,
@@ -52,12 +52,22 @@ class SweepCommand(Section, prefix="--"):
       accel-gpt sweep quickstart --optim.lr 1e-3,3e-3,1e-2,3e-2 --random 3 --halve_at 0.25,0.5
     """
 
-    config: Positional[str]
-    """YAML file, or name of a shipped config, as for train."""
-    random: Positive[int | None] = None
-    """Number of settings to draw from all combinations, each trained with every seed; null: all."""
-    halve_at: tuple[float, ...] = ()
-    """Shares of the steps, as 0.25,0.5; after each only the better half of the settings goes on."""
+    config: str = option(
+        REQUIRED,
+        "YAML file, or name of a shipped config, as for train.",
+        positional=True,
+    )
+    random: int | None = option(
+        None,
+        "Number of settings to draw from all combinations, each trained with every seed; null: "
+        "all.",
+        above=0,
+    )
+    halve_at: tuple[float, ...] = option(
+        (),
+        "Shares of the steps, as 0.25,0.5; after each only the better half of the settings goes "
+        "on.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

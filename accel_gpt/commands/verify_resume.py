@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-from accel_gpt.config.checks import NotNegative, Positional, Section
 from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config, LogConfig
+from accel_gpt.config.options import REQUIRED, Section, option
 from accel_gpt.config.parse import load_config, parse_command, to_yaml
 from accel_gpt.config.plan import in_steps, make_plan, plural
 from accel_gpt.console import exit_on_sigterm, table, write_err
@@ -60,20 +60,34 @@ class VerifyResumeCommand(Section, prefix="verify-resume."):
       accel-gpt verify-resume quickstart --processes 1,2 --train.reproducible true
     """
 
-    config: Positional[str]
-    """YAML file, or name of a shipped config, as for train."""
-    steps: int = 20
-    """Steps of each run."""
-    kills: NotNegative[int] = 5
-    """Launches that end with SIGKILL to all their processes at a random moment; 0: one run more,
-    not stopped, tells whether the machine repeats itself."""
-    processes: tuple[int, ...] = (1,)
-    """Numbers of processes, separated by commas, of which each launch has one at random; the run
-    that is never stopped has the first."""
-    seed: int = 0
-    """Of the moments and of the numbers of processes; that of the run stays the config's."""
-    keep: bool = False
-    """Keep the temporary folder of the runs also when all is equal."""
+    config: str = option(
+        REQUIRED,
+        "YAML file, or name of a shipped config, as for train.",
+        positional=True,
+    )
+    steps: int = option(
+        20,
+        "Steps of each run.",
+    )
+    kills: int = option(
+        5,
+        "Launches that end with SIGKILL to all their processes at a random moment; 0: one run "
+        "more, not stopped, tells whether the machine repeats itself.",
+        at_least=0,
+    )
+    processes: tuple[int, ...] = option(
+        (1,),
+        "Numbers of processes, separated by commas, of which each launch has one at random; the "
+        "run that is never stopped has the first.",
+    )
+    seed: int = option(
+        0,
+        "Of the moments and of the numbers of processes; that of the run stays the config's.",
+    )
+    keep: bool = option(
+        False,
+        "Keep the temporary folder of the runs also when all is equal.",
+    )
 
     def __post_init__(self) -> None:
         require(self.steps >= 2, f"steps is {self.steps}; it must be 2 or more, to stop between")

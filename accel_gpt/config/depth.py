@@ -21,15 +21,15 @@ from accel_gpt.errors import require
 from accel_gpt.files import is_count, read_json
 
 HEAD_DIM = 128  # channels of a head; as nanochat
-# of a file, they give way to a depth on the command line
-SHAPE = tuple(
-    f"model.{key}" for key in ("n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "mlp_hidden")
-)
 CHANNELS_PER_LAYER = 64  # as nanochat
-REFERENCE_DEPTH, REFERENCE_WIDTH, REFERENCE_BATCH = 12, 768, 2**19
+# The size at which nanochat and modded-nanogpt found these values
+REFERENCE_DEPTH = 12
+REFERENCE_WIDTH = 768  # channels
+REFERENCE_BATCH = 2**19  # tokens
 TOKENS_PER_PARAMETER = 10.5  # of N; nanochat dev/LOG.md, January 2026
 BATCH_EXPONENT = 0.383  # Bergsma et al. 2025, arXiv 2505.13738: the best batch grows as D^0.383
-MUON_LR, MUON_DECAY = 0.025, 0.05
+MUON_LR = 0.025  # modded-nanogpt, track 3
+MUON_DECAY = 0.05  # modded-nanogpt, track 3
 EMBEDDING_LR, HEAD_LR = 0.7, 0.004  # the first for a table drawn with spread 1
 MOMENTUM_WARMUP = 300  # steps; at most a tenth of the run (assumption)
 WARMUP, COOLDOWN, FLOOR = 40, 0.65, 0.05  # steps; share of the run; share of the peak

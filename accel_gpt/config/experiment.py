@@ -5,87 +5,151 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
-from accel_gpt.config.checks import NotNegative, Positive, Section, Share, at_most, duration
 from accel_gpt.config.data import DataConfig, TextStream
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
+from accel_gpt.config.options import Section, duration, option
 from accel_gpt.errors import require
-
-# keys that `accel-gpt train --help` shows; --help-all shows every key
-ESSENTIAL = (
-    *("out_dir", "data.train", "data.text", "data.prepare.source"),
-    *("data.prepare.tokenizer", "data.prepare.vocab_size"),
-    *("model.preset", "model.depth", "model.init_from", "model.n_layer", "model.n_head"),
-    *("model.n_embd", "model.block_size", "train.tokens_per_step", "train.micro_batch_size"),
-    *("train.max_steps", "train.mixed_precision", "train.compile", "optim.lr", "eval.every"),
-)
 
 
 @dataclass(frozen=True)
 class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens"),)):
     """Batch size, length and numerics of the run."""
 
-    tokens_per_step: Positive[int] = 524_288
-    """Tokens per optimizer step, summed over all processes. The number of accumulated micro-batches
-    follows from it."""
-    micro_batch_size: Annotated[Positive[int | Literal["auto"]], at_most(2**24)] = 16
-    """Sequences per process in one micro-batch. auto: the largest that fits in memory, found at the
-    start."""
-    max_steps: Positive[int | None] = None
-    """Number of optimizer steps in the run. Set this or max_tokens."""
-    max_tokens: Positive[int | None] = None
-    """Number of tokens in the run. Set this or max_steps. For N epochs: N times the train tokens,
-    which the first lines of a run print."""
-    stop_at: Positive[int | None] = None
-    """Step after which this launch evaluates, saves and stops; a later launch without it continues
-    to the end of the run, on the same schedule. null: the last step of the run."""
-    mixed_precision: Literal["auto", "no", "bf16", "fp16", "fp8"] | None = None
-    """null: the value in the config file of `accelerate launch`, or no without one. no: float32.
-    auto: bf16 where the device is faster in it, else no. fp8: matrix products in torchao's float8,
-    the rest in bf16; needs compute capability 8.9 and torchao."""
-    matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"
-    """How float32 matrix products are computed: highest is IEEE float32, high is TF32, medium is
-    bfloat16, where the device has it. auto: high on CUDA, highest elsewhere."""
-    compile: bool | Literal["auto"] = False
-    """Compile the model with torch.compile. Compiled code is cached in ~/.cache/accel_gpt/compiled.
-    auto: compile where a compiler works and the run is long enough to gain from it."""
-    activation_checkpointing: Literal["none", "blocks"] = "none"
-    """blocks: store only the input of each block and recompute the rest in the backward pass. Takes
-    a quarter to a third more computation and a fraction of the memory."""
-    sync_each_batch: bool = False
-    """Reduce gradients after every micro-batch. Under FSDP no rank then holds those of the whole
-    model, 4 bytes a parameter; costs a reduce-scatter more per micro-batch."""
-    cpu_threads: Annotated[Positive[int | None], at_most(4096)] = None
-    """Threads per process on a CPU. null: OMP_NUM_THREADS if you set it, else all cores, divided
-    among the processes of the machine. With reproducible 1, since kernels split their sums by
-    threads."""
-    reproducible: bool = False
-    """Make weights and losses bit-identical at any number of processes, on CPUs of one kind, by
-    summing gradients in float64. Costs 8 bytes of memory per parameter and twice the all-reduce
-    traffic. Not with fp16, FSDP or train.compile."""
-    max_skipped: Positive[int] = 20
-    """Number of steps in a row that may be skipped because the loss or gradient is not finite.
-    After that the run rolls back to the checkpoint before them and leaves those batches out. The
-    second time at the same place, the run ends."""
-    spike_sigma: NotNegative[float] = 6.0
-    """A loss this many standard deviations above the mean of the last 128 losses is reported as a
-    spike. 0: never."""
-    skip_spikes: bool = False
-    """Skip the update of a step whose loss is a spike."""
-    time_limit: str | None = None
-    """Wall-clock limit of one launch, as 3h50m. The run saves and stops before it is reached."""
-    profile: NotNegative[int] = 0
-    """Number of steps of each launch that PyTorch's profiler records, after the first three. The
-    trace of each process goes to profile/ in the run's folder, on CUDA with a snapshot of the
-    memory. 0: none."""
-    step_timeout: str | None = "30m"
-    """End a process that completes nothing for this long, and print the stacks of its threads. The
-    time that all processes are paused does not count, up to a day."""
-    init_timeout: str | None = "15m"
-    """The same for each stage before the first step: meeting the other processes, starting the
-    device, opening data, model and checkpoint. Preparing the data may take any time."""
+    tokens_per_step: int = option(
+        524_288,
+        "Tokens per optimizer step, summed over all processes. The number of accumulated "
+        "micro-batches follows from it.",
+        above=0,
+        essential=True,
+        resume="refuse",
+    )
+    micro_batch_size: int | Literal["auto"] = option(
+        16,
+        "Sequences per process in one micro-batch. auto: the largest that fits in memory, found at "
+        "the start.",
+        above=0,
+        at_most=2**24,
+        essential=True,
+        resume="free",
+        exact=True,
+    )
+    max_steps: int | None = option(
+        None,
+        "Number of optimizer steps in the run. Set this or max_tokens.",
+        above=0,
+        essential=True,
+    )
+    max_tokens: int | None = option(
+        None,
+        "Number of tokens in the run. Set this or max_steps. For N epochs: N times the train "
+        "tokens, which the first lines of a run print.",
+        above=0,
+    )
+    stop_at: int | None = option(
+        None,
+        "Step after which this launch evaluates, saves and stops; a later launch without it "
+        "continues to the end of the run, on the same schedule. null: the last step of the run.",
+        above=0,
+        resume="free",
+    )
+    mixed_precision: Literal["auto", "no", "bf16", "fp16", "fp8"] | None = option(
+        None,
+        "null: the value in the config file of `accelerate launch`, or no without one. no: "
+        "float32. auto: bf16 where the device is faster in it, else no. fp8: matrix products in "
+        "torchao's float8, the rest in bf16; needs compute capability 8.9 and torchao.",
+        essential=True,
+        resume="free",
+        exact=True,
+    )
+    matmul_precision: Literal["auto", "highest", "high", "medium"] = option(
+        "auto",
+        "How float32 matrix products are computed: highest is IEEE float32, high is TF32, medium "
+        "is bfloat16, where the device has it. auto: high on CUDA, highest elsewhere.",
+        resume="free",
+        exact=True,
+    )
+    compile: bool | Literal["auto"] = option(
+        False,
+        "Compile the model with torch.compile. Compiled code is cached in "
+        "~/.cache/accel_gpt/compiled. auto: compile where a compiler works and the run is long "
+        "enough to gain from it.",
+        essential=True,
+        resume="free",
+    )
+    activation_checkpointing: Literal["none", "blocks"] = option(
+        "none",
+        "blocks: store only the input of each block and recompute the rest in the backward pass. "
+        "Takes a quarter to a third more computation and a fraction of the memory.",
+        resume="free",
+    )
+    sync_each_batch: bool = option(
+        False,
+        "Reduce gradients after every micro-batch. Under FSDP no rank then holds those of the "
+        "whole model, 4 bytes a parameter; costs a reduce-scatter more per micro-batch.",
+        resume="free",
+    )
+    cpu_threads: int | None = option(
+        None,
+        "Threads per process on a CPU. null: OMP_NUM_THREADS if you set it, else all cores, "
+        "divided among the processes of the machine. With reproducible 1, since kernels split "
+        "their sums by threads.",
+        above=0,
+        at_most=4096,
+        resume="free",
+        exact=True,
+        per_machine=True,
+    )
+    reproducible: bool = option(
+        False,
+        "Make weights and losses bit-identical at any number of processes, on CPUs of one kind, by "
+        "summing gradients in float64. Costs 8 bytes of memory per parameter and twice the "
+        "all-reduce traffic. Not with fp16, FSDP or train.compile.",
+    )
+    max_skipped: int = option(
+        20,
+        "Number of steps in a row that may be skipped because the loss or gradient is not finite. "
+        "After that the run rolls back to the checkpoint before them and leaves those batches out. "
+        "The second time at the same place, the run ends.",
+        above=0,
+    )
+    spike_sigma: float = option(
+        6.0,
+        "A loss this many standard deviations above the mean of the last 128 losses is reported as "
+        "a spike. 0: never.",
+        at_least=0,
+    )
+    skip_spikes: bool = option(
+        False,
+        "Skip the update of a step whose loss is a spike.",
+    )
+    time_limit: str | None = option(
+        None,
+        "Wall-clock limit of one launch, as 3h50m. The run saves and stops before it is reached.",
+        resume="free",
+    )
+    profile: int = option(
+        0,
+        "Number of steps of each launch that PyTorch's profiler records, after the first three. "
+        "The trace of each process goes to profile/ in the run's folder, on CUDA with a snapshot "
+        "of the memory. 0: none.",
+        at_least=0,
+        resume="free",
+    )
+    step_timeout: str | None = option(
+        "30m",
+        "End a process that completes nothing for this long, and print the stacks of its threads. "
+        "The time that all processes are paused does not count, up to a day.",
+        resume="free",
+    )
+    init_timeout: str | None = option(
+        "15m",
+        "The same for each stage before the first step: meeting the other processes, starting the "
+        "device, opening data, model and checkpoint. Preparing the data may take any time.",
+        resume="free",
+    )
 
     @property
     def sequences(self) -> int:
@@ -111,51 +175,109 @@ class ScheduleConfig(
 ):
     """The learning rate as a function of the step."""
 
-    name: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """Shape of the decay. wsd: warm-up, stable, then a linear decay at the end."""
-    warmup_steps: NotNegative[int] = 0
-    """Number of steps in which the learning rate rises linearly from 0 to its peak."""
-    warmup_tokens: Positive[int | None] = None
-    """Length of the warm-up in tokens, in place of warmup_steps."""
-    decay_steps: Positive[int | None] = None
-    """Number of steps of the decay, after which the learning rate is min_lr. null: all steps after
-    the warm-up (wsd: the last fifth of the run)."""
-    decay_tokens: Positive[int | None] = None
-    """Length of the decay in tokens, in place of decay_steps."""
-    decay_share: Share[float | None] = None
-    """Length of the decay as a share of all steps, 0 to 1, in place of decay_steps."""
-    min_lr: NotNegative[float] = 0.0
-    """Learning rate after the last step of the decay. That step itself has a little more, as the
-    first step of the decay has the peak."""
+    name: Literal["cosine", "wsd", "linear", "constant"] = option(
+        "cosine",
+        "Shape of the decay. wsd: warm-up, stable, then a linear decay at the end.",
+    )
+    warmup_steps: int = option(
+        0,
+        "Number of steps in which the learning rate rises linearly from 0 to its peak.",
+        at_least=0,
+    )
+    warmup_tokens: int | None = option(
+        None,
+        "Length of the warm-up in tokens, in place of warmup_steps.",
+        above=0,
+    )
+    decay_steps: int | None = option(
+        None,
+        "Number of steps of the decay, after which the learning rate is min_lr. null: all steps "
+        "after the warm-up (wsd: the last fifth of the run).",
+        above=0,
+    )
+    decay_tokens: int | None = option(
+        None,
+        "Length of the decay in tokens, in place of decay_steps.",
+        above=0,
+    )
+    decay_share: float | None = option(
+        None,
+        "Length of the decay as a share of all steps, 0 to 1, in place of decay_steps.",
+        above=0,
+        at_most=1,
+    )
+    min_lr: float = option(
+        0.0,
+        "Learning rate after the last step of the decay. That step itself has a little more, as "
+        "the first step of the decay has the peak.",
+        at_least=0,
+    )
 
 
 @dataclass(frozen=True)
 class EvalConfig(Section, prefix="eval."):
     """Validation loss on fixed tokens, HellaSwag, tasks of lm-evaluation-harness."""
 
-    every: NotNegative[int] = 500
-    """Number of steps between evaluations. 0: only at the end."""
-    tokens: Positive[int | None] = 1_048_576
-    """Number of tokens to evaluate in each split and each named val set, the same ones every time.
-    null: all."""
-    whole_at_end: bool = False
-    """Also compute eval/whole_val_loss over the whole val split at the last step."""
-    only: bool = False
-    """Do not train: evaluate the newest checkpoint of out_dir, or model.init_from if there is none,
-    and exit."""
-    hellaswag: str | None = None
-    """Evaluate HellaSwag during training, from a JSONL file in the original format or a Hub dataset
-    such as Rowan/hellaswag. null: do not."""
-    hellaswag_limit: Positive[int | None] = None
-    """Number of HellaSwag questions to use, from the first. null: all."""
-    tasks: tuple[str, ...] = ()
-    """Evaluate tasks of lm-evaluation-harness during training, such as arc_easy; needs lm-eval."""
-    tasks_every: NotNegative[int] = 0
-    """Number of steps between evaluations of tasks, a multiple of every. 0: only at the end."""
-    tasks_limit: Positive[int | None] = None
-    """Number of questions of each task to use, from the first. null: all."""
-    tasks_path: str | None = None
-    """Folder with YAML files of more tasks."""
+    every: int = option(
+        500,
+        "Number of steps between evaluations. 0: only at the end.",
+        at_least=0,
+        essential=True,
+        resume="free",
+    )
+    tokens: int | None = option(
+        1_048_576,
+        "Number of tokens to evaluate in each split and each named val set, the same ones every "
+        "time. null: all.",
+        above=0,
+        validation=True,
+    )
+    whole_at_end: bool = option(
+        False,
+        "Also compute eval/whole_val_loss over the whole val split at the last step.",
+    )
+    only: bool = option(
+        False,
+        "Do not train: evaluate the newest checkpoint of out_dir, or model.init_from if there is "
+        "none, and exit.",
+        resume="free",
+    )
+    hellaswag: str | None = option(
+        None,
+        "Evaluate HellaSwag during training, from a JSONL file in the original format or a Hub "
+        "dataset such as Rowan/hellaswag. null: do not.",
+        resume="free",
+        per_machine=True,
+    )
+    hellaswag_limit: int | None = option(
+        None,
+        "Number of HellaSwag questions to use, from the first. null: all.",
+        above=0,
+        resume="free",
+    )
+    tasks: tuple[str, ...] = option(
+        (),
+        "Evaluate tasks of lm-evaluation-harness during training, such as arc_easy; needs lm-eval.",
+        resume="free",
+    )
+    tasks_every: int = option(
+        0,
+        "Number of steps between evaluations of tasks, a multiple of every. 0: only at the end.",
+        at_least=0,
+        resume="free",
+    )
+    tasks_limit: int | None = option(
+        None,
+        "Number of questions of each task to use, from the first. null: all.",
+        above=0,
+        resume="free",
+    )
+    tasks_path: str | None = option(
+        None,
+        "Folder with YAML files of more tasks.",
+        resume="free",
+        per_machine=True,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,25 +294,50 @@ class EvalConfig(Section, prefix="eval."):
 
 
 @dataclass(frozen=True)
-class SampleConfig(Section, prefix="sample."):
+class SampleConfig(Section, prefix="sample.", resume="free"):
     """Samples generated during training."""
 
-    every: NotNegative[int] = 1000
-    """Number of steps before the first samples are generated. 0: never."""
-    growth: float = 1.0
-    """Factor by which the interval grows after each sampling, at least 1."""
-    prompts: tuple[str, ...] = ("",)
-    """Prompts to complete. An empty prompt starts a new document."""
-    num: Annotated[Positive[int], at_most(2**16)] = 1
-    """Number of samples per prompt and process."""
-    max_new_tokens: Annotated[Positive[int], at_most(2**24)] = 128
-    """Number of tokens to generate per sample."""
-    temperature: NotNegative[float] = 0.8
-    """Softmax temperature. 0: greedy decoding."""
-    top_k: Positive[int | None] = 50
-    """Sample from the k most likely tokens. null: from all."""
-    top_p: Share[float] = 1.0
-    """Sample from the most likely tokens whose probabilities sum to top_p."""
+    every: int = option(
+        1000,
+        "Number of steps before the first samples are generated. 0: never.",
+        at_least=0,
+    )
+    growth: float = option(
+        1.0,
+        "Factor by which the interval grows after each sampling, at least 1.",
+    )
+    prompts: tuple[str, ...] = option(
+        ("",),
+        "Prompts to complete. An empty prompt starts a new document.",
+    )
+    num: int = option(
+        1,
+        "Number of samples per prompt and process.",
+        above=0,
+        at_most=2**16,
+    )
+    max_new_tokens: int = option(
+        128,
+        "Number of tokens to generate per sample.",
+        above=0,
+        at_most=2**24,
+    )
+    temperature: float = option(
+        0.8,
+        "Softmax temperature. 0: greedy decoding.",
+        at_least=0,
+    )
+    top_k: int | None = option(
+        50,
+        "Sample from the k most likely tokens. null: from all.",
+        above=0,
+    )
+    top_p: float = option(
+        1.0,
+        "Sample from the most likely tokens whose probabilities sum to top_p.",
+        above=0,
+        at_most=1,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,48 +345,79 @@ class SampleConfig(Section, prefix="sample."):
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(Section, prefix="checkpoint."):
+class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
     """When checkpoints are saved, which are kept, and how a run resumes."""
 
-    every: NotNegative[int] = 1000
-    """Number of steps between checkpoints. 0: only by every_tokens and at the end."""
-    every_tokens: Positive[int | None] = None
-    """Number of tokens between checkpoints, in addition to every."""
-    keep_last: Positive[int] = 2
-    """Number of newest checkpoints to keep. With only one, nothing is left to resume from if it is
-    damaged. A disk that has no room for so many keeps fewer."""
-    async_save: bool = False
-    """Write checkpoints in the background, from a copy in memory (pinned on CUDA), while training
-    continues."""
-    keep_best: bool = True
-    """Also save and keep the checkpoint with the lowest val loss."""
-    resume: str = "auto"
-    """auto: resume from the newest checkpoint in out_dir. never: start anew. Or a checkpoint to
-    resume from if out_dir has none: its folder, or hf://user/name@step-1000, pushed with
-    hub.include_state. An older checkpoint of out_dir itself is refused: set another out_dir."""
-    copy_to: str | None = None
-    """Folder on another disk, or URL that fsspec writes to, such as s3://bucket/run, where each new
-    checkpoint is copied while training continues. A run without checkpoints of its own resumes from
-    there."""
-    allow_change: tuple[str, ...] = ()
-    """Config keys that may differ from those of the checkpoint, separated by commas."""
+    every: int = option(
+        1000,
+        "Number of steps between checkpoints. 0: only by every_tokens and at the end.",
+        at_least=0,
+    )
+    every_tokens: int | None = option(
+        None,
+        "Number of tokens between checkpoints, in addition to every.",
+        above=0,
+    )
+    keep_last: int = option(
+        2,
+        "Number of newest checkpoints to keep. With only one, nothing is left to resume from if it "
+        "is damaged. A disk that has no room for so many keeps fewer.",
+        above=0,
+    )
+    async_save: bool = option(
+        False,
+        "Write checkpoints in the background, from a copy in memory (pinned on CUDA), while "
+        "training continues.",
+    )
+    keep_best: bool = option(
+        True,
+        "Also save and keep the checkpoint with the lowest val loss.",
+    )
+    resume: str = option(
+        "auto",
+        "auto: resume from the newest checkpoint in out_dir. never: start anew. Or a checkpoint to "
+        "resume from if out_dir has none: its folder, or hf://user/name@step-1000, pushed with "
+        "hub.include_state. An older checkpoint of out_dir itself is refused: set another out_dir.",
+        per_machine=True,
+    )
+    copy_to: str | None = option(
+        None,
+        "Folder on another disk, or URL that fsspec writes to, such as s3://bucket/run, where each "
+        "new checkpoint is copied while training continues. A run without checkpoints of its own "
+        "resumes from there.",
+    )
+    allow_change: tuple[str, ...] = option(
+        (),
+        "Config keys that may differ from those of the checkpoint, separated by commas.",
+    )
 
 
 @dataclass(frozen=True)
-class LogConfig(Section, prefix="log."):
+class LogConfig(Section, prefix="log.", resume="free", per_machine=True):
     """Where metrics go."""
 
-    every: Positive[int] = 10
-    """Number of steps between logged metrics."""
-    trackers: tuple[str, ...] = ("tensorboard",)
-    """Trackers of Accelerate, separated by commas: tensorboard, wandb, trackio, ..."""
-    level: Literal["info", "warning"] = "info"
-    """warning: print only warnings and errors. Files and trackers still get all metrics."""
-    dashboard: bool = False
-    """Run TensorBoard on this machine while training, and print its address."""
-    batch_hash: bool = False
-    """Also log data/batch_hash, a hash of the tokens of each step, the same at any number of
-    processes."""
+    every: int = option(
+        10,
+        "Number of steps between logged metrics.",
+        above=0,
+    )
+    trackers: tuple[str, ...] = option(
+        ("tensorboard",),
+        "Trackers of Accelerate, separated by commas: tensorboard, wandb, trackio, ...",
+    )
+    level: Literal["info", "warning"] = option(
+        "info",
+        "warning: print only warnings and errors. Files and trackers still get all metrics.",
+    )
+    dashboard: bool = option(
+        False,
+        "Run TensorBoard on this machine while training, and print its address.",
+    )
+    batch_hash: bool = option(
+        False,
+        "Also log data/batch_hash, a hash of the tokens of each step, the same at any number of "
+        "processes.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -251,25 +429,39 @@ class LogConfig(Section, prefix="log."):
 
 
 @dataclass(frozen=True)
-class HubConfig(Section, prefix="hub."):
+class HubConfig(Section, prefix="hub.", resume="free"):
     """Uploads to the Hugging Face Hub during training; `accel-gpt push` uploads afterwards."""
 
-    repo_id: str | None = None
-    """Repository on the Hub, user/name, created if it does not exist. Log in with `hf auth
-    login`."""
-    push: Literal["never", "end", "every_checkpoint"] = "never"
-    """When to upload the exported model, its card, metrics and curves, as one commit."""
-    private: bool = False
-    """Create the repository as private."""
-    include_state: bool = False
-    """Also upload the whole checkpoint, so that the run can be resumed elsewhere from
-    hf://user/name@step-1000."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Data type of the exported weights."""
-    license: str | None = None
-    """Licence of the weights, by its identifier on the Hub: apache-2.0, mit, cc-by-4.0, ..."""
-    data_license: str | None = None
-    """Licence of the data, for the model card."""
+    repo_id: str | None = option(
+        None,
+        "Repository on the Hub, user/name, created if it does not exist. Log in with `hf auth "
+        "login`.",
+    )
+    push: Literal["never", "end", "every_checkpoint"] = option(
+        "never",
+        "When to upload the exported model, its card, metrics and curves, as one commit.",
+    )
+    private: bool = option(
+        False,
+        "Create the repository as private.",
+    )
+    include_state: bool = option(
+        False,
+        "Also upload the whole checkpoint, so that the run can be resumed elsewhere from "
+        "hf://user/name@step-1000.",
+    )
+    dtype: Literal["fp32", "bf16", "fp16"] = option(
+        "fp32",
+        "Data type of the exported weights.",
+    )
+    license: str | None = option(
+        None,
+        "Licence of the weights, by its identifier on the Hub: apache-2.0, mit, cc-by-4.0, ...",
+    )
+    data_license: str | None = option(
+        None,
+        "Licence of the data, for the model card.",
+    )
 
     def __post_init__(self) -> None:
         require(
@@ -294,10 +486,18 @@ class Config(Section):
       accelerate launch accel_gpt/train.py gpt2_124m --train.mixed_precision bf16
     """
 
-    out_dir: str = "runs/gpt"
-    """Folder of the run: its config, metrics, samples and checkpoints."""
-    seed: int = 1337
-    """Seed of the initial weights, the data order and dropout."""
+    out_dir: str = option(
+        "runs/gpt",
+        "Folder of the run: its config, metrics, samples and checkpoints.",
+        essential=True,
+        resume="free",
+        per_machine=True,
+    )
+    seed: int = option(
+        1337,
+        "Seed of the initial weights, the data order and dropout.",
+        resume="refuse",
+    )
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -4,7 +4,6 @@ docs/keys.md is made of the same docstrings.
 """
 
 import textwrap
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import yaml
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.help import descriptions
 from accel_gpt.config.model import PRESETS
+from accel_gpt.config.options import field_types, own_options
 from accel_gpt.config.parse import (
     config_of,
     is_section,
@@ -49,7 +48,7 @@ def commented_yaml(config: Config) -> str:
 def section_lines(section: Any, default: Any, plain: Mapping[str, Any]) -> Iterator[str]:
     """The lines of one section, whose values are also in `plain`."""
     kind: Any = type(section)
-    for name, hint in typing.get_type_hints(kind).items():
+    for name, hint in field_types(kind).items():
         value, usual = getattr(section, name), getattr(default, name)
         if is_section(hint):
             yield ""
@@ -57,7 +56,7 @@ def section_lines(section: Any, default: Any, plain: Mapping[str, Any]) -> Itera
             yield f"{name}:"
             yield from indented(section_lines(value, usual, plain[name]))
             continue
-        text = descriptions(kind)[name]
+        text = own_options(kind)[name].description
         if value != usual:
             text += f" Default: {dump(usual if usual != '' else None)}."
         yield from comment(text)

@@ -3,91 +3,208 @@
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from accel_gpt.config.checks import BelowOne, Positive, Section, at_most
+from accel_gpt.config.options import Section, option
 from accel_gpt.errors import require
 
 
 @dataclass(frozen=True)
-class ModelConfig(Section, prefix="model."):
+class ModelConfig(Section, prefix="model.", resume="refuse"):
     """Shape of the model; the defaults are GPT-2 small."""
 
-    preset: Literal["gpt2", "llama", "qwen3", "fast"] = "gpt2"
-    """Model family, which sets the defaults of the keys below. Each of them can be overridden."""
-    depth: Annotated[Positive[int | None], at_most(2**14)] = None
-    """Number of blocks of the fast recipe. Width, heads, batch size, length, learning rates and
-    schedule follow from it where they are not set (docs/fast.md). null: nothing follows."""
-    init_from: str = "scratch"
-    """Initial weights: scratch, or a run or checkpoint of accel_gpt, a folder written by
-    transformers, or a Hub id (gpt2, Qwen/Qwen3-0.6B, user/name@revision). Shape and tokenizer come
-    with the weights; dropout, rope_ keys and block_size can be overridden."""
-    allow_pickle: bool = False
-    """Also accept weights in pickle files (.bin), which are read without executing code."""
-    n_layer: Annotated[Positive[int], at_most(2**14)] = 12
-    """Number of blocks."""
-    n_head: Annotated[Positive[int], at_most(2**24)] = 12
-    """Number of query heads."""
-    n_kv_head: Annotated[Positive[int | None], at_most(2**24)] = None
-    """Number of key and value heads (grouped-query attention). null: n_head."""
-    n_embd: Annotated[Positive[int], at_most(2**24)] = 768
-    """Width of the residual stream."""
-    head_dim: Annotated[Positive[int | None], at_most(2**24)] = None
-    """Size of one head. null: n_embd / n_head."""
-    block_size: Annotated[Positive[int], at_most(2**31)] = 1024
-    """Context length in tokens."""
-    vocab_size: Annotated[Positive[int | None], at_most(2**31)] = None
-    """Vocabulary size. null: the tokenizer's. Padded to a multiple of 64 in the weights."""
-    dropout: BelowOne[float] = 0.0
-    """Dropout probability, 0 to 1."""
-    bias: bool = True
-    """Use biases in linear layers and LayerNorm."""
-    position: Literal["learned", "rope"] = "learned"
-    """Learned position embeddings, or rotary ones (RoPE)."""
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalization before each sub-layer."""
-    norm_weight: bool = True
-    """Use learned scales (and, with bias, shifts) in the norms."""
-    qk_norm: bool = False
-    """Apply RMSNorm to the queries and keys of each head."""
-    embedding_norm: bool = False
-    """Normalize the embeddings before the first block."""
-    mlp: Literal["gelu", "gelu_erf", "relu2", "swiglu"] = "gelu"
-    """Activation of the MLP: GELU in GPT-2's tanh form, exact GELU (nanoGPT's), squared ReLU, or
-    SwiGLU."""
-    mlp_hidden: Annotated[Positive[int | None], at_most(2**24)] = None
-    """Hidden size of the MLP. null: 4 n_embd; for swiglu 8/3 n_embd rounded up to a multiple of
-    128."""
-    tie_embeddings: bool = True
-    """Share the weights of the input embedding and the output head."""
-    logit_softcap: Positive[float | None] = None
-    """Limit logits to plus and minus this value by a tanh. null: no limit."""
-    rope_theta: Positive[float] = 10000.0
-    """Base of the rotary frequencies."""
-    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """Scaling of rotary positions for contexts longer than in the first training: linear divides
-    positions by rope_factor, llama3 and yarn divide low frequencies only."""
-    rope_factor: Positive[float] = 1.0
-    """Factor of rope_scaling."""
-    rope_low_freq_factor: Positive[float] = 1.0
-    """llama3: frequencies with fewer turns than this in the original context are divided."""
-    rope_high_freq_factor: float = 4.0
-    """llama3: frequencies with more turns than this in the original context are kept."""
-    rope_beta_fast: Positive[float] = 32.0
-    """yarn: frequencies with more turns than this in the original context are kept."""
-    rope_beta_slow: Positive[float] = 1.0
-    """yarn: frequencies with fewer turns than this in the original context are divided."""
-    rope_attention_factor: Positive[float | None] = None
-    """yarn: factor on queries and keys. null: 0.1 ln(rope_factor) + 1."""
-    rope_original_block_size: Positive[int] = 8192
-    """llama3 and yarn: original context length in tokens."""
-    init_std: Positive[float] = 0.02
-    """Standard deviation of the initial weights. 0.02 is GPT-2's."""
-    zero_init: bool = False
-    """Initialize the projections onto the residual stream to zero, so that each block starts as the
-    identity."""
-    norm_eps: Positive[float] = 1e-5
-    """Added to the variance in the norms for numerical stability."""
+    preset: Literal["gpt2", "llama", "qwen3", "fast"] = option(
+        "gpt2",
+        "Model family, which sets the defaults of the keys below. Each of them can be overridden.",
+        essential=True,
+    )
+    depth: int | None = option(
+        None,
+        "Number of blocks of the fast recipe. Width, heads, batch size, length, learning rates and "
+        "schedule follow from it where they are not set (docs/fast.md). null: nothing follows.",
+        above=0,
+        at_most=2**14,
+        essential=True,
+        resume="free",
+        size=True,
+    )
+    init_from: str = option(
+        "scratch",
+        "Initial weights: scratch, or a run or checkpoint of accel_gpt, a folder written by "
+        "transformers, or a Hub id (gpt2, Qwen/Qwen3-0.6B, user/name@revision). Shape and "
+        "tokenizer come with the weights; dropout, rope_ keys and block_size can be overridden.",
+        essential=True,
+        resume="start",
+        per_machine=True,
+    )
+    allow_pickle: bool = option(
+        False,
+        "Also accept weights in pickle files (.bin), which are read without executing code.",
+        resume="start",
+    )
+    n_layer: int = option(
+        12,
+        "Number of blocks.",
+        above=0,
+        at_most=2**14,
+        essential=True,
+        size=True,
+    )
+    n_head: int = option(
+        12,
+        "Number of query heads.",
+        above=0,
+        at_most=2**24,
+        essential=True,
+        size=True,
+    )
+    n_kv_head: int | None = option(
+        None,
+        "Number of key and value heads (grouped-query attention). null: n_head.",
+        above=0,
+        at_most=2**24,
+        size=True,
+    )
+    n_embd: int = option(
+        768,
+        "Width of the residual stream.",
+        above=0,
+        at_most=2**24,
+        essential=True,
+        size=True,
+    )
+    head_dim: int | None = option(
+        None,
+        "Size of one head. null: n_embd / n_head.",
+        above=0,
+        at_most=2**24,
+        size=True,
+    )
+    block_size: int = option(
+        1024,
+        "Context length in tokens.",
+        above=0,
+        at_most=2**31,
+        essential=True,
+    )
+    vocab_size: int | None = option(
+        None,
+        "Vocabulary size. null: the tokenizer's. Padded to a multiple of 64 in the weights.",
+        above=0,
+        at_most=2**31,
+    )
+    dropout: float = option(
+        0.0,
+        "Dropout probability, 0 to 1.",
+        at_least=0,
+        below=1,
+    )
+    bias: bool = option(
+        True,
+        "Use biases in linear layers and LayerNorm.",
+    )
+    position: Literal["learned", "rope"] = option(
+        "learned",
+        "Learned position embeddings, or rotary ones (RoPE).",
+    )
+    norm: Literal["layernorm", "rmsnorm"] = option(
+        "layernorm",
+        "Normalization before each sub-layer.",
+    )
+    norm_weight: bool = option(
+        True,
+        "Use learned scales (and, with bias, shifts) in the norms.",
+    )
+    qk_norm: bool = option(
+        False,
+        "Apply RMSNorm to the queries and keys of each head.",
+    )
+    embedding_norm: bool = option(
+        False,
+        "Normalize the embeddings before the first block.",
+    )
+    mlp: Literal["gelu", "gelu_erf", "relu2", "swiglu"] = option(
+        "gelu",
+        "Activation of the MLP: GELU in GPT-2's tanh form, exact GELU (nanoGPT's), squared ReLU, "
+        "or SwiGLU.",
+    )
+    mlp_hidden: int | None = option(
+        None,
+        "Hidden size of the MLP. null: 4 n_embd; for swiglu 8/3 n_embd rounded up to a multiple of "
+        "128.",
+        above=0,
+        at_most=2**24,
+        size=True,
+    )
+    tie_embeddings: bool = option(
+        True,
+        "Share the weights of the input embedding and the output head.",
+    )
+    logit_softcap: float | None = option(
+        None,
+        "Limit logits to plus and minus this value by a tanh. null: no limit.",
+        above=0,
+    )
+    rope_theta: float = option(
+        10000.0,
+        "Base of the rotary frequencies.",
+        above=0,
+    )
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = option(
+        "none",
+        "Scaling of rotary positions for contexts longer than in the first training: linear "
+        "divides positions by rope_factor, llama3 and yarn divide low frequencies only.",
+    )
+    rope_factor: float = option(
+        1.0,
+        "Factor of rope_scaling.",
+        above=0,
+    )
+    rope_low_freq_factor: float = option(
+        1.0,
+        "llama3: frequencies with fewer turns than this in the original context are divided.",
+        above=0,
+    )
+    rope_high_freq_factor: float = option(
+        4.0,
+        "llama3: frequencies with more turns than this in the original context are kept.",
+    )
+    rope_beta_fast: float = option(
+        32.0,
+        "yarn: frequencies with more turns than this in the original context are kept.",
+        above=0,
+    )
+    rope_beta_slow: float = option(
+        1.0,
+        "yarn: frequencies with fewer turns than this in the original context are divided.",
+        above=0,
+    )
+    rope_attention_factor: float | None = option(
+        None,
+        "yarn: factor on queries and keys. null: 0.1 ln(rope_factor) + 1.",
+        above=0,
+    )
+    rope_original_block_size: int = option(
+        8192,
+        "llama3 and yarn: original context length in tokens.",
+        above=0,
+    )
+    init_std: float = option(
+        0.02,
+        "Standard deviation of the initial weights. 0.02 is GPT-2's.",
+        above=0,
+    )
+    zero_init: bool = option(
+        False,
+        "Initialize the projections onto the residual stream to zero, so that each block starts as "
+        "the identity.",
+        resume="start",
+    )
+    norm_eps: float = option(
+        1e-5,
+        "Added to the variance in the norms for numerical stability.",
+        above=0,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

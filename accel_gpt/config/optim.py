@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from accel_gpt.config.checks import BelowOne, NotNegative, Positive, Section
+from accel_gpt.config.options import Section, option
 from accel_gpt.errors import require
 
 MUON_LR = 0.02  # Jordan et al. 2024, for the original scale
@@ -16,40 +16,90 @@ that what an update needs besides its state does not grow with the number of blo
 class OptimConfig(Section, prefix="optim."):
     """The optimizer."""
 
-    name: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon: Muon (Jordan et al. 2024) for the matrices of attention and MLP, AdamW for
-    embeddings, head and vectors."""
-    lr: Positive[float] = 6e-4
-    """Peak learning rate of AdamW."""
-    embedding_lr: Positive[float | None] = None
-    """Peak learning rate of the embeddings, and of a head that shares their weights. null: lr."""
-    head_lr: Positive[float | None] = None
-    """Peak learning rate of an output head with its own weights. null: lr."""
-    beta1: BelowOne[float] = 0.9
-    """Decay rate of AdamW's first moment."""
-    beta2: BelowOne[float] = 0.95
-    """Decay rate of AdamW's second moment."""
-    eps: Positive[float] = 1e-8
-    """Added to the root of the second moment for numerical stability."""
-    weight_decay: NotNegative[float] = 0.1
-    """Decoupled weight decay of matrices, multiplied by the learning rate. Vectors do not decay."""
-    grad_clip: NotNegative[float] = 1.0
-    """Clip the global gradient norm to this value. 0: no clipping."""
-    muon_lr: Positive[float | None] = None
-    """Peak learning rate of Muon, on the same schedule. null: lr, or with muon_scale original
-    0.02."""
-    muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Factor on muon_lr by the shape of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)),
-    which makes updates as large as AdamW's (Liu et al. 2025). original: sqrt(max(1, rows /
-    columns))."""
-    muon_weight_decay: NotNegative[float | None] = None
-    """Decoupled weight decay of Muon's matrices. null: weight_decay."""
-    muon_momentum: BelowOne[float] = 0.95
-    """Nesterov momentum of Muon."""
-    muon_momentum_warmup: NotNegative[int] = 0
-    """Number of steps in which the momentum rises from 0.85 to muon_momentum. 0: none."""
-    muon_cautious_decay: bool = False
-    """Decay a weight only where Muon's update also makes it smaller (Chen et al. 2025)."""
+    name: Literal["adamw", "muon"] = option(
+        "adamw",
+        "adamw, or muon: Muon (Jordan et al. 2024) for the matrices of attention and MLP, AdamW "
+        "for embeddings, head and vectors.",
+        resume="refuse",
+    )
+    lr: float = option(
+        6e-4,
+        "Peak learning rate of AdamW.",
+        above=0,
+        essential=True,
+    )
+    embedding_lr: float | None = option(
+        None,
+        "Peak learning rate of the embeddings, and of a head that shares their weights. null: lr.",
+        above=0,
+        null_is_another_run=True,
+    )
+    head_lr: float | None = option(
+        None,
+        "Peak learning rate of an output head with its own weights. null: lr.",
+        above=0,
+        null_is_another_run=True,
+    )
+    beta1: float = option(
+        0.9,
+        "Decay rate of AdamW's first moment.",
+        at_least=0,
+        below=1,
+    )
+    beta2: float = option(
+        0.95,
+        "Decay rate of AdamW's second moment.",
+        at_least=0,
+        below=1,
+    )
+    eps: float = option(
+        1e-8,
+        "Added to the root of the second moment for numerical stability.",
+        above=0,
+    )
+    weight_decay: float = option(
+        0.1,
+        "Decoupled weight decay of matrices, multiplied by the learning rate. Vectors do not "
+        "decay.",
+        at_least=0,
+    )
+    grad_clip: float = option(
+        1.0,
+        "Clip the global gradient norm to this value. 0: no clipping.",
+        at_least=0,
+    )
+    muon_lr: float | None = option(
+        None,
+        "Peak learning rate of Muon, on the same schedule. null: lr, or with muon_scale original "
+        "0.02.",
+        above=0,
+    )
+    muon_scale: Literal["match_rms_adamw", "original"] = option(
+        "match_rms_adamw",
+        "Factor on muon_lr by the shape of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, "
+        "columns)), which makes updates as large as AdamW's (Liu et al. 2025). original: "
+        "sqrt(max(1, rows / columns)).",
+    )
+    muon_weight_decay: float | None = option(
+        None,
+        "Decoupled weight decay of Muon's matrices. null: weight_decay.",
+        at_least=0,
+    )
+    muon_momentum: float = option(
+        0.95,
+        "Nesterov momentum of Muon.",
+        at_least=0,
+        below=1,
+    )
+    muon_momentum_warmup: int = option(
+        0,
+        "Number of steps in which the momentum rises from 0.85 to muon_momentum. 0: none.",
+        at_least=0,
+    )
+    muon_cautious_decay: bool = option(
+        False,
+        "Decay a weight only where Muon's update also makes it smaller (Chen et al. 2025).",
+    )
 
     @property
     def muon_peak(self) -> float:

@@ -9,17 +9,16 @@ import re
 import shlex
 import sys
 import types
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
-from accel_gpt.config.checks import is_positional
-from accel_gpt.config.experiment import ESSENTIAL, Config
+from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.names import NAMES
+from accel_gpt.config.options import all_options, field_types, own_options
 from accel_gpt.config.removed import REMOVED, REMOVED_OPTIONS, REMOVED_VALUES, is_removed
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import write_out
@@ -43,14 +42,12 @@ def load_config(
     """
     path, *words = argv if argv and not argv[0].startswith("-") else ["", *argv]
     check_utf8("CONFIG", path)
-    essential = () if "--help-all" in words else ESSENTIAL
-    show_help_if_asked(Config, words, f"{prog} CONFIG", essential)
+    show_help_if_asked(Config, words, f"{prog} CONFIG", essential="--help-all" not in words)
     require(bool(path), f"no config file given; usage: {prog} CONFIG [--section.key v]")
     given = read_values(Config, str(resolve_config(path)), words)
     if (chosen := dict(read_options(Config, words))).get("model.depth") is not None:
-        from accel_gpt.config.depth import SHAPE
-
-        given = {key: v for key, v in given.items() if key in chosen or key not in SHAPE}
+        sizes = {key for key, one in all_options(Config).items() if one.size}
+        given = {key: v for key, v in given.items() if key in chosen or key not in sizes}
     return config_of(given, inherit)
 
 
@@ -193,7 +190,7 @@ def is_section(hint: Any) -> bool:
 def leaves(cls: type, prefix: str = "") -> Mapping[str, Any]:
     """Map the dotted key of every field, nested dataclasses included, to its type."""
     found: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(cls).items():
+    for name, hint in field_types(cls).items():
         if is_section(hint):
             found.update(leaves(hint, f"{prefix}{name}."))
         else:
@@ -211,7 +208,7 @@ def exclusive_keys(cls: type, prefix: str = "") -> Iterator[list[str]]:
     """Groups of dotted keys of which at most one may be set."""
     for group in getattr(cls, "exclusive", ()):
         yield [prefix + name for name in group]
-    for name, hint in typing.get_type_hints(cls).items():
+    for name, hint in field_types(cls).items():
         if is_section(hint):
             yield from exclusive_keys(hint, f"{prefix}{name}.")
 
@@ -282,8 +279,7 @@ def read_options(
     Unknown keys raise `UserError`; with `others` they are appended to it, with their values.
     """
     words, known = list(argv), leaves(cls)
-    annotated = typing.get_type_hints(cls, include_extras=True)
-    positional = [k for k in annotated if is_positional(annotated[k])]
+    positional = [name for name, one in own_options(cls).items() if one.positional]
     several: list[str] = []
     while words:
         word = words.pop(0)
@@ -320,12 +316,12 @@ def read_options(
     require(not missing, f"{' and '.join(missing).upper()} missing; see --help")
 
 
-def show_help_if_asked(cls: type, argv: Sequence[str], prog: str, only: Sequence[str] = ()) -> None:
-    """Print the help of the options of `cls`, or of those in `only`, and exit."""
+def show_help_if_asked(cls: type, argv: Sequence[str], prog: str, essential: bool = False) -> None:
+    """Print the help of the options of `cls`, or of the essential ones, and exit."""
     if {"-h", "--help", "--help-all"} & set(argv):
         from accel_gpt.config.help import format_help
 
-        write_out(format_help(cls, prog, only))
+        write_out(format_help(cls, prog, essential))
         sys.exit(0)
 
 
@@ -476,7 +472,8 @@ def describe_type(hint: Any) -> str:
 def build(cls: type[T], values: Mapping[str, Any]) -> T:
     """Make a dataclass from dotted keys; every other field keeps its default."""
     fields: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(cls).items():
+    kind: Any = cls
+    for name, hint in field_types(kind).items():
         if is_section(hint):
             inner = {k[len(name) + 1 :]: v for k, v in values.items() if k.startswith(f"{name}.")}
             fields[name] = build(hint, inner)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accel_gpt.config.compare import option_of
 from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import leaves
@@ -21,7 +22,7 @@ from accel_gpt.redact import may_be_secret, public_metric, public_name, public_s
 from accel_gpt.training.checkpoint import read_checkpoint_json, write_json
 from accel_gpt.training.machine import PACKAGES
 from accel_gpt.training.metrics import as_csv, as_jsonl
-from accel_gpt.training.resume import FREE, NOT_TOLD
+from accel_gpt.training.resume import NOT_TOLD
 from accel_gpt.training.run_folder import RunFolder, number
 from accel_gpt.training.trackers import as_code
 
@@ -203,8 +204,11 @@ def public_state(content: dict[str, Any]) -> dict[str, Any]:
     """Return the content of trainer_state.json or model.json without the keys of its config that a
     resume may change, such as paths: it takes these from the config that it is given.
     """
-    config = content["config"].items()
-    public = {key: value for key, value in config if not key.startswith((*FREE, "init_from"))}
+    public = {
+        key: value
+        for key, value in content["config"].items()
+        if option_of(key).resume not in ("free", "start") and key != "init_from"
+    }
     hidden = {key: NOT_TOLD for key in public if f"{key}.".startswith("data.val.") and public[key]}
     content["config"] = public | hidden
     if versions := content.get("versions"):

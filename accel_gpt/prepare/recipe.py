@@ -52,7 +52,7 @@ def source_fingerprint(config: PrepareConfig, *, times: bool = True) -> str:
     return describe_source(config, times)
 
 
-def differences(made: Mapping[str, Any], requested: Mapping[str, Any]) -> list[str]:
+def other_settings(made: Mapping[str, Any], requested: Mapping[str, Any]) -> list[str]:
     """The requested settings that `made` has otherwise; those of a bpe count only for a bpe."""
     return [
         f"{key}: {made.get(key)}, requested {value}"
@@ -71,7 +71,7 @@ def check_same(folder: Path, begun: Mapping[str, Any], requested: Mapping[str, A
     settings["dedupe"] = False  # an earlier version could drop documents
     begun = {"dedupe": False, **dict(UNRECORDED), **begun}
     remedy = f"or remove {folder} to start over"
-    if differ := differences(begun, settings):
+    if differ := other_settings(begun, settings):
         raise UserError(
             f"{folder} was begun with other settings ({'; '.join(differ)}); repeat the command "
             f"with those, {remedy}"
@@ -104,7 +104,7 @@ def is_ready(config: PrepareConfig, out: Path) -> bool:
     if made["tokenizer"] != config.tokenizer and is_tokenizer_of(config.tokenizer, out):
         made["tokenizer"] = config.tokenizer  # by another name
     requested = {**recipe(config), "skip_invalid": config.skip_invalid}
-    if differ := differences(made, requested):
+    if differ := other_settings(made, requested):
         raise UserError(
             f"data folder {out} was prepared with other settings ({'; '.join(differ)}); delete the "
             "folder or choose another one"

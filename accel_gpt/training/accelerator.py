@@ -33,8 +33,8 @@ from accelerate.utils import (
 )
 from torch import nn
 
-from accel_gpt.config.checks import duration
 from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.options import duration
 from accel_gpt.config.plan import Plan
 from accel_gpt.cost.devices import bf16_instructions
 from accel_gpt.errors import require

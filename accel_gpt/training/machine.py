@@ -15,17 +15,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from accel_gpt.config.compare import option_of
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat
 from accel_gpt.launcher import launcher_precision
 
-# keys of the config that may differ between machines: paths, and what does not change training
-LOCAL = (
-    *("data.train", "data.val", "data.tokenizer", "data.cache_", "data.prepare."),
-    "checkpoint.resume",  # on each machine the folder to which it was downloaded
-    *("model.init_from", "eval.hellaswag", "eval.tasks_path", "train.cpu_threads", "log."),
-    "out_dir",  # `prepare_run` checks that it is shared
-)
 PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "tiktoken", "numpy")
 
 
@@ -72,15 +66,16 @@ def code_versions() -> dict[str, str]:
 
 
 def rank_identity(config: Config) -> dict[str, Any]:
-    """What must be the same on all ranks: the config without `LOCAL`, the code of this package, and
-    versions. The content of the data is compared when it is open.
+    """What must be the same on all ranks: the options that are not `per_machine`, the code of this
+    package, and versions. The content of the data is compared when it is open.
     """
     package, code = Path(__file__).resolve().parents[1], hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         if file.is_file():  # no dangling link of an editor
             code.update(str(file.relative_to(package)).encode() + file.read_bytes())
-    flat, versions = to_flat(config), package_versions()
-    return {key: value for key, value in flat.items() if not key.startswith(LOCAL)} | {
+    versions = package_versions()
+    shared = {k: value for k, value in to_flat(config).items() if not option_of(k).per_machine}
+    return shared | {
         "mixed_precision": config.train.mixed_precision or launcher_precision(),
         "the code of accel_gpt (SHA-256)": code.hexdigest()[:12],
         "Python": ".".join(platform.python_version_tuple()[:2]),

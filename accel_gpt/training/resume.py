@@ -1,7 +1,6 @@
 """Resume a run: choose the checkpoint, check what has changed, restore everything on every rank.
 
-Keys of the config are of three kinds: one in `IDENTITY` makes it another run, one in `FREE` may
-change, any other needs `--checkpoint.allow_change`.
+What may change from launch to launch is a property of each option: see `Option.resume`.
 """
 
 import math
@@ -19,10 +18,10 @@ from accelerate.utils.constants import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, SCALER
 from accelerate.utils.other import load
 from safetensors.torch import load_file
 
+from accel_gpt.config.compare import Differences, differences, option_of, resume_kind
 from accel_gpt.config.experiment import Config, ScheduleConfig
 from accel_gpt.config.parse import build, relocated, to_flat
 from accel_gpt.config.plan import LENGTH, Plan, make_plan, plural
-from accel_gpt.config.removed import REMOVED
 from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import CheckpointError, DivergedError, UserError, first_line, require
 from accel_gpt.files import write_file
@@ -45,31 +44,6 @@ from accel_gpt.training.saving import remove_checkpoint, remove_debris
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.tensor_files import moments_of, read_tensors
 
-FREE = (
-    *("out_dir", "data.tokenizer", "data.cache_", "data.allow_change", "data.prepare."),
-    "data.train",  # the fingerprint of its content decides
-    *("model.init_from", "model.allow_pickle", "model.zero_init"),
-    "model.depth",  # the keys that it sets are compared themselves
-    *("train.micro_batch_size", "train.mixed_precision", "train.matmul_precision"),
-    *("train.compile", "train.activation_checkpointing", "train.sync_each_batch"),
-    *("train.cpu_threads", "train.stop_at"),
-    *("train.time_limit", "train.step_timeout", "train.init_timeout", "train.profile"),
-    *("eval.every", "eval.only", "eval.hellaswag", "eval.tasks"),
-    *("sample.", "checkpoint.", "log.", "hub."),
-)
-IDENTITY = (
-    "model.",  # tensors would not fit
-    *("optim.name", "tokenizer", "seed", "data.shuffle"),
-    "train.tokens_per_step",  # it maps steps to data
-)
-# Set or not set, these divide the parameters into other groups of the optimizer.
-GROUPS = ("optim.embedding_lr", "optim.head_lr")
-# The free keys that decide the bits which train.reproducible promises.
-BITS = (
-    *("train.micro_batch_size", "train.mixed_precision"),
-    *("train.matmul_precision", "train.cpu_threads"),
-)
-VAL_DATA = ("data.train", "data.val", "eval.tokens")  # what the val loss is of
 NOT_TOLD = "not told"  # stands for a path in the config of a checkpoint from the Hub
 
 
@@ -307,58 +281,52 @@ def check_same_run(
     `CheckpointError` if it is another run, `UserError` if all changes could be allowed.
     """
     changes = config_changes(saved.config, now.config) | source_changes(vars(saved), vars(now))
-    had_groups, has_groups = (
-        any(config.get(key) is not None for key in GROUPS) for config in (saved.config, now.config)
-    )
-    identity = IDENTITY if had_groups == has_groups else (*IDENTITY, *GROUPS)
+    kinds = {key: resume_kind(key, saved.config, now.config) for key in changes}
     refused = {
         key: change
         for key, change in changes.items()
-        if key.partition("[")[0] not in allowed or key.startswith(identity)
+        if kinds[key] == "refuse" or key.partition("[")[0] not in allowed
     }
     if saved.tokenizer_fingerprint != now.tokenizer_fingerprint:
         refused["tokenizer"] = (saved.tokenizer_fingerprint[:12], now.tokenizer_fingerprint[:12])
+        kinds["tokenizer"] = "refuse"
     if not refused:
         return
-    kind = CheckpointError if any(key.startswith(identity) for key in refused) else UserError
-    raise kind(
-        f"{path} was made with another config: {format_changes(refused)}; restore "
-        f"{'it' if len(refused) == 1 else 'them'}, set another out_dir"
-        + (allow_hint([key.partition("[")[0] for key in refused]) if kind is UserError else "")
-    )
+    them = "it" if len(refused) == 1 else "them"
+    problem = f"{path} was made with another config: {format_changes(refused)}; restore {them}, "
+    problem += "set another out_dir"
+    if any(kinds[key] == "refuse" for key in refused):
+        raise CheckpointError(problem)
+    raise UserError(problem + allow_hint([key.partition("[")[0] for key in refused]))
 
 
 def check_same_config(config: Config) -> None:
     """Raise `UserError` if `out_dir` belongs to a run of another config that has no checkpoint."""
     before = RunFolder(config.out_dir).read_config()
-    changes = config_changes(before, to_flat(config)) if before else {}
+    now = to_flat(config)
+    changes = config_changes(before, now) if before else {}
     refused = {k: v for k, v in changes.items() if k not in config.checkpoint.allow_change}
-    if refused:
-        raise UserError(
-            f"out_dir {config.out_dir} holds a run of another config: {format_changes(refused)}; "
-            "set another out_dir"
-            + ("" if any(k.startswith(IDENTITY) for k in refused) else allow_hint([*refused]))
-        )
+    if not refused:
+        return
+    another_run = any(resume_kind(key, before, now) == "refuse" for key in refused)
+    raise UserError(
+        f"out_dir {config.out_dir} holds a run of another config: {format_changes(refused)}; "
+        "set another out_dir" + ("" if another_run else allow_hint([*refused]))
+    )
 
 
-def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Keys that differ but are not free: key -> (before, now).
-
-    A key that `before` lacks, because an earlier version wrote it, had its default. A key that
-    this version no longer has is ignored. Data that moved with their run are the same.
+def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
+    """Return the keys that differ and may not change freely. Data that moved with their run are the
+    same.
     """
-    before = to_flat(Config()) | {key: v for key, v in before.items() if key not in REMOVED}
-    compared = BITS if now.get("train.reproducible") else ()
+    out_dirs = str(before.get("out_dir")), str(now.get("out_dir"))
     changes = {}
-    for key in sorted(before.keys() | now.keys()):
-        was, new = before.get(key), now.get(key)
-        if key.startswith(FREE) and key not in compared:
+    for key, (was, new) in differences(before, now).items():
+        if resume_kind(key, before, now) in ("free", "start") or was == NOT_TOLD:
             continue
-        moved = was
-        if key.startswith("data.val"):
-            moved = relocated(was, before=str(before["out_dir"]), after=str(now.get("out_dir")))
-        if was not in (new, NOT_TOLD) and moved != new:
-            changes[key] = (was, new)
+        if key.startswith("data.val") and relocated(was, *out_dirs) == new:
+            continue
+        changes[key] = (was, new)
     return changes
 
 
@@ -436,7 +404,7 @@ def restore(
     if now.config["checkpoint.keep_best"] and not run.best:
         elsewhere |= saved.best_step not in run.checkpoints
     changed = source_changes(vars(saved), vars(now)) | config_changes(saved.config, now.config)
-    if elsewhere or any(key.startswith(VAL_DATA) for key in changed):
+    if elsewhere or any(option_of(key).validation for key in changed):
         state.best_step = state.best_val_loss = None
     return state
 

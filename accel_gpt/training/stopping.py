@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from accel_gpt.config.checks import duration
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.options import duration
 from accel_gpt.errors import require
 from accel_gpt.launcher import PREEMPTED, SIGNALS, rank, started_by_launcher
 from accel_gpt.training.accelerator import LONGEST_PAUSE, host_group

@@ -1,0 +1,56 @@
+"""Compare two configs, given as values by dotted key, by what each option says of itself."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.options import Option, Resume, all_options
+from accel_gpt.config.parse import to_flat
+from accel_gpt.config.removed import REMOVED
+
+Differences = dict[str, tuple[Any, Any]]  # key -> (before, now)
+UNKNOWN = Option("", resume="ask")  # of a key that another version wrote
+
+
+def option_of(key: str) -> Option:
+    """Return what is known of a key, or of the key that it belongs to.
+
+    `data.val.web` and `data.train[web]` belong to `data.val` and `data.train`.
+    """
+    known = all_options(Config)
+    name = key.partition("[")[0]
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return known.get(name, UNKNOWN)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
+    """Return the keys whose values differ.
+
+    A key that `before` lacks, because an earlier version wrote it, had its default. A key that
+    this version no longer has is ignored.
+    """
+    kept = {key: value for key, value in before.items() if key not in REMOVED}
+    known = to_flat(Config()) | kept
+    return {
+        key: (known.get(key), now.get(key))
+        for key in sorted(known.keys() | now.keys())
+        if known.get(key) != now.get(key)
+    }
+
+
+def resume_kind(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Resume:
+    """Return what a resume does with another value of `key`: see `Option.resume`."""
+    one = option_of(key)
+    if one.exact and now.get("train.reproducible"):
+        return "ask"
+    if one.null_is_another_run and has_rate_groups(before) != has_rate_groups(now):
+        return "refuse"
+    assert one.resume is not None
+    return one.resume
+
+
+def has_rate_groups(config: Mapping[str, Any]) -> bool:
+    """Return whether a config has learning rates that make groups of the optimizer."""
+    keys = [key for key, one in all_options(Config).items() if one.null_is_another_run]
+    return any(config.get(key) is not None for key in keys)

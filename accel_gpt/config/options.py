@@ -1,0 +1,211 @@
+"""Describe an option once: default, text, bounds, and how a resume, a rank or a ladder treats it.
+
+    class TrainConfig(Section, prefix="train."):
+        max_steps: int | None = option(None, "Number of optimizer steps in the run.", above=0)
+
+Help, docs/keys.md, `--dump_config`, the checks of bounds and every comparison of two configs read
+these descriptions. No other list of option names exists.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from accel_gpt.errors import require
+
+Resume = Literal["free", "start", "ask", "refuse"]
+Groups = tuple[tuple[str, ...], ...]
+REQUIRED: Any = dataclasses.MISSING  # the default of an option that must be given
+LONGEST_SECONDS = 1000 * 86_400.0  # of a time limit: 1,000 days
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is known of an option besides its name, type and default."""
+
+    description: str
+    above: float | None = None
+    at_least: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+    positional: bool = False
+    """A command takes it as a word without a name."""
+    essential: bool = False
+    """`--help` shows it; `--help-all` shows every option."""
+    resume: Resume | None = None
+    """What a resume does with another value than the checkpoint's. free: take it, as it does not
+    change what is computed. start: take it, as it acts before the first step only. ask: require
+    checkpoint.allow_change. refuse: it is another run. None: as the section says."""
+    exact: bool = False
+    """It decides the bits that train.reproducible promises, so a resume may not change it then."""
+    null_is_another_run: bool = False
+    """Whether it is null decides the groups of the optimizer."""
+    validation: bool = False
+    """It decides what the val loss measures: after a change the best checkpoint starts anew."""
+    size: bool = False
+    """It is a size of the model, which differs from rung to rung of a ladder."""
+    per_machine: bool = False
+    """Ranks on different machines may have different values."""
+
+    def problem(self, value: object) -> str | None:
+        """Return the bound that a number breaks, as `it must be above 0`, or None."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        bounds = [
+            ("above", self.above, self.above is None or value > self.above),
+            ("at least", self.at_least, self.at_least is None or value >= self.at_least),
+            ("below", self.below, self.below is None or value < self.below),
+            ("at most", self.at_most, self.at_most is None or value <= self.at_most),
+        ]
+        words = [f"{word} {limit:,}" for word, limit, _ in bounds if limit is not None]
+        if not words or (math.isfinite(value) and all(holds for *_, holds in bounds)):
+            return None
+        return f"it must be {' and '.join(words)}"
+
+
+def option(
+    default: Any,
+    description: str,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    positional: bool = False,
+    essential: bool = False,
+    resume: Resume | None = None,
+    exact: bool = False,
+    null_is_another_run: bool = False,
+    validation: bool = False,
+    size: bool = False,
+    per_machine: bool = False,
+) -> Any:
+    """Return a dataclass field with its description; see `Option`."""
+    described = Option(
+        description=description,
+        above=above,
+        at_least=at_least,
+        below=below,
+        at_most=at_most,
+        positional=positional,
+        essential=essential,
+        resume=resume,
+        exact=exact,
+        null_is_another_run=null_is_another_run,
+        validation=validation,
+        size=size,
+        per_machine=per_machine,
+    )
+    return dataclasses.field(default=default, metadata={"option": described})
+
+
+class Section:
+    """Base of a class of options, which checks their bounds.
+
+    `prefix` stands before the names in messages. At most one of each group in `exclusive` may be
+    set. `resume` and `per_machine` of the class statement hold for
+    options that do not say it themselves. Raises
+    `UserError` that names the option and its value.
+    """
+
+    prefix: ClassVar[str] = ""
+    exclusive: ClassVar[Groups] = ()
+    default_resume: ClassVar[Resume] = "ask"
+    default_per_machine: ClassVar[bool] = False
+
+    def __init_subclass__(
+        cls,
+        prefix: str | None = None,
+        exclusive: Groups | None = None,
+        resume: Resume | None = None,
+        per_machine: bool | None = None,
+    ) -> None:
+        cls.prefix = cls.prefix if prefix is None else prefix
+        cls.exclusive = cls.exclusive if exclusive is None else exclusive
+        cls.default_resume = cls.default_resume if resume is None else resume
+        cls.default_per_machine = cls.default_per_machine if per_machine is None else per_machine
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        described = own_options(kind)
+        for name, one in described.items():
+            problem = one.problem(getattr(self, name))
+            self.require(problem is None, name, problem or "")
+        for group in self.exclusive:
+            shown = {
+                name: name.upper() if described[name].positional else f"{self.prefix}{name}"
+                for name in group
+            }
+            found = [
+                f"{word} is {getattr(self, name)}"
+                for name, word in shown.items()
+                if getattr(self, name)
+            ]
+            require(len(found) < 2, f"{' and '.join(found)}; set one of them")
+
+    def require(self, ok: bool, name: str, problem: str) -> None:
+        """Raise `UserError`, with the option `name`, its value and the `problem`, unless `ok`."""
+        require(ok, f"{self.prefix}{name} is {getattr(self, name)}; {problem}")
+
+
+@functools.cache
+def field_types(cls: Any) -> Mapping[str, Any]:
+    """Map the name of each field of a dataclass to its type."""
+    hints = typing.get_type_hints(cls)
+    return types.MappingProxyType(
+        {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    )
+
+
+@functools.cache
+def own_options(cls: Any) -> Mapping[str, Option]:
+    """Map the name of each option of a class, without those of its sections, to what is known."""
+    found: dict[str, Option] = {}
+    for field in dataclasses.fields(cls):
+        if "option" in field.metadata:
+            found[field.name] = field.metadata["option"]
+    return types.MappingProxyType(found)
+
+
+@functools.cache
+def all_options(cls: type) -> Mapping[str, Option]:
+    """Map the dotted key of each option, those of sections included, to what is known of it.
+
+    `resume` and `per_machine` are filled in from the section.
+    """
+    found: dict[str, Option] = {}
+    kinds = field_types(cls)
+    for field in dataclasses.fields(cls):
+        if "option" in field.metadata:
+            one: Option = field.metadata["option"]
+            found[field.name] = dataclasses.replace(
+                one,
+                resume=one.resume or getattr(cls, "default_resume", "ask"),
+                per_machine=one.per_machine or getattr(cls, "default_per_machine", False),
+            )
+        elif dataclasses.is_dataclass(kinds[field.name]):
+            inner = all_options(kinds[field.name])
+            found |= {f"{field.name}.{name}": one for name, one in inner.items()}
+    return types.MappingProxyType(found)
+
+
+def duration(name: str, text: str | None) -> float | None:
+    """Return the seconds of a time such as `3h50m`, `90s` or plain `90`; None for None."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
+    seconds = 0.0
+    if match:
+        days, hours, minutes, rest = (float(part or 0) for part in match.groups())
+        seconds = days * 86_400 + hours * 3_600 + minutes * 60 + rest
+    require(
+        0 < seconds <= LONGEST_SECONDS,
+        f"{name} is {text!r:.60}; write a time above 0 as 3h50m, 30m or 90s, at most 1000d",
+    )
+    return seconds

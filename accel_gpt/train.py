@@ -19,7 +19,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
-from accel_gpt import TrainFunction
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import Plan, make_plan
@@ -60,8 +59,8 @@ VERIFY_FIRST_SECONDS, VERIFY_LAST_SECONDS = 1.0, 10.0
 
 
 @dataclass
-class Run:
-    """Everything that a training run holds."""
+class Training:
+    """Everything that a run holds while it trains."""
 
     config: Config
     plan: Plan
@@ -146,7 +145,7 @@ def start(
     accelerator: Accelerator,
     display: Display,
     check_folder: Callable[[], None] = lambda: None,
-) -> Run:
+) -> Training:
     """Build model, optimizer, data and log; resume from the checkpoint that the run has.
 
     `check_folder` is called before anything is written to the run's folder, see `prepare_run`.
@@ -193,7 +192,7 @@ def start(
         check_folder=check_folder,
     )
     parts = (config, plan, accelerator, corpus, gpt, model, optimizer, gradients, state)
-    run = Run(*parts, reporter, writer, copies, evaluation, verifier)
+    run = Training(*parts, reporter, writer, copies, evaluation, verifier)
     seek(run)
     reporter.launch(run.corpus, state)
     with all_ranks():
@@ -202,7 +201,7 @@ def start(
     return run
 
 
-def seek(run: Run) -> None:
+def seek(run: Training) -> None:
     """Set data, step guard and learning rates to the step of `run.state`."""
     run.corpus.load_state_dict(vars(run.state))
     rank, device = run.accelerator.process_index, run.accelerator.device
@@ -213,7 +212,7 @@ def seek(run: Run) -> None:
     configure(run.optimizer, run.config.optim)  # a checkpoint restores the options of its time
 
 
-def complete_step(run: Run, stop: StopSignal) -> bool:
+def complete_step(run: Training, stop: StopSignal) -> bool:
     """Evaluate and sample the step that a run resumes from, if the launch before it did not.
 
     Returns whether the run must stop again.
@@ -229,7 +228,7 @@ def complete_step(run: Run, stop: StopSignal) -> bool:
     return stopping
 
 
-def step(run: Run, stop: StopSignal) -> bool:
+def step(run: Training, stop: StopSignal) -> bool:
     """Make one step and what is due after it; returns whether the run must stop there."""
     fault_point("step")
     try:
@@ -240,7 +239,7 @@ def step(run: Run, stop: StopSignal) -> bool:
         return complete_step(run, stop)
 
 
-def update(run: Run) -> None:
+def update(run: Training) -> None:
     """Make one optimizer step, or skip it if not finite; nothing waits for the device."""
     accelerator, plan, state = run.accelerator, run.plan, run.state
     skip_excluded(run.loader, plan, state)
@@ -261,7 +260,7 @@ def update(run: Run) -> None:
     state.tokens += plan.tokens_per_step
 
 
-def after_step(run: Run, stop: StopSignal) -> bool:
+def after_step(run: Training, stop: StopSignal) -> bool:
     """Log, save, evaluate and sample what is due after a step; only then wait for the device.
 
     Saves first, so that an evaluation that fails costs no step. Returns whether the run must stop:
@@ -298,7 +297,7 @@ def after_step(run: Run, stop: StopSignal) -> bool:
     return stopping
 
 
-def evaluate_and_sample(run: Run, stop: StopSignal, sampling: bool, saved: bool) -> bool:
+def evaluate_and_sample(run: Training, stop: StopSignal, sampling: bool, saved: bool) -> bool:
     """Make the evaluation that the completed step awaits, and samples of it if `sampling`.
 
     Any rank's signal ends both at once on all ranks; the step is then saved, if it is not `saved`.
@@ -327,7 +326,7 @@ def evaluate_and_sample(run: Run, stop: StopSignal, sampling: bool, saved: bool)
     return False
 
 
-def evaluate_step(run: Run, stop: StopSignal) -> bool:
+def evaluate_step(run: Training, stop: StopSignal) -> bool:
     """Evaluate the completed step and publish its record; returns whether it is the best so far."""
     state, reporter = run.state, run.reporter
     last = state.step == run.plan.last_step
@@ -346,7 +345,7 @@ def evaluate_step(run: Run, stop: StopSignal) -> bool:
     return is_best
 
 
-def write_samples(run: Run, stop: StopSignal) -> None:
+def write_samples(run: Training, stop: StopSignal) -> None:
     """Write what the model of the completed step makes of the prompts."""
 
     def beat(_done: int, _total: int) -> None:
@@ -366,7 +365,7 @@ def write_samples(run: Run, stop: StopSignal) -> None:
     run.reporter.samples(run.state.step, text)
 
 
-def save(run: Run, last: bool) -> None:
+def save(run: Training, last: bool) -> None:
     """Save a checkpoint of the completed step; the `last` one of a launch must reach the disk."""
     state = run.state
     ending = state.step == run.plan.last_step
@@ -379,7 +378,7 @@ def save(run: Run, last: bool) -> None:
     save_now(state, run.gpt, run.optimizer)
 
 
-def roll_back(run: Run) -> None:
+def roll_back(run: Training) -> None:
     """Return to the last good checkpoint, once, and exclude the batches that were skipped."""
     run.writer.wait()
     run.state.load_state_dict(run.guard.state_dict())
@@ -391,6 +390,5 @@ def roll_back(run: Run) -> None:
     run.reporter.roll_back(run.state)
 
 
-sys.modules[__name__].__class__ = TrainFunction  # `accel_gpt.train(...)`
 if __name__ == "__main__":
     sys.exit(run_main(main, sys.argv[1:]))

@@ -87,7 +87,7 @@ class Witness:
         for kind in (gradients.Gradients, gradients.ExactGradients):
             kind.finish = watched(self, kind.finish)
 
-    def watched_update(self, run: train.Run) -> None:
+    def watched_update(self, run: train.Training) -> None:
         if run.state.step + 1 == self.stop and run.accelerator.is_main_process:
             os.kill(os.getpid(), signal.SIGTERM)
         if self.file and not self.kept:

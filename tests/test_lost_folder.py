@@ -25,7 +25,7 @@ def before_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], ob
     """Call `act` before step `step` is trained."""
     plain_update = train.update
 
-    def update(run: train.Run) -> Any:
+    def update(run: train.Training) -> Any:
         if run.state.step == step - 1:
             act()
         return plain_update(run)

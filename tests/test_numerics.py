@@ -34,7 +34,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, bad: Callable[[TrainState], bool]) -
     """Let the loss of one micro-batch be no number in the steps that `bad` chooses."""
     current: list[TrainState] = []
 
-    def update(run: train.Run) -> None:
+    def update(run: train.Training) -> None:
         current[:] = [run.state]
         plain_update(run)
 
@@ -152,7 +152,7 @@ def test_weights_that_overflowed_are_never_saved(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def update(run: train.Run) -> None:
+    def update(run: train.Training) -> None:
         plain_update(run)
         if run.state.step == 8:
             next(run.gpt.parameters()).data[0, 0] = math.inf
@@ -203,7 +203,7 @@ class Waits(TorchDispatchMode):
 def test_a_step_waits_for_nothing(small_run: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
 
-    def update(run: train.Run) -> None:
+    def update(run: train.Training) -> None:
         with Waits() as waits:
             plain_update(run)
         counts.append(waits.count)

@@ -187,7 +187,7 @@ def test_float32_products_on_a_cpu_are_exact_by_default(
     found: list[str] = []
     update = train.update
 
-    def looked(run: train.Run) -> None:
+    def looked(run: train.Training) -> None:
         found.append(torch.get_float32_matmul_precision())
         update(run)
 

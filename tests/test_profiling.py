@@ -56,7 +56,7 @@ def test_an_error_ends_the_recording(
     """And the next launch can record again: there is one profiler in a process."""
     update = train.update
 
-    def failing(run: train.Run) -> None:
+    def failing(run: train.Training) -> None:
         if run.state.step == 4:
             raise RuntimeError("broken")
         update(run)

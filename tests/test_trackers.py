@@ -145,7 +145,7 @@ def test_a_disk_that_was_full_is_told_once_and_the_curves_go_on(
             raise OSError(errno.ENOSPC, "No space left on device")
         function(*given)
 
-    def update(run: train.Run) -> None:
+    def update(run: train.Training) -> None:
         nonlocal full
         full = 3 <= run.state.step < 7
         plain_update(run)

@@ -52,7 +52,7 @@ def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> Non
     """Send ourselves a signal while step `step` is under way."""
     update = train.update
 
-    def interrupted(run: train.Run) -> Any:
+    def interrupted(run: train.Training) -> Any:
         if run.state.step == step - 1:
             os.kill(os.getpid(), number)
         return update(run)
@@ -78,7 +78,7 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The norm of all that each update adds to the weights, from now on."""
     found = []
 
-    def measured(run: train.Run) -> None:
+    def measured(run: train.Training) -> None:
         before = parameters_to_vector(run.gpt.parameters()).detach().double()
         update(run)
         after = parameters_to_vector(run.gpt.parameters()).detach().double()

@@ -175,7 +175,7 @@ def test_an_alteration_found_while_training_ends_the_run_before_a_save(
     trained = threading.Event()
     update = train.update
 
-    def update_and_tell(run: train.Run) -> None:
+    def update_and_tell(run: train.Training) -> None:
         update(run)
         trained.set()
 

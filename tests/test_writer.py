@@ -74,7 +74,7 @@ def test_training_does_not_wait_for_the_disk(
     """The first checkpoint hangs for two seconds: the steps up to the next are done meanwhile."""
     times: dict[int, float] = {}
 
-    def update(run: train.Run) -> None:
+    def update(run: train.Training) -> None:
         plain_update(run)
         times[run.state.step] = time.monotonic()
 
@@ -134,7 +134,7 @@ def test_every_named_point_is_passed(
         for name in re.findall(r'\bfault_point\(\s*"([^"]+)"', file.read_text())
     }
 
-    def update(run: train.Run) -> None:
+    def update(run: train.Training) -> None:
         if run.state.step == 5:
             (tmp_path / "run" / "checkpoints" / "step_00000008").mkdir()
         plain_update(run)
@@ -195,7 +195,7 @@ def test_a_failed_save_is_tried_again_before_the_next_is_due(
     monkeypatch.setattr(writer, "RETRY_SECONDS", 0.0)
     waits: list[int] = []
 
-    def update(run: train.Run) -> None:
+    def update(run: train.Training) -> None:
         run.writer.thread and run.writer.thread.join()  # so that the failure is known
         waits.append(run.state.step)
         plain_update(run)
@@ -218,7 +218,7 @@ def test_a_disk_without_room_for_all_that_keep_last_asks_for_keeps_fewer(
     usage = SimpleNamespace(total=10**6, used=10**6 - 100, free=100)
     monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: usage)
 
-    def update(run: train.Run) -> None:
+    def update(run: train.Training) -> None:
         run.writer.thread and run.writer.thread.join()  # so that the failure is known
         plain_update(run)
 
@@ -248,7 +248,7 @@ def test_room_is_not_made_of_the_newest_intact_checkpoint_or_the_best(
     monkeypatch.setattr(writer, "LAST_PAUSE_SECONDS", 0.0)
     root = tmp_path / "run" / "checkpoints"
 
-    def update(run: train.Run) -> None:
+    def update(run: train.Training) -> None:
         run.writer.thread and run.writer.thread.join()
         if run.state.step == 11:
             (tmp_path / "run" / "best").write_text("3\n")
@@ -305,7 +305,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
 def test_an_error_of_training_leaves_the_checkpoint_that_was_under_way(
     small_run: Arguments, tmp_path: Path, fault: Callable[[str], None], monkeypatch: Any
 ) -> None:
-    def update(run: train.Run) -> None:
+    def update(run: train.Training) -> None:
         if run.state.step == 5:
             raise SystemError
         plain_update(run)

@@ -28,7 +28,7 @@ from accel_gpt.launcher import is_main, world_size
 if TYPE_CHECKING:  # torch is imported once the options are right
     import torch
 
-    from accel_gpt.train import Run
+    from accel_gpt.train import Training
 
 PARTS = ("data", "forward and loss", "backward", "clip and optimizer")
 Report = dict[str, Any]
@@ -128,7 +128,7 @@ def bench(options: BenchCommand, config: Config) -> Report | None:
     return report if is_main() else None
 
 
-def measure_steps(options: BenchCommand, run: "Run") -> Report:
+def measure_steps(options: BenchCommand, run: "Training") -> Report:
     """Warm up, time whole steps, then the parts of further ones."""
     from accel_gpt import train
     from accel_gpt.training.machine import code_versions, describe_machine, memory_gb
@@ -219,7 +219,7 @@ class TimedLoader:
         return getattr(self.loader, name)
 
 
-def part_seconds(run: "Run", steps: int) -> dict[str, float]:
+def part_seconds(run: "Training", steps: int) -> dict[str, float]:
     """Mean seconds of each part of a step, and of the rest, over the last `steps` steps of a run.
 
     Each part is waited for: the objects of `run` get methods that do so.

@@ -4,7 +4,6 @@ import base64
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -24,17 +23,11 @@ SHORT = {"train.max_steps": 3, "schedule.warmup_steps": 0, "eval.every": 2, "sam
 
 
 def test_importing_the_package_imports_nothing_else() -> None:
-    code = "import accel_gpt; assert 'accel_gpt.interface' not in sys.modules; accel_gpt.load"
+    code = "import accel_gpt; assert 'accel_gpt.api' not in sys.modules; accel_gpt.load"
     assert "torch" not in loaded_by(code)
 
 
-def test_train_is_a_module_and_a_function() -> None:
-    import accel_gpt.train
-    from accel_gpt import train
-
-    assert accel_gpt.train is train is sys.modules["accel_gpt.train"]
-    assert callable(train)
-    assert callable(train.main)
+def test_an_unknown_name_is_an_error() -> None:
     with pytest.raises(AttributeError, match="'accel_gpt' has no attribute 'trane'"):
         accel_gpt.trane  # noqa: B018
 
@@ -56,7 +49,7 @@ def test_sections_may_be_mappings(
         "data": {"val": {"one": str(corpus), "two": str(corpus)}},
         "sample.every": 0,
     }
-    run = accel_gpt.train(path, sections)
+    run = accel_gpt.run(path, sections)
     assert "2 steps, " in capsys.readouterr().err
     assert {"eval/val_loss/one", "eval/val_loss/two"} <= set(run.metrics)
 
@@ -68,9 +61,9 @@ def test_a_run_from_start_to_export(
 ) -> None:
     (path,), listening = small_run(), listeners()
     before = dict(os.environ), [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    accel_gpt.train(path, SHORT | {"train.max_steps": 2, "train.mixed_precision": "bf16"})
+    accel_gpt.run(path, SHORT | {"train.max_steps": 2, "train.mixed_precision": "bf16"})
     more = {"checkpoint.allow_change": ["train.max_steps", "train.mixed_precision"]}
-    run = accel_gpt.train(path, SHORT | more)  # another precision in the same process
+    run = accel_gpt.run(path, SHORT | more)  # another precision in the same process
     assert "resuming" in capsys.readouterr().err
     now = dict(os.environ), [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     assert now == before
@@ -94,16 +87,16 @@ def test_a_run_from_start_to_export(
 
 def test_mistakes_are_exceptions(small_run: Arguments, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"did you mean train\.max_steps"):
-        accel_gpt.train("quickstart", {"train.max_step": 3})
-    run = accel_gpt.TrainedRun(tmp_path / "nowhere")
+        accel_gpt.run("quickstart", {"train.max_step": 3})
+    run = accel_gpt.Run(tmp_path / "nowhere")
     with pytest.raises(UserError, match="is not a folder"):
         _ = run.metrics
     with pytest.raises(UserError, match=r"did you mean train\.max_steps"):
-        accel_gpt.train("quickstart", {"train": {"max_step": 3}})
+        accel_gpt.run("quickstart", {"train": {"max_step": 3}})
     with pytest.raises(UserError, match=r"train\.max_steps is given twice; give it once"):
-        accel_gpt.train("quickstart", {"train": {"max_steps": 3}, "train.max_steps": 3})
+        accel_gpt.run("quickstart", {"train": {"max_steps": 3}, "train.max_steps": 3})
     with pytest.raises(UserError, match=r"train is 3, but it is a section of options"):
-        accel_gpt.train("quickstart", {"train": 3})
+        accel_gpt.run("quickstart", {"train": 3})
     with pytest.raises(UserError, match="did you mean temperature"):
         run.sample(temprature=0)
     with pytest.raises(UserError, match="nowhere"):
@@ -112,9 +105,9 @@ def test_mistakes_are_exceptions(small_run: Arguments, tmp_path: Path) -> None:
         run.sample(["one", "two"])  # type: ignore[arg-type]
     for processes in (0, 1.5):
         with pytest.raises(UserError, match="expected a whole number above 0"):
-            accel_gpt.train(*small_run(), processes=processes)  # type: ignore[arg-type]
+            accel_gpt.run(*small_run(), processes=processes)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="max_tokens is 'many'; expected a whole number"):
-        accel_gpt.train(*small_run(), {"train.max_tokens": "many"})
+        accel_gpt.run(*small_run(), {"train.max_tokens": "many"})
 
 
 @pytest.mark.usefixtures("settings_kept")
@@ -122,7 +115,7 @@ def test_an_interrupt_saves_and_returns(
     small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     signal_after(monkeypatch, 2, signal.SIGINT)
-    run = accel_gpt.train(*small_run(), SHORT | {"train.max_steps": 9})
+    run = accel_gpt.run(*small_run(), SHORT | {"train.max_steps": 9})
     assert "SIGINT: saved at step 2" in capsys.readouterr().err
     assert (run.path / "checkpoints/step_00000002").is_dir()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -133,14 +126,14 @@ def test_two_processes_train_beside_one(
     small_run: Arguments, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = SHORT | {"train.micro_batch_size": 4}
-    run = accel_gpt.train(*small_run(), options, processes=2)
+    run = accel_gpt.run(*small_run(), options, processes=2)
     assert "2 processes" in capfd.readouterr().err
     assert list(run.metrics.index) == [1, 2, 3]
     limit = options | {"train.max_steps": 10**6, "train.time_limit": "2s", "out_dir": str(tmp_path)}
-    run = accel_gpt.train(*small_run(), limit, processes=2)  # saves, and returns
+    run = accel_gpt.run(*small_run(), limit, processes=2)  # saves, and returns
     assert "train.time_limit: saved at step" in capfd.readouterr().err
     with pytest.raises(PeerError, match="training on 2 processes failed"):
-        accel_gpt.train(*small_run(), options | {"train.micro_batch_size": 5}, processes=2)
+        accel_gpt.run(*small_run(), options | {"train.micro_batch_size": 5}, processes=2)
 
 
 # --------------------------------------------------------------------------- in a notebook
@@ -203,7 +196,7 @@ def test_the_interrupt_button_saves_and_the_kernel_survives(
             f"        time.sleep({SAME_PRESS_SECONDS + 0.5})\n"
             "threading.Thread(target=press).start()\n"
             "try:\n"
-            f"    run = accel_gpt.train({small_run()[0]!r}, {options!r})\n"
+            f"    run = accel_gpt.run({small_run()[0]!r}, {options!r})\n"
             "except KeyboardInterrupt:\n"
             "    print('pressed twice')",
             "len(run.metrics)",

@@ -1,4 +1,4 @@
-"""The Python interface: `accel_gpt.train`, the `TrainedRun` that it returns, and `accel_gpt.load`.
+"""The Python interface: `accel_gpt.run`, the `Run` that it returns, and `accel_gpt.load`.
 
 Each does what its command does, through the same options, and raises what the command would print.
 """
@@ -40,7 +40,7 @@ except ChildFailedError as error:
 
 
 @dataclass(frozen=True)
-class TrainedRun:
+class Run:
     """A run's folder, by this session or by another; a notebook shows its loss curves."""
 
     path: Path
@@ -103,8 +103,14 @@ def load(
     return load_pretrained(str(name), str(checkpoint), device=device)
 
 
-def train_run(config: str, options: Mapping[str, object], processes: int) -> TrainedRun:
-    """Train `config` with `options` over it; see `accel_gpt.train`."""
+def run(config: str | Path, options: Mapping[str, object] | None = None, processes: int = 1) -> Run:
+    """Train as `accel-gpt train CONFIG --section.key value ...` does, or resume the run.
+
+    `config`: a YAML file or the name of a shipped one. `options`: {"section.key": value}, or
+    {"section": {"key": value}}. `processes`: if more than one, torchrun starts them. An interrupt
+    saves the run and returns it. Raises `UserError` for a mistake, other classes of
+    accel_gpt/errors.py for other failures.
+    """
     from accel_gpt.hub.pretrained import inherit
     from accel_gpt.training.terminal import in_notebook
 
@@ -112,21 +118,21 @@ def train_run(config: str, options: Mapping[str, object], processes: int) -> Tra
         isinstance(processes, int) and processes > 0,
         f"processes is {processes!r}; expected a whole number above 0",
     )
-    words = [config, *to_words(flatten_sections(options))]
-    parsed = load_config(words, "accel_gpt.train", inherit)
-    run = TrainedRun(Path(parsed.out_dir))
+    words = [str(config), *to_words(flatten_sections(options or {}))]
+    parsed = load_config(words, "accel_gpt.run", inherit)
+    found = Run(Path(parsed.out_dir))
     if processes > 1:
         train_processes(words, processes)
     else:
         from accel_gpt.train import launch
 
         with as_command(["train", *words]):
-            launch(parsed, config)
+            launch(parsed, str(config))
     if in_notebook() and is_main() and not parsed.eval.only:
         from IPython.display import display
 
-        display(run)
-    return run
+        display(found)
+    return found
 
 
 def train_processes(words: list[str], processes: int) -> None:

@@ -103,7 +103,9 @@ def test_error_of_the_reading_thread_arrives(start: Start) -> None:
 
 def test_the_first_token_beyond_the_vocabulary_is_refused(start: Start) -> None:
     """On a GPU it would be an assertion of a kernel, which says nothing of the data."""
-    with pytest.raises(DataError, match="holds token 121, beyond the vocabulary of 121"):
+    with pytest.raises(
+        DataError, match="holds token 121 at index 48, beyond the vocabulary of 121"
+    ):
         next(start(vocab=121))
     next(start(vocab=122))
 

@@ -29,10 +29,6 @@ class PrepareConfig(Section, prefix="data.prepare."):
     """Split of the Hub dataset."""
     text_field: str = "text"
     """Name of the column that holds the text; for jsonl, parquet, arrow and dataset."""
-    loss_on: Literal["text", "completions"] = "text"
-    """completions: a row of jsonl is {prompt, completion}, or {messages} for the chat template of
-    the tokenizer, and only the completion, or the last message, is trained on. Training packs whole
-    examples into sequences; it needs data.document_mask."""
     tokenizer: str = "gpt2"
     """bytes, chars, bpe (trained on the text), gpt2, the path of a tokenizer.json, or a Hub id
     (user/name)."""
@@ -59,13 +55,6 @@ class PrepareConfig(Section, prefix="data.prepare."):
             self.vocab_size >= 257,
             "vocab_size",
             "a byte-level bpe needs at least 257 (256 bytes and end-of-text)",
-        )
-        require(
-            self.loss_on == "text"
-            or (self.source in (None, "auto", "jsonl") and self.tokenizer not in ("bpe", "chars")),
-            f"data.prepare.loss_on is completions, but data.prepare.source is {self.source} and "
-            f"data.prepare.tokenizer {self.tokenizer}; expected jsonl, and bytes, gpt2 or the path "
-            "of a tokenizer.json",
         )
         if self.source == "stdlib":
             require(

@@ -18,12 +18,18 @@ class Removed(NamedTuple):
     advice: str
 
 
+FINETUNE_WITH_TRL = (
+    "export the model with accel-gpt export, then finetune it with TRL's SFTTrainer; docs/hub.md "
+    "has an example"
+)
+
 REMOVED: Mapping[str, Removed] = MappingProxyType(
     {
         "data.prepare.dedupe": Removed(
             default=False,
             advice="drop duplicates with datatrove before you prepare the text",
         ),
+        "data.prepare.loss_on": Removed(default="text", advice=FINETUNE_WITH_TRL),
         "log.dashboard_port": Removed(
             default=None,
             advice="run tensorboard --logdir RUN --port N beside the training",
@@ -39,6 +45,7 @@ REMOVED: Mapping[str, Removed] = MappingProxyType(
 REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "dedupe": "drop duplicates with datatrove before you prepare the text",
+        "loss_on": FINETUNE_WITH_TRL,
         "merge": "list the folders in data.train, which trains on a mixture of them",
         "rank": "prepare a share of the files on each machine, each into a folder of its own, and "
         "list the folders in data.train",

@@ -193,12 +193,6 @@ def open_shards(config: Config) -> ShardCorpus:
     for source in [*sources[1:], *val]:
         names = f"the {source.split.name} split of {source.path}", first.path
         source.tokenizer.require_same(first.tokenizer, *names)
-    for source in [*sources, *val]:
-        require(
-            data.document_mask or not source.split.completions,
-            f"{source.path} holds prompts and completions, and data.document_mask is false; set it "
-            "to true, so that an answer sees its own prompt alone",
-        )
     return ShardCorpus(
         tokenizer=first.tokenizer,
         evaluated={

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from accel_gpt.config.plan import Plan
 from accel_gpt.data.mixture import Mixture
-from accel_gpt.data.shards import token_beyond, token_ids
-from accel_gpt.model.loss import IGNORE
+from accel_gpt.data.shards import token_beyond
 
 Sequences = npt.NDArray[np.unsignedinteger[Any]]
 PREFETCH = 4  # chunks
@@ -70,13 +69,9 @@ class Loader:
             batch = next(self.batches)
         if self.keep_sequences:
             self.kept.append(batch)
-        signed = batch.dtype.is_signed  # -1 - id: no target, see `packing.py`
         batch = batch.to(self.device, non_blocking=self.overlaps)
         batch = batch.long()  # (B, T + 1), widened on the device
-        tokens, targets = batch[:, :-1], batch[:, 1:]
-        if signed:
-            return torch.maximum(tokens, ~tokens), targets.masked_fill(targets < 0, IGNORE)
-        return tokens, targets
+        return batch[:, :-1], batch[:, 1:]
 
     def close(self) -> None:
         """Stop the thread; one that waits for the network ends with the process."""
@@ -145,8 +140,7 @@ def check_tokens(
 
     `tokens`: (N, L). `place`: the file of a row, and the index of its first token there.
     """
-    ids = token_ids(tokens)
-    if int(ids.max()) >= vocab_size:
-        row, column = np.argwhere(ids >= vocab_size)[0].tolist()
+    if int(tokens.max()) >= vocab_size:
+        row, column = np.argwhere(tokens >= vocab_size)[0].tolist()
         file, first = place(row)
-        raise token_beyond(file, int(ids[row, column]), first + column, vocab_size)
+        raise token_beyond(file, int(tokens[row, column]), first + column, vocab_size)

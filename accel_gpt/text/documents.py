@@ -227,7 +227,6 @@ def row_pieces(
     """Pieces of the rows of files, a data set or standard input."""
     for unit, rows in row_units(config, start, rank, world, skipped, bookmarks):
         for row, text in rows:
-            cut_long &= config.loss_on == "text"  # examples are encoded whole
             text = line_ends(config, clean(text))
             found = document_pieces(config, cut_long, unit, row, text)
             yield from found[start[2] if (unit, row) == start[:2] else 0 :]
@@ -257,18 +256,13 @@ def row_units(
             if unit >= start[0]:
                 begin = start[1] if unit == start[0] else 0
                 rows = row_numbers(begin) if whole else row_numbers(begin, rank - unit, world)
-                yield unit, read_rows(source, paths[unit], column(config), rows, skipped.add)
-
-
-def column(config: PrepareConfig) -> str | None:
-    """The column that holds the text, None where rows are examples."""
-    return None if config.loss_on == "completions" else config.text_field
+                yield unit, read_rows(source, paths[unit], config.text_field, rows, skipped.add)
 
 
 def stdin_rows(config: PrepareConfig, rows: range, skipped: Skipped) -> Rows:
     """Lines of JSON, or pieces of about `BATCH_CHARACTERS` of a text."""
     if config.source == "jsonl":
-        yield from json_lines(sys.stdin.buffer, STDIN, column(config), rows, skipped.add)
+        yield from json_lines(sys.stdin.buffer, STDIN, config.text_field, rows, skipped.add)
         return
     chunks = decoded(sys.stdin.buffer, STDIN, 0)
     try:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from accel_gpt.errors import AccelGPTError, DataError, UserError
-from accel_gpt.text.examples import example_text
 
 Skip = Callable[[str], None]
 Rows = Iterator[tuple[int, str]]
@@ -110,7 +109,7 @@ def not_utf8(where: object, error: UnicodeDecodeError, offset: int, detail: str 
 # --------------------------------------------------------------------------- rows
 
 
-def read_rows(source: str, path: Path, field: str | None, rows: range, skip: Skip) -> Rows:
+def read_rows(source: str, path: Path, field: str, rows: range, skip: Skip) -> Rows:
     """(number, text) of those `rows` of a jsonl, parquet or arrow file that there are.
 
     Raises `UserError` for a column that is not there. After damage that may be skipped the rest of
@@ -139,7 +138,7 @@ def check_column(field: str, where: object, columns: list[str]) -> None:
         )
 
 
-def jsonl_file(path: Path, field: str | None, rows: range, skip: Skip) -> Rows:
+def jsonl_file(path: Path, field: str, rows: range, skip: Skip) -> Rows:
     """Rows of a file of JSON lines, plain, .gz or .zst."""
     with path.open("rb") as raw:
         file: BinaryIO = raw
@@ -155,7 +154,7 @@ def jsonl_file(path: Path, field: str | None, rows: range, skip: Skip) -> Rows:
             yield from json_lines(file, path, field, rows, skip)
 
 
-def json_lines(file: BinaryIO, where: object, field: str | None, rows: range, skip: Skip) -> Rows:
+def json_lines(file: BinaryIO, where: object, field: str, rows: range, skip: Skip) -> Rows:
     """Rows of JSON lines; a line ends with a line feed, and one of white space is no row."""
     number = row = offset = 0
     while line := file.readline(LONGEST_JSON_LINE + 1):
@@ -174,11 +173,8 @@ def json_lines(file: BinaryIO, where: object, field: str | None, rows: range, sk
         offset += size
 
 
-def json_text(line: bytes, offset: int, number: int, where: object, field: str | None) -> str:
-    """Text of line `number`, which begins at `offset`; `DataError` where there is none.
-
-    `field`: its column, None: the line is an example.
-    """
+def json_text(line: bytes, offset: int, number: int, where: object, field: str) -> str:
+    """Text of line `number`, which begins at `offset`; `DataError` where there is none."""
     if len(line) > LONGEST_JSON_LINE:
         raise DataError(
             f"line {number} of {where} is longer than {LONGEST_JSON_LINE:,} bytes; expected a JSON "
@@ -198,8 +194,6 @@ def json_text(line: bytes, offset: int, number: int, where: object, field: str |
             f"line {number} of {where} is {row!r:.50}; expected an object such as "
             f'{{"{field}": "..."}} (an array becomes lines by jq -c \'.[]\')'
         )
-    if field is None:
-        return example_text(row, f"line {number} of {where}")
     check_column(field, f"line {number} of {where}", list(row))
     value = row[field]
     if value is None or isinstance(value, str):

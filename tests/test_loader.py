@@ -124,7 +124,7 @@ def test_the_thread_pins_memory_for_the_device_of_its_process(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
     monkeypatch.setattr(Tensor, "pin_memory", pin)
     device = torch.device("cuda", 3)
-    loader = Loader(iter([(np.zeros((1, 3), dtype=np.uint16), None)] * 2), 1, device)
+    loader = Loader(iter([np.zeros((1, 3), dtype=np.uint16)] * 2), 1, device)
     loader.thread.join()
     assert pinned == [device, device]
 
@@ -132,7 +132,7 @@ def test_the_thread_pins_memory_for_the_device_of_its_process(
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As without a launcher: torch sets no current device of it."""
     monkeypatch.setattr(Tensor, "pin_memory", lambda rows: rows)
-    rows = iter([(np.zeros((1, 3), dtype=np.uint16), None)])
+    rows = iter([np.zeros((1, 3), dtype=np.uint16)])
     loader = Loader(rows, 1, torch.device("cuda"))
     loader.thread.join()
     assert not isinstance(loader.ready.get(), Exception)

@@ -191,24 +191,6 @@ def test_a_hub_data_set_is_streamed_by_its_id(monkeypatch: pytest.MonkeyPatch) -
         list(documents(config))
 
 
-@pytest.mark.slow  # the first data set of a process takes seconds
-@pytest.mark.usefixtures("settings_kept")
-def test_a_data_set_resumes_at_its_last_bookmark(tmp_path: Path) -> None:
-    """Exactly, and without the files that lie whole batches before it."""
-    for number in range(3):
-        lines = [json.dumps({"text": f"{number} {i} {'word ' * (i % 9)}"}) for i in range(2500)]
-        (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
-    config, marks = PrepareConfig(source="dataset", dataset=str(tmp_path)), dict[int, Any]()
-    whole = list(split_pieces(config, True, bookmarks=marks))
-    assert list(marks) == list(range(256, 7500, 256))
-    stored = json.loads(json.dumps(list(marks.items())))
-    for i in (3, 256, 2600, 7499):
-        known = {row: state for row, state in stored if row <= i + 1}
-        again = list(split_pieces(config, True, whole[i].after, bookmarks=known))
-        assert again == whole[i + 1 :]
-    assert '"shard_idx": 0' not in json.dumps(marks[7168])  # the first file is not read again
-
-
 class GatedRepoError(Exception):
     """Named as the Hub's."""
 

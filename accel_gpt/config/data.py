@@ -85,49 +85,11 @@ class Weighted(Section, prefix="data.train."):
 
 
 @dataclass(frozen=True)
-class TextStream(Section, prefix="data.train."):
-    """Text that is tokenized while training, without shards."""
-
-    streaming: bool = False
-    """Must be true: text is tokenized while training."""
-    dataset: str | None = None
-    """Id of the Hub dataset."""
-    dataset_config: str | None = None
-    """Configuration name of the Hub dataset."""
-    dataset_split: str = "train"
-    """Split of the Hub dataset."""
-    path: str | None = None
-    """Files of text, jsonl, parquet or arrow, in place of dataset."""
-    text_field: str = "text"
-    """Name of the column that holds the text."""
-    val_fraction: Fraction[float] = 0.01
-    """Share of the documents held out for validation, 0 to 1."""
-
-    def __post_init__(self) -> None:
-        require(
-            self.streaming,
-            "data.train names a text source without streaming: true; add it, or make shards of "
-            "the text with data.prepare",
-        )
-        super().__post_init__()
-        require(
-            bool(self.dataset) != bool(self.path),
-            f"data.train streams from dataset {self.dataset} and path {self.path}; give one of the "
-            "two",
-        )
-        require(
-            self.path != "-",
-            "data.train streams from standard input, which cannot be read twice; give files",
-        )
-
-
-@dataclass(frozen=True)
 class DataConfig(Section, prefix="data."):
     """Data to train on, and its order."""
 
-    train: str | tuple[Weighted, ...] | TextStream = ""
-    """Folder of token shards, or its URL. A mixture: a list of {path, weight}. Or text to tokenize
-    while training: {dataset: Hub id, streaming: true}."""
+    train: str | tuple[Weighted, ...] = ""
+    """Folder of token shards, or its URL. A mixture: a list of {path, weight}."""
     text: str | None = None
     """Your own text in place of data.train: a file, folder, glob or URL. It is prepared in the
     folder data of out_dir, as data.prepare says: this key sets data.train, data.prepare.path and
@@ -136,8 +98,8 @@ class DataConfig(Section, prefix="data."):
     """Folder whose val split is evaluated, or several by name: {web: data/web, code: data/code}.
     null: the val splits of data.train."""
     tokenizer: str | None = None
-    """Tokenizer of data that does not name one (shards of other projects, streamed text): gpt2,
-    bytes, the path of a tokenizer.json, or a Hub id (user/name)."""
+    """Tokenizer of data that does not name one (shards of other projects): gpt2, bytes, the
+    path of a tokenizer.json, or a Hub id (user/name)."""
     shuffle: Literal["global", "groups", "shards", "none", "replacement"] = "global"
     """global: a new permutation of all sequences each epoch. groups: shards in random order, a
     permutation of the sequences of each shuffle_group shards. shards: shards in random order, each
@@ -165,5 +127,5 @@ class DataConfig(Section, prefix="data."):
 
     @property
     def folder(self) -> str | None:
-        """The one folder that `prepare` may make; None for mixtures and streamed text."""
+        """The one folder that `prepare` may make; None for mixtures."""
         return self.train if isinstance(self.train, str) else None

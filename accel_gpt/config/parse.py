@@ -20,7 +20,7 @@ from accel_gpt.config.checks import is_positional
 from accel_gpt.config.experiment import ESSENTIAL, Config
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.names import NAMES
-from accel_gpt.config.removed import REMOVED, REMOVED_OPTIONS, REMOVED_VALUES, is_removed
+from accel_gpt.config.removed import REMOVED, REMOVED_OPTIONS, is_removed, removed_value
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import write_out
 from accel_gpt.errors import UserError, require
@@ -364,8 +364,8 @@ def convert(key: str, value: Any, hint: Any) -> Any:
             f"{key} is {value!r:.60}; expected a finite number, up to {LARGEST_NUMBER:,}"
         ) from None
     except (KeyError, TypeError, ValueError):
-        if advice := REMOVED_VALUES.get((key.rpartition(".")[2], str(value))):
-            raise UserError(f"{key} is {value}, which no longer exists; {advice}") from None
+        if sentence := removed_value(key, value):
+            raise UserError(sentence) from None
         words = describe_type(hint if option in (int, bool) else option)
         raise UserError(f"{key} is {value!r:.200}; expected {words}") from None
 

@@ -19,7 +19,7 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.tokenizer import clean
 from accel_gpt.errors import DataError, require
 from accel_gpt.text.files import check_source, file_share, files
-from accel_gpt.text.hub import Bookmarks, hub_rows
+from accel_gpt.text.hub import hub_rows
 from accel_gpt.text.pieces import pieces
 from accel_gpt.text.readers import (
     Rows,
@@ -63,17 +63,16 @@ def split_pieces(
     rank: int = 0,
     world: int = 1,
     skipped: Skipped | None = None,
-    bookmarks: Bookmarks | None = None,
 ) -> Iterator[Piece]:
     """Pieces of the documents of machine `rank` of `world`, those after position `start`.
 
     `cut_long`: documents in pieces of about `BATCH_CHARACTERS` (see `pieces`), otherwise whole.
-    `skipped` counts what is skipped where config.skip_invalid is set. `bookmarks`: see `hub_rows`.
+    `skipped` counts what is skipped where config.skip_invalid is set.
     Raises `UserError` when there is nothing to read, `DataError` when a file cannot be decoded.
     """
     check_source(config)
     parts = config, cut_long, start, rank, world, skipped or Skipped(config.skip_invalid)
-    return text_pieces(*parts) if is_text(config) else row_pieces(*parts, bookmarks)
+    return text_pieces(*parts) if is_text(config) else row_pieces(*parts)
 
 
 def documents(config: PrepareConfig, size: int = BATCH_CHARACTERS) -> Iterator[str]:
@@ -222,10 +221,9 @@ def row_pieces(
     rank: int,
     world: int,
     skipped: Skipped,
-    bookmarks: Bookmarks | None,
 ) -> Iterator[Piece]:
     """Pieces of the rows of files, a data set or standard input."""
-    for unit, rows in row_units(config, start, rank, world, skipped, bookmarks):
+    for unit, rows in row_units(config, start, rank, world, skipped):
         for row, text in rows:
             text = line_ends(config, clean(text))
             found = document_pieces(config, cut_long, unit, row, text)
@@ -238,14 +236,13 @@ def row_units(
     rank: int,
     world: int,
     skipped: Skipped,
-    bookmarks: Bookmarks | None = None,
 ) -> Iterator[tuple[int, Rows]]:
     """(number, rows) of each file from `start` on: whole files, or of too few every world-th row.
 
     Of a data set and standard input every world-th row, too (but see `hub_rows`).
     """
     if config.source == "dataset":
-        yield 0, hub_rows(config, start[1], rank, world, skipped.add, bookmarks)
+        yield 0, hub_rows(config, start[1], rank, world, skipped.add)
     elif config.path == "-":
         yield 0, stdin_rows(config, row_numbers(start[1], rank, world), skipped)
     else:

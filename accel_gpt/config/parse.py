@@ -161,8 +161,7 @@ def relocate(config: Mapping[str, Any], out_dir: str) -> dict[str, Any]:
     moved = dict(config) | {"out_dir": out_dir}
     if isinstance(data, Mapping):
         moved["data"] = dict(data)
-        if not isinstance(data.get("train"), Mapping):  # text that is tokenized while training
-            moved["data"]["train"] = relocated(data.get("train", ""), before, out_dir)
+        moved["data"]["train"] = relocated(data.get("train", ""), before, out_dir)
         moved["data"]["val"] = relocated(data.get("val"), before, out_dir)
     return moved
 
@@ -426,7 +425,7 @@ def has_shape(value: Any, hint: Any) -> bool:
     """Whether `value` may become the type `hint`, one of several."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
-    if is_section(hint) or get_origin(hint) is Mapping:
+    if get_origin(hint) is Mapping:
         return isinstance(value, Mapping)
     return hint in (int, bool) or isinstance(value, list if get_origin(hint) is tuple else str)
 

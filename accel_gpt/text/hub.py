@@ -10,14 +10,11 @@ from accel_gpt.errors import AccelGPTError, UserError
 def hub_rows(
     config: PrepareConfig,
     start: int,
-    rank: int,
-    world: int,
     skip: Callable[[str], None],
 ) -> Iterator[tuple[int, str]]:
-    """(number, text) of the rank's rows of a Hub data set from number `start` on, as they come.
+    """(number, text) of the rows of a Hub data set from number `start` on, as they come.
 
-    A data set of at least `world` files gives each rank whole files, and rows are numbered among
-    those; of others a rank gets every `world`-th row. `skip` is called for values that are no text.
+    `skip` is called for values that are no text.
     """
     field, where = config.text_field, f"data set {config.dataset}"
     try:
@@ -30,13 +27,8 @@ def hub_rows(
         data = datasets.load_dataset(
             config.dataset, config.dataset_config, split=config.dataset_split, streaming=True
         )
-        whole = world > 1 and getattr(data, "num_shards", 1) >= world
-        if whole:
-            data = data.shard(num_shards=world, index=rank, contiguous=True)
         rows = data.skip(start) if hasattr(data, "skip") else islice(data, start, None)
         for number, row in enumerate(rows, start):
-            if not whole and number % world != rank:
-                continue
             if field not in row:
                 raise UserError(
                     f"data.prepare.text_field is {field!r}, which {where} does not have; its "

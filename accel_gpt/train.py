@@ -23,7 +23,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import Plan, make_plan
 from accel_gpt.console import run_main
-from accel_gpt.data.corpus import Corpus
+from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.verify import DataVerifier
 from accel_gpt.errors import DataError
@@ -41,7 +41,7 @@ from accel_gpt.training.ranks import RankError, all_ranks, on_main, peers, requi
 from accel_gpt.training.reporter import Reporter, open_display
 from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restore
 from accel_gpt.training.saving import CheckpointWriter
-from accel_gpt.training.setup import new_state, open_corpus, prepare_run, verify_data
+from accel_gpt.training.setup import new_state, prepare_run, verify_data
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import (
     INIT,
@@ -373,7 +373,7 @@ def save(run: Training, last: bool) -> None:
         run.verifier.check(wait_seconds=VERIFY_LAST_SECONDS if ending else 0.0)
     check_weights(run.gpt, run.accelerator, state.step)
     state.seconds = run.reporter.watch.elapsed()
-    state.load_state_dict(run.guard.state_dict() | run.corpus.state_dict(run.loader))
+    state.load_state_dict(run.guard.state_dict() | run.corpus.state_dict())
     save_now = run.writer.save_last if last else run.writer.save
     save_now(state, run.gpt, run.optimizer)
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from accel_gpt import cli
 from accel_gpt.config.parse import load_config
+from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
 from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.hub.export import export_tokenizer
 from accel_gpt.hub.load import load_pretrained, open_initial_weights
 from accel_gpt.hub.pretrained import inherit
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.setup import open_corpus
 from tests.conftest import launch, run_here
 from tests.faults.attack import zipped
 from tests.hub_server import HubServer, point_at

@@ -319,23 +319,16 @@ def documents_of(folder: Path, split: str) -> list[str]:
     return [bytes(part[part < 256].astype(np.uint8)).decode() for part in parts if len(part)]
 
 
-@pytest.mark.parametrize("completions", [False, True])
 def test_few_documents_are_parted_between_them(
-    completions: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{"text": f"of {i}", "prompt": "of ", "completion": f"{i}"} for i in range(3)]
+    rows = [{"text": f"of {i}"} for i in range(3)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["--tokenizer", "bytes", "--val_fraction", "0.01", "--out", str(tmp_path / "few")]
-    words += ["--loss_on", "completions"] if completions else []
     assert run_here(dispatch, ["prepare", str(path), *words]) == 0
     assert run_here(dispatch, ["inspect", str(tmp_path / "few")]) == 0
     assert "val 1       'of 2<|endoftext|>'" in capsys.readouterr().out
-    if completions:
-        path.write_text(json.dumps(rows[0]))
-        words[5] += "_alone"
-        assert run_here(dispatch, ["prepare", str(path), *words]) == 2
-        assert "there is too little text to train on" in capsys.readouterr().err
 
 
 def test_no_document_of_val_is_in_train_and_the_split_is_that_of_the_text(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from typing import Any, Literal
 from accelerate import Accelerator
 
 from accel_gpt.commands.evaluate import EvaluateCommand, as_json, as_table
-from accel_gpt.config.data import TextStream, Weighted
+from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import load_config, to_flat
 from accel_gpt.console import EvaluationProgress, ProgressLine, write_out
-from accel_gpt.data.corpus import document_end, eval_splits
+from accel_gpt.data.corpus import document_end, eval_splits, open_corpus
 from accel_gpt.data.sources import is_url, open_sources, train_paths
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, require
@@ -38,7 +38,6 @@ from accel_gpt.training.checkpoint import find_checkpoint, read_state
 from accel_gpt.training.metrics import Record, merge_record
 from accel_gpt.training.ranks import all_gather, all_ranks, peers
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps, locked
-from accel_gpt.training.setup import open_corpus
 from accel_gpt.training.state import TrainState
 
 # by the precision of training; fp8 is for training alone
@@ -133,7 +132,7 @@ def run_of(source: Pretrained) -> Path | None:
 
 def require_data(config: Config) -> None:
     """Raise `UserError` if a data folder of a run is not there, with the option that names it."""
-    if not config.data.train or isinstance(config.data.train, TextStream):
+    if not config.data.train:
         return
     for source in train_paths(config.data):
         require(

@@ -5,7 +5,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from accel_gpt.config.data import TextStream
 from accel_gpt.config.depth import KNOWN_VOCABULARIES, tokenizer_vocabulary
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import DataError, require
@@ -69,8 +68,6 @@ def vocabulary_size(config: Config, given: int | None) -> tuple[int, str]:
 def data_folders(config: Config) -> list[Path]:
     """The data folders of a config."""
     train = config.data.train
-    if isinstance(train, TextStream):
-        return []
     return [Path(train)] if isinstance(train, str) else [Path(source.path) for source in train]
 
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from accel_gpt.config.data import DataConfig, TextStream
+from accel_gpt.config.data import DataConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.options import Section, duration, option
@@ -519,9 +519,4 @@ class Config(Section):
         require(
             self.schedule.min_lr <= self.optim.lr,
             f"schedule.min_lr is {self.schedule.min_lr}, above the peak optim.lr {self.optim.lr}",
-        )
-        require(
-            not (self.train.reproducible and isinstance(self.data.train, TextStream)),
-            "train.reproducible is true but data.train streams text, which each number of "
-            "processes divides in another way; prepare the text once with accel-gpt prepare",
         )

@@ -19,7 +19,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.names import NAMES
 from accel_gpt.config.options import all_options, field_types, own_options
-from accel_gpt.config.removed import REMOVED, REMOVED_OPTIONS, REMOVED_VALUES, is_removed
+from accel_gpt.config.removed import REMOVED, REMOVED_OPTIONS, is_removed, removed_value
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import write_out
 from accel_gpt.errors import UserError, require
@@ -158,8 +158,7 @@ def relocate(config: Mapping[str, Any], out_dir: str) -> dict[str, Any]:
     moved = dict(config) | {"out_dir": out_dir}
     if isinstance(data, Mapping):
         moved["data"] = dict(data)
-        if not isinstance(data.get("train"), Mapping):  # text that is tokenized while training
-            moved["data"]["train"] = relocated(data.get("train", ""), before, out_dir)
+        moved["data"]["train"] = relocated(data.get("train", ""), before, out_dir)
         moved["data"]["val"] = relocated(data.get("val"), before, out_dir)
     return moved
 
@@ -360,8 +359,8 @@ def convert(key: str, value: Any, hint: Any) -> Any:
             f"{key} is {value!r:.60}; expected a finite number, up to {LARGEST_NUMBER:,}"
         ) from None
     except (KeyError, TypeError, ValueError):
-        if advice := REMOVED_VALUES.get((key.rpartition(".")[2], str(value))):
-            raise UserError(f"{key} is {value}, which no longer exists; {advice}") from None
+        if sentence := removed_value(key, value):
+            raise UserError(sentence) from None
         words = describe_type(hint if option in (int, bool) else option)
         raise UserError(f"{key} is {value!r:.200}; expected {words}") from None
 
@@ -422,7 +421,7 @@ def has_shape(value: Any, hint: Any) -> bool:
     """Whether `value` may become the type `hint`, one of several."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
-    if is_section(hint) or get_origin(hint) is Mapping:
+    if get_origin(hint) is Mapping:
         return isinstance(value, Mapping)
     return hint in (int, bool) or isinstance(value, list if get_origin(hint) is tuple else str)
 

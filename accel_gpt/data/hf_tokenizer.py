@@ -81,14 +81,6 @@ class HFTokenizer(Tokenizer):
             (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(found.ids, np.uint32)
 
-    def encode_rendered(self, text: str) -> list[int]:
-        """Ids of a text in which special tokens are spelled out, as a chat template does."""
-        self.tokenizer.encode_special_tokens = False
-        try:
-            return self.encode(text)
-        finally:
-            self.tokenizer.encode_special_tokens = True
-
     def decode(self, ids: Sequence[int]) -> str:
         """Text by the decoder of the file."""
         with self.explained():

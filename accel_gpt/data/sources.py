@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_gpt.config.data import DataConfig, TextStream, Weighted
+from accel_gpt.config.data import DataConfig, Weighted
 from accel_gpt.data.shards import INDEX, Split, open_split
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import DataError, require
@@ -94,7 +94,6 @@ def train_paths(data: DataConfig) -> list[Weighted]:
     require(
         bool(data.train), "data.train is empty; name the folder of token shards, or one to prepare"
     )
-    assert not isinstance(data.train, TextStream)
     return [Weighted(data.train)] if isinstance(data.train, str) else list(data.train)
 
 

@@ -74,14 +74,6 @@ class Tokenizer(ABC):
         ids: list[int] = self.encode_array(clean(text)).tolist()
         return ids
 
-    def encode_rendered(self, text: str) -> list[int]:
-        """Ids of a text in which special tokens are spelled out, as a chat template does."""
-        parts = clean(text).split(self.eot)
-        ids = self.encode(parts[0])
-        for part in parts[1:]:
-            ids += [*([] if self.eot_id is None else [self.eot_id]), *self.encode(part)]
-        return ids
-
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text as `token_dtype(vocab_size)`."""
         dtype = token_dtype(self.vocab_size)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from accel_gpt.data.shards import INDEX, Shard, Split, token_beyond, token_ids
+from accel_gpt.data.shards import INDEX, Shard, Split, token_beyond
 from accel_gpt.errors import DataError
 from accel_gpt.files import read_json, write_file
 from accel_gpt.launcher import is_main
@@ -172,7 +172,7 @@ class DataVerifier:
             whole = size // file.split.dtype.itemsize
             if not whole:
                 break
-            tokens = token_ids(np.frombuffer(buffer, file.split.dtype, whole))
+            tokens = np.frombuffer(buffer, file.split.dtype, whole)
             largest = max(largest, int(tokens.max()))
             if largest >= self.vocab_size and beyond is None:
                 first = int(np.argmax(tokens >= self.vocab_size))

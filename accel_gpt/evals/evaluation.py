@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
 
-from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.sources import is_url, train_paths, val_paths
@@ -64,13 +63,11 @@ class Evaluation:
 def open_evaluation(config: Config, corpus: Corpus) -> Evaluation:
     """Open what the config evaluates on; raises now for bad data or questions, not when due."""
     if config.eval.whole_at_end:
-        data = config.data
-        streamed = isinstance(data.train, TextStream)
-        val = val_paths(data) or ([] if streamed else train_paths(data))
+        val = val_paths(config.data) or train_paths(config.data)
         require(
-            bool(val) and not any(is_url(source.path) for source in val),
-            "eval.whole_at_end is true but the val split is remote or streamed, and eval.tokens "
-            "tokens of it are held; leave eval.whole_at_end out",
+            not any(is_url(source.path) for source in val),
+            "eval.whole_at_end is true but the val split is remote, and eval.tokens tokens of it "
+            "are held; leave eval.whole_at_end out",
         )
     check_evaluated(corpus, config.model.block_size)
     questions: Questions = ()

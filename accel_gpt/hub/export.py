@@ -28,7 +28,6 @@ from torch import Tensor
 from accel_gpt.config.data import DataConfig
 from accel_gpt.data import tokenizer_json
 from accel_gpt.data.loader import check_tokens
-from accel_gpt.data.shards import token_ids
 from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data.tokenizer_json import EOT
@@ -219,7 +218,7 @@ def compared_tokens(model: GPT, tokenizer: Tokenizer, pretrained: Pretrained) ->
             file = split.folder / split.shards[0].name
             check_tokens(sequences, model.vocab_size, lambda row: (file, int(starts[row])))
             text = f"{COMPARED_SEQUENCES} sequences of {found} val tokens of {path}"
-            return torch.from_numpy(token_ids(sequences).astype(np.int64)), redact(text)
+            return torch.from_numpy(sequences.astype(np.int64)), redact(text)
         except UserError as error:
             reason = redact(str(error).partition(";")[0])
     generator = torch.Generator().manual_seed(0)

@@ -146,8 +146,8 @@ def sources_of(state: TrainState) -> list[dict[str, Any]]:
     """Return the sources of the data, each with its public name and share of the sequences; with
     its Hub id and tokens, where its folder is still there, unchanged.
     """
-    config, stream = state.config, state.config.get("data.train.dataset")
-    train = stream or config.get("data.train.path") or config.get("data.train")
+    config = state.config
+    train = config.get("data.train")
     paths = [source.get("path") for source in train] if isinstance(train, list) else [train]
     folders = dict(read_folder(str(path)) for path in paths)
     recorded = state.data_sources or [{"name": "data", "weight": 1.0}]
@@ -162,8 +162,8 @@ def sources_of(state: TrainState) -> list[dict[str, Any]]:
     ]
     if len(found) == 1:
         prepare = {key: config.get(f"data.prepare.{key}") for key in ("source", "path", "dataset")}
-        origins = ({"source": "dataset", "dataset": stream}, {"path": train}, prepare)
-        found[0]["name"] = public_name(str(train)) or "data"
+        origins = ({"path": train}, prepare)
+        found[0]["name"] = public_name(str(train or "")) or "data"
         found[0].setdefault("hub_id", next(filter(None, map(hub_id_of, origins)), None))
     return found
 

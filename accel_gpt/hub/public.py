@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.config.compare import option_of
-from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import leaves
 from accel_gpt.data.hub_client import parse_repo
@@ -75,7 +74,7 @@ def initial_model_name(name: str) -> str | None:
 
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the public keys of a config, dotted, names in place of paths."""
-    hints = {**leaves(Config), **leaves(TextStream, "data.train.")}
+    hints = leaves(Config)
     keys = [key for key in hints if key in config and key.startswith(SECTIONS)]
     found = {key: public_value(key, hints[key], config[key]) for key in keys}
     return {k: value for k, value in found.items() if value is not None or config[k] is None}

@@ -68,8 +68,9 @@ def check_same(folder: Path, begun: Mapping[str, Any], requested: Mapping[str, A
     The path may be written differently, as the fingerprint says what it holds.
     """
     settings = {k: v for k, v in requested.items() if k not in ("path", "source_fingerprint")}
-    settings["dedupe"] = False  # an earlier version could drop documents
-    begun = {"dedupe": False, **dict(UNRECORDED), **begun}
+    # an earlier version could drop documents, and mark the tokens of prompts
+    settings |= {"dedupe": False, "loss_on": "text"}
+    begun = {"dedupe": False, "loss_on": "text", **dict(UNRECORDED), **begun}
     remedy = f"or remove {folder} to start over"
     if differ := other_settings(begun, settings):
         raise UserError(

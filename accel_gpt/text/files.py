@@ -86,17 +86,6 @@ def describe_source(config: PrepareConfig, times: bool = True) -> str:
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
 
-def file_share(sizes: list[int], rank: int, world: int) -> range:
-    """Numbers of the rank's files: a run of about equal bytes, of one file at least."""
-    bounds, done, unit = [0], 0, 0
-    for part in range(1, world):
-        while unit < len(sizes) and (done + sizes[unit] / 2) * world < part * sum(sizes):
-            done += sizes[unit]
-            unit += 1
-        bounds.append(min(max(unit, bounds[-1] + 1), len(sizes) - world + part))
-    return range(bounds[rank], [*bounds, len(sizes)][rank + 1])
-
-
 # --------------------------------------------------------------------------- files
 
 

@@ -188,6 +188,7 @@ def read_state(path: Path) -> TrainState:
     content = read_checkpoint_json(path / "trainer_state.json")
     check_format(path, content)
     content.pop("format")
+    content.pop("text_places", None)  # of an earlier version, which could train on streamed text
     state = TrainState()
     try:
         state.load_state_dict(content)

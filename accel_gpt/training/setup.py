@@ -11,12 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import is_config_of_run, own_text_folder, read_yaml, to_flat
 from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.console import write_err
-from accel_gpt.data.corpus import Corpus, open_shards
+from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.shards import INDEX
 from accel_gpt.data.sources import is_url
 from accel_gpt.data.verify import DataVerifier
@@ -196,15 +195,6 @@ def exit_code(process: subprocess.Popen[bytes] | None) -> int | None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(1) if process else 0
     return None
-
-
-def open_corpus(config: Config) -> Corpus:
-    """Open what `data.train` names: prepared shards, or text that is tokenized while training."""
-    if isinstance(config.data.train, TextStream):
-        from accel_gpt.text.streaming import open_text
-
-        return open_text(config)
-    return open_shards(config)
 
 
 def verify_data(config: Config, corpus: Corpus, log: Callable[[str], None]) -> DataVerifier:

@@ -95,8 +95,8 @@ def test_another_mixture_is_refused_with_what_differs_or_accepted_and_logged(
     assert "data.train[data1] was weight 1, is weight 3" in shown
     assert "data.train[corpus] was absent, is weight 4" in shown
     assert "data.train[data2]" not in shown
-    assert shown.rstrip().endswith("or accept it with --data.allow_change")
-    assert launch(small_run(*other, "--data.allow_change")) == 0
+    assert shown.rstrip().endswith("or accept it with --checkpoint.allow_change data.train")
+    assert launch(small_run(*other, "--checkpoint.allow_change", "data.train")) == 0
     assert "from step 3 on data.train[corpus] is weight 4; it was absent" in capsys.readouterr().err
     # 24 sequences of 12 each, then 24 by 3 : 1 : 4
     state = json.loads((tmp_path / "run/checkpoints/step_00000006/trainer_state.json").read_text())
@@ -248,7 +248,7 @@ def test_other_streamed_text_begins_at_its_beginning(
     other = opened(small_run(*changed))
     other.load_state_dict(state)
     assert other.positions == ()
-    assert source_changes(state, other.state_dict())  # refused without data.allow_change
+    assert source_changes(state, other.state_dict())  # refused without checkpoint.allow_change
 
 
 def test_streamed_text_with_another_time_is_refused_and_does_not_start_over(
@@ -262,7 +262,7 @@ def test_streamed_text_with_another_time_is_refused_and_does_not_start_over(
     text = tmp_path / "text.jsonl"
     before = text.stat()
     os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
-    assert launch(small_run(*streamed, "--data.allow_change")) == 2
+    assert launch(small_run(*streamed, "--checkpoint.allow_change", "data.train")) == 2
     assert "only its modification time differs" in capsys.readouterr().err
     assert len(records(tmp_path / "run")) == 6
     os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))

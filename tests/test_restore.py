@@ -156,7 +156,7 @@ IDENTITY = {
 } - {"model.init_from", "model.allow_pickle"}
 FREE = {
     *("out_dir", "data.train", "data.tokenizer", "data.cache_dir", "data.cache_gb"),
-    *("data.allow_change", "model.init_from", "model.allow_pickle", "train.micro_batch_size"),
+    *("model.init_from", "model.allow_pickle", "train.micro_batch_size"),
     *("train.mixed_precision", "train.matmul_precision", "train.compile", "train.cpu_threads"),
     *(
         "train.time_limit",

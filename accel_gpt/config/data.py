@@ -162,8 +162,6 @@ class DataConfig(Section, prefix="data."):
     cache_gb: Positive[float] = 50.0
     """Size limit of that cache, in units of 1e9 bytes. Shards that have been read are evicted
     first."""
-    allow_change: bool = False
-    """Accept other sources or weights than those of the checkpoint when resuming."""
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
 
     def __post_init__(self) -> None:

@@ -20,6 +20,10 @@ class Removed(NamedTuple):
 
 REMOVED: Mapping[str, Removed] = MappingProxyType(
     {
+        "data.allow_change": Removed(
+            default=False,
+            advice="list data.train in checkpoint.allow_change",
+        ),
         "data.prepare.dedupe": Removed(
             default=False,
             advice="drop duplicates with datatrove before you prepare the text",

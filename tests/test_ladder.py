@@ -306,7 +306,7 @@ def test_a_budget_trains_the_best_depth(
         (["--ladder", ".", "--hours", "1"], "has no runs beside it"),
         (["--ladder", ".", "--hours", "1e-7", "--gpu", "h100"], "are too few"),
         (["--ladder", ".", "--hours", "1", "--optim.lr", "9"], "--optim.lr has no effect with"),
-        (["--ladder", ".", "--hours", "1", "--measure"], "--measure has no effect with"),
+        (["--ladder", ".", "--hours", "1", "--vocab_size", "9"], "--vocab_size has no effect with"),
         (["--ladder", ".", "--hours", "1", "--gpu", "h100", "--out", "c.yaml"], "another config"),
         (["c.yaml", "--ladder", ".", "--vocab_size", "300"], "one of 300"),
         (["c.yaml", "--ladder", "nowhere"], "expected the folder of accel-gpt ladder"),

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_gpt.commands.plan_time import split_tokens
-from accel_gpt.commands.plan_vocabulary import data_folders, vocabulary_size
 from accel_gpt.commands.series import Series, series_run
 from accel_gpt.config.checks import Positional, Section
 from accel_gpt.config.depth import HEAD_DIM, scaling_parameters, width
@@ -27,6 +25,7 @@ from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.cost.scaling import FILE, LEVEL, SIZES, Ladder, Size
 from accel_gpt.cost.scaling_fit import FEWEST as FEWEST_FOR_TWO
 from accel_gpt.cost.scaling_fit import NoLawError, fit_law, law_terms
+from accel_gpt.data.planning import data_folders, split_tokens, vocabulary_size
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.report.page import build_page

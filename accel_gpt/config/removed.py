@@ -43,6 +43,7 @@ REMOVED: Mapping[str, Removed] = MappingProxyType(
 REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "dedupe": "drop duplicates with datatrove before you prepare the text",
+        "measure": "measure the speed of this machine with accel-gpt bench CONFIG",
         "merge": "list the folders in data.train, which trains on a mixture of them",
         "rank": "prepare a share of the files on each machine, each into a folder of its own, and "
         "list the folders in data.train",

@@ -1,6 +1,7 @@
-"""`accel-gpt bench CONFIG`: tokens/s, MFU and memory of a config, and where a step's time goes.
+"""`accel-gpt bench CONFIG`: tokens/s, MFU and memory of a config, the hours of its whole run.
 
-Runs `train.update` in a temporary folder, without evaluation, samples, checkpoints and trackers.
+Runs `train.update` in a temporary folder, without evaluation, samples, checkpoints and trackers,
+and measures where a step's time goes.
 """
 
 import contextlib
@@ -20,8 +21,9 @@ from accel_gpt.config.checks import NotNegative, Positional, Positive, Section
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config, parse_command
 from accel_gpt.config.plan import make_plan, plural
-from accel_gpt.console import exit_on_sigterm, table, write_out
+from accel_gpt.console import exit_on_sigterm, format_hours, table, write_out
 from accel_gpt.cost.flops import parameter_counts
+from accel_gpt.cost.forecast import evaluation_count, evaluation_hours
 from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import is_main, world_size
 
@@ -32,20 +34,11 @@ if TYPE_CHECKING:  # torch is imported once the options are right
 
 PARTS = ("data", "forward and loss", "backward", "clip and optimizer")
 Report = dict[str, Any]
-STEP_ALONE = (  # over the config: nothing but the training step
-    *("--train.profile=0", "--schedule.warmup_steps=0", "--schedule.warmup_tokens=null"),
-    *("--eval.every=0", "--eval.only=false", "--eval.hellaswag=null", "--eval.tasks=[]"),
-    *("--sample.every=0", "--checkpoint.every=0", "--checkpoint.every_tokens=null"),
-    *("--checkpoint.resume=never", "--checkpoint.async_save=false"),
-    *("--log.trackers=[]", "--log.dashboard=false"),
-    *("--log.batch_hash=false", "--log.level=warning"),
-    "--hub.push=never",
-)
 
 
 @dataclass(frozen=True)
 class BenchCommand(Section, prefix="bench."):
-    """Measure the training step of a config: tokens a second, MFU, memory, where its time goes.
+    """Measure the training step of a config: tokens a second, hours of the whole run, MFU, memory.
 
     Any --section.key of the config may be set as well. No run is kept. On several processes:
     accelerate launch -m accel_gpt.cli bench CONFIG ... Examples:
@@ -74,12 +67,14 @@ def main(argv: Sequence[str]) -> int:
 
     keys: list[str] = []
     options = parse_command(BenchCommand, argv, "accel-gpt bench", keys)
-    config = load_config([options.config, *keys, *STEP_ALONE], "accel-gpt bench", inherit)
+    config = load_config([options.config, *keys], "accel-gpt bench", inherit)
     exit_on_sigterm()
     check_initial_tokenizer(config)
     if options.compare:
         write_out(compare_precisions(options, keys))
-    elif report := bench(options, config):
+        return 0
+    report = bench(options, config)
+    if report is not None:
         write_out(json.dumps(report, indent=1) + "\n" if options.json else bench_text(report))
     return 0
 
@@ -94,22 +89,67 @@ def bench(options: BenchCommand, config: Config) -> Report | None:
     from accel_gpt.training.terminal import Display
 
     die_with_launcher()
-    length, steps = make_plan(config, 1).max_steps, options.warmup + options.steps + options.parts
-    train = replace(config.train, max_steps=max(length, steps), max_tokens=None)
-    given = config
+    measured = step_alone(config)
+    run_steps = make_plan(measured, 1).max_steps
+    steps = max(run_steps, options.warmup + options.steps + options.parts)
     with peers(world_size()), tempfile.TemporaryDirectory() as out:
-        config = replace(config, out_dir=out, train=train)
-        plan = make_plan(config, world_size())
-        start_processes(config)
-        ensure_data(given, stdout=sys.stderr)  # the report alone goes to standard output
-        config, accelerator = start_accelerator(config, plan)
-        config, plan = resolve_auto(config, plan, accelerator)
-        with Display(False, config, plan) as display:
-            run = start(config, plan, accelerator, display)
+        train = replace(measured.train, max_steps=steps, max_tokens=None)
+        measured = replace(measured, out_dir=out, train=train)
+        plan = make_plan(measured, world_size())
+        start_processes(measured)
+        ensure_data(config, stdout=sys.stderr)  # the report alone goes to standard output
+        measured, accelerator = start_accelerator(measured, plan)
+        measured, plan = resolve_auto(measured, plan, accelerator)
+        with Display(False, measured, plan) as display:
+            run = start(measured, plan, accelerator, display)
         with contextlib.closing(run.loader), contextlib.closing(run.writer):
             report = measure_steps(options, run)
+        report |= whole_run(config, run, run_steps, report["tokens_per_second"])
         accelerator.end_training()
     return report if is_main() else None
+
+
+def step_alone(config: Config) -> Config:
+    """Return a config that does nothing but the training steps of `config`."""
+    return replace(
+        config,
+        train=replace(config.train, profile=0),
+        schedule=replace(config.schedule, warmup_steps=0, warmup_tokens=None),
+        eval=replace(config.eval, every=0, only=False, hellaswag=None, tasks=()),
+        sample=replace(config.sample, every=0),
+        checkpoint=replace(
+            config.checkpoint,
+            every=0,
+            every_tokens=None,
+            resume="never",
+            async_save=False,
+        ),
+        log=replace(
+            config.log,
+            trackers=(),
+            dashboard=False,
+            batch_hash=False,
+            level="warning",
+        ),
+        hub=replace(config.hub, push="never"),
+    )
+
+
+def whole_run(config: Config, run: "Run", steps: int, tokens_per_second: float) -> Report:
+    """Return the hours of the whole run of `config`, `steps` steps, at the measured speed.
+
+    Evaluations are counted; saves, samples and HellaSwag are not.
+    """
+    evaluated = evaluation_count(config, steps) * run.reporter.evaluation_time.tokens
+    if config.eval.whole_at_end:
+        evaluated += sum(part.split.tokens for part in run.corpus.evaluated["val"])
+    evaluating = evaluation_hours(evaluated, tokens_per_second)
+    training = steps * run.plan.tokens_per_step / tokens_per_second / 3600
+    return {
+        "run_steps": steps,
+        "run_hours": training + evaluating,
+        "evaluation_hours": evaluating,
+    }
 
 
 def measure_steps(options: BenchCommand, run: "Run") -> Report:
@@ -298,6 +338,12 @@ def bench_text(report: Report) -> str:
             "",
             f"{report['step_ms']:,.1f} ms a step; the first took "
             f"{report['first_step_seconds']:.2f} s",
+        ),
+        (
+            "run",
+            f"{format_hours(report['run_hours'])} for {plural(report['run_steps'], 'step')}, "
+            f"{report['evaluation_hours'] / report['run_hours']:.0%} of it evaluations; without "
+            "saves, samples and HellaSwag",
         ),
         ("MFU", reached),
         ("memory", f"{report['memory_gb']:.2f} GB at most, of the {report['memory_of']}"),

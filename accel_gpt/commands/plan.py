@@ -28,8 +28,15 @@ from accel_gpt.cost.devices import (
     peak_flops,
 )
 from accel_gpt.cost.flops import flops_per_token, mfu, parameter_counts
-from accel_gpt.cost.forecast import assumed_mfu, run_memory, run_time, speed_at
-from accel_gpt.cost.memory import Machine, checkpoint_bytes, largest_size, with_size
+from accel_gpt.cost.forecast import (
+    assumed_mfu,
+    run_disk,
+    run_length,
+    run_memory,
+    run_time,
+    speed_at,
+)
+from accel_gpt.cost.memory import Machine, largest_size, with_size
 from accel_gpt.data.planning import evaluation_tokens, vocabulary_size
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import read_json
@@ -151,48 +158,12 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
         "precision": {"is": machine.precision, "source": machine.precision_source},
         "vocabulary": {"tokens": vocab_size, "source": source},
         "parameters": parameter_counts(config.model, vocab_size),
-        "length": plan_length(config, vocab_size, plan),
+        "length": run_length(config, vocab_size, plan),
         "depth": list(describe_depth(to_flat(config))),
         "loss": expected_loss(options, config, vocab_size),
         "memory": run_memory(config, vocab_size, machine),
         "time": plan_time(options, config, vocab_size, machine, plan),
-        "disk": plan_disk(config, vocab_size, machine, plan),
-    }
-
-
-def plan_length(config: Config, vocab_size: int, plan: Plan) -> dict[str, Any]:
-    """Return steps, tokens and FLOPs of a run."""
-    tokens = plan.max_steps * plan.tokens_per_step
-    flops = flops_per_token(config.model, vocab_size)
-    parameters = parameter_counts(config.model, vocab_size)["total_unpadded"]
-    return {
-        "steps": plan.max_steps,
-        "warmup_steps": plan.warmup_steps,
-        "tokens_per_step": plan.tokens_per_step,
-        "micro_batch_size": plan.micro_batch_size,
-        "block_size": plan.block_size,
-        "accumulation_steps": plan.accumulation_steps,
-        "devices": plan.world_size,
-        "tokens": tokens,
-        "tokens_per_parameter": tokens / parameters,
-        "flops_per_token": flops,
-        "flops_per_step": flops * plan.tokens_per_step,
-        "flops": flops * tokens,
-    }
-
-
-def plan_disk(config: Config, vocab_size: int, machine: Machine, plan: Plan) -> dict[str, int]:
-    """Return the bytes that a run reads and writes."""
-    sequences = plan.max_steps * plan.sequences_per_step
-    token_bytes = 2 if vocab_size < 65536 else 4  # in a shard
-    checkpoint = checkpoint_bytes(config, vocab_size)
-    kept = config.checkpoint.keep_last + config.checkpoint.keep_best
-    return {
-        "data_read": sequences * (plan.block_size + 1) * token_bytes,
-        "checkpoint": checkpoint,
-        "checkpoint_by_rank": checkpoint // machine.shards,
-        "checkpoints_kept": kept,
-        "checkpoints": checkpoint * kept,
+        "disk": run_disk(config, vocab_size, machine, plan),
     }
 
 

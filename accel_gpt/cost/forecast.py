@@ -1,4 +1,4 @@
-"""What a whole run takes: the memory of a device, whether it fits, and hours. No torch.
+"""What a whole run takes: memory, and whether it fits; tokens, FLOPs, disk and hours. No torch.
 
 docs/cost.md derives the formulas.
 """
@@ -9,8 +9,8 @@ from typing import Any
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
 from accel_gpt.cost.cluster import Network, host_bytes, step_time
-from accel_gpt.cost.flops import FORWARD_SHARE, flops_per_token
-from accel_gpt.cost.memory import Machine, footprint, largest_size
+from accel_gpt.cost.flops import FORWARD_SHARE, flops_per_token, parameter_counts
+from accel_gpt.cost.memory import Machine, checkpoint_bytes, footprint, largest_size
 
 ASSUMED_MFU = 0.4  # assumption: llm.c and nanoGPT report 0.4 to 0.5 for GPT-2 on A100 and H100
 RECOMPUTED = 3 / 4  # of it with activation checkpointing: a second forward pass
@@ -47,6 +47,42 @@ def options_to_try(config: Config, machine: Machine) -> list[str]:
     if config.train.activation_checkpointing != "blocks":
         options.append("--train.activation_checkpointing blocks")
     return options
+
+
+def run_length(config: Config, vocab_size: int, plan: Plan) -> dict[str, Any]:
+    """Return steps, tokens and FLOPs of a run."""
+    tokens = plan.max_steps * plan.tokens_per_step
+    flops = flops_per_token(config.model, vocab_size)
+    parameters = parameter_counts(config.model, vocab_size)["total_unpadded"]
+    return {
+        "steps": plan.max_steps,
+        "warmup_steps": plan.warmup_steps,
+        "tokens_per_step": plan.tokens_per_step,
+        "micro_batch_size": plan.micro_batch_size,
+        "block_size": plan.block_size,
+        "accumulation_steps": plan.accumulation_steps,
+        "devices": plan.world_size,
+        "tokens": tokens,
+        "tokens_per_parameter": tokens / parameters,
+        "flops_per_token": flops,
+        "flops_per_step": flops * plan.tokens_per_step,
+        "flops": flops * tokens,
+    }
+
+
+def run_disk(config: Config, vocab_size: int, machine: Machine, plan: Plan) -> dict[str, int]:
+    """Return the bytes that a run reads and writes."""
+    sequences = plan.max_steps * plan.sequences_per_step
+    token_bytes = 2 if vocab_size < 65536 else 4  # in a shard
+    checkpoint = checkpoint_bytes(config, vocab_size)
+    kept = config.checkpoint.keep_last + config.checkpoint.keep_best
+    return {
+        "data_read": sequences * (plan.block_size + 1) * token_bytes,
+        "checkpoint": checkpoint,
+        "checkpoint_by_rank": checkpoint // machine.shards,
+        "checkpoints_kept": kept,
+        "checkpoints": checkpoint * kept,
+    }
 
 
 # --------------------------------------------------------------------------- time

@@ -164,7 +164,10 @@ def test_compare_measures_float32_and_bf16_compiled_or_not(
     assert call(*small_run(*given)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:17].strip() for line in lines] == [
-        *("float32", "float32, compiled", "bf16", "bf16, compiled")
+        "float32",
+        "float32, compiled",
+        "bf16",
+        "bf16, compiled",
     ]
     assert "3,000 tokens/s" in lines[2]
     assert lines[3].endswith("error: no compiler")

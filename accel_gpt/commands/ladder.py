@@ -40,8 +40,18 @@ FEWEST = 3  # rungs
 MEASURED = ("rung", "parameters", "tokens", "FLOPs", "loss", "bits per byte")  # columns
 # what does not change the loss that a run reaches; `data.` goes by fingerprint
 LOOSE = (
-    *("out_dir", "log.", "sample.", "checkpoint.", "hub.", "eval.every", "data.cache"),
-    *("train.compile", "train.cpu_threads", "data.train", "data.text", "data.prepare."),
+    "out_dir",
+    "log.",
+    "sample.",
+    "checkpoint.",
+    "hub.",
+    "eval.every",
+    "data.cache",
+    "train.compile",
+    "train.cpu_threads",
+    "data.train",
+    "data.text",
+    "data.prepare.",
 )
 
 
@@ -269,9 +279,14 @@ def rung_row(rung: Rung, run: RunFolder) -> dict[str, Any]:
     """What ladder.json holds of a rung: nothing that another start of it would change."""
     last = run.metrics.last
     return {
-        **{"name": rung.name, "depth": rung.depth, "ratio": rung.ratio, "seed": rung.config.seed},
-        **{"steps": steps(rung), **rung.size._asdict()},
-        **{"loss": last("eval/val_loss"), "loss_se": last("eval/val_loss_se") or 0.0},
+        "name": rung.name,
+        "depth": rung.depth,
+        "ratio": rung.ratio,
+        "seed": rung.config.seed,
+        "steps": steps(rung),
+        **rung.size._asdict(),
+        "loss": last("eval/val_loss"),
+        "loss_se": last("eval/val_loss_se") or 0.0,
         "bits_per_byte": last("eval/val_bits_per_byte"),
     }
 

@@ -46,28 +46,52 @@ from accel_gpt.training.state import TrainState
 from accel_gpt.training.tensor_files import moments_of, read_tensors
 
 FREE = (
-    *("out_dir", "data.tokenizer", "data.cache_", "data.prepare."),
+    "out_dir",
+    "data.tokenizer",
+    "data.cache_",
+    "data.prepare.",
     "data.train",  # the fingerprint of its content decides
-    *("model.init_from", "model.allow_pickle", "model.zero_init"),
+    "model.init_from",
+    "model.allow_pickle",
+    "model.zero_init",
     "model.depth",  # the keys that it sets are compared themselves
-    *("train.micro_batch_size", "train.mixed_precision", "train.matmul_precision"),
-    *("train.compile", "train.activation_checkpointing", "train.sync_each_batch"),
-    *("train.cpu_threads", "train.stop_at"),
-    *("train.time_limit", "train.step_timeout", "train.init_timeout", "train.profile"),
-    *("eval.every", "eval.only", "eval.hellaswag", "eval.tasks"),
-    *("sample.", "checkpoint.", "log.", "hub."),
+    "train.micro_batch_size",
+    "train.mixed_precision",
+    "train.matmul_precision",
+    "train.compile",
+    "train.activation_checkpointing",
+    "train.sync_each_batch",
+    "train.cpu_threads",
+    "train.stop_at",
+    "train.time_limit",
+    "train.step_timeout",
+    "train.init_timeout",
+    "train.profile",
+    "eval.every",
+    "eval.only",
+    "eval.hellaswag",
+    "eval.tasks",
+    "sample.",
+    "checkpoint.",
+    "log.",
+    "hub.",
 )
 IDENTITY = (
     "model.",  # tensors would not fit
-    *("optim.name", "tokenizer", "seed", "data.shuffle"),
+    "optim.name",
+    "tokenizer",
+    "seed",
+    "data.shuffle",
     "train.tokens_per_step",  # it maps steps to data
 )
 # Set or not set, these divide the parameters into other groups of the optimizer.
 GROUPS = ("optim.embedding_lr", "optim.head_lr")
 # The free keys that decide the bits which train.reproducible promises.
 BITS = (
-    *("train.micro_batch_size", "train.mixed_precision"),
-    *("train.matmul_precision", "train.cpu_threads"),
+    "train.micro_batch_size",
+    "train.mixed_precision",
+    "train.matmul_precision",
+    "train.cpu_threads",
 )
 VAL_DATA = ("data.train", "data.val", "eval.tokens")  # what the val loss is of
 NOT_TOLD = "not told"  # stands for a path in the config of a checkpoint from the Hub

@@ -121,6 +121,18 @@ def table(rows: Sequence[Sequence[str]], *columns: str, gap: int = 2) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def format_hours(hours: float) -> str:
+    """Format a time as `40 s`, `25 min`, `2 h 10 min` or `3.4 days`."""
+    minutes = round(60 * hours)
+    if hours >= 48:
+        return f"{hours / 24:,.1f} days"
+    if minutes < 2:
+        return f"{3600 * hours:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
 def exit_on_sigterm() -> None:
     """Let SIGTERM end this process as an error does, so that temporary files are removed."""
     if threading.current_thread() is threading.main_thread():

@@ -88,8 +88,8 @@ def test_another_mixture_is_refused_with_what_differs_or_accepted_and_logged(
     assert "data.train[data1] was weight 1, is weight 3" in shown
     assert "data.train[corpus] was absent, is weight 4" in shown
     assert "data.train[data2]" not in shown
-    assert shown.rstrip().endswith("or accept it with --data.allow_change")
-    assert launch(small_run(*other, "--data.allow_change")) == 0
+    assert shown.rstrip().endswith("or accept it with --checkpoint.allow_change data.train")
+    assert launch(small_run(*other, "--checkpoint.allow_change", "data.train")) == 0
     assert "from step 3 on data.train[corpus] is weight 4; it was absent" in capsys.readouterr().err
     # 24 sequences of 12 each, then 24 by 3 : 1 : 4
     state = json.loads((tmp_path / "run/checkpoints/step_00000006/trainer_state.json").read_text())

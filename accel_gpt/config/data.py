@@ -190,11 +190,6 @@ class DataConfig(Section, prefix="data."):
         resume="free",
         per_machine=True,
     )
-    allow_change: bool = option(
-        False,
-        "Accept other sources or weights than those of the checkpoint when resuming.",
-        resume="free",
-    )
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
 
     def __post_init__(self) -> None:

@@ -25,6 +25,10 @@ FINETUNE_WITH_TRL = (
 
 REMOVED: Mapping[str, Removed] = MappingProxyType(
     {
+        "data.allow_change": Removed(
+            default=False,
+            advice="list data.train in checkpoint.allow_change",
+        ),
         "data.prepare.dedupe": Removed(
             default=False,
             advice="drop duplicates with datatrove before you prepare the text",
@@ -46,6 +50,7 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "dedupe": "drop duplicates with datatrove before you prepare the text",
         "loss_on": FINETUNE_WITH_TRL,
+        "measure": "measure the speed of this machine with accel-gpt bench CONFIG",
         "merge": "list the folders in data.train, which trains on a mixture of them",
         "rank": "prepare a share of the files on each machine, each into a folder of its own, and "
         "list the folders in data.train",

@@ -10,6 +10,8 @@ VOCAB_MULTIPLE = 64
 matrix units run at full rate (NVIDIA, Matrix Multiplication Background, "Tensor Core
 Requirements")."""
 
+FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step: the backward pass takes two
+
 
 def padded_vocab_size(vocab_size: int) -> int:
     """Rows of the embedding and the head: the next multiple of `VOCAB_MULTIPLE`."""

@@ -154,7 +154,7 @@ class DataVerifier:
             raise DataError(
                 f"{file.path} was altered: its SHA-256 begins with {found[:12]}, at an earlier "
                 f"launch with {recorded[:12]}; restore the file, or accept it with "
-                "--data.allow_change"
+                "--checkpoint.allow_change data.train"
             )
 
     def read(self, opened: BinaryIO, file: DataFile) -> Content | None:

@@ -203,7 +203,7 @@ def verify_data(config: Config, corpus: Corpus, log: Callable[[str], None]) -> D
         splits=corpus.splits() if local_rank() == 0 else [],
         vocab_size=corpus.vocab_size,
         folder=Path(config.out_dir),
-        accept_changes=config.data.allow_change,
+        accept_changes="data.train" in config.checkpoint.allow_change,
         log=log,
     )
 

@@ -153,10 +153,10 @@ IDENTITY = {
     *(key for key in leaves(Config) if key.startswith("model.")),
     *("optim.name", "seed", "data.shuffle", "data.shuffle_group", "train.tokens_per_step"),
     *("optim.embedding_lr", "optim.head_lr"),  # set or not set
-} - {"model.init_from", "model.allow_pickle"}
+} - {"model.init_from"}
 FREE = {
     *("out_dir", "data.train", "data.tokenizer", "data.cache_dir", "data.cache_gb"),
-    *("data.allow_change", "model.init_from", "model.allow_pickle", "train.micro_batch_size"),
+    *("data.allow_change", "model.init_from", "train.micro_batch_size"),
     *("train.mixed_precision", "train.matmul_precision", "train.compile", "train.cpu_threads"),
     *(
         "train.time_limit",

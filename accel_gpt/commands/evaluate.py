@@ -45,8 +45,6 @@ class EvaluateCommand(Section, prefix="evaluate."):
     """Windows per process and forward; null: the run's train.micro_batch_size, else 8."""
     json: bool = False
     """One JSON object in place of a table."""
-    allow_pickle: bool = False
-    """Also read weights in pickle files (.bin), without running what they hold."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -22,8 +22,6 @@ class ModelConfig(Section, prefix="model."):
     """Initial weights: scratch, or a run or checkpoint of accel_gpt, a folder written by
     transformers, or a Hub id (gpt2, Qwen/Qwen3-0.6B, user/name@revision). Shape and tokenizer come
     with the weights; dropout, rope_ keys and block_size can be overridden."""
-    allow_pickle: bool = False
-    """Also accept weights in pickle files (.bin), which are read without executing code."""
     n_layer: Annotated[Positive[int], at_most(2**14)] = 12
     """Number of blocks."""
     n_head: Annotated[Positive[int], at_most(2**24)] = 12

@@ -88,7 +88,6 @@ def export(
     checkpoint: str = "last",
     dtype: str = "fp32",
     overwrite: bool = False,
-    allow_pickle: bool = False,
 ) -> Exported:
     """Export the model `name`, as `load_pretrained` finds it, to the folder `to`.
 
@@ -99,7 +98,7 @@ def export(
     to = to.resolve()
     check_target(to, overwrite)
     pretrained = find_pretrained(name, checkpoint)
-    model, tokenizer = load_pretrained(name, checkpoint, allow_pickle)
+    model, tokenizer = load_pretrained(name, checkpoint)
     matching_preset(model.config)  # raises before anything is written
     # a folder that exists may be a mount point, or somebody's working directory: it is filled
     temporary = to / TEMPORARY if to.is_dir() else to.with_name(f".tmp_{to.name}")

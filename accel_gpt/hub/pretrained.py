@@ -23,7 +23,7 @@ MADE_FROM_TEXT = ("bpe", "chars")  # tokenizers that no other text has
 TOKENIZER_KEYS = ("data.tokenizer", "data.prepare.tokenizer")
 # fields of ModelConfig that a config may change, and those that are no part of the shape
 CHANGEABLE = ("init_std", "norm_eps", "rope_")
-NOT_SHAPE = ("init_from", "allow_pickle", "dropout", "zero_init", "depth")
+NOT_SHAPE = ("init_from", "dropout", "zero_init", "depth")
 
 
 @dataclass(frozen=True)

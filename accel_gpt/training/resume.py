@@ -48,7 +48,8 @@ from accel_gpt.training.tensor_files import moments_of, read_tensors
 FREE = (
     *("out_dir", "data.tokenizer", "data.cache_", "data.allow_change", "data.prepare."),
     "data.train",  # the fingerprint of its content decides
-    *("model.init_from", "model.allow_pickle", "model.zero_init"),
+    "model.init_from",
+    "model.zero_init",
     "model.depth",  # the keys that it sets are compared themselves
     *("train.micro_batch_size", "train.mixed_precision", "train.matmul_precision"),
     *("train.compile", "train.activation_checkpointing", "train.sync_each_batch"),

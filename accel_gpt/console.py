@@ -14,7 +14,6 @@ from datetime import timedelta
 from typing import TextIO
 
 from accel_gpt.errors import AccelGPTError, UserError, first_line
-from accel_gpt.redact import redact
 
 # all but tabs and ends of lines; bytes that are no UTF-8; what turns the direction of text around
 CONTROL = re.compile(
@@ -146,7 +145,7 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     try:
         return main(argv)
     except AccelGPTError as error:
-        text = redact(printable(str(error)))
+        text = printable(str(error))
         if len(text) > LONGEST_SENTENCE:  # a value out of a file
             text = f"{text[: LONGEST_SENTENCE // 2]} [...] {text[-LONGEST_SENTENCE // 2 :]}"
         sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {text}\n")
@@ -168,7 +167,7 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         if not full and error.errno not in PATH_ERRORS:
             raise
         advice = "; make room and launch again" if full else ""
-        sys.stderr.write(f"error: {redact(printable(str(error)))}{advice}\n")
+        sys.stderr.write(f"error: {printable(str(error))}{advice}\n")
         return UserError.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

@@ -19,7 +19,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # from the bottom up; a module imports its own level and those below
 LEVELS = [
     ["errors"],
-    ["redact"],
     ["console", "launcher"],
     ["files"],
     ["config"],
@@ -39,7 +38,7 @@ LEVELS = [
 ]
 # what `import accel_gpt.train` may load
 INNER = {
-    *("train", "errors", "console", "files", "redact", "launcher"),
+    *("train", "errors", "console", "files", "launcher"),
     *("config", "cost", "model", "optim", "data", "training", "evals"),
 }
 # each costs 0.1 to 1 s

@@ -18,7 +18,6 @@ from accel_gpt.data.shards import Split, resident
 from accel_gpt.data.sources import Source, open_sources, train_paths, val_names, val_paths
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError, require
-from accel_gpt.redact import redact_url
 
 StateDict = Mapping[str, Any]
 
@@ -330,4 +329,4 @@ def describe_data(state: StateDict) -> str:
     config, fingerprint = state.get("config", {}), state["data_fingerprint"][:12]
     keys = ("data.train", "data.train.dataset", "data.train.path")
     path = next((config[key] for key in keys if isinstance(config.get(key), str)), "")
-    return f"{redact_url(path)} ({fingerprint})" if path else fingerprint
+    return f"{path} ({fingerprint})" if path else fingerprint

@@ -40,7 +40,6 @@ from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.hub.verify import DIFFERENT
 from accel_gpt.model.gpt import GPT
-from accel_gpt.redact import redact
 from accel_gpt.training.checkpoint import read_state
 
 WRITTEN = (
@@ -218,9 +217,9 @@ def compared_tokens(model: GPT, tokenizer: Tokenizer, pretrained: Pretrained) ->
             file = split.folder / split.shards[0].name
             check_tokens(sequences, model.vocab_size, lambda row: (file, int(starts[row])))
             text = f"{COMPARED_SEQUENCES} sequences of {found} val tokens of {path}"
-            return torch.from_numpy(token_ids(sequences).astype(np.int64)), redact(text)
+            return torch.from_numpy(token_ids(sequences).astype(np.int64)), text
         except UserError as error:
-            reason = redact(str(error).partition(";")[0])
+            reason = str(error).partition(";")[0]
     generator = torch.Generator().manual_seed(0)
     vocab_size, shape = min(tokenizer.vocab_size, model.vocab_size), (COMPARED_SEQUENCES, length)
     tokens = torch.randint(vocab_size, shape, generator=generator)

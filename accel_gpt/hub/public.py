@@ -5,6 +5,7 @@ Of paths and URLs only the last part is, if it is a plain name; everything else 
 texts of samples are public: a user who pushes a run publishes them.
 """
 
+import hashlib
 import re
 import typing
 from collections.abc import Mapping
@@ -17,7 +18,6 @@ from accel_gpt.config.parse import leaves
 from accel_gpt.data.hub_client import parse_repo
 from accel_gpt.errors import UserError
 from accel_gpt.files import link, sha256
-from accel_gpt.redact import may_be_secret, public_metric, public_name, public_source
 from accel_gpt.training.checkpoint import read_checkpoint_json, write_json
 from accel_gpt.training.machine import PACKAGES
 from accel_gpt.training.metrics import as_csv, as_jsonl
@@ -38,14 +38,52 @@ NUMBER = re.compile(r"-?[0-9][0-9.]*(?:e[+-]?[0-9]+)?|-?inf|nan")
 VERSION_TEXT = re.compile(r"[\w.+!-]{1,40}")
 COMMIT_TEXT = re.compile(r"[0-9a-f]{7,64}(-dirty)?")
 DEVICE_TEXT = re.compile(r"[\w .,()@+-]{1,80}")
+HOMES = ("home", "users")  # folders whose children are named for people
 EVENTS = "events.out.tfevents.0000000000.accel_gpt"
+
+
+# --------------------------------------------------------------------------- names
+
+
+def public_name(path: str) -> str | None:
+    """Return the last part of a path or URL; None if it names a host, a bucket or a person.
+
+    A word that is not a path stays as it is. The name has letters, digits and `._+*-` only.
+    """
+    before, mark, after = path.strip().partition("://")
+    local = after.partition("/")[2] if mark else before  # without the host or bucket
+    parts = [part for part in re.split(r"[/\\:]+", re.split("[?#;&]", local)[0]) if part]
+    if not parts or parts[-1] in (".", ".."):
+        return None
+    name = parts[-1]
+    is_home = len(parts) > 1 and parts[-2].lower() in HOMES
+    if is_home or name.startswith("~") or "@" in name or "=" in name:
+        return None
+    return re.sub(r"[^\w.+*-]+", "-", name)
+
+
+def public_source(path: str) -> str:
+    """Return the public name of a data source, with a hash if it is only part of its path.
+
+    A run names its sources by their whole paths if their last parts are equal.
+    """
+    name = public_name(path) or "data"
+    return name if name == path else f"{name}-{hashlib.sha256(path.encode()).hexdigest()[:4]}"
+
+
+def public_metric(key: str) -> str:
+    """Return the key of a metric; its third part, a data source, by its public name."""
+    *parts, last = key.split("/", 2)
+    known = [public_name(part) or "hidden" for part in parts]
+    source = public_source(last) if len(parts) == 2 else public_name(last) or "hidden"
+    return "/".join([*known, source])
 
 
 def hub_dataset(name: str) -> str | None:
     """Return the id in `hf://datasets/user/name`, or `user/name` itself unless it is a folder."""
     found = re.match(r"hf://datasets/([^/@?#]+/[^/@?#]+)", name)
     repo = found[1] if found else name
-    if may_be_secret(repo) or not HUB_ID.fullmatch(repo) or (not found and Path(repo).exists()):
+    if not HUB_ID.fullmatch(repo) or (not found and Path(repo).exists()):
         return None
     return repo
 
@@ -61,7 +99,7 @@ def hub_model(name: str) -> str | None:
         repo, revision = parse_repo(name)
     except UserError:
         return None
-    if Path(name).exists() or may_be_secret(repo):
+    if Path(name).exists():
         return None
     found = try_to_load_from_cache(repo, "config.json", revision=revision)
     return repo if isinstance(found, str) else None
@@ -70,6 +108,9 @@ def hub_model(name: str) -> str | None:
 def initial_model_name(name: str) -> str | None:
     """Return the public name of the run, folder or repository in `model.init_from`."""
     return hub_model(name) or public_name(re.sub(r"(?<=/)([\w.-]+)@[\w.-]+$", r"\1", name))
+
+
+# --------------------------------------------------------------------------- records
 
 
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,6 @@ from accel_gpt.data.sources import open_sources, val_names, val_paths
 from accel_gpt.data.tokenizer import Tokenizer, named_tokenizer
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.launcher import is_main
-from accel_gpt.redact import redact
 from accel_gpt.text.documents import Piece, Position, split_pieces
 from accel_gpt.text.files import describe_source, guess_source, select
 from accel_gpt.text.hub import Bookmarks
@@ -195,7 +194,7 @@ class TextCorpus(Corpus):
         """Where the text comes from."""
         path = self.text.config.dataset or self.text.config.path
         return [
-            f"data     {redact(str(path))} in its own order, tokenized while training by "
+            f"data     {path} in its own order, tokenized while training by "
             f"{self.tokenizer.kind} of {self.tokenizer.vocab_size:,}"
         ]
 

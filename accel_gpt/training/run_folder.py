@@ -42,7 +42,6 @@ from accel_gpt.files import (
     read_json,
     read_text,
 )
-from accel_gpt.redact import redact_tokens
 
 LARGEST_FILE = 16 << 20  # bytes of run.json and config.yaml; ours have some thousand
 LARGEST_SAMPLES = 4 << 20  # bytes read of one file of samples
@@ -159,7 +158,7 @@ class RunFolder:
         return dict(sorted(found.items()))
 
     def sample_texts(self, step: int) -> list[str]:
-        """The texts that were sampled at a step of `samples`, access tokens starred."""
+        """The texts that were sampled at a step of `samples`."""
         with open_file(self.samples[step]) as file:
             text = file.read(LARGEST_SAMPLES).decode(errors="replace").removesuffix("\n")
         texts: list[str] = []
@@ -171,7 +170,7 @@ class RunFolder:
                 texts.append(body)
             elif texts:  # a line of the text itself
                 texts[-1] += part
-        return [redact_tokens(text) for text in texts]
+        return texts
 
     @property
     def best(self) -> str:

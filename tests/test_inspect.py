@@ -244,7 +244,7 @@ def test_data_behind_a_url(data: Path, capsys: Printed, monkeypatch: pytest.Monk
         (["x", "--block-size", "0"], "inspect.block_size is 0; it must be above 0"),
         (["nowhere"], "nowhere does not exist; give a data folder"),
         (["input.txt"], "input.txt is a file; give a data folder"),
-        (["/dev/null"], "/dev/null is a device; give a data folder"),
+        (["/dev/null"], "/dev/null is neither a file nor a folder; give a data folder"),
     ],
 )
 def test_mistakes(

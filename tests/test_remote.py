@@ -247,20 +247,6 @@ def test_refusal_is_not_tried_again(
     assert server.requests[NAMES[0]] == 1
 
 
-def test_a_file_of_unknown_size_does_not_fill_the_disk(
-    server: Server, opened: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.hide_size = True
-    (server.root / "tokenizer.json").write_bytes(b"x" * 1000)
-    folder = opened(shards=10_000)
-    assert right(server, folder.fetch("tokenizer.json"))
-    monkeypatch.setattr(cache, "LARGEST_TEXT", 3 * remote.CHUNK)
-    (server.root / "dataset.json").write_bytes(b" " * 20 * remote.CHUNK)
-    with pytest.raises(DataError, match=r"dataset\.json goes on after"):
-        folder.fetch("dataset.json")
-    assert used(folder.root) == 0
-
-
 # --------------------------------------------------------------------------- cache
 
 

@@ -53,13 +53,8 @@ def main(argv: Sequence[str]) -> int:
         report = inspect_data(path, data, options.quick, options.windows, options.block_size)
         describe = data_lines
     lines = strict_json(report, indent=1).splitlines() if options.json else describe(report)
-    write_out("".join(f"{on_one_line(line)}\n" for line in lines))
+    write_out("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
     for problem in report["problems"]:
-        sys.stderr.write(f"error: {on_one_line(problem)}\n")
+        sys.stderr.write(f"error: {problem}\n")
     return code if report["problems"] else 0
-
-
-def on_one_line(text: str) -> str:
-    """`text` with control and formatting characters escaped: names in files may hold any."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_yaml
 from accel_gpt.config.plan import Plan, plural
+from accel_gpt.console import printable
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
@@ -247,7 +248,7 @@ class Reporter:
         if self.accelerator.is_main_process:
             self.write(write)
         if step == self.plan.max_steps:
-            self.log(text)
+            self.log(printable(text))
 
     def sync(self) -> None:
         """Force the metrics to disk: before a checkpoint, which must not know more than they do."""

@@ -71,7 +71,7 @@ def make(tmp_path: Path, corpus: Path) -> Make:
         files = {
             checkpoint / "trainer_state.json": {"format": 1, **asdict(state)},
             checkpoint / "model.json": {"format": 1, **shape},
-            checkpoint / "tokenizer.json": {"format": "accel_gpt-tokenizer", "kind": "bytes"},
+            checkpoint / "tokenizer.json": json.loads(BytesTokenizer().file_text),
             run / "run.json": {"launches": [{"step": 0, **MACHINE}, {"step": 30, **LATER}]},
         }
         for file, content in files.items():

@@ -49,7 +49,7 @@ WEIGHTS = re.compile(r"model\.safetensors|weights_\d+\.safetensors")
 LOADABLE = (".bin", ".pkl", ".pt", ".pth", ".safetensors", ".distcp", ".metadata")
 SAVED = re.compile(
     r"model\.safetensors|optimizer\.bin|scaler\.pt|random_states_\d+\.pkl"
-    r"|(weights|optimizer)_\d+\.safetensors|pytorch_model_fsdp\.bin"  # the last of old versions
+    r"|(weights|optimizer)_\d+\.safetensors"
 )
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # in the folder itself, not hidden
 

@@ -95,3 +95,14 @@ def test_a_terminal_obeys_no_text_of_a_model(
     assert shown.startswith(r"a\x1b]0;x\x07b\x7f\x9b")
     assert not {*shown} & ({*map(chr, range(32)), "\x7f", "\x9b"} - {*"\n\t\r"})
     assert shown == printable(piped)
+
+
+def test_samples_of_a_training_are_escaped_on_the_terminal(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SHORT, "--sample.every", "2", "--sample.prompts", r'["a\x1b[2J\rb"]']
+    assert launch(small_run(*words)) == 0
+    assert "a\x1b[2J\rb" in (tmp_path / "run/samples/step_00000002.txt").read_bytes().decode()
+    told = capsys.readouterr().err
+    assert r"a\x1b[2J\rb" in told
+    assert "\x1b" not in told

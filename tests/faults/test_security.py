@@ -42,7 +42,7 @@ FOREIGN = (
     *("pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_rank0.bin", "__0_0.distcp"),
 )
 # what other processes or FSDP write: not opened by this run
-UNREAD = ("random_states_1.pkl", "scaler.pt", "pytorch_model_fsdp.bin")
+UNREAD = ("random_states_1.pkl", "scaler.pt")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 from accel_gpt import cli
 from accel_gpt.console import printable
-from tests.conftest import run_here
+from tests.conftest import launch, run_here
 from tests.hub_server import HubServer, environment
 
 Arguments = Callable[..., list[str]]

@@ -312,7 +312,9 @@ def test_logs_hold_the_metrics_and_samples_and_nothing_private(make: Make, tmp_p
     with (run / "metrics.jsonl").open("a") as file:
         more = {secret: 1.5, "train/loss": None, "note": 7, "eval/text": "/home/alice"}
         file.write(json.dumps({"step": 41, "time": 20.5, **more}) + '\n{"step": 3, "/home/al')
-    (run / "metrics.csv").write_text("step,tokens,train/loss\n1,2,\n2,/home/alice,3.5\nalice,1\n")
+    (run / "metrics.csv").write_text(
+        "step,tokens,train/loss,host\n1,2,,alice\n2,,3.5,alice\nalice,1\n"
+    )
     to.mkdir()
     write_logs(RunFolder(run), to)
     files = {path.name: path.read_bytes() for path in to.rglob("*") if path.is_file()}

@@ -1,6 +1,6 @@
 """What everybody may see of a run: an allow-list, by which a card and the files of a push are made.
 
-Numbers, switches and a key's own choices are public, and so are versions in the form of a version.
+Numbers, switches and a key's own choices are public, and so are device, commit and versions.
 Of paths and URLs only the last part is, if it is a plain name; everything else stays private. The
 texts of samples are public: a user who pushes a run publishes them.
 """
@@ -34,10 +34,7 @@ NAMED_KEYS = (
 )
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 METRIC = re.compile(r"step|tokens|time|(?:train|data|perf|eval)/\w{1,60}(?:/.+)?")
-NUMBER = re.compile(r"-?[0-9][0-9.]*(?:e[+-]?[0-9]+)?|-?inf|nan")
-VERSION_TEXT = re.compile(r"[\w.+!-]{1,40}")
-COMMIT_TEXT = re.compile(r"[0-9a-f]{7,64}(-dirty)?")
-DEVICE_TEXT = re.compile(r"[\w .,()@+-]{1,80}")
+LAUNCH_KEYS = ("commit", "device", "mixed_precision", "processes")
 HOMES = ("home", "users")  # folders whose children are named for people
 EVENTS = "events.out.tfevents.0000000000.accel_gpt"
 
@@ -153,18 +150,13 @@ def choices(hint: Any) -> set[str]:
 
 def public_launch(launch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the versions, commit, precision, device and number of processes of a launch."""
-    versions = launch.get("versions")
-    named = versions if isinstance(versions, Mapping) else {}
-    found = {name: str(named.get(name, "")) for name in ("python", *PACKAGES)}
-    commit, device = str(launch.get("commit")), str(launch.get("device", ""))
-    precision, processes = launch.get("mixed_precision"), launch.get("processes")
-    return {
-        "versions": {name: text for name, text in found.items() if VERSION_TEXT.fullmatch(text)},
-        "commit": commit if COMMIT_TEXT.fullmatch(commit) else None,
-        "mixed_precision": precision if precision in ("no", "bf16", "fp16", "fp8") else None,
-        "device": device if DEVICE_TEXT.fullmatch(device) else None,
-        "processes": processes if isinstance(processes, int) else 1,
-    }
+    found = {key: launch.get(key) for key in LAUNCH_KEYS}
+    return found | {"versions": public_versions(launch.get("versions") or {})}
+
+
+def public_versions(versions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the versions of Python and of the packages that a run records."""
+    return {name: versions[name] for name in ("python", *PACKAGES) if name in versions}
 
 
 def public_records(run: RunFolder) -> list[dict[str, Any]]:
@@ -188,8 +180,7 @@ def write_logs(run: RunFolder, to: Path) -> None:
     if not records:
         return
     (to / "metrics.jsonl").write_bytes(as_jsonl(records))
-    rows = [{k: v for k, v in row.items() if NUMBER.fullmatch(str(v))} for row in run.csv_records()]
-    (to / "metrics.csv").write_bytes(as_csv(rows))
+    (to / "metrics.csv").write_bytes(as_csv(run.csv_records()))
     (to / "tensorboard").mkdir()
     write_events(run, records, to / "tensorboard" / EVENTS)
 
@@ -249,9 +240,8 @@ def public_state(content: dict[str, Any]) -> dict[str, Any]:
     hidden = {key: NOT_TOLD for key in public if f"{key}.".startswith("data.val.") and public[key]}
     content["config"] = public | hidden
     if versions := content.get("versions"):
-        launch = public_launch({"versions": versions, "commit": versions.get("commit")})
-        commit = {"commit": launch["commit"]} if launch["commit"] else {}
-        content["versions"] = launch["versions"] | commit
+        commit = {"commit": versions["commit"]} if "commit" in versions else {}
+        content["versions"] = public_versions(versions) | commit
     for source in content.get("data_sources", ()):
         source["name"] = public_source(source["name"])
     return content

@@ -337,7 +337,7 @@ def test_equal_to_transformers_on_the_exported_model(
     shape = ["--data.train", str(folder), "--model.block_size", str(hellaswag.BLOCK)]
     shape += ["--train.micro_batch_size", "4"]
     assert launch(small_run(*FOUR, *shape)) == 0
-    export(str(run), tmp_path / "exported", "last", "fp32", False, False)
+    export(str(run), tmp_path / "exported")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
     encode = AutoTokenizer.from_pretrained(tmp_path / "exported").encode
     questions = [hellaswag.question(i) for i in range(9)]

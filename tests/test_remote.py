@@ -26,12 +26,11 @@ from accel_gpt.data.cache import RemoteFolder
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.loader import read_sequences
 from accel_gpt.data.order import Shuffle
-from accel_gpt.data.remote import Missing, Refused, Store, reason
+from accel_gpt.data.remote import Missing, Refused, Store
 from accel_gpt.data.shards import HEADER, Split, open_split, resident
 from accel_gpt.data.sources import is_url, open_data
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.redact import redact_url
 from tests.conftest import text_of
 
 TOKENS = 20_000
@@ -246,33 +245,6 @@ def test_refusal_is_not_tried_again(
     with pytest.raises(kind, match=r"train_000000.npy (does not exist|may not be read: 40)"):
         opened().fetch(NAMES[0])
     assert server.requests[NAMES[0]] == 1
-
-
-def test_secrets_are_never_shown(server: Server, opened: Opener) -> None:
-    url = server.url.replace("://", "://me:sesame@") + "?token=sesame"
-    folder = opened(url=url)
-    server.statuses = [403]
-    with pytest.raises(UserError) as caught:
-        folder.fetch(NAMES[0])
-    assert "sesame" not in str(caught.value) + str(folder.folder)
-    assert server.authorization == "Basic bWU6c2VzYW1l"
-    assert right(server, folder.fetch(NAMES[0]))
-    assert "sesame" not in reason(ValueError(f"at '{url}' and s3://a:sesame@b/c?X=sesame"))
-    assert redact_url("hf://datasets/a/b@rev/c/") == "hf://datasets/a/b@rev/c"
-
-
-def test_a_file_of_unknown_size_does_not_fill_the_disk(
-    server: Server, opened: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.hide_size = True
-    (server.root / "tokenizer.json").write_bytes(b"x" * 1000)
-    folder = opened(shards=10_000)
-    assert right(server, folder.fetch("tokenizer.json"))
-    monkeypatch.setattr(cache, "LARGEST_TEXT", 3 * remote.CHUNK)
-    (server.root / "dataset.json").write_bytes(b" " * 20 * remote.CHUNK)
-    with pytest.raises(DataError, match=r"dataset\.json goes on after"):
-        folder.fetch("dataset.json")
-    assert used(folder.root) == 0
 
 
 # --------------------------------------------------------------------------- cache

@@ -158,7 +158,7 @@ IDENTITY = {
     "train.tokens_per_step",
     "optim.embedding_lr",
     "optim.head_lr",  # set or not set
-} - {"model.init_from", "model.allow_pickle"}
+} - {"model.init_from"}
 FREE = {
     "out_dir",
     "data.train",
@@ -166,7 +166,6 @@ FREE = {
     "data.cache_dir",
     "data.cache_gb",
     "model.init_from",
-    "model.allow_pickle",
     "train.micro_batch_size",
     "train.mixed_precision",
     "train.matmul_precision",

@@ -474,7 +474,7 @@ def test_the_source_is_guessed_from_endings(tree: Path, tmp_path: Path) -> None:
         guess_source(str(tree / "image.png"))
     with pytest.raises(UserError, match="does not exist"):
         guess_source(str(tree / "none.txt"))
-    with pytest.raises(UserError, match=r"/dev/null, which is a device; give a file"):
+    with pytest.raises(UserError, match=r"/dev/null, which is neither a file nor a folder"):
         guess_source("/dev/null")
 
 

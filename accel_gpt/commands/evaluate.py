@@ -70,10 +70,6 @@ class EvaluateCommand(Section, prefix="evaluate."):
         False,
         "One JSON object in place of a table.",
     )
-    allow_pickle: bool = option(
-        False,
-        "Also read weights in pickle files (.bin), without running what they hold.",
-    )
 
 
 def main(argv: Sequence[str]) -> int:

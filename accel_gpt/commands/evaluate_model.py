@@ -65,7 +65,7 @@ def evaluate(options: EvaluateCommand) -> str:
             require_data(config)
         accelerator = start_evaluation(config, run)
         name = str(source.folder) if source.is_checkpoint else options.run
-        model, tokenizer = load_pretrained(name, "last", options.allow_pickle, accelerator.device)
+        model, tokenizer = load_pretrained(name, device=accelerator.device)
         state = read_state(source.folder) if source.is_checkpoint else None
         trained_on = state.data_fingerprint if state else None
         as_run, others = evaluate_model(
@@ -244,7 +244,7 @@ def evaluate_model(
         scores |= score_questions(model, questions, accelerator, batch_size, beat)
     if tasks:
         scores = as_run if tasks.limit == config.eval.tasks_limit else others
-        with exported(name, options.allow_pickle, accelerator) as folder:
+        with exported(name, accelerator) as folder:
             scores |= tasks.score(folder, tokenizer, accelerator, batch_size, beat)
     line.clear()
     accelerator.end_training()
@@ -264,12 +264,12 @@ def requested_tasks(
 
 
 @contextlib.contextmanager
-def exported(name: str, allow_pickle: bool, accelerator: Accelerator) -> Iterator[Path]:
+def exported(name: str, accelerator: Accelerator) -> Iterator[Path]:
     """Export a model to a temporary folder, once on each machine, proven equal; a collective."""
     with tempfile.TemporaryDirectory() as folder:
         with all_ranks():
             if accelerator.is_local_main_process:
-                export(name, Path(folder, "model"), "last", "fp32", False, allow_pickle)
+                export(name, Path(folder, "model"))
         folders = all_gather(folder)
         yield Path(folders[accelerator.process_index - accelerator.local_process_index], "model")
         accelerator.wait_for_everyone()

@@ -27,6 +27,15 @@ from accel_gpt.files import LARGEST_NUMBER, load_yaml
 
 T = TypeVar("T")
 
+SCHEME = r"[A-Za-z][\w+.-]*://"
+# user:password@, and a user alone in a web address, where it is an access token
+PASSWORD = re.compile(rf"{SCHEME}[^\s/?#]*:[^\s/?#]*@\S*|(?i:https?)://[^\s/?#]+@\S*")
+# parameters by which URLs are signed
+SIGNATURE = re.compile(
+    rf"{SCHEME}\S*[?&](sig|[\w-]*(?:signature|token|secret|password|credential|key|keyid))=\S*",
+    re.IGNORECASE,
+)
+
 
 def load_config(
     argv: Sequence[str],
@@ -368,7 +377,7 @@ def convert(key: str, value: Any, hint: Any) -> Any:
 def to_type(key: str, value: Any, hint: Any) -> Any:
     """`value` as the type `hint`; raises `KeyError`, `TypeError`, `ValueError`, `OverflowError`."""
     if isinstance(value, str):
-        check_utf8(key, value)
+        check_string(key, value)
     if get_origin(hint) is Literal:
         value = "no" if value is False else value  # YAML 1.1 reads an unquoted no as false
         return {choice: choice for choice in get_args(hint)}[value]
@@ -388,9 +397,27 @@ def to_type(key: str, value: Any, hint: Any) -> Any:
         if not value or not all(isinstance(t, str) and t for t in (*value, *value.values())):
             raise TypeError
         for text in (*value, *value.values()):
-            check_utf8(key, text)
+            check_string(key, text)
         return dict(value)
     return to_scalar(value, hint)
+
+
+def check_string(key: str, text: str) -> None:
+    """Raise `UserError` if a text is not UTF-8, or is a URL that holds credentials.
+
+    Configs and commands are recorded and sent to trackers, so credentials must not be in them.
+    """
+    check_utf8(key, text)
+    found = ""
+    if PASSWORD.fullmatch(text):
+        found = "a user and password"
+    elif signature := SIGNATURE.fullmatch(text):
+        found = f"the credential {signature[1]}"
+    require(
+        not found,
+        f"{key} is a URL with {found} in it; remove credentials from the URL and set them in the "
+        "environment",
+    )
 
 
 def check_utf8(key: str, text: str) -> None:

@@ -42,12 +42,19 @@ REMOVED: Mapping[str, Removed] = MappingProxyType(
             default=0,
             advice="log norms from a forward hook in a script of your own",
         ),
+        "model.allow_pickle": Removed(
+            default=False,
+            advice="open the model with transformers and write it with save_pretrained, which "
+            "writes safetensors",
+        ),
     }
 )
 
 # Options of commands, by name
 REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
+        "allow_pickle": "open the model with transformers and write it with save_pretrained, which "
+        "writes safetensors",
         "dedupe": "drop duplicates with datatrove before you prepare the text",
         "loss_on": FINETUNE_WITH_TRL,
         "measure": "measure the speed of this machine with accel-gpt bench CONFIG",

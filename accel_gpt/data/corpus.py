@@ -17,7 +17,6 @@ from accel_gpt.data.shards import Split, resident
 from accel_gpt.data.sources import Source, open_sources, train_paths, val_names, val_paths
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError, require
-from accel_gpt.redact import redact_url
 
 StateDict = Mapping[str, Any]
 
@@ -314,4 +313,4 @@ def describe_data(state: StateDict) -> str:
     if "data.train.streaming" in config:  # an earlier version tokenized it while training
         return f"streamed text ({fingerprint})"
     path = config.get("data.train")
-    return f"{redact_url(path)} ({fingerprint})" if isinstance(path, str) else fingerprint
+    return f"{path} ({fingerprint})" if isinstance(path, str) else fingerprint

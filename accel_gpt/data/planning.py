@@ -17,7 +17,7 @@ PRINTABLE = 96  # ASCII's, and the line end: assumption for `chars` before the t
 
 
 def data_folders(config: Config) -> list[Path]:
-    """Return the folders of `data.train`; none for streamed text."""
+    """Return the folders of `data.train`."""
     train = config.data.train
     if isinstance(train, str):
         return [Path(train)]

@@ -9,7 +9,6 @@ from accel_gpt.config.data import DataConfig, Weighted
 from accel_gpt.data.shards import INDEX, Split, open_split
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import DataError, require
-from accel_gpt.redact import redact_url
 
 
 @dataclass(frozen=True)
@@ -110,9 +109,7 @@ def val_names(data: DataConfig) -> tuple[str, ...]:
 
 
 def names_of(listed: Sequence[Weighted]) -> tuple[str, ...]:
-    """The last part of each path where these differ, else the whole path; URLs without user,
-    password and query.
-    """
-    paths = tuple(redact_url(source.path) for source in listed)
+    """The last part of each path where these differ, else the whole path."""
+    paths = tuple(source.path for source in listed)
     names = tuple(Path(path).name for path in paths)
     return names if len(set(names)) == len(names) else paths

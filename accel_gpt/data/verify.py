@@ -209,7 +209,7 @@ def identity(opened: BinaryIO) -> dict[str, Any]:
 def read_record(path: Path, log: Callable[[str], None]) -> dict[str, dict[str, Any]]:
     """The verified files of earlier launches; none, with a warning, if the record is damaged."""
     try:
-        record = read_json(path, any_number=True)
+        record = read_json(path)
         if not isinstance(record, dict):
             raise ValueError("it is not an object")
         return {key: entry for key, entry in record.items() if isinstance(entry, dict)}

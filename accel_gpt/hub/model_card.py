@@ -28,9 +28,10 @@ from accel_gpt.hub.public import (
     initial_model_name,
     public_config,
     public_launch,
+    public_name,
     public_records,
+    public_source,
 )
-from accel_gpt.redact import public_name, public_source, redact_tokens
 from accel_gpt.report.plots import loss_curves, short
 from accel_gpt.training.checkpoint import read_shape, read_state
 from accel_gpt.training.run_folder import RunFolder, is_number, number
@@ -86,7 +87,7 @@ def write_card(
         "tokenizer": tokenizer.kind,
         "prompt": json.dumps(usable_prompt(tokenizer), ensure_ascii=False),
     }
-    (folder / "README.md").write_text(redact_tokens(render(values)), encoding="utf-8")
+    (folder / "README.md").write_text(render(values), encoding="utf-8")
 
 
 def values_of_model(checkpoint: Path, state: TrainState) -> dict[str, Any]:
@@ -236,5 +237,5 @@ def fenced(text: str, language: str) -> Markup:
 
 
 def single_line(text: str) -> str:
-    """Return text without line breaks, control characters and tokens."""
-    return " ".join(UNSEEN.sub(" ", redact_tokens(text)).split())
+    """Return text without line breaks and control characters."""
+    return " ".join(UNSEEN.sub(" ", text).split())

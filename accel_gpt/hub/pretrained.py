@@ -25,7 +25,7 @@ MADE_FROM_TEXT = ("bpe", "chars")  # tokenizers that no other text has
 TOKENIZER_KEYS = ("data.tokenizer", "data.prepare.tokenizer")
 # fields of ModelConfig that a config may change, and those that are no part of the shape
 CHANGEABLE = ("init_std", "norm_eps", "rope_")
-NOT_SHAPE = ("init_from", "allow_pickle", "dropout", "zero_init", "depth")
+NOT_SHAPE = ("init_from", "dropout", "zero_init", "depth")
 
 # Radford et al. 2019, table 2, with the 12 x 64 heads of the released weights
 GPT2_SHAPES: Mapping[str, Mapping[str, int]] = MappingProxyType(

@@ -15,7 +15,6 @@ from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.data.sources import is_url
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import read_json
-from accel_gpt.redact import redact_url
 from accel_gpt.text.selection import Selection, kind_of_name, select_files
 
 # Tests and installed packages are no part of the library's own sources.
@@ -62,7 +61,7 @@ def select(config: PrepareConfig) -> Selection:
         found = saved_files(config.path, config.dataset_split)
     if found is None:
         return select_files(config.path, config.source)
-    return Selection(path=redact_url(config.path), source=config.source, files=found)
+    return Selection(path=config.path, source=config.source, files=found)
 
 
 def describe_source(config: PrepareConfig, times: bool = True) -> str:

@@ -416,7 +416,7 @@ def load_shards(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
         return
     file = path / f"{OPTIMIZER_NAME}.bin"
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    # numbers, or names where an older version saved under FSDP; in the order of the groups
+    # numbers, in the order of the groups
     keys = [key for group in saved["param_groups"] for key in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for key, p in zip(keys, parameters, strict=True):

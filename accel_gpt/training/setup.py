@@ -179,7 +179,7 @@ def start_prepare(
     settings: dict[str, object], stdout: TextIO | None = None
 ) -> subprocess.Popen[bytes]:
     """Start `accel-gpt prepare` with `settings`; what it prints goes to `stdout`."""
-    # through a pipe: everybody on the machine can see a command line, and a URL may hold a password
+    # settings in a pipe are those of a config: errors name its keys, not options of the command
     reading, writing = os.pipe()
     os.write(writing, json.dumps(settings, ensure_ascii=False).encode("utf-8", "surrogateescape"))
     os.close(writing)

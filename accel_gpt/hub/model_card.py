@@ -163,8 +163,8 @@ def sources_of(state: TrainState) -> list[dict[str, Any]]:
     ]
     if len(found) == 1:
         prepare = {key: config.get(f"data.prepare.{key}") for key in ("source", "path", "dataset")}
-        origins = ({"path": train}, prepare)
-        found[0]["name"] = public_name(str(train or "")) or "data"
+        origins = ({"path": paths[0]}, prepare)
+        found[0]["name"] = public_name(str(paths[0] or "")) or "data"
         found[0].setdefault("hub_id", next(filter(None, map(hub_id_of, origins)), None))
     return found
 

@@ -26,11 +26,13 @@ from accel_gpt.training.run_folder import RunFolder, number
 from accel_gpt.training.trackers import as_code
 
 SECTIONS = ("seed", "data.", "model.", "train.", "optim.", "schedule.", "eval.", "sample.")
-HUB_ID_KEYS = ("data.prepare.dataset", "data.train.dataset", "eval.hellaswag")
+HUB_ID_KEYS = ("data.prepare.dataset", "eval.hellaswag")
 NAMED_KEYS = (
-    *("data.prepare.path", "data.prepare.dataset_config", "data.prepare.dataset_split"),
-    *("data.prepare.text_field", "data.prepare.tokenizer", "data.train.path"),
-    *("data.train.dataset_config", "data.train.dataset_split", "data.train.text_field"),
+    "data.prepare.path",
+    "data.prepare.dataset_config",
+    "data.prepare.dataset_split",
+    "data.prepare.text_field",
+    "data.prepare.tokenizer",
 )
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 METRIC = re.compile(r"step|tokens|time|(?:train|data|perf|eval)/\w{1,60}(?:/.+)?")

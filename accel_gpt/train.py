@@ -338,7 +338,7 @@ def evaluate(run: Run, stop: StopSignal) -> bool:
         reporter.evaluated(done, total)
         stop.check(run.writer.seconds)
 
-    record |= run.evaluation.metrics(run.gpt, run.accelerator, beat, step=state.step, last=last)
+    record |= run.evaluation.metrics(run.gpt, run.accelerator, beat)
     if last and run.config.eval.whole_at_end:
         record |= run.evaluation.whole_val(run.gpt, run.accelerator, beat)
     is_best = state.note_evaluation(record["eval/val_loss"])

@@ -107,7 +107,7 @@ def test_the_command_gives_the_metrics_of_the_run_and_adds_to_them(
         assert float(rows[1][key]) == after[1][key]
 
     # measured in another way: printed, not kept
-    kept = evaluate(trained, "--tokens", "null", "--hellaswag", questions, "--limit", "2")["kept"]
+    kept = evaluate(trained, "--tokens", "null", "--hellaswag", questions, "--hellaswag_limit", "2")["kept"]
     assert kept == "not kept: data, tokens, questions or tasks are not those of the run"
     with locked(trained):
         kept = evaluate(trained, "--checkpoint", "4", "--hellaswag", questions)["kept"]
@@ -169,7 +169,7 @@ def test_mistakes_of_the_command(
     bad.write_text('{"ctx": "a", "label": 0}\n')
     for words, code, message in (
         ([lone], 2, "is no run, so its val data is not known; give --data"),
-        ([trained, "--limit", "0"], 2, "evaluate.limit is 0"),
+        ([trained, "--hellaswag_limit", "0"], 2, "evaluate.hellaswag_limit is 0"),
         ([trained, "--checkpoint", "3"], 2, "has no checkpoint '3'; choose last or one of"),
         ([trained, "--hellaswag", bad], 3, "line 1: not a question"),
         ([trained, "--data", tmp_path / "none"], 2, "none does not exist"),

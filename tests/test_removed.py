@@ -1,5 +1,6 @@
 """Options of earlier versions: an old config still loads; a use of them gets advice."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,7 @@ from accel_gpt.errors import UserError
 def write_config(path: Path, key: str, value: object) -> str:
     """Write a config in which the removed option `key` is set."""
     section, _, name = key.partition(".")
-    shown = {None: "null", True: "true", False: "false"}.get(value, value)
-    path.write_text(f"train: {{max_steps: 3}}\n{section}: {{{name}: {shown}}}\n")
+    path.write_text(f"train: {{max_steps: 3}}\n{section}: {{{name}: {json.dumps(value)}}}\n")
     return str(path)
 
 

@@ -34,7 +34,7 @@ PARTS = ("data", "forward and loss", "backward", "clip and optimizer")
 Report = dict[str, Any]
 STEP_ALONE = (  # over the config: nothing but the training step
     *("--train.profile=0", "--schedule.warmup_steps=0", "--schedule.warmup_tokens=null"),
-    *("--eval.every=0", "--eval.only=false", "--eval.hellaswag=null", "--eval.tasks=[]"),
+    *("--eval.every=0", "--eval.only=false", "--eval.hellaswag=null"),
     *("--sample.every=0", "--checkpoint.every=0", "--checkpoint.every_tokens=null"),
     *("--checkpoint.resume=never", "--checkpoint.async_save=false"),
     *("--log.trackers=[]", "--log.dashboard=false"),

@@ -35,12 +35,15 @@ class EvaluateCommand(Section, prefix="evaluate."):
     """Tokens of each split, spread over it; null: all; run: as many as the run's eval.tokens."""
     hellaswag: str | None = None
     """JSONL file in the original format, or Hub id, as Rowan/hellaswag; null: the run's, if any."""
+    hellaswag_limit: Positive[int | None] = None
+    """Number of questions of hellaswag, from the first. null: as many as in the run, else all."""
     tasks: tuple[str, ...] = ()
-    """Tasks of lm-evaluation-harness, separated by commas, as arc_easy,piqa; needs lm-eval."""
-    include_path: str | None = None
-    """Folder with more tasks for lm-evaluation-harness."""
-    limit: Positive[int | None] = None
-    """First questions of hellaswag and of each task; null: as many as in the run, else all."""
+    """Tasks of lm-evaluation-harness, separated by commas, such as arc_easy,piqa; needs lm-eval and
+    a single process."""
+    tasks_limit: Positive[int | None] = None
+    """Number of questions of each task, from the first. null: all."""
+    tasks_path: str | None = None
+    """Folder with YAML files of more tasks."""
     batch_size: Positive[int | None] = None
     """Windows per process and forward; null: the run's train.micro_batch_size, else 8."""
     json: bool = False

@@ -5,7 +5,7 @@ Reads a run, a checkpoint or a transformers model; adds the metrics of a run to 
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from accel_gpt.commands.evaluate import EvaluateCommand, as_json, as_table
 from accel_gpt.config.data import TextStream, Weighted
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import load_config, to_flat
 from accel_gpt.console import EvaluationProgress, ProgressLine, write_out
 from accel_gpt.data.corpus import document_end, eval_splits
@@ -25,7 +24,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.evals.evaluation import open_evaluation
 from accel_gpt.evals.hellaswag import read_questions, score_questions
-from accel_gpt.evals.tasks import Tasks, open_tasks
+from accel_gpt.evals.tasks import open_tasks, score_tasks
 from accel_gpt.evals.validation import evaluate_source
 from accel_gpt.hub.export import export
 from accel_gpt.hub.hf_config import matching_preset
@@ -36,7 +35,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import requested_precision, set_up_model, start_processes
 from accel_gpt.training.checkpoint import find_checkpoint, read_state
 from accel_gpt.training.metrics import Record, merge_record
-from accel_gpt.training.ranks import all_gather, all_ranks, peers
+from accel_gpt.training.ranks import peers
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps, locked
 from accel_gpt.training.setup import open_corpus
 from accel_gpt.training.state import TrainState
@@ -46,8 +45,8 @@ EVALUATED_IN: Mapping[str, Literal["no", "bf16", "fp16"]] = MappingProxyType(
     {"no": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 )
 DTYPES = MappingProxyType({"no": "float32", "bf16": "bf16", "fp16": "fp16"})
-ADDED = ("eval.hellaswag", "eval.tasks")  # what a run need not have had
-MEASURED = (*ADDED, "data.val", "eval.tokens", "eval.hellaswag_limit", "eval.tasks_limit")
+ADDED = ("eval.hellaswag",)  # what a run need not have had
+MEASURED = (*ADDED, "data.val", "eval.tokens", "eval.hellaswag_limit")
 BATCH_SIZE = 8  # sequences, where no run says how many fit; assumption
 
 
@@ -215,9 +214,12 @@ def evaluate_model(
         if accelerator.is_main_process:
             line.show(progress.words(done, total))
 
-    tasks = requested_tasks(options, config, model.config, accelerator.num_processes)
+    tasks = []
+    if options.tasks:
+        check_tasks(model, tokenizer, accelerator)
+        tasks = open_tasks(options.tasks, options.tasks_path)
     path = options.hellaswag or config.eval.hellaswag
-    limit = options.limit or config.eval.hellaswag_limit
+    limit = options.hellaswag_limit or config.eval.hellaswag_limit
     questions = read_questions(path, tokenizer, model.config.block_size, limit) if path else ()
     tokens = config.eval.tokens if options.tokens == "run" else options.tokens
     if options.data:
@@ -229,7 +231,7 @@ def evaluate_model(
         others |= score.metrics("val", source.name)
     elif config.data.train:
         whole = config.eval.whole_at_end and options.tokens == "run"
-        evals = replace(config.eval, tokens=tokens, whole_at_end=whole, hellaswag=None, tasks=())
+        evals = replace(config.eval, tokens=tokens, whole_at_end=whole, hellaswag=None)
         config_here = replace(config, eval=evals)
         corpus = open_corpus(config_here)
         corpus.tokenizer.require_same(tokenizer, "the data", options.run)
@@ -244,36 +246,35 @@ def evaluate_model(
         scores = as_run if same else others
         scores |= score_questions(model, questions, accelerator, batch_size, beat)
     if tasks:
-        scores = as_run if tasks.limit == config.eval.tasks_limit else others
-        with exported(name, options.allow_pickle, accelerator) as folder:
-            scores |= tasks.score(folder, tokenizer, accelerator, batch_size, beat)
+        with tempfile.TemporaryDirectory() as folder:
+            exported = Path(folder, "model")
+            export(name, exported, allow_pickle=options.allow_pickle)
+            others |= score_tasks(
+                folder=exported,
+                tasks=tasks,
+                limit=options.tasks_limit,
+                batch_size=batch_size,
+                device=str(accelerator.device),
+                precision=accelerator.mixed_precision,
+            )
     line.clear()
     accelerator.end_training()
     return as_run, others
 
 
-def requested_tasks(
-    options: EvaluateCommand, config: Config, model: ModelConfig, processes: int
-) -> Tasks | None:
-    """The tasks of the options, else those of the run; `UserError` if they cannot be evaluated."""
-    names, evals = options.tasks or config.eval.tasks, config.eval
-    if not names:
-        return None
-    matching_preset(model)  # raises if transformers has no such model
-    path, limit = options.include_path or evals.tasks_path, options.limit or evals.tasks_limit
-    return open_tasks(names, path, limit, processes)
-
-
-@contextlib.contextmanager
-def exported(name: str, allow_pickle: bool, accelerator: Accelerator) -> Iterator[Path]:
-    """Export a model to a temporary folder, once on each machine, proven equal; a collective."""
-    with tempfile.TemporaryDirectory() as folder:
-        with all_ranks():
-            if accelerator.is_local_main_process:
-                export(name, Path(folder, "model"), "last", "fp32", False, allow_pickle)
-        folders = all_gather(folder)
-        yield Path(folders[accelerator.process_index - accelerator.local_process_index], "model")
-        accelerator.wait_for_everyone()
+def check_tasks(model: GPT, tokenizer: Tokenizer, accelerator: Accelerator) -> None:
+    """Raise `UserError` if lm-evaluation-harness cannot evaluate the model."""
+    require(
+        accelerator.num_processes == 1,
+        f"tasks run in one process, not in {accelerator.num_processes}; start without a launcher, "
+        "or export the model and run accelerate launch -m lm_eval --model hf on the folder",
+    )
+    require(
+        tokenizer.eot_id is not None,
+        f"the {tokenizer.kind} tokenizer of the model has no end-of-text token, which tasks need; "
+        "train with another tokenizer",
+    )
+    matching_preset(model.config)  # raises if transformers has no such model
 
 
 def keep(

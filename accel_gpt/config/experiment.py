@@ -131,7 +131,7 @@ class ScheduleConfig(
 
 @dataclass(frozen=True)
 class EvalConfig(Section, prefix="eval."):
-    """Validation loss on fixed tokens, HellaSwag, tasks of lm-evaluation-harness."""
+    """Validation loss on fixed tokens, HellaSwag."""
 
     every: NotNegative[int] = 500
     """Number of steps between evaluations. 0: only at the end."""
@@ -148,22 +148,9 @@ class EvalConfig(Section, prefix="eval."):
     such as Rowan/hellaswag. null: do not."""
     hellaswag_limit: Positive[int | None] = None
     """Number of HellaSwag questions to use, from the first. null: all."""
-    tasks: tuple[str, ...] = ()
-    """Evaluate tasks of lm-evaluation-harness during training, such as arc_easy; needs lm-eval."""
-    tasks_every: NotNegative[int] = 0
-    """Number of steps between evaluations of tasks, a multiple of every. 0: only at the end."""
-    tasks_limit: Positive[int | None] = None
-    """Number of questions of each task to use, from the first. null: all."""
-    tasks_path: str | None = None
-    """Folder with YAML files of more tasks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            not self.tasks_every or (bool(self.every) and self.tasks_every % self.every == 0),
-            f"eval.tasks_every is {self.tasks_every} and eval.every {self.every}; tasks are "
-            "evaluated with the val loss, so set the first to a multiple of the second",
-        )
         require(
             not self.whole_at_end or self.tokens is not None,
             "eval.whole_at_end is true but eval.tokens is null, which evaluates the whole split "

@@ -18,12 +18,18 @@ class Removed(NamedTuple):
     advice: str
 
 
+AFTER_TRAINING = "run accel-gpt evaluate RUN --tasks TASK,... after the training"
+
 REMOVED: Mapping[str, Removed] = MappingProxyType(
     {
         "data.prepare.dedupe": Removed(
             default=False,
             advice="drop duplicates with datatrove before you prepare the text",
         ),
+        "eval.tasks": Removed(default=[], advice=AFTER_TRAINING),
+        "eval.tasks_every": Removed(default=0, advice=AFTER_TRAINING),
+        "eval.tasks_limit": Removed(default=None, advice=AFTER_TRAINING),
+        "eval.tasks_path": Removed(default=None, advice=AFTER_TRAINING),
         "log.dashboard_port": Removed(
             default=None,
             advice="run tensorboard --logdir RUN --port N beside the training",
@@ -38,6 +44,8 @@ REMOVED: Mapping[str, Removed] = MappingProxyType(
 # Options of commands, by name
 REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
+        "limit": "use --hellaswag_limit or --tasks_limit",
+        "include_path": "use --tasks_path",
         "dedupe": "drop duplicates with datatrove before you prepare the text",
         "merge": "list the folders in data.train, which trains on a mixture of them",
         "rank": "prepare a share of the files on each machine, each into a folder of its own, and "

@@ -23,7 +23,7 @@ from accel_gpt.launcher import launcher_precision
 LOCAL = (
     *("data.train", "data.val", "data.tokenizer", "data.cache_", "data.prepare."),
     "checkpoint.resume",  # on each machine the folder to which it was downloaded
-    *("model.init_from", "eval.hellaswag", "eval.tasks_path", "train.cpu_threads", "log."),
+    *("model.init_from", "eval.hellaswag", "train.cpu_threads", "log."),
     "out_dir",  # `prepare_run` checks that it is shared
 )
 PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "tiktoken", "numpy")

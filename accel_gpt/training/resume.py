@@ -54,7 +54,7 @@ FREE = (
     *("train.compile", "train.activation_checkpointing", "train.sync_each_batch"),
     *("train.cpu_threads", "train.stop_at"),
     *("train.time_limit", "train.step_timeout", "train.init_timeout", "train.profile"),
-    *("eval.every", "eval.only", "eval.hellaswag", "eval.tasks"),
+    *("eval.every", "eval.only", "eval.hellaswag"),
     *("sample.", "checkpoint.", "log.", "hub."),
 )
 IDENTITY = (

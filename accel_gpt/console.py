@@ -78,11 +78,9 @@ class EvaluationProgress:
         self.started = time.monotonic()
 
     def words(self, done: int, total: int) -> str:
-        """Call before each batch; `total` 0: the number of batches is not known."""
+        """Return how far the evaluation is; call before each batch."""
         if done == 0:
             self.started = time.monotonic()
-        if not total:
-            return f"evaluating: batch {done:,}"
         text = f"evaluating: batch {done:,} of {total:,}"
         spent = time.monotonic() - self.started
         if done == 0 or spent < SHORTEST_PACE_SECONDS:

@@ -16,8 +16,7 @@ from tests.conftest import launch, run_here
 def write_config(path: Path, key: str, value: object) -> str:
     """Write a config in which the removed option `key` is set."""
     section, _, name = key.partition(".")
-    shown = {None: "null", True: "true", False: "false"}.get(value, value)
-    path.write_text(f"train: {{max_steps: 3}}\n{section}: {{{name}: {shown}}}\n")
+    path.write_text(f"train: {{max_steps: 3}}\n{section}: {{{name}: {json.dumps(value)}}}\n")
     return str(path)
 
 

@@ -184,10 +184,6 @@ FREE = {
     "eval.hellaswag",
     "eval.hellaswag_limit",
     "train.stop_at",
-    "eval.tasks",
-    "eval.tasks_every",
-    "eval.tasks_limit",
-    "eval.tasks_path",
     *(key for key in leaves(Config) if key.startswith(("sample.", "checkpoint.", "log.", "hub."))),
     *(key for key in leaves(Config) if key.startswith("data.prepare.")),
 }

@@ -131,7 +131,7 @@ def step_alone(config: Config) -> Config:
         config,
         train=replace(config.train, profile=0),
         schedule=replace(config.schedule, warmup_steps=0, warmup_tokens=None),
-        eval=replace(config.eval, every=0, only=False, hellaswag=None, tasks=()),
+        eval=replace(config.eval, every=0, only=False, hellaswag=None),
         sample=replace(config.sample, every=0),
         checkpoint=replace(
             config.checkpoint,

@@ -22,6 +22,7 @@ FINETUNE_WITH_TRL = (
     "export the model with accel-gpt export, then finetune it with TRL's SFTTrainer; docs/hub.md "
     "has an example"
 )
+AFTER_TRAINING = "run accel-gpt evaluate RUN --tasks TASK,... after the training"
 
 REMOVED: Mapping[str, Removed] = MappingProxyType(
     {
@@ -34,6 +35,10 @@ REMOVED: Mapping[str, Removed] = MappingProxyType(
             advice="drop duplicates with datatrove before you prepare the text",
         ),
         "data.prepare.loss_on": Removed(default="text", advice=FINETUNE_WITH_TRL),
+        "eval.tasks": Removed(default=[], advice=AFTER_TRAINING),
+        "eval.tasks_every": Removed(default=0, advice=AFTER_TRAINING),
+        "eval.tasks_limit": Removed(default=None, advice=AFTER_TRAINING),
+        "eval.tasks_path": Removed(default=None, advice=AFTER_TRAINING),
         "log.dashboard_port": Removed(
             default=None,
             advice="run tensorboard --logdir RUN --port N beside the training",
@@ -55,6 +60,8 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "allow_pickle": "open the model with transformers and write it with save_pretrained, which "
         "writes safetensors",
+        "limit": "use --hellaswag_limit or --tasks_limit",
+        "include_path": "use --tasks_path",
         "dedupe": "drop duplicates with datatrove before you prepare the text",
         "loss_on": FINETUNE_WITH_TRL,
         "measure": "measure the speed of this machine with accel-gpt bench CONFIG",

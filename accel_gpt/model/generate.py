@@ -22,45 +22,6 @@ def do_nothing() -> None:
     """Do nothing before a token."""
 
 
-def generate(
-    model: GPT,
-    prompt_ids: Tensor,
-    config: SampleConfig,
-    generator: torch.Generator,
-    *,
-    eot_id: int | None = None,
-    choices: int | None = None,
-    use_cache: bool = True,
-    done: Callable[[Tensor], bool] = all_ended,
-    before_token: Callable[[], object] = do_nothing,
-) -> Tensor:
-    """Continue `prompt_ids` (B, T), T > 0, by `config.max_new_tokens`: (B, T + max_new_tokens).
-
-    `choices`: only ids below it are sampled; None: the whole vocabulary. Random numbers come from
-    `generator` alone, on the device of the prompt; temperature 0 is greedy and draws none. A text
-    that has ended with `eot_id` is padded with it; generation stops once `done`, called after each
-    token with the texts that have ended, is true (ranks that share a model agree there).
-    `before_token` is called before each token.
-    """
-    tokens_of = stream(
-        model=model,
-        prompt_ids=prompt_ids,
-        config=config,
-        generator=generator,
-        eot_id=eot_id,
-        choices=choices,
-        use_cache=use_cache,
-        done=done,
-        before_token=before_token,
-    )
-    new = list(tokens_of)
-    B, T = prompt_ids.shape
-    tokens = prompt_ids.new_full((B, T + config.max_new_tokens), 0 if eot_id is None else eot_id)
-    tokens[:, :T] = prompt_ids
-    tokens[:, T : T + len(new)] = torch.stack(new, dim=1)
-    return tokens
-
-
 def stream(
     model: GPT,
     prompt_ids: Tensor,
@@ -72,9 +33,14 @@ def stream(
     done: Callable[[Tensor], bool] = all_ended,
     before_token: Callable[[], object] = do_nothing,
 ) -> Iterator[Tensor]:
-    """Yield the tokens of `generate` one step at a time: (B,) each, until all texts have ended.
+    """Continue `prompt_ids` (B, T), T > 0: yield up to `config.max_new_tokens` times tokens (B,).
 
-    The model is in evaluation mode, without gradients, until the iterator ends or is closed.
+    `choices`: only ids below it are sampled; None: the whole vocabulary. Random numbers come from
+    `generator` alone, on the device of the prompt; temperature 0 is greedy and draws none. A text
+    that has ended with `eot_id` is padded with it; generation stops once `done`, called after each
+    token with the texts that have ended, is true (ranks that share a model agree there).
+    `before_token` is called before each token. The model is in evaluation mode, without gradients,
+    until the iterator ends or is closed.
     """
     B, T = prompt_ids.shape
     tokens = torch.cat((prompt_ids, prompt_ids.new_zeros(B, config.max_new_tokens)), dim=1)

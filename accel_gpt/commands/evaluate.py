@@ -151,8 +151,9 @@ def open_tasks_of(options: EvaluateCommand, model: "GPT", tokenizer: "Tokenizer"
         return []
     from accel_gpt.evals.tasks import open_tasks
     from accel_gpt.hub.hf_config import matching_preset
+    from accel_gpt.training.ranks import require_all
 
-    require(
+    require_all(
         world_size() == 1,
         f"tasks run in one process, not in {world_size()}; start without a launcher, or export "
         "the model and run accelerate launch -m lm_eval --model hf on the folder",

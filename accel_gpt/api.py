@@ -65,14 +65,12 @@ class Run:
 
     def evaluate(self, **options: object) -> dict[str, float]:
         """Measure the model; `options` as of `accel-gpt evaluate`: data, tokens, hellaswag, ..."""
-        from accel_gpt.commands.evaluate import EvaluateCommand
-        from accel_gpt.commands.evaluate_model import evaluate
+        from accel_gpt.commands.evaluate import EvaluateCommand, evaluate_named
 
-        words = [str(self.path), *to_words(options | {"json": True})]
+        words = [str(self.path), *to_words(options)]
         with as_command(["evaluate", *words]):
-            report = evaluate(parse_command(EvaluateCommand, words, "evaluate"))
-        metrics: dict[str, float] = json.loads(report or "{}").get("metrics", {})
-        return metrics
+            report = evaluate_named(parse_command(EvaluateCommand, words, "evaluate"))
+        return dict(report.metrics)
 
     def export(self, to: str | Path, **options: object) -> Path:
         """Write a folder that transformers opens, proven equal; `options` as of the command."""

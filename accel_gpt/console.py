@@ -11,24 +11,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TextIO
 
 from accel_gpt.errors import AccelGPTError, UserError, first_line
-from accel_gpt.redact import redact
 
-# all but tabs and ends of lines; bytes that are no UTF-8; what turns the direction of text around
-CONTROL = re.compile(
-    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\udc80-\udcff\u2028-\u202e\u2066-\u2069]|\r(?!\n)"
-)
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")  # on a CPU; on CUDA
 # of a path that a user gave: not to be opened, too long, below a file
 PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR)
 SHORTEST_PACE_SECONDS = 1.0  # a time left is estimated from no less; assumption
-LONGEST_SENTENCE = 1500  # characters of an error that are printed
 
 
 def printable(text: str) -> str:
-    """`text` without what steers a terminal, as a name in a file of others or a sample could."""
+    """Escape control characters in the text of a model: a terminal obeys them."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -43,19 +37,14 @@ def open_closed_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
-def visible(text: str, out: TextIO) -> str:
-    """`text` as it may be written to `out`: a terminal would obey control characters."""
-    return printable(text) if out.isatty() else text
-
-
 def write_out(text: str) -> None:
-    """Write to standard output; control characters of a model or a file never to a terminal."""
-    sys.stdout.write(visible(text, sys.stdout))
+    """Write to standard output; the control characters of a model not to a terminal."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
 
 
 def write_err(text: str) -> None:
     """Write a line to standard error, beside the output."""
-    sys.stderr.write(visible(f"{text}\n", sys.stderr))
+    sys.stderr.write(f"{text}\n")
 
 
 class ProgressLine:
@@ -89,11 +78,9 @@ class EvaluationProgress:
         self.started = time.monotonic()
 
     def words(self, done: int, total: int) -> str:
-        """Call before each batch; `total` 0: the number of batches is not known."""
+        """Return how far the evaluation is; call before each batch."""
         if done == 0:
             self.started = time.monotonic()
-        if not total:
-            return f"evaluating: batch {done:,}"
         text = f"evaluating: batch {done:,} of {total:,}"
         spent = time.monotonic() - self.started
         if done == 0 or spent < SHORTEST_PACE_SECONDS:
@@ -121,6 +108,18 @@ def table(rows: Sequence[Sequence[str]], *columns: str, gap: int = 2) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def format_hours(hours: float) -> str:
+    """Format a time as `40 s`, `25 min`, `2 h 10 min` or `3.4 days`."""
+    minutes = round(60 * hours)
+    if hours >= 48:
+        return f"{hours / 24:,.1f} days"
+    if minutes < 2:
+        return f"{3600 * hours:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
 def exit_on_sigterm() -> None:
     """Let SIGTERM end this process as an error does, so that temporary files are removed."""
     if threading.current_thread() is threading.main_thread():
@@ -146,17 +145,14 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     try:
         return main(argv)
     except AccelGPTError as error:
-        text = redact(printable(str(error)))
-        if len(text) > LONGEST_SENTENCE:  # a value out of a file
-            text = f"{text[: LONGEST_SENTENCE // 2]} [...] {text[-LONGEST_SENTENCE // 2 :]}"
-        sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {text}\n")
-        note_failure(f"error: {text}")
+        sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {error}\n")
+        note_failure(f"error: {error}")
         return error.exit_code
     except (MemoryError, RuntimeError) as error:  # torch raises the second where malloc fails
         if isinstance(error, RuntimeError) and not OUT_OF_MEMORY.search(str(error)):
             raise
         sys.stderr.write(
-            f"error: out of memory ({printable(first_line(error))[-120:]}); lower the model's "
+            f"error: out of memory ({first_line(error)[-120:]}); lower the model's "
             "size, train.micro_batch_size or sample.num: accel-gpt plan shows what they take\n"
         )
         return UserError.exit_code
@@ -168,7 +164,7 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         if not full and error.errno not in PATH_ERRORS:
             raise
         advice = "; make room and launch again" if full else ""
-        sys.stderr.write(f"error: {redact(printable(str(error)))}{advice}\n")
+        sys.stderr.write(f"error: {error}{advice}\n")
         return UserError.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

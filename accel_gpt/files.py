@@ -1,7 +1,4 @@
-"""Reading and writing files: whole or not at all, bounded, locked; fault points for tests.
-
-Files that others may have written hold plain values or raise `ValueError`: nothing in them is run
-or looked up, no Python tags, no environment variables.
+"""Reading and writing files: whole or not at all, locked; fault points for tests.
 
     ACCEL_GPT_FAULT="manifest.written=kill"     at the fault point of that name, the first time
     ACCEL_GPT_FAULT="*:17=half"                 at the 17th fault point of the writer, any name
@@ -21,10 +18,8 @@ import io
 import json
 import math
 import os
-import re
 import shutil
 import signal
-import stat
 import sys
 import time
 from collections import Counter
@@ -32,13 +27,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 import yaml
 
-LARGEST_TEXT = 1 << 28  # bytes of a text file; a tokenizer.json has up to 40 MB
 LARGEST_NUMBER = 2**53  # integers up to here are exact in JSON and in 64 bits
-YAML_VALUES = 100_000  # of one YAML text, aliases counted as what they stand for; assumption
 BESIDE_WRITER = ("step", "evaluation", "sample")  # fault points of the training thread
 SLEEP_SECONDS, HANG_SECONDS = 2.0, 3600.0  # of the fault actions
 
@@ -123,7 +116,7 @@ def lock(path: Path, wait: bool = True, shared: bool = False, notice: str = "") 
     on stderr and waits, or raises `BlockingIOError` if not `wait`. Who held it may have removed the
     file (see `locked_file`): then what was locked has no name, and it is opened anew.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK if shared else os.O_RDWR | os.O_CREAT
+    flags = os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT
     file = os.fdopen(os.open(path, flags, 0o644), "r" if shared else "r+", encoding="utf-8")
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
@@ -168,60 +161,17 @@ def is_at(file: TextIO, path: Path) -> bool:
 
 def describe_path(path: str | Path) -> str:
     """Say what a path is, as the end of a sentence: is a file, is a folder, does not exist."""
-    try:
-        mode = os.stat(path).st_mode
-    except (OSError, ValueError):
-        return "does not exist"
-    kinds = (
-        (stat.S_ISREG, "is a file"),
-        (stat.S_ISDIR, "is a folder"),
-        (stat.S_ISFIFO, "is a named pipe"),
-        (stat.S_ISSOCK, "is a socket"),
-    )
-    return next((words for is_kind, words in kinds if is_kind(mode)), "is a device")
+    path = Path(path)
+    if path.is_file():
+        return "is a file"
+    if path.is_dir():
+        return "is a folder"
+    return "is neither a file nor a folder" if path.exists() else "does not exist"
 
 
-def open_file(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading; `OSError` for any other: reading a pipe may never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return os.fdopen(descriptor, "rb")
-
-
-def read_text(path: str | Path, largest: int = LARGEST_TEXT) -> str:
-    """Read a UTF-8 text of at most `largest` bytes; raises `OSError` or `ValueError`."""
-    with open_file(path) as file:
-        content = file.read(largest + 1)
-    if len(content) > largest:
-        raise ValueError(f"it has more than {largest:,} bytes")
-    return content.decode("utf-8")
-
-
-def read_json(path: str | Path, any_number: bool = False, largest: int = LARGEST_TEXT) -> Any:
-    """Read a JSON file, see `load_json`; raises `OSError` or `ValueError`."""
-    return load_json(read_text(path, largest), any_number)
-
-
-def load_json(text: str, any_number: bool = False) -> Any:
-    """Parse JSON; raises `ValueError`, also for deep nesting and integers beyond 64 bits.
-
-    `any_number` accepts integers of any size.
-    """
-    try:
-        return json.loads(text, parse_int=int if any_number else whole_number)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def whole_number(text: str) -> int:
-    """Parse decimal digits as an integer of at most 64 bits; raises `ValueError`."""
-    if len(text) <= 18:  # the JSON parser found digits: most numbers of a vocabulary
-        return int(text)
-    if not re.fullmatch(r"[+-]?[0-9]{1,19}", text):
-        raise ValueError(f"{text[:40]!r} is no whole number of at most 19 digits")
-    return int(text)
+def read_json(path: str | Path) -> Any:
+    """Read a JSON file; raises `OSError` or `ValueError`."""
+    return json.loads(Path(path).read_bytes().decode())
 
 
 def is_count(value: object, least: int = 0) -> bool:
@@ -229,48 +179,32 @@ def is_count(value: object, least: int = 0) -> bool:
     return type(value) is int and least <= value <= LARGEST_NUMBER
 
 
-def load_yaml(text: str) -> Any:
-    """Parse YAML; raises `ValueError` with the line and the problem.
+class UniqueKeyLoader(yaml.SafeLoader):
+    """Load YAML without executing code; a key that stands in a mapping twice is an error."""
 
-    A few lines of aliases of aliases can stand for more values than any memory holds, so the values
-    are counted before they are built.
-    """
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping. YAML's own loader drops the first of two equal keys."""
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                problem = f"{key.value} stands there twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(text: str) -> Any:
+    """Parse YAML; raises `ValueError` with the line and the problem."""
     try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        if expanded_size(node, {}) > YAML_VALUES:
-            raise ValueError(f"it stands for more than {YAML_VALUES:,} values")
-        return loader.construct_document(node)
+        return UniqueKeyLoader(text).get_single_data()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         raise ValueError(f"{line}{getattr(error, 'problem', None) or 'not YAML'}") from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
     except (KeyError, AttributeError, TypeError, OverflowError) as error:  # !!bool x, !!timestamp x
         raise ValueError(f"a value is not what its tag says ({error})") from None
-
-
-def expanded_size(node: yaml.Node, known: dict[int, int]) -> int:
-    """Count the values that a node stands for; `ValueError` where it contains itself, or a mapping
-    has a key twice, of which YAML's loader would drop the first.
-    """
-    if isinstance(node, yaml.ScalarNode):
-        return 1
-    if id(node) not in known:
-        known[id(node)] = 0
-        pairs = isinstance(node, yaml.MappingNode)
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)] if pairs else []
-        for i, key in enumerate(keys):
-            if any(key.value == other.value for other in keys[:i]):
-                raise ValueError(f"line {key.start_mark.line + 1}: {key.value} stands there twice")
-        parts = [part for pair in node.value for part in pair] if pairs else node.value
-        known[id(node)] = 1 + sum(expanded_size(part, known) for part in parts)
-    if known[id(node)] == 0:
-        raise ValueError("a part of it holds itself")
-    return known[id(node)]
 
 
 # --------------------------------------------------------------------------- faults, for tests

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,26 +23,33 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import Plan, make_plan
-from accel_gpt.console import run_main
-from accel_gpt.data.corpus import Corpus
+from accel_gpt.console import run_main, write_err, write_out
+from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.verify import DataVerifier
-from accel_gpt.errors import DataError
+from accel_gpt.errors import DataError, require
 from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
 from accel_gpt.launcher import PREEMPTED, is_main, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
-from accel_gpt.training.accelerator import build_model, resolve_auto, start_accelerator
+from accel_gpt.training.accelerator import (
+    build_model,
+    resolve_auto,
+    set_up_model,
+    start_accelerator,
+)
 from accel_gpt.training.anomalies import StepGuard, TooManySkippedError, check_weights
+from accel_gpt.training.checkpoint import find_checkpoint, read_state
 from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches, skip_excluded
 from accel_gpt.training.metrics import Record
 from accel_gpt.training.ranks import RankError, all_ranks, on_main, peers, require_same
 from accel_gpt.training.reporter import Reporter, open_display
 from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restore
+from accel_gpt.training.run_folder import checkpoint_steps
 from accel_gpt.training.saving import CheckpointWriter
-from accel_gpt.training.setup import new_state, open_corpus, prepare_run, verify_data
+from accel_gpt.training.setup import ensure_data, new_state, prepare_run, verify_data
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import (
     INIT,
@@ -96,9 +104,7 @@ def launch(config: Config, source: str) -> int:
 
         check_initial_tokenizer(config)
     if config.eval.only:
-        from accel_gpt.commands.evaluate_model import evaluate_only
-
-        with peers(plan.world_size), prepare_run(config, source):
+        with peers(plan.world_size):
             return evaluate_only(config)
     stop = StopSignal(started=started, starting=True)
     with peers(plan.world_size), prepare_run(config, source) as check_folder:
@@ -107,6 +113,47 @@ def launch(config: Config, source: str) -> int:
 
             config = download_checkpoint(config)
         return train(config, plan, stop, check_folder)
+
+
+def evaluate_only(config: Config) -> int:
+    """Print the metrics of the newest checkpoint of a run, or of the model of `model.init_from`.
+
+    Writes nothing into the folder of the run. Returns the exit code.
+    """
+    from accel_gpt.evals.standalone import Report, evaluate_model, start_evaluation
+    from accel_gpt.hub.load import load_pretrained, open_initial_weights
+
+    out = Path(config.out_dir)
+    accelerator = start_evaluation(config, out)
+    ensure_data(config)
+    step = 0
+    if checkpoint_steps(out / "checkpoints"):
+        checkpoint = find_checkpoint(out)
+        step = read_state(checkpoint).step
+        model, tokenizer = load_pretrained(str(checkpoint), device=accelerator.device)
+    else:
+        require(
+            config.model.init_from != "scratch",
+            f"eval.only is true but {out} holds no checkpoint and model.init_from is scratch, so "
+            "there is nothing to evaluate; name a run that has one, or other weights",
+        )
+        corpus = open_corpus(config)
+        tokenizer = corpus.tokenizer
+        load = open_initial_weights(config, corpus, write_err)
+        model = GPT.allocate(config.model, corpus.vocab_size, accelerator.device)
+        load(model)
+    set_up_model(model, config.train)
+    metrics = evaluate_model(
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        accelerator=accelerator,
+        name=str(out),
+    )
+    accelerator.end_training()
+    if is_main():
+        write_out(Report(str(out), step, accelerator.mixed_precision, metrics).as_table())
+    return 0
 
 
 def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[], None]) -> int:
@@ -337,7 +384,7 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
         reporter.evaluated(done, total)
         stop.check(run.writer.seconds)
 
-    record |= run.evaluation.metrics(run.gpt, run.accelerator, beat, step=state.step, last=last)
+    record |= run.evaluation.metrics(run.gpt, run.accelerator, beat)
     if last and run.config.eval.whole_at_end:
         record |= run.evaluation.whole_val(run.gpt, run.accelerator, beat)
     is_best = state.note_evaluation(record["eval/val_loss"])
@@ -373,7 +420,7 @@ def save(run: Training, last: bool) -> None:
         run.verifier.check(wait_seconds=VERIFY_LAST_SECONDS if ending else 0.0)
     check_weights(run.gpt, run.accelerator, state.step)
     state.seconds = run.reporter.watch.elapsed()
-    state.load_state_dict(run.guard.state_dict() | run.corpus.state_dict(run.loader))
+    state.load_state_dict(run.guard.state_dict() | run.corpus.state_dict())
     save_now = run.writer.save_last if last else run.writer.save
     save_now(state, run.gpt, run.optimizer)
 

@@ -56,6 +56,7 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import make_plan
+from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.model.gpt import GPT
@@ -64,7 +65,6 @@ from accel_gpt.training.accelerator import keep_freed_memory
 from accel_gpt.training.checkpoint import verify
 from accel_gpt.training.run_folder import checkpoint_steps, step_name
 from accel_gpt.training.saving import CheckpointWriter
-from accel_gpt.training.setup import open_corpus
 from accel_gpt.training.state import TrainState
 
 BATCH_SIZE = 12

@@ -15,6 +15,7 @@ from accel_gpt import train
 from accel_gpt.cli import dispatch
 from accel_gpt.commands.bench import PARTS
 from accel_gpt.data.loader import Loader
+from accel_gpt.data.shards import open_split
 from tests.conftest import run_here
 
 Arguments = Callable[..., list[str]]
@@ -61,6 +62,26 @@ def test_bench_times_the_training_step_and_keeps_nothing(
     assert parts["data"] >= 80  # four micro-steps
     assert report["mfu"] is None
     assert report["memory_gb"] > 0
+
+
+def test_the_hours_of_the_whole_run_count_its_evaluations(
+    small_run: Arguments, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """12 steps of 256 tokens; 512 tokens of both splits after 4, 8 and 12 steps."""
+    asked = small_run(*SHORT, "--eval.every", "4", "--eval.tokens", "512")
+    assert call(*asked, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    hour = 3600 * report["tokens_per_second"]  # tokens
+    assert report["run_steps"] == 12
+    assert report["evaluation_hours"] == pytest.approx(3 * 2 * 512 / 3 / hour)
+    assert report["run_hours"] == pytest.approx((12 * 256 + 3 * 2 * 512 / 3) / hour)
+    whole = open_split(corpus, "val").tokens
+    assert call(*asked, "--eval.every", "0", "--eval.whole_at_end", "true", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    hour = 3600 * report["tokens_per_second"]
+    assert report["evaluation_hours"] == pytest.approx((2 * 512 + whole) / 3 / hour)
+    assert call(*asked) == 0
+    assert "for 12 steps, 25% of it evaluations" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("key", ["data.text", "data.prepare.path"])
@@ -143,7 +164,10 @@ def test_compare_measures_float32_and_bf16_compiled_or_not(
     assert call(*small_run(*given)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:17].strip() for line in lines] == [
-        *("float32", "float32, compiled", "bf16", "bf16, compiled")
+        "float32",
+        "float32, compiled",
+        "bf16",
+        "bf16, compiled",
     ]
     assert "3,000 tokens/s" in lines[2]
     assert lines[3].endswith("error: no compiler")

@@ -302,14 +302,18 @@ def test_what_does_not_belong_together_starts_over(
         assert_undisturbed(stopped, out)
 
 
-def test_what_an_earlier_version_began_without_duplicates_is_refused(
+def test_what_an_earlier_version_began_with_removed_settings_is_refused(
     stopped: PrepareConfig, out: Path
 ) -> None:
     journal = json.loads((partial(out) / build.JOURNAL).read_text())
     edit(partial(out), asked=journal["asked"] | {"dedupe": True}, documents=9, dropped=3)
     with pytest.raises(UserError, match=r"\(dedupe: True, requested False\); .* to start over"):
         prepare(stopped, out)
-    edit(partial(out), asked=journal["asked"] | {"dedupe": False}, documents=0, dropped=0)
+    edit(partial(out), asked=journal["asked"] | {"loss_on": "completions"})
+    with pytest.raises(UserError, match=r"\(loss_on: completions, requested text\); "):
+        prepare(stopped, out)
+    defaults = {"dedupe": False, "loss_on": "text"}
+    edit(partial(out), asked=journal["asked"] | defaults, documents=0, dropped=0)
     prepare(stopped, out)
 
 

@@ -11,9 +11,9 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.errors import UserError
 from accel_gpt.hub.hf_config import HF_CLASSES, matching_preset, read_hf_config, write_hf_config
 from accel_gpt.hub.hf_weights import export_tensors, load_weights
-from accel_gpt.model.generate import generate
 from accel_gpt.model.gpt import GPT
 from tests.conftest import tiny
+from tests.test_generate import generate
 
 VOCAB, BLOCK = 65, 96
 COMMON = {

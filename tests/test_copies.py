@@ -242,12 +242,3 @@ def test_a_place_where_checkpoints_would_be_lost_is_refused(
     own = ["--out_dir", "run", "--checkpoint.copy_to", place, "--checkpoint.resume", "never"]
     assert run_here(train.main, small_run(*own)) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_url_with_a_password_is_refused(
-    small_run: Arguments, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_here(train.main, small_run("--checkpoint.copy_to", "ftp://me:pw@host/x")) == 2
-    said = capsys.readouterr().err
-    assert "ftp://host/x has a password or a query" in said
-    assert "pw" not in said.replace("password", "")

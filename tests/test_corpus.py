@@ -1,31 +1,24 @@
-"""What a run is trained on: mixtures and streamed text, exact over stops, and refused changes."""
+"""What a run is trained on: mixtures, exact over stops, refused changes, documents."""
 
 import json
-import os
 import re
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
+from accel_gpt.cli import dispatch
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.parse import load_config
-from accel_gpt.config.plan import Plan
-from accel_gpt.data.corpus import sequences_given, source_changes
+from accel_gpt.data.corpus import open_corpus, sequences_given, source_changes
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.text.files import files
-from accel_gpt.text.streaming import TextCorpus, TextPosition, rank_sequences
-from accel_gpt.training.setup import open_corpus
 from accel_gpt.training.state import TrainState
-from tests.conftest import launch, text_of
+from tests.conftest import launch, reseal, run_here, text_of
 from tests.test_train import assert_same_weights, records, signal_after, weights
 
 Arguments = Callable[..., list[str]]
-Steps = list[tuple[Counter[bytes], dict[int, TextPosition]]]  # sequences, positions after them
 
 
 @pytest.fixture
@@ -95,8 +88,8 @@ def test_another_mixture_is_refused_with_what_differs_or_accepted_and_logged(
     assert "data.train[data1] was weight 1, is weight 3" in shown
     assert "data.train[corpus] was absent, is weight 4" in shown
     assert "data.train[data2]" not in shown
-    assert shown.rstrip().endswith("or accept it with --data.allow_change")
-    assert launch(small_run(*other, "--data.allow_change")) == 0
+    assert shown.rstrip().endswith("or accept it with --checkpoint.allow_change data.train")
+    assert launch(small_run(*other, "--checkpoint.allow_change", "data.train")) == 0
     assert "from step 3 on data.train[corpus] is weight 4; it was absent" in capsys.readouterr().err
     # 24 sequences of 12 each, then 24 by 3 : 1 : 4
     state = json.loads((tmp_path / "run/checkpoints/step_00000006/trainer_state.json").read_text())
@@ -180,11 +173,10 @@ def test_neither_the_scale_of_weights_nor_the_order_of_sources_matters(
         ("[{path: DATA1}, {path: none}]", "none does not exist"),
         ("[{path: DATA1, weight: 0.1234567}, {path: DATA2}]", "repeat only after"),
         ("[DATA1, DATA2]", "expected a list of {path, weight}"),
-        ("{dataset: a/b}", "without streaming: true"),
-        ("{streaming: true}", "give one of the two"),
-        ("{streaming: true, path: '-'}", "cannot be read twice"),
+        ("{dataset: a/b, streaming: true}", r"no longer tokenized while training; prepare it with"),
+        ("{streaming: true, path: DATA1}", r"remote token shards in data.train \(hf://, s3://"),
+        ("{path: DATA1, weight: 1}", "expected text or a list of {path, weight}"),
         ("[{path: DATA1, weight: .inf}]", "weight is inf; expected a finite number"),
-        ("{streaming: true, path: DATA1}", "data.tokenizer is not set"),
         ("[{path: DATA1", "not valid YAML"),
     ],
 )
@@ -203,147 +195,44 @@ def test_bad_sources_are_one_sentence(
     assert re.search(message, shown)
 
 
-# --------------------------------------------------------------------------- text
+# --------------------------------------------------------------------------- streamed text
 
 
 @pytest.fixture
-def streamed(tmp_path: Path) -> list[str]:
-    """Options that stream 60 documents of JSON lines."""
-    lines = [json.dumps({"text": text_of(30, seed=i)}) for i in range(60)]
-    (tmp_path / "text.jsonl").write_text("\n".join(lines))
-    train = f"{{path: {tmp_path / 'text.jsonl'}, streaming: true, val_fraction: 0.1}}"
-    return ["--data.train", train, "--data.tokenizer", "bytes"]
+def streamed(trained: Callable[..., Path]) -> Path:
+    """A run, and its last checkpoint as an earlier version saved it while streaming text."""
+    run = trained()
+    checkpoint = max(run.glob("checkpoints/step_*"))
+    path = checkpoint / "trainer_state.json"
+    state = json.loads(path.read_text())
+    del state["config"]["data.train"]
+    state["config"] |= {"data.train.streaming": True, "data.train.dataset": "user/name"}
+    state["data_fingerprint"] = 64 * "a"
+    state["data_sources"] = []
+    state["text_places"] = [[0, [0, 12, 0], 3, [], 64 * "b"]]
+    path.write_text(json.dumps(state))
+    reseal(checkpoint)
+    return run
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(7, marks=pytest.mark.slow)])
-def test_streamed_text_trains_stops_and_goes_on_exactly(
-    small_run: Arguments,
-    streamed: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    step: int,
+def test_a_checkpoint_of_streamed_text_is_refused_or_goes_on_with_prepared_text(
+    streamed: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # 8,192 tokens: over the end of the text, which has 7,000
-    longer = [*streamed, "--train.tokens_per_step", "1024", "--train.max_steps", "8"]
-    assert launch(small_run(*longer, "--out_dir", str(tmp_path / "whole"))) == 0
-    stopped(small_run(*longer), monkeypatch, step)
-    assert launch(small_run(*longer)) == 0
-    assert records(tmp_path / "whole") == records(tmp_path / "run")
-    assert_same_weights(weights(tmp_path / "whole", 8), weights(tmp_path / "run", 8))
-    lines = records(tmp_path / "run")
-    assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 1
+    longer = ["--train.max_steps", "13", "--checkpoint.allow_change"]
+    assert launch(small_run(*longer, "train.max_steps")) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert "data.train was streamed text (aaaaaaaaaaaa), is " in sentence
+    assert sentence.endswith("or accept it with --checkpoint.allow_change data.train")
+    assert launch(small_run(*longer, "train.max_steps,data.train")) == 0
+    assert records(streamed)[-1]["step"] == 13
+    state = json.loads((streamed / "checkpoints/step_00000013/trainer_state.json").read_text())
+    assert state["data_origin"] == 12 * 8
+    assert "text_places" not in state
 
 
-def test_other_streamed_text_begins_at_its_beginning(
-    small_run: Arguments, streamed: list[str]
-) -> None:
-    first = opened(small_run(*streamed))
-    state = first.state_dict() | {"sequences": 16, "text_places": [[0, [0, 1, 2], 3]]}
-    first.load_state_dict(state)
-    assert first.positions == (TextPosition(0, (0, 1, 2), 3),)
-    marked = first.state_dict() | {"text_places": [[0, [0, 9, 0], 3, [[8, {"epoch": 0}]]]]}
-    first.load_state_dict(marked)
-    assert first.bookmarks == {0: {8: {"epoch": 0}}}
-    changed = [option.replace("val_fraction: 0.1", "val_fraction: 0.2") for option in streamed]
-    other = opened(small_run(*changed))
-    other.load_state_dict(state)
-    assert other.positions == ()
-    assert source_changes(state, other.state_dict())  # refused without data.allow_change
-
-
-def test_streamed_text_with_another_time_is_refused_and_does_not_start_over(
-    small_run: Arguments,
-    streamed: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    stopped(small_run(*streamed), monkeypatch, 6)
-    text = tmp_path / "text.jsonl"
-    before = text.stat()
-    os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
-    assert launch(small_run(*streamed, "--data.allow_change")) == 2
-    assert "only its modification time differs" in capsys.readouterr().err
-    assert len(records(tmp_path / "run")) == 6
-    os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert launch(small_run(*streamed)) == 0
-
-
-@pytest.mark.parametrize("first", [1, 2, 4])
-def test_streamed_text_goes_on_with_the_same_steps_on_any_number_of_processes(
-    small_run: Arguments, streamed: list[str], first: int
-) -> None:
-    """24 sequences a step of 32 tokens, the whole text in 10 of them."""
-
-    def steps(world: int, starts: tuple[TextPosition, ...], position: int) -> Steps:
-        """The sequences of five steps, and the positions of the shares after each."""
-        plan, ranks = Plan(world, 1, 32, 1, 1, 0, 1), range(world)
-        parts = [rank_sequences(text, starts, {}, plan, rank, position) for rank in ranks]
-        found: Steps = []
-        for _ in range(5):
-            one = [next(parts[rank]) for _ in range(24 // world) for rank in ranks]
-            places = {share: at for _, places in one[-world:] for share, at in places.items()}
-            found.append((Counter(tokens.tobytes() for tokens, _ in one), places))
-        return found
-
-    text = opened(small_run(*streamed)).text
-    begun = steps(first, (TextPosition(),) * first, 0)
-    places = begun[1][1]
-    assert sorted(places) == list(range(first))
-    for world in (1, 2, 3, 4, 6, 8):
-        assert steps(world, tuple(places[i] for i in range(first)), 48)[:3] == begun[2:]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("settings_kept")
-def test_a_streamed_data_set_goes_on_exactly(small_run: Arguments, tmp_path: Path) -> None:
-    """From its state at a row before, also in the second epoch."""
-    (tmp_path / "set").mkdir()
-    for number in range(2):
-        lines = [json.dumps({"text": f"{number} {i} {'word ' * (i % 9)}"}) for i in range(700)]
-        (tmp_path / "set" / f"{number}.jsonl").write_text("\n".join(lines))
-    train = f"{{dataset: {tmp_path / 'set'}, streaming: true, val_fraction: 0.1}}"
-    options = small_run("--data.train", train, "--data.tokenizer", "bytes")
-    plan, device = Plan(1, 8, 32, 1, 1, 0, 1), torch.device("cpu")
-    for batches in (100, 230):
-        first, again = opened(options), opened(options)
-        loader = first.loader(plan, 0, device, 0)
-        for _ in range(batches):
-            next(loader)
-        state = json.loads(json.dumps(first.state_dict(loader)))
-        assert len(state["text_places"][0][3]) == 1
-        again.load_state_dict({"sequences": 8 * batches, **state})
-        other = again.loader(plan, 0, device, 8 * batches)
-        for _ in range(60):
-            assert torch.equal(next(loader)[1], next(other)[1])
-        loader.close()
-        other.close()
-    assert state["text_places"][0][0] == 1
-
-
-@pytest.mark.slow
-def test_a_text_of_whole_windows_is_read_again_and_again(
-    small_run: Arguments, tmp_path: Path
-) -> None:
-    (tmp_path / "text.txt").write_text("abcdefg " * 128)  # half of it, and end-of-text: 16 windows
-    train = f"{{path: {tmp_path / 'text.txt'}, streaming: true, val_fraction: 0.501}}"
-    options = ["--data.train", train, "--data.tokenizer", "bytes"]
-    assert launch(small_run(*options)) == 0
-
-
-def test_copies_of_a_streamed_text_are_the_same_on_all_machines(
-    small_run: Arguments, streamed: list[str], tmp_path: Path
-) -> None:
-    """The time of a file's change differs between machines."""
-    first = opened(small_run(*streamed))
-    assert isinstance(first, TextCorpus)
-    before = first.identity(), first.fingerprint
-    (text,) = {Path(path) for path in files(first.text.config)}
-    os.utime(text, (1, 1))
-    assert first.identity() == before[0]
-    assert first.fingerprint != before[1]
-    text.write_text(text.read_text() + "more")
-    assert first.identity() != before[0]
+@pytest.mark.parametrize("command", ["sample", "inspect"])
+def test_a_model_of_streamed_text_is_still_opened(streamed: Path, command: str) -> None:
+    assert run_here(dispatch, [command, str(streamed)]) == 0
 
 
 # --------------------------------------------------------------------------- documents
@@ -351,8 +240,10 @@ def test_copies_of_a_streamed_text_are_the_same_on_all_machines(
 
 @pytest.mark.slow
 def test_document_mask_trains_and_does_not_depend_on_the_micro_batch(
-    small_run: Arguments, streamed: list[str], tmp_path: Path
+    small_run: Arguments, tmp_path: Path
 ) -> None:
+    lines = [json.dumps({"text": text_of(30, seed=i)}) for i in range(60)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
     corpus = tmp_path / "documents"
     prepare(
         PrepareConfig(source="jsonl", path=str(tmp_path / "text.jsonl"), tokenizer="bytes"), corpus

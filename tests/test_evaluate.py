@@ -1,6 +1,5 @@
-"""`accel-gpt evaluate` and `eval.only`: a run measured after training, its metrics kept with it."""
+"""`accel-gpt evaluate` and `eval.only`: the metrics of a model after training, printed alone."""
 
-import csv
 import json
 import math
 import shutil
@@ -17,15 +16,14 @@ from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer
 
 from accel_gpt.cli import dispatch
-from accel_gpt.commands.evaluate import as_json, as_table
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import open_split
 from accel_gpt.evals.hellaswag import ending_losses, read_questions
+from accel_gpt.evals.standalone import Report
 from accel_gpt.evals.validation import eval_sequences
 from accel_gpt.hub.export import export
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.training.metrics import COLUMNS, MetricsLog, merge_record
 from accel_gpt.training.run_folder import locked
 from tests import test_hellaswag as hellaswag
 from tests.conftest import launch, run_here, text_of
@@ -80,39 +78,31 @@ def trained(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-def test_the_command_gives_the_metrics_of_the_run_and_adds_to_them(
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file of a folder with its bytes."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_command_prints_the_metrics_of_the_run_and_changes_no_file(
     trained: Path,
     tmp_path: Path,
     evaluate: Callable[..., Any],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    before = records(trained)
+    before = contents(trained)
+    last = records(trained)[-1]
     found = evaluate(trained)
-    assert found["metrics"] == {k: v for k, v in before[-1].items() if k.startswith("eval/")}
+    assert found["metrics"] == {k: v for k, v in last.items() if k.startswith("eval/")}
     assert found["step"] == 4
-    assert records(trained) == before
 
     questions = short(tmp_path / "h.jsonl")
     assert call(trained, "--checkpoint", "2", "--hellaswag", questions) == 0
     shown = capsys.readouterr().out
-    for words in ("step 2", "hellaswag_acc_norm", f"kept in {trained / 'metrics.jsonl'}"):
+    for words in ("step 2", "hellaswag_acc_norm"):
         assert words in shown
-    after = records(trained)
-    assert [line["step"] for line in after] == [1, 2, 3, 4]
-    assert after[1]["train/loss"] == before[1]["train/loss"]
-    assert {"eval/val_loss", "eval/hellaswag_acc"} <= after[1].keys()
-    assert [after[i] for i in (0, 2, 3)] == [before[i] for i in (0, 2, 3)]
-    rows = list(csv.DictReader((trained / "metrics.csv").read_text().splitlines()))
-    for key in ("eval/val_loss", "eval/hellaswag_acc"):
-        assert float(rows[1][key]) == after[1][key]
-
-    # measured in another way: printed, not kept
-    kept = evaluate(trained, "--tokens", "null", "--hellaswag", questions, "--limit", "2")["kept"]
-    assert kept == "not kept: data, tokens, questions or tasks are not those of the run"
-    with locked(trained):
-        kept = evaluate(trained, "--checkpoint", "4", "--hellaswag", questions)["kept"]
-    assert kept.startswith(f"not kept: out_dir {trained} is in use")
-    assert records(trained) == after
+    few = evaluate(trained, "--hellaswag", questions, "--hellaswag_limit", "2")["metrics"]
+    assert few["eval/hellaswag_acc"] in (0, 0.5, 1)
+    assert contents(trained) == before
 
 
 def test_a_run_is_measured_in_the_precision_of_its_launch(
@@ -136,11 +126,10 @@ def test_a_run_is_measured_in_the_precision_of_its_launch(
     assert "step 4, in bf16" in capsys.readouterr().out
     AcceleratorState._reset_state(reset_partial_state=True)
     assert launch(small_run(*FOUR, "--eval.only", "--train.mixed_precision", "no")) == 0
-    assert "not kept: computed in float32, those of the run in bf16" in capsys.readouterr().out
+    assert "step 4, in float32" in capsys.readouterr().out
     text = (run / "run.json").read_text()
     (run / "run.json").write_text(text.replace('"bf16"', '"fp16"'))  # launched on a GPU
-    assert evaluate(run)["kept"] == "not kept: computed in float32, those of the run in fp16"
-    assert records(run) == before
+    assert evaluate(run)["precision"] == "float32"
 
 
 def test_other_data_is_named(
@@ -169,7 +158,7 @@ def test_mistakes_of_the_command(
     bad.write_text('{"ctx": "a", "label": 0}\n')
     for words, code, message in (
         ([lone], 2, "is no run, so its val data is not known; give --data"),
-        ([trained, "--limit", "0"], 2, "evaluate.limit is 0"),
+        ([trained, "--hellaswag_limit", "0"], 2, "evaluate.hellaswag_limit is 0"),
         ([trained, "--checkpoint", "3"], 2, "has no checkpoint '3'; choose last or one of"),
         ([trained, "--hellaswag", bad], 3, "line 1: not a question"),
         ([trained, "--data", tmp_path / "none"], 2, "none does not exist"),
@@ -216,77 +205,47 @@ def test_the_whole_val_split_at_the_end_has_a_key_of_its_own(
     assert evaluate(tmp_path / "run")["metrics"] == own
 
 
-def test_what_is_measured_otherwise_leaves_the_metrics_alone(
-    small_run: Arguments,
-    tmp_path: Path,
-    evaluate: Callable[..., Any],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert launch(small_run(*FOUR)) == 0
-    before, run = records(tmp_path / "run"), tmp_path / "run"
-    (tmp_path / "other.txt").write_text(text_of(3000, seed=1))
-    other = PrepareConfig(
-        source="text", path=str(tmp_path / "other.txt"), tokenizer="bytes", workers=1
-    )
-    prepare(other, tmp_path / "other")
-    for words in (("--eval.tokens", "64"), ("--data.train", str(tmp_path / "other"))):
-        assert launch(small_run(*FOUR, "--eval.only", *words)) == 0
-        assert "not kept: data, tokens, questions" in capsys.readouterr().out
-    assert evaluate(run, "--data", tmp_path / "other")["kept"].startswith("not kept: data")
-    shutil.rmtree(tmp_path / "corpus")
-    (tmp_path / "other").rename(tmp_path / "corpus")
-    assert evaluate(run)["kept"].startswith("not kept: data")
-    assert records(run) == before
-
-
-def test_eval_only_measures_and_leaves_the_run_alone(
+def test_eval_only_prints_the_metrics_and_changes_no_file(
     trained: Path, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def files() -> dict[Path, bytes]:
-        paths = [p for p in trained.rglob("*") if p.is_file() and "metrics" not in p.name]
-        return {path: path.read_bytes() for path in paths if path.name != ".lock"}
-
-    before, untouched = records(trained), files()
+    before = contents(trained)
+    loss = f"{records(trained)[3]['eval/val_loss']:.4f}"
     questions = str(short(tmp_path / "h.jsonl"))
     words = ["--train.max_steps", "4", "--eval.only"]
+    capsys.readouterr()
     assert launch(small_run(*words, "--eval.hellaswag", questions)) == 0
-    assert "hellaswag_acc" in capsys.readouterr().out
-    after = records(trained)
-    assert after[:3] == before[:3]
-    assert before[3].items() <= after[3].items()
-    assert "eval/hellaswag_acc" in after[3]
-    assert files() == untouched
+    shown = capsys.readouterr().out
+    assert "step 4" in shown
+    assert loss in shown
+    assert "hellaswag_acc" in shown
+    with locked(trained):  # as while it trains
+        assert launch(small_run(*words)) == 0
+    assert {path: text for path, text in contents(trained).items() if path.name != ".lock"} == {
+        path: text for path, text in before.items() if path.name != ".lock"
+    }
 
     elsewhere = ["--out_dir", str(tmp_path / "new"), "--eval.only"]
     assert launch(small_run(*elsewhere)) == 2
     assert "model.init_from is scratch, so there is nothing" in capsys.readouterr().err
     assert launch(small_run(*elsewhere, "--model.init_from", str(trained))) == 0
-    (record,) = records(tmp_path / "new")
-    assert record["step"] == 0
-    assert record["eval/val_loss"] == before[3]["eval/val_loss"]
-    assert not (tmp_path / "new" / "checkpoints").exists()
+    shown = capsys.readouterr().out
+    assert "step 0" in shown
+    assert loss in shown
+    assert not (tmp_path / "new").exists()
 
 
-# --------------------------------------------------------------------------- records and tables
+def test_eval_only_prepares_data_that_are_missing(
+    trained: Path, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = ["--data.prepare.source", "text", "--data.prepare.path", str(tmp_path / "text.txt")]
+    text += ["--data.prepare.tokenizer", "bytes", "--data.prepare.workers", "1"]
+    folder = ["--data.train", str(tmp_path / "made")]
+    assert launch(small_run(*FOUR, "--eval.only", *text, *folder)) == 0
+    assert "step 4" in capsys.readouterr().out
+    assert (tmp_path / "made" / "dataset.json").exists()
 
 
-def test_a_step_without_a_record_gets_one_in_its_place(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, 0, 0, 10)
-    for step in (2, 4):
-        log.write({"step": step, "tokens": step * 100, "time": 1.0, "train/loss": 2.0})
-    with (tmp_path / "metrics.csv").open("a") as file:
-        file.write("²,a digit that is no number\n")
-    merge_record(tmp_path, {"step": 3, "tokens": 300, "time": 9.0, "eval/val_loss": math.inf})
-    merge_record(tmp_path, {"step": 4, "tokens": 0, "time": 0, "eval/val_loss": 1.5})
-    known = records(tmp_path)
-    assert [line["step"] for line in known] == [2, 3, 4]
-    assert known[1] == {"step": 3, "tokens": 300, "eval/val_loss": None}
-    first = {"step": 4, "tokens": 400, "train/loss": 2.0}
-    assert known[2] == first | {"eval/val_loss": 1.5}
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
-    assert tuple(rows[0]) == COLUMNS
-    assert [row["eval/val_loss"] for row in rows] == ["", "inf", "1.5"]
-    assert rows[2]["progress"] == "40.0"
+# --------------------------------------------------------------------------- tables
 
 
 def test_table_and_json() -> None:
@@ -295,12 +254,12 @@ def test_table_and_json() -> None:
         **{"eval/val_bits_per_byte": 1.1, "eval/val_bits_per_byte_se": math.nan},
         **{"eval/val_loss/code": 2.0, "eval/hellaswag_acc": 0.5, "eval/hellaswag_acc_se": 0.1},
     }
-    shown = as_table("runs/x", 1200, metrics, "kept", "float32").splitlines()
+    shown = Report("runs/x", 1200, "no", metrics).as_table().splitlines()
     assert shown[0] == "runs/x, step 1,200, in float32"
     assert shown[3].split() == ["val", "3.0000", "±0.0100", "20.09", "1.1000"]
     assert shown[4].split() == ["val/code", "2.0000", "7.39"]
     assert shown[6].split() == ["hellaswag_acc", "0.5000", "±0.1000"]
-    found = json.loads(as_json("gpt2", None, metrics, "x", "bf16"))["metrics"]
+    found = json.loads(Report("gpt2", None, "bf16", metrics).as_json())["metrics"]
     assert found == metrics | {"eval/val_bits_per_byte_se": None}
 
 
@@ -337,7 +296,7 @@ def test_equal_to_transformers_on_the_exported_model(
     shape = ["--data.train", str(folder), "--model.block_size", str(hellaswag.BLOCK)]
     shape += ["--train.micro_batch_size", "4"]
     assert launch(small_run(*FOUR, *shape)) == 0
-    export(str(run), tmp_path / "exported", "last", "fp32", False, False)
+    export(str(run), tmp_path / "exported")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
     encode = AutoTokenizer.from_pretrained(tmp_path / "exported").encode
     questions = [hellaswag.question(i) for i in range(9)]

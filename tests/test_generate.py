@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.model.generate import context_start, generate, sample_token, stream
+from accel_gpt.model.generate import context_start, sample_token, stream
 from accel_gpt.model.gpt import GPT
 from tests.conftest import tiny
 
@@ -34,6 +34,18 @@ def seeded(seed: int = 0) -> torch.Generator:
 def settings_of(count: int, **changes: Any) -> SampleConfig:
     neutral = {"temperature": 1.0, "top_k": None, "top_p": 1.0}
     return SampleConfig(max_new_tokens=count, **{**neutral, **changes})
+
+
+def generate(
+    model: GPT, prompt: Tensor, config: SampleConfig, generator: torch.Generator, **options: Any
+) -> Tensor:
+    """Prompt and new tokens (B, T + max_new_tokens), padded with the end of text."""
+    new = list(stream(model, prompt, config, generator, **options))
+    B, T = prompt.shape
+    tokens = prompt.new_full((B, T + config.max_new_tokens), options.get("eot_id", 0))
+    tokens[:, :T] = prompt
+    tokens[:, T : T + len(new)] = torch.stack(new, dim=1)
+    return tokens
 
 
 def run(model: GPT, prompt: Tensor, count: int, seed: int = 0, **changes: Any) -> Tensor:

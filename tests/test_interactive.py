@@ -5,7 +5,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from accel_gpt.commands.interactive import USAGE, decode_stream, interact
+from accel_gpt.commands.interactive import USAGE, interact
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, load_tokenizer
+from accel_gpt.evals.samples import Continuation
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.bpe import train_bpe
 from tests.conftest import text_of, tiny
@@ -29,6 +30,19 @@ TEXT = "é, 👩‍👩‍👧 naïve 東京! A new line\nwith  two spaces, ü�
 class Screen(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def pieces_of(tokenizer: Tokenizer, tokens: Iterable[int], prompt: Iterable[int]) -> list[str]:
+    """What each token adds to the text after a prompt, then the rest."""
+    text = Continuation(tokenizer, list(prompt))
+    pieces = []
+    for token in tokens:
+        text.add(token)
+        if text.ended:
+            break
+        pieces.append(text.new_text())
+    text.ended = True
+    return [*pieces, text.new_text()]
 
 
 def model_of(tokenizer: Tokenizer) -> GPT:
@@ -120,7 +134,7 @@ def test_pieces_make_up_the_text_and_show_no_part_of_a_character(
         rest = tokenizer.encode(TEXT)[len(ids) :]
         if tokenizer.decode(ids) != TEXT[:cut] or tokenizer.decode([*ids, *rest]) != TEXT:
             continue  # a word that the longer text spells otherwise
-        pieces = list(decode_stream(tokenizer, rest, context=ids))
+        pieces = pieces_of(tokenizer, rest, ids)
         assert TEXT[:cut] + "".join(pieces) == TEXT
         assert not any("\ufffd" in piece for piece in pieces)
         assert pieces[-1] == ""  # nothing was kept to the end
@@ -133,19 +147,37 @@ def test_pieces_make_up_the_text_and_show_no_part_of_a_character(
 @given(data=st.binary(max_size=80) | st.text("é👍a\ufffd").map(str.encode))
 def test_pieces_make_up_any_bytes(data: bytes) -> None:
     tokenizer = BytesTokenizer()
-    pieces = list(decode_stream(tokenizer, [*data, 256, 65], context=b"before"))
+    pieces = pieces_of(tokenizer, [*data, 256, 65], b"before")
     assert "".join(pieces) == data.decode("utf-8", "replace")
-    pieces = list(decode_stream(tokenizer, [0xFF] * 20))  # shown before the end, too
+    pieces = pieces_of(tokenizer, [0xFF] * 20, b"")  # shown before the end, too
     assert len("".join(pieces[:10])) == 9
 
 
-def test_a_text_without_context_starts_without_the_space(
-    tokenizers: dict[str, Tokenizer],
+@settings(max_examples=300)
+@given(tokens=st.lists(st.integers(0, 298), max_size=80), prompt=st.text(max_size=8))
+def test_pieces_make_up_the_text_of_any_tokens(
+    tokenizers: dict[str, Tokenizer], tokens: list[int], prompt: str
 ) -> None:
+    tokenizer = tokenizers["bpe"]
+    start = tokenizer.encode(prompt)
+    text = Continuation(tokenizer, start)
+    for token in tokens:
+        text.add(token)
+    assert "".join(pieces_of(tokenizer, tokens, start)) == text.text()
+
+
+def test_a_text_keeps_the_space_after_its_prompt(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["sentencepiece"]
     ids = tokenizer.encode("a bad hen")
-    assert "".join(decode_stream(tokenizer, ids)) == "a bad hen"
-    assert "".join(decode_stream(tokenizer, ids, context=tokenizer.encode("one"))) == " a bad hen"
+    assert "".join(pieces_of(tokenizer, ids, [])) == "a bad hen"
+    assert "".join(pieces_of(tokenizer, ids, tokenizer.encode("one"))) == " a bad hen"
+
+
+def test_a_long_run_of_bytes_is_cut_at_characters_alone(tokenizers: dict[str, Tokenizer]) -> None:
+    """Characters of three bytes, a token each: 16 tokens back is amid one."""
+    tokenizer, text = tokenizers["sentencepiece"], "a " + "東京" * 30
+    ids = tokenizer.encode(text)
+    assert "".join(pieces_of(tokenizer, ids, [])) == text
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
@@ -158,7 +190,7 @@ def test_the_work_grows_with_the_tokens_not_with_their_square(
     text = "ab é 👍👍👍👍👍👍 de " * 200
     ids = tokenizer.encode(text)
     assert len(ids) > 2000
-    assert "".join(decode_stream(tokenizer, ids)) == text
+    assert "".join(pieces_of(tokenizer, ids, [])) == text
     assert sum(decoded) < 50 * len(ids)
 
 

@@ -146,7 +146,10 @@ def test_rungs_differ_in_depth_and_length_alone(tmp_path: Path) -> None:
     first, second = make_rung(GIVEN, 1, 5.0), make_rung(GIVEN, 3, 5.0)
     one, other = to_flat(first.config), to_flat(second.config)
     assert {key for key in one if one[key] != other[key]} == {
-        *("model.n_layer", "model.n_head", "model.n_embd", "train.max_steps")
+        "model.n_layer",
+        "model.n_head",
+        "model.n_embd",
+        "train.max_steps",
     }
     assert (other["model.n_layer"], other["model.n_embd"], other["model.n_head"]) == (3, 256, 2)
     assert second.size.tokens == pytest.approx(5 * second.size.parameters, abs=256)
@@ -306,7 +309,7 @@ def test_a_budget_trains_the_best_depth(
         (["--ladder", ".", "--hours", "1"], "has no runs beside it"),
         (["--ladder", ".", "--hours", "1e-7", "--gpu", "h100"], "are too few"),
         (["--ladder", ".", "--hours", "1", "--optim.lr", "9"], "--optim.lr has no effect with"),
-        (["--ladder", ".", "--hours", "1", "--measure"], "--measure has no effect with"),
+        (["--ladder", ".", "--hours", "1", "--vocab_size", "9"], "--vocab_size has no effect with"),
         (["--ladder", ".", "--hours", "1", "--gpu", "h100", "--out", "c.yaml"], "another config"),
         (["c.yaml", "--ladder", ".", "--vocab_size", "300"], "one of 300"),
         (["c.yaml", "--ladder", "nowhere"], "expected the folder of accel-gpt ladder"),

@@ -1,6 +1,5 @@
 """Real processes: `accelerate launch`, `torchrun`, two gloo processes, signals to the launcher."""
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import text_of
 from tests.test_train import assert_same_weights, records, weights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,21 +61,8 @@ def test_two_processes_reach_the_losses_of_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streamed", [False, True])
-def test_another_number_of_processes_goes_on(
-    streamed: bool, small_run: Arguments, tmp_path: Path
-) -> None:
-    lines = [json.dumps({"text": text_of(30, seed=i)}) for i in range(60)]
-    (tmp_path / "text.jsonl").write_text("\n".join(lines))
-    text = ["--data.train", "{path: text.jsonl, streaming: true}", "--data.tokenizer", "bytes"]
-    alike = [
-        "--train.micro_batch_size",
-        "2",
-        "--log.batch_hash",
-        "--model.dropout",
-        "0",
-        *(text if streamed else []),
-    ]
+def test_another_number_of_processes_goes_on(small_run: Arguments, tmp_path: Path) -> None:
+    alike = ["--train.micro_batch_size", "2", "--log.batch_hash", "--model.dropout", "0"]
     two = [*TORCHRUN, "--nproc_per_node", "2", TRAIN]
     finish([*two, *small_run(*alike, "--out_dir", "whole")], tmp_path)
     options = small_run(*alike, "--out_dir", "moved")

@@ -50,7 +50,7 @@ def test_data_are_named_once(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("nope.txt", "data.text is nope.txt, which does not exist (looked for /"),
-        ("/dev/null", "data.text is /dev/null, which is a device; give a file"),
+        ("/dev/null", "data.text is /dev/null, which is neither a file nor a folder; give a file"),
         ("*.gone", "data.text is *.gone, which matches no file"),
         ("image.png", "data.text is image.png, which is binary, not UTF-8 text"),
     ],

@@ -16,7 +16,7 @@ import pytest
 from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.text.documents import documents, sample_texts, split_pieces
-from accel_gpt.text.readers import Skipped, json_lines, row_numbers
+from accel_gpt.text.readers import Skipped, json_lines
 
 ROWS = ["one", None, "", "two\nlines", "é 👍"]
 KEPT = ["one", "two\nlines", "é 👍"]
@@ -98,7 +98,7 @@ def test_line_numbers_and_offsets_go_on_after_a_bomb(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("accel_gpt.text.readers.LONGEST_JSON_LINE", 20)
     told: list[str] = []
     data = b"x" * 21 + b"\n" + b"y" * 99 + b"\n\n" + b'{"t": "\xff"}\n' + b'{"t": "a"}\n'
-    rows = json_lines(io.BytesIO(data), "it", "t", row_numbers(0), told.append)
+    rows = json_lines(io.BytesIO(data), "it", "t", 0, told.append)
     assert list(rows) == [(3, "a")]
     assert [t[:9] for t in told] == ["line 1 of", "line 2 of", "it is not"]
     assert f"at offset {data.index(0xFF)}, in line 4" in told[2]

@@ -1,19 +1,22 @@
 """Options of earlier versions: an old config still loads; a use of them gets advice."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from accel_gpt.cli import dispatch
 from accel_gpt.config.parse import load_config, to_flat
 from accel_gpt.config.removed import REMOVED
 from accel_gpt.errors import UserError
+from tests.conftest import launch, run_here
 
 
 def write_config(path: Path, key: str, value: object) -> str:
     """Write a config in which the removed option `key` is set."""
     section, _, name = key.partition(".")
-    shown = {None: "null", True: "true", False: "false"}.get(value, value)
-    path.write_text(f"train: {{max_steps: 3}}\n{section}: {{{name}: {shown}}}\n")
+    path.write_text(f"train: {{max_steps: 3}}\n{section}: {{{name}: {json.dumps(value)}}}\n")
     return str(path)
 
 
@@ -35,3 +38,24 @@ def test_an_option_on_the_command_line_gets_the_advice(key: str, tmp_path: Path)
     path = write_config(tmp_path / "a.yaml", "model.n_layer", 2)
     with pytest.raises(UserError, match=f"--{key} no longer exists; "):
         load_config([path, f"--{key}", "17"], "train")
+
+
+@pytest.mark.parametrize("command", ["train", "inspect", "prepare"])
+def test_a_folder_of_prompts_is_refused(
+    command: str,
+    small_run: Callable[..., list[str]],
+    corpus: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    index = json.loads((corpus / "dataset.json").read_text())
+    (corpus / "dataset.json").write_text(json.dumps(index | {"completions": True}))
+    if command == "train":
+        code = launch(small_run())
+    elif command == "inspect":
+        code = run_here(dispatch, ["inspect", str(corpus)])
+    else:
+        code = run_here(dispatch, ["prepare", "--source", "stdlib", "--out", str(corpus)])
+    assert code == 3
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert f"{corpus} holds prompts and completions, and accel_gpt no longer trains" in sentence
+    assert "SFTTrainer; docs/hub.md has an example" in sentence

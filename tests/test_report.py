@@ -126,15 +126,6 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     assert drawn(hostile)["runs"][0]["name"] == run.name
 
 
-def test_secrets_are_not_shown(tmp_path: Path) -> None:
-    prepare = PrepareConfig(path="https://user:PASSWORD@host/x?key=PASSWORD")
-    run = make_run(tmp_path / "run", data=DataConfig(train="data/x", prepare=prepare))
-    (run / "samples" / "step_00000040.txt").write_text("--- sample 1\nhf_PASSWORDxxxxxxxx\n")
-    text = page(run)
-    assert "https://***@host/x?***" in text
-    assert "PASSWORD" not in text
-
-
 def test_resumes_and_skipped_updates_are_marked(tmp_path: Path) -> None:
     counts = {20: 1, 21: 1, 30: 4}
     skipped = 0

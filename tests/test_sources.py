@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from accel_gpt.text.documents import (
     split_hash,
     split_pieces,
 )
-from accel_gpt.text.files import describe_source, file_share, guess_source, stdlib_files
+from accel_gpt.text.files import describe_source, guess_source, stdlib_files
 from accel_gpt.text.pieces import pieces
 from accel_gpt.text.readers import Skipped
 from accel_gpt.text.selection import DATA_ENDINGS, TEXT_ENDINGS, select_files
@@ -191,24 +190,6 @@ def test_a_hub_data_set_is_streamed_by_its_id(monkeypatch: pytest.MonkeyPatch) -
         list(documents(config))
 
 
-@pytest.mark.slow  # the first data set of a process takes seconds
-@pytest.mark.usefixtures("settings_kept")
-def test_a_data_set_resumes_at_its_last_bookmark(tmp_path: Path) -> None:
-    """Exactly, and without the files that lie whole batches before it."""
-    for number in range(3):
-        lines = [json.dumps({"text": f"{number} {i} {'word ' * (i % 9)}"}) for i in range(2500)]
-        (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
-    config, marks = PrepareConfig(source="dataset", dataset=str(tmp_path)), dict[int, Any]()
-    whole = list(split_pieces(config, True, bookmarks=marks))
-    assert list(marks) == list(range(256, 7500, 256))
-    stored = json.loads(json.dumps(list(marks.items())))
-    for i in (3, 256, 2600, 7499):
-        known = {row: state for row, state in stored if row <= i + 1}
-        again = list(split_pieces(config, True, whole[i].after, bookmarks=known))
-        assert again == whole[i + 1 :]
-    assert '"shard_idx": 0' not in json.dumps(marks[7168])  # the first file is not read again
-
-
 class GatedRepoError(Exception):
     """Named as the Hub's."""
 
@@ -263,26 +244,15 @@ def test_rows_of_the_hub_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         list(documents(replace(config, text_field="body")))
 
 
-@pytest.mark.parametrize(("rows", "world"), [(7, 2), (40, 3)])
-def test_machines_part_a_hub_data_set(
-    monkeypatch: pytest.MonkeyPatch, rows: int, world: int
-) -> None:
-    """By its own files when there are enough, as the second has, else by rows."""
+def test_reading_a_hub_data_set_goes_on_after_any_row(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     def load(*_: Any, **__: Any) -> Any:
-        data = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(rows)]})
-        return data.to_iterable_dataset(num_shards=5 if rows == 40 else 1)
+        data = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(7)]})
+        return data.to_iterable_dataset()
 
     monkeypatch.setattr("datasets.load_dataset", load)
-    config = PrepareConfig(source="dataset", dataset="me/data")
-    found = [
-        [p.text for p in split_pieces(config, True, rank=r, world=world)] for r in range(world)
-    ]
-    assert sorted(chain(*found)) == sorted(f"row {i}" for i in range(rows))
-    assert (found[0][:2] == ["row 0", "row 1"]) == (rows == 40)
-    for rank in range(world):
-        check_resume(config, rank=rank, world=world)
+    check_resume(PrepareConfig(source="dataset", dataset="me/data"))
 
 
 # --------------------------------------------------------------------------- splits
@@ -340,7 +310,7 @@ def test_long_documents_are_cut_only_where_allowed(
     assert [len(piece.text) for piece in split_pieces(config, False)] == [32, 4]
 
 
-# --------------------------------------------------------------------------- positions, machines
+# --------------------------------------------------------------------------- positions
 
 
 def make(folder: Path, source: SourceKind, count: int = 3) -> PrepareConfig:
@@ -369,78 +339,33 @@ def make(folder: Path, source: SourceKind, count: int = 3) -> PrepareConfig:
 FILES: tuple[SourceKind, ...] = ("text", "jsonl", "parquet", "arrow")
 
 
-def check_resume(config: PrepareConfig, **part: int) -> None:
+def check_resume(config: PrepareConfig) -> None:
     """Reading goes on after any piece exactly where it was."""
-    whole = list(split_pieces(config, True, **part))
+    whole = list(split_pieces(config, True))
     assert [p.after for p in whole] == sorted(p.after for p in whole)
     assert len({p.after for p in whole}) == len(whole) > 1
     for i, piece in enumerate(whole):
         again = json.loads(json.dumps(piece.after))
-        assert list(split_pieces(config, True, tuple(again), **part)) == whole[i + 1 :]
+        assert list(split_pieces(config, True, tuple(again))) == whole[i + 1 :]
 
 
 @pytest.mark.parametrize("source", FILES)
-@pytest.mark.parametrize(("count", "world", "few"), [(3, 1, 100), (3, 2, 2), (1, 2, 100)])
+@pytest.mark.parametrize(("count", "few"), [(3, 100), (3, 2), (1, 100)])
 def test_reading_goes_on_after_any_piece(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     source: SourceKind,
     count: int,
-    world: int,
     few: int,
 ) -> None:
     monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 12)
     monkeypatch.setattr("accel_gpt.text.documents.FEW_TEXTS", few)
     monkeypatch.setattr("accel_gpt.text.readers.CHUNK_BYTES", 7)
     config = make(tmp_path / "made", source, count)
-    for rank in range(world):
-        if source != "text" or count >= world:
-            check_resume(config, rank=rank, world=world)
+    check_resume(config)
     pieces = list(split_pieces(config, True))
     assert not all(p.first and p.last for p in pieces)
     assert {p.split for p in pieces} == {"train", "val"} or few == 2
-
-
-def whole(pieces: Iterator[Piece]) -> list[tuple[str, str, bytes]]:
-    """(split, text, key) of the documents, put together from their pieces."""
-    found: list[tuple[str, str, bytes]] = []
-    for p in pieces:
-        text = p.text if p.first else found.pop()[1] + p.text
-        found.append((p.split, text, p.key))
-    return found
-
-
-@pytest.mark.parametrize("source", FILES)
-@pytest.mark.parametrize("world", [3, 7])
-def test_machines_together_read_each_document_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: SourceKind, world: int
-) -> None:
-    monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 12)
-    config = make(tmp_path / "made", source, 5)
-    if source == "text" and world > 5:
-        with pytest.raises(UserError, match="has 5 text files, too few for 7 machines"):
-            list(split_pieces(config, True, rank=0, world=world))
-        return
-    parts = [whole(split_pieces(config, True, rank=r, world=world)) for r in range(world)]
-    all_of_it = whole(split_pieces(config, True))
-    assert sorted(chain(*parts)) == sorted(all_of_it)
-    assert all(key_of(text) == key for _, text, key in all_of_it)
-    if world <= 5:
-        assert list(chain(*parts)) == all_of_it  # in the order of the source
-    if source == "text":
-        assert sum(expected_bytes(config, r, world) or 0 for r in range(world)) == expected_bytes(
-            config
-        )
-
-
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=30), st.data())
-def test_files_are_parted_into_runs_of_about_equal_bytes(sizes: list[int], data: Any) -> None:
-    world = data.draw(st.integers(1, len(sizes)))
-    runs = [file_share(sizes, rank, world) for rank in range(world)]
-    assert [unit for run in runs for unit in run] == list(range(len(sizes)))
-    assert all(runs)
-    fair = sum(sizes) / world
-    assert all(sum(sizes[u] for u in r) <= fair + 2 * max(sizes) for r in runs)
 
 
 # --------------------------------------------------------------------------- standard input
@@ -549,7 +474,7 @@ def test_the_source_is_guessed_from_endings(tree: Path, tmp_path: Path) -> None:
         guess_source(str(tree / "image.png"))
     with pytest.raises(UserError, match="does not exist"):
         guess_source(str(tree / "none.txt"))
-    with pytest.raises(UserError, match=r"/dev/null, which is a device; give a file"):
+    with pytest.raises(UserError, match=r"/dev/null, which is neither a file nor a folder"):
         guess_source("/dev/null")
 
 

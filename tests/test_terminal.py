@@ -169,13 +169,6 @@ def test_quiet_runs_print_warnings_and_other_ranks_nothing(
     assert capsys.readouterr().err == text
 
 
-def test_a_sample_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    config, panel = make()
-    with Display(True, config, panel.plan) as display:
-        display.log("def f():\n\treturn '\x1b[2J\r\x07é'")
-    assert capsys.readouterr().err == "def f():\n\treturn '\\x1b[2J\\r\\x07é'\n"
-
-
 def test_a_terminal_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone(io.StringIO):
         """Closed by whoever looked at it."""

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from accel_gpt.data import tokenizer_json
 from accel_gpt.data.tokenizer import (
-    BytesTokenizer,
     CharsTokenizer,
     Tokenizer,
     load_tokenizer,
@@ -207,19 +206,6 @@ def test_gpt2_without_its_files_names_the_cache(monkeypatch: pytest.MonkeyPatch)
         make_tokenizer("gpt2", 0, corpus)
 
 
-def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    for kind, chars, made in (
-        ("bytes", None, BytesTokenizer()),
-        ("chars", "abc", CharsTokenizer("abc")),
-    ):
-        old = {"format": "accel_gpt-tokenizer", "version": 1, "kind": kind, "chars": chars}
-        (tmp_path / "tokenizer.json").write_text(json.dumps(old))
-        loaded = load_tokenizer(tmp_path)
-        assert (loaded.kind, loaded.fingerprint) == (kind, made.fingerprint)
-        loaded.save(tmp_path)
-        assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
-
-
 def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no tokenizer at .*tokenizer\.json"):
         load_tokenizer(tmp_path)
@@ -228,8 +214,6 @@ def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
     for content, message in {
         "{": "not valid JSON",
         "[]": "tokenizer.json failed: ",
-        '{"format": "accel_gpt-tokenizer", "version": 2, "kind": "bytes"}': "version 2",
-        '{"format": "accel_gpt-tokenizer", "version": 1, "kind": "words"}': "'words'",
     }.items():
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(DataError, match=message):

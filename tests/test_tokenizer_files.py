@@ -432,10 +432,6 @@ def steps(*normalizers: dict[str, Any]) -> dict[str, Any]:
         ({"normalizer": replace("Regex", "[0-9]", "")}, "drops '0', so its tokens would not"),
         ({"pre_tokenizer": {"type": "Punctuation", "behavior": "Removed"}}, "drops '!'"),
         ({"model": {"merges": ["a b", "q q q"]}}, "tokenizer.json failed"),
-        (
-            {"model": {"merges": [], "vocab": {"<|endoftext|>": 1 << 31}}},
-            "token of id 2,147,483,648",
-        ),
     ],
 )
 def test_a_tokenizer_that_drops_text_is_refused(

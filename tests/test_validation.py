@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import load_config
-from accel_gpt.data.corpus import EvalSplit, open_shards
+from accel_gpt.data.corpus import EvalSplit, open_corpus
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import BytesTokenizer
@@ -36,7 +36,6 @@ from accel_gpt.evals.validation import (
 )
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.training.setup import open_corpus
 from tests.conftest import WORDS, launch, text_of
 from tests.processes import Member, together
 from tests.test_train import records
@@ -174,7 +173,7 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer_does_to_it(
     for name in ("train", "val"):
         held = open_split(folder, name)
         held.read(0, 0, held.tokens).tofile(foreign / f"{name}.bin")
-    unknown = open_shards(load_config(small_run("--data.train", str(foreign)), "test"))
+    unknown = open_corpus(load_config(small_run("--data.train", str(foreign)), "test"))
     assert "no bits per byte of the val split: the tokenizer" in unknown.lines_on_bytes()[1]
     metrics = evaluate_splits(model, unknown, Accelerator(cpu=True), 8)
     assert "eval/val_loss" in metrics
@@ -207,7 +206,7 @@ def test_every_figure_has_the_same_bits_on_1_2_and_3_processes(
     tokens: str, small_run: Arguments, corpus: Path, other: Path, model: GPT
 ) -> None:
     options = ["--data.val", f"{{web: {corpus}, code: {other}}}", "--eval.tokens", tokens]
-    shards = open_shards(load_config(small_run(*options), "test"))
+    shards = open_corpus(load_config(small_run(*options), "test"))
     copies = [copy.deepcopy(model) for _ in range(6)]
 
     def work(member: Any) -> dict[str, float]:
@@ -255,24 +254,6 @@ def test_names_and_folders_of_val_sets(small_run: Arguments) -> None:
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             load_config(small_run("--data.val", given), "test")
-
-
-@pytest.mark.usefixtures("gpt2_stand_in")
-def test_named_sets_beside_streamed_text(
-    small_run: Arguments, corpus: Path, other: Path, tmp_path: Path
-) -> None:
-    stream = f"{{path: {tmp_path / 'text.txt'}, streaming: true, val_fraction: 0.5}}"
-    options = ["--data.train", stream, "--data.tokenizer", "bytes"]
-    options += ["--data.val", f"{{web: {corpus}, code: {other}}}"]
-    opened = open_corpus(load_config(small_run(*options), "test"))
-    held = opened.evaluated["val"]
-    assert [(part.name, part.share, part.tokens) for part in held] == [
-        ("web", 0.5, 512),
-        ("code", 0.5, 512),
-    ]
-    options[3] = "gpt2"
-    with pytest.raises(DataError, match=r"has another tokenizer \(bytes.* than data.tokenizer"):
-        open_corpus(load_config(small_run(*options), "test"))
 
 
 @pytest.mark.parametrize(

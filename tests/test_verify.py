@@ -87,9 +87,10 @@ def test_an_altered_file_of_another_project_is_found_at_the_next_launch(
         assert launch(foreign_run(*LONGER)) == 3
         shown = capsys.readouterr().err
         assert f"error: {foreign / 'train.bin'} was altered" in shown
-        assert "--data.allow_change" in shown
+        assert "--checkpoint.allow_change data.train" in shown
         assert saved(tmp_path / "run") == before
-    assert launch(foreign_run(*LONGER, "--data.allow_change")) == 0
+    both = ["--checkpoint.allow_change", "train.max_steps,data.train"]
+    assert launch(foreign_run("--train.max_steps", "16", *both)) == 0
     later = ["--train.max_steps", "20", *LONGER[2:]]
     assert launch(foreign_run(*later)) == 0  # once accepted, the file is as it should be
     assert records(tmp_path / "run")[-1]["step"] == 20

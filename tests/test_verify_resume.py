@@ -51,7 +51,6 @@ def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --------------------------------------------------------------------------- its options
 
 TWO = ["--train.micro_batch_size", "4"]  # which two processes can have
-STREAM = ["--data.train", "{path: text.txt, streaming: true}", "--data.tokenizer", "bytes", *TWO]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,6 @@ STREAM = ["--data.train", "{path: text.txt, streaming: true}", "--data.tokenizer
         (["--processes", "1,0"], "processes is 1,0; expected numbers above 0"),
         (["--processes", "3", *TWO], "3 processes = 384; nearest: 384"),
         (["--optim.lrr", "1"], "unknown key optim.lrr on the command line; did you mean optim.lr?"),
-        ([*STREAM, "--processes", "1,2"], "the first launch divides streamed text"),
     ],
 )
 def test_a_mistake_is_reported_before_anything_starts(

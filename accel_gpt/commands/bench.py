@@ -1,6 +1,7 @@
-"""`accel-gpt bench CONFIG`: tokens/s, MFU and memory of a config, and where a step's time goes.
+"""`accel-gpt bench CONFIG`: tokens/s, MFU and memory of a config, the hours of its whole run.
 
-Runs `train.update` in a temporary folder, without evaluation, samples, checkpoints and trackers.
+Runs `train.update` in a temporary folder, without evaluation, samples, checkpoints and trackers,
+and measures where a step's time goes.
 """
 
 import contextlib
@@ -13,15 +14,16 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import REQUIRED, Section, option
 from accel_gpt.config.parse import load_config, parse_command
 from accel_gpt.config.plan import make_plan, plural
-from accel_gpt.console import exit_on_sigterm, table, write_out
+from accel_gpt.console import exit_on_sigterm, format_hours, table, write_out
 from accel_gpt.cost.flops import parameter_counts
+from accel_gpt.cost.forecast import evaluation_count, evaluation_hours
 from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import is_main, world_size
 
@@ -32,20 +34,11 @@ if TYPE_CHECKING:  # torch is imported once the options are right
 
 PARTS = ("data", "forward and loss", "backward", "clip and optimizer")
 Report = dict[str, Any]
-STEP_ALONE = (  # over the config: nothing but the training step
-    *("--train.profile=0", "--schedule.warmup_steps=0", "--schedule.warmup_tokens=null"),
-    *("--eval.every=0", "--eval.only=false", "--eval.hellaswag=null", "--eval.tasks=[]"),
-    *("--sample.every=0", "--checkpoint.every=0", "--checkpoint.every_tokens=null"),
-    *("--checkpoint.resume=never", "--checkpoint.async_save=false"),
-    *("--log.trackers=[]", "--log.dashboard=false"),
-    *("--log.batch_hash=false", "--log.level=warning"),
-    "--hub.push=never",
-)
 
 
 @dataclass(frozen=True)
 class BenchCommand(Section, prefix="bench."):
-    """Measure the training step of a config: tokens a second, MFU, memory, where its time goes.
+    """Measure the training step of a config: tokens a second, hours of the whole run, MFU, memory.
 
     Any --section.key of the config may be set as well. No run is kept. On several processes:
     accelerate launch -m accel_gpt.cli bench CONFIG ... Examples:
@@ -90,12 +83,14 @@ def main(argv: Sequence[str]) -> int:
 
     keys: list[str] = []
     options = parse_command(BenchCommand, argv, "accel-gpt bench", keys)
-    config = load_config([options.config, *keys, *STEP_ALONE], "accel-gpt bench", inherit)
+    config = load_config([options.config, *keys], "accel-gpt bench", inherit)
     exit_on_sigterm()
     check_initial_tokenizer(config)
     if options.compare:
         write_out(compare_precisions(options, keys))
-    elif report := bench(options, config):
+        return 0
+    report = bench(options, config)
+    if report is not None:
         write_out(json.dumps(report, indent=1) + "\n" if options.json else bench_text(report))
     return 0
 
@@ -110,22 +105,67 @@ def bench(options: BenchCommand, config: Config) -> Report | None:
     from accel_gpt.training.terminal import Display
 
     die_with_launcher()
-    length, steps = make_plan(config, 1).max_steps, options.warmup + options.steps + options.parts
-    train = replace(config.train, max_steps=max(length, steps), max_tokens=None)
-    given = config
+    measured = step_alone(config)
+    run_steps = make_plan(measured, 1).max_steps
+    steps = max(run_steps, options.warmup + options.steps + options.parts)
     with peers(world_size()), tempfile.TemporaryDirectory() as out:
-        config = replace(config, out_dir=out, train=train)
-        plan = make_plan(config, world_size())
-        start_processes(config)
-        ensure_data(given, stdout=sys.stderr)  # the report alone goes to standard output
-        config, accelerator = start_accelerator(config, plan)
-        config, plan = resolve_auto(config, plan, accelerator)
-        with Display(False, config, plan) as display:
-            run = start(config, plan, accelerator, display)
+        train = replace(measured.train, max_steps=steps, max_tokens=None)
+        measured = replace(measured, out_dir=out, train=train)
+        plan = make_plan(measured, world_size())
+        start_processes(measured)
+        ensure_data(config, stdout=sys.stderr)  # the report alone goes to standard output
+        measured, accelerator = start_accelerator(measured, plan)
+        measured, plan = resolve_auto(measured, plan, accelerator)
+        with Display(False, measured, plan) as display:
+            run = start(measured, plan, accelerator, display)
         with contextlib.closing(run.loader), contextlib.closing(run.writer):
             report = measure_steps(options, run)
+        report |= whole_run(config, run, run_steps, report["tokens_per_second"])
         accelerator.end_training()
     return report if is_main() else None
+
+
+def step_alone(config: Config) -> Config:
+    """Return a config that does nothing but the training steps of `config`."""
+    return replace(
+        config,
+        train=replace(config.train, profile=0),
+        schedule=replace(config.schedule, warmup_steps=0, warmup_tokens=None),
+        eval=replace(config.eval, every=0, only=False, hellaswag=None),
+        sample=replace(config.sample, every=0),
+        checkpoint=replace(
+            config.checkpoint,
+            every=0,
+            every_tokens=None,
+            resume="never",
+            async_save=False,
+        ),
+        log=replace(
+            config.log,
+            trackers=(),
+            dashboard=False,
+            batch_hash=False,
+            level="warning",
+        ),
+        hub=replace(config.hub, push="never"),
+    )
+
+
+def whole_run(config: Config, run: "Training", steps: int, tokens_per_second: float) -> Report:
+    """Return the hours of the whole run of `config`, `steps` steps, at the measured speed.
+
+    Evaluations are counted; saves, samples and HellaSwag are not.
+    """
+    evaluated = evaluation_count(config, steps) * run.reporter.evaluation_time.tokens
+    if config.eval.whole_at_end:
+        evaluated += sum(part.split.tokens for part in run.corpus.evaluated["val"])
+    evaluating = evaluation_hours(evaluated, tokens_per_second)
+    training = steps * run.plan.tokens_per_step / tokens_per_second / 3600
+    return {
+        "run_steps": steps,
+        "run_hours": training + evaluating,
+        "evaluation_hours": evaluating,
+    }
 
 
 def measure_steps(options: BenchCommand, run: "Training") -> Report:
@@ -136,20 +176,25 @@ def measure_steps(options: BenchCommand, run: "Training") -> Report:
     def step() -> None:
         train.update(run)
 
-    device, plan = run.accelerator.device, run.plan
+    device = run.accelerator.device
+    plan = run.plan
     first = timed(step, device)
     for _ in range(options.warmup - 1):
         step()
     seconds = seconds_of_each(step, device, options.steps)
     memory = memory_gb(device)
     parts = part_seconds(run, options.parts) if options.parts else {}
-    median = statistics.median(seconds)
-    quarters = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [median] * 3
+    median = fastest_quarter = slowest_quarter = statistics.median(seconds)
+    if len(seconds) > 1:
+        fastest_quarter, _, slowest_quarter = statistics.quantiles(seconds, n=4)
     speed = run.reporter.speed
     counts = parameter_counts(run.config.model, run.corpus.vocab_size)
     return {
         "tokens_per_second": plan.tokens_per_step / median,
-        "tokens_per_second_quartiles": [plan.tokens_per_step / quarters[i] for i in (2, 0)],
+        "tokens_per_second_quartiles": [
+            plan.tokens_per_step / slowest_quarter,
+            plan.tokens_per_step / fastest_quarter,
+        ],
         "step_ms": 1000 * median,
         "steps": options.steps,
         "warmup": options.warmup,
@@ -179,7 +224,7 @@ def synchronize(device: "torch.device") -> None:
 
 
 def timed(work: Callable[[], object], device: "torch.device") -> float:
-    """Seconds that `work` takes, the device included."""
+    """Return the seconds that `work` takes, the device included."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -188,7 +233,7 @@ def timed(work: Callable[[], object], device: "torch.device") -> float:
 
 
 def seconds_of_each(step: Callable[[], None], device: "torch.device", steps: int) -> list[float]:
-    """Seconds of each of `steps` steps in a row; on CUDA nothing waits between them."""
+    """Return the seconds of each of `steps` steps in a row; on CUDA nothing waits between them."""
     import torch
 
     if device.type != "cuda":
@@ -210,7 +255,8 @@ class TimedLoader:
     """The loader of a run; `following` stands for its `__next__`."""
 
     def __init__(self, loader: Any, following: Callable[[], Any]) -> None:
-        self.loader, self.following = loader, following
+        self.loader = loader
+        self.following = following
 
     def __next__(self) -> Any:
         return self.following()
@@ -220,13 +266,14 @@ class TimedLoader:
 
 
 def part_seconds(run: "Training", steps: int) -> dict[str, float]:
-    """Mean seconds of each part of a step, and of the rest, over the last `steps` steps of a run.
+    """Return mean seconds of each part of a step, and of the rest, over `steps` steps of a run.
 
     Each part is waited for: the objects of `run` get methods that do so.
     """
     from accel_gpt import train
 
-    seconds, device = dict.fromkeys(PARTS, 0.0), run.accelerator.device
+    seconds = dict.fromkeys(PARTS, 0.0)
+    device = run.accelerator.device
 
     def part(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed_work(*args: Any, **kwargs: Any) -> Any:
@@ -250,43 +297,56 @@ def part_seconds(run: "Training", steps: int) -> dict[str, float]:
 
 
 def compare_precisions(options: BenchCommand, keys: Sequence[str]) -> str:
-    """The speed in float32 and bf16, compiled or not, each in a process of its own: a table, or
-    with `--json` one object. `keys` are the options set over the config.
+    """Return the speed in float32 and bf16, compiled or not, each measured in its own process.
+
+    A table, or with `--json` one object. `keys` are the options set over the config.
     """
     require(world_size() == 1, "--compare measures one process; start it without a launcher")
-    reports: dict[str, Any] = {}
-    for precision, compiled in product(("no", "bf16"), ("false", "true")):
-        name = precision.replace("no", "float32") + (", compiled" if compiled == "true" else "")
-        words = [sys.executable, "-m", "accel_gpt.cli", "bench", options.config, *keys, "--json"]
-        words += ["--warmup", str(options.warmup), "--steps", str(options.steps), "--parts", "0"]
-        words += ["--train.mixed_precision", precision, "--train.compile", compiled]
-        sys.stderr.write(f"measuring {name}\n")
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        reports[name] = {"error": lines[-1]} if done.returncode else json.loads(done.stdout)
+    reports: dict[str, Report] = {}
+    for precision, shown in [("no", "float32"), ("bf16", "bf16")]:
+        for compiled in (False, True):
+            name = f"{shown}, compiled" if compiled else shown
+            sys.stderr.write(f"measuring {name}\n")
+            reports[name] = report_of_process(options, keys, precision, compiled)
     if all("error" in report for report in reports.values()):
-        raise UserError(lines[-1].removeprefix("error: "))
+        raise UserError(reports["bf16, compiled"]["error"].removeprefix("error: "))
     if options.json:
         return json.dumps(reports, indent=1) + "\n"
-    rows = [
-        (name, report["error"], "")
-        if "error" in report
-        else (
-            name,
-            f"{report['tokens_per_second']:,.0f} tokens/s",
-            f"{report['step_ms']:,.1f} ms a step, the first {report['first_step_seconds']:.1f} s",
-        )
-        for name, report in reports.items()
-    ]
+    rows = []
+    for name, report in reports.items():
+        if "error" in report:
+            rows.append((name, report["error"], ""))
+            continue
+        speed = f"{report['tokens_per_second']:,.0f} tokens/s"
+        first = f"the first {report['first_step_seconds']:.1f} s"
+        rows.append((name, speed, f"{report['step_ms']:,.1f} ms a step, {first}"))
     return table(rows, "<18", ">12", ">10")
 
 
+def report_of_process(
+    options: BenchCommand, keys: Sequence[str], precision: str, compiled: bool
+) -> Report:
+    """Return what `accel-gpt bench --json` prints in another process, or its error."""
+    words = [sys.executable, "-m", "accel_gpt.cli", "bench", options.config, *keys, "--json"]
+    words += ["--warmup", str(options.warmup)]
+    words += ["--steps", str(options.steps)]
+    words += ["--parts", "0"]
+    words += ["--train.mixed_precision", precision]
+    words += ["--train.compile", "true" if compiled else "false"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return {"error": lines[-1]}
+    report: Report = json.loads(done.stdout)
+    return report
+
+
 def bench_text(report: Report) -> str:
-    """The report as text."""
-    plan, parts = report["plan"], report["parts_ms"]
-    low, high = report["tokens_per_second_quartiles"]
+    """Format the report."""
+    plan = report["plan"]
     work = f"{report['flops_per_token'] / 1e6:,.1f} MFLOP"
     speed = f"{report['tokens_per_second']:,.0f} tokens/s"
+    low, high = report["tokens_per_second_quartiles"]
     reached = f"not known: no {report['dtype']} peak of this device is kept"
     if report["mfu"] is not None:
         peak = f"{report['peak_flops'] / 1e12:,.1f} TFLOP/s of {report['dtype']}"
@@ -296,33 +356,36 @@ def bench_text(report: Report) -> str:
         f"{plan['block_size']:,} tokens x {plural(plan['accumulation_steps'], 'micro-step')} x "
         f"{plural(plan['world_size'], 'process', 'processes')}"
     )
+    device = (
+        f"{report['processes']} x {report['device']}, precision {report['mixed_precision']}, "
+        f"{'compiled' if report['compiled'] else 'not compiled'}, "
+        f"{plural(report['threads_per_process'], 'thread')}"
+    )
+    median = f"median of {plural(report['steps'], 'step')}"
+    first = f"the first took {report['first_step_seconds']:.2f} s"
+    share = report["evaluation_hours"] / report["run_hours"]
+    hours = (
+        f"{format_hours(report['run_hours'])} for {plural(report['run_steps'], 'step')}, "
+        f"{share:.0%} of it evaluations; without saves, samples and HellaSwag"
+    )
     rows = [
         ("model", f"{report['parameters']:,} parameters, {work} a token"),
         ("step", step),
-        (
-            "device",
-            f"{report['processes']} x {report['device']}, precision {report['mixed_precision']}, "
-            f"{'' if report['compiled'] else 'not '}compiled, "
-            f"{plural(report['threads_per_process'], 'thread')}",
-        ),
-        (
-            "speed",
-            f"{speed}, median of {plural(report['steps'], 'step')}; middle half {low:,.0f} to "
-            f"{high:,.0f}",
-        ),
-        (
-            "",
-            f"{report['step_ms']:,.1f} ms a step; the first took "
-            f"{report['first_step_seconds']:.2f} s",
-        ),
+        ("device", device),
+        ("speed", f"{speed}, {median}; middle half {low:,.0f} to {high:,.0f}"),
+        ("", f"{report['step_ms']:,.1f} ms a step; {first}"),
+        ("run", hours),
         ("MFU", reached),
         ("memory", f"{report['memory_gb']:.2f} GB at most, of the {report['memory_of']}"),
     ]
     text = table(rows, "<9", "<")
-    if parts:
-        whole = sum(parts.values())
-        further = plural(report["parts_steps"], "further step")
-        text += f"\nwhere a step's time goes ({further}, each waited for: {whole:,.1f} ms)\n"
-        shares = [(f"  {n}", f"{ms / whole:.1%}", f"{ms:,.2f} ms") for n, ms in parts.items()]
-        text += table(shares, "<22", ">6", ">13")
-    return text
+    parts = report["parts_ms"]
+    if not parts:
+        return text
+    whole = sum(parts.values())
+    further = plural(report["parts_steps"], "further step")
+    text += f"\nwhere a step's time goes ({further}, each waited for: {whole:,.1f} ms)\n"
+    shares = []
+    for name, spent in parts.items():
+        shares.append((f"  {name}", f"{spent / whole:.1%}", f"{spent:,.2f} ms"))
+    return text + table(shares, "<22", ">6", ">13")

@@ -1,23 +1,29 @@
 """`accel-gpt evaluate RUN`: losses and benchmark scores of a model."""
 
-import json
-import math
-import re
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import REQUIRED, Section, option
-from accel_gpt.config.parse import parse_command
+from accel_gpt.config.parse import load_config, parse_command
 from accel_gpt.console import exit_on_sigterm, write_out
+from accel_gpt.data.sources import is_url, train_paths
+from accel_gpt.errors import require
+from accel_gpt.hub.pretrained import Pretrained, find_pretrained
+from accel_gpt.launcher import is_main, world_size
 
-LOSS = re.compile(r"eval/(train|val)_loss(/.+)?")
-OF_LOSSES = re.compile(r"eval/(train|val)_(loss|perplexity|bits_per_byte)(_se)?(/.+)?")
+if TYPE_CHECKING:  # torch is imported once the options are right
+    from accel_gpt.data.tokenizer import Tokenizer
+    from accel_gpt.evals.standalone import Report
+    from accel_gpt.model.gpt import GPT
 
 
 @dataclass(frozen=True)
 class EvaluateCommand(Section, prefix="evaluate."):
-    """Measure a model on held-out data and on questions; those of a run are added to its metrics.
+    """Measure a model on held-out data and on questions; print the metrics, change no file.
 
     On several processes: accelerate launch -m accel_gpt.cli evaluate RUN ... Examples:
       accel-gpt evaluate runs/quickstart
@@ -48,18 +54,24 @@ class EvaluateCommand(Section, prefix="evaluate."):
         "JSONL file in the original format, or Hub id, as Rowan/hellaswag; null: the run's, if "
         "any.",
     )
+    hellaswag_limit: int | None = option(
+        None,
+        "Number of questions of hellaswag, from the first. null: as many as in the run, else all.",
+        above=0,
+    )
     tasks: tuple[str, ...] = option(
         (),
-        "Tasks of lm-evaluation-harness, separated by commas, as arc_easy,piqa; needs lm-eval.",
+        "Tasks of lm-evaluation-harness, separated by commas, such as arc_easy,piqa; needs lm-eval "
+        "and a single process.",
     )
-    include_path: str | None = option(
+    tasks_limit: int | None = option(
         None,
-        "Folder with more tasks for lm-evaluation-harness.",
-    )
-    limit: int | None = option(
-        None,
-        "First questions of hellaswag and of each task; null: as many as in the run, else all.",
+        "Number of questions of each task, from the first. null: all.",
         above=0,
+    )
+    tasks_path: str | None = option(
+        None,
+        "Folder with YAML files of more tasks.",
     )
     batch_size: int | None = option(
         None,
@@ -70,55 +82,139 @@ class EvaluateCommand(Section, prefix="evaluate."):
         False,
         "One JSON object in place of a table.",
     )
-    allow_pickle: bool = option(
-        False,
-        "Also read weights in pickle files (.bin), without running what they hold.",
-    )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the metrics of a model, and add those of a run to its metrics."""
+    """Print the metrics of a model."""
     options = parse_command(EvaluateCommand, argv, "accel-gpt evaluate")
     exit_on_sigterm()
-    from accel_gpt.commands.evaluate_model import evaluate
-
-    write_out(evaluate(options))
+    report = evaluate_named(options)
+    if is_main():
+        write_out(report.as_json() if options.json else report.as_table())
     return 0
 
 
-def as_table(name: str, step: int | None, metrics: dict[str, float], kept: str, dtype: str) -> str:
-    """Losses as a table with their standard errors, then all other metrics, then what was kept."""
-    lines = [f"{name if step is None else f'{name}, step {step:,}'}, in {dtype}"]
-    losses = [match for key in metrics if (match := LOSS.fullmatch(key))]
-    if losses:
-        lines += ["", f"{'':<20}{'loss':>16}  {'perplexity':>12}  {'bits per byte':>16}"]
-    for match in losses:
-        split, source = match[1], match[2] or ""
-        value = metrics[match[0]]
-        loss = with_error(metrics, f"eval/{split}_loss", source)
-        perplexity = f"{math.exp(value):,.2f}" if value < 700 else "inf"
-        bits = with_error(metrics, f"eval/{split}_bits_per_byte", source)
-        lines.append(f"{split + source:<20}{loss:>16}  {perplexity:>12}  {bits:>16}")
-    rest = [key for key in metrics if not OF_LOSSES.fullmatch(key)]
-    if rest:
-        lines.append("")
-    for key in rest:
-        if not (key.endswith("_se") and key.removesuffix("_se") in rest):
-            lines.append(f"{key.removeprefix('eval/'):<32}{with_error(metrics, key):>20}")
-    return "\n".join([*lines, "", kept, ""])
+def evaluate_named(options: EvaluateCommand) -> "Report":
+    """Find, load and evaluate the model that the options name; a collective."""
+    from accel_gpt.evals.standalone import (
+        Report,
+        batch_size_of,
+        evaluate_model,
+        start_evaluation,
+    )
+    from accel_gpt.hub.load import load_pretrained
+    from accel_gpt.training.checkpoint import read_state
+    from accel_gpt.training.ranks import peers
+
+    with peers(world_size()):
+        source = find_pretrained(options.run, options.checkpoint)
+        run = run_of(source)
+        config = evaluated_config(options, source, run)
+        accelerator = start_evaluation(config, run)
+        name = str(source.folder) if source.is_checkpoint else options.run
+        model, tokenizer = load_pretrained(name, device=accelerator.device)
+        tasks = open_tasks_of(options, model, tokenizer)
+        metrics = evaluate_model(
+            model=model,
+            tokenizer=tokenizer,
+            config=config,
+            accelerator=accelerator,
+            name=options.run,
+            data=options.data,
+        )
+        if tasks:
+            from accel_gpt.evals.tasks import score_tasks
+            from accel_gpt.hub.export import export
+
+            with tempfile.TemporaryDirectory() as folder:
+                exported = Path(folder, "model")
+                export(name, exported)
+                metrics |= score_tasks(
+                    folder=exported,
+                    tasks=tasks,
+                    limit=options.tasks_limit,
+                    batch_size=batch_size_of(config.train),
+                    device=str(accelerator.device),
+                    precision=accelerator.mixed_precision,
+                )
+        accelerator.end_training()
+        step = read_state(source.folder).step if source.is_checkpoint else None
+        return Report(options.run, step, accelerator.mixed_precision, metrics)
 
 
-def as_json(name: str, step: int | None, metrics: dict[str, float], kept: str, dtype: str) -> str:
-    """One JSON object; null for what is not finite."""
-    finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-    content = {"model": name, "step": step, "precision": dtype, "metrics": finite, "kept": kept}
-    return json.dumps(content, ensure_ascii=False) + "\n"
+def open_tasks_of(options: EvaluateCommand, model: "GPT", tokenizer: "Tokenizer") -> list[Any]:
+    """Open the tasks of the options, if any, before anything is computed.
+
+    Raises `UserError` if lm-evaluation-harness cannot evaluate the model on them.
+    """
+    if not options.tasks:
+        return []
+    from accel_gpt.evals.tasks import open_tasks
+    from accel_gpt.hub.hf_config import matching_preset
+
+    require(
+        world_size() == 1,
+        f"tasks run in one process, not in {world_size()}; start without a launcher, or export "
+        "the model and run accelerate launch -m lm_eval --model hf on the folder",
+    )
+    require(
+        tokenizer.eot_id is not None,
+        f"the {tokenizer.kind} tokenizer of the model has no end-of-text token, which tasks need; "
+        "train with another tokenizer",
+    )
+    matching_preset(model.config)  # raises if transformers has no such model
+    return open_tasks(options.tasks, options.tasks_path)
 
 
-def with_error(metrics: dict[str, float], key: str, source: str = "") -> str:
-    """`3.1416 ±0.0123`; "" if there is no such metric."""
-    value = metrics.get(key + source)
-    if value is None:
-        return ""
-    error = metrics.get(f"{key}_se{source}", math.nan)
-    return f"{value:.4f}" + (f" ±{error:.4f}" if math.isfinite(error) else "")
+def run_of(source: Pretrained) -> Path | None:
+    """Return the folder of the run that a checkpoint belongs to."""
+    root = source.folder.parent
+    known = root.name == "checkpoints" and (root.parent / "config.yaml").is_file()
+    return root.parent if source.is_checkpoint and known else None
+
+
+def evaluated_config(options: EvaluateCommand, source: Pretrained, run: Path | None) -> Config:
+    """Return the config of the run's last launch, or a default one, with the options over it.
+
+    Data without a tokenizer of its own is taken to have the model's. Raises `UserError` if there is
+    nothing to evaluate on.
+    """
+    require(
+        bool(run or options.data or options.hellaswag or options.tasks),
+        f"{options.run} is no run, so its val data is not known; give --data, --hellaswag or "
+        "--tasks",
+    )
+    if run:
+        config = load_config([str(run / "config.yaml")], "accel-gpt evaluate")
+    else:
+        config = Config()
+        config = replace(config, train=replace(config.train, micro_batch_size="auto"))
+    tokenizer = source.folder / "tokenizer.json"
+    if config.data.tokenizer is None and tokenizer.is_file():
+        config = replace(config, data=replace(config.data, tokenizer=str(tokenizer)))
+    evals = config.eval
+    if options.tokens != "run":
+        evals = replace(evals, tokens=options.tokens, whole_at_end=False)
+    evals = replace(
+        evals,
+        hellaswag=options.hellaswag or evals.hellaswag,
+        hellaswag_limit=options.hellaswag_limit or evals.hellaswag_limit,
+    )
+    batch_size = options.batch_size or config.train.micro_batch_size
+    train = replace(config.train, micro_batch_size=batch_size)
+    config = replace(config, eval=evals, train=train)
+    if not options.data:
+        require_data(config)
+    return config
+
+
+def require_data(config: Config) -> None:
+    """Raise `UserError` if a data folder of a run is not there, with the option that names it."""
+    if not config.data.train:
+        return
+    for source in train_paths(config.data):
+        require(
+            is_url(source.path) or Path(source.path).exists(),
+            f"data.train {source.path} of the run does not exist; name the data with --data "
+            "FOLDER, or start the command in the folder in which the run was launched",
+        )

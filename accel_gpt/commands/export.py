@@ -42,10 +42,6 @@ class ExportCommand:
         False,
         "Replace an exported model that is at `to`.",
     )
-    allow_pickle: bool = option(
-        False,
-        "Also read weights in pickle files (.bin), without running what they hold.",
-    )
 
     def __post_init__(self) -> None:
         require(bool(self.to), "--to is missing; give the folder to make")
@@ -64,7 +60,11 @@ def export_model(options: ExportCommand) -> str:
     from accel_gpt.hub.export import export
 
     to = Path(options.to)
-    return export(
-        *(options.run, to, options.checkpoint, options.dtype),
-        *(options.overwrite, options.allow_pickle),
-    ).describe(to)
+    exported = export(
+        name=options.run,
+        to=to,
+        checkpoint=options.checkpoint,
+        dtype=options.dtype,
+        overwrite=options.overwrite,
+    )
+    return exported.describe(to)

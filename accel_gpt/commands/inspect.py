@@ -11,7 +11,6 @@ from accel_gpt.config.parse import parse_command
 from accel_gpt.console import write_out
 from accel_gpt.errors import CheckpointError, DataError
 from accel_gpt.files import strict_json
-from accel_gpt.redact import redact
 
 MARKS = ("checkpoints", "manifest.json", "trainer_state.json")  # of a run or a checkpoint
 
@@ -70,13 +69,8 @@ def main(argv: Sequence[str]) -> int:
         report = inspect_data(path, data, options.quick, options.windows, options.block_size)
         describe = data_lines
     lines = strict_json(report, indent=1).splitlines() if options.json else describe(report)
-    write_out("".join(f"{redact(on_one_line(line))}\n" for line in lines))
+    write_out("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
     for problem in report["problems"]:
-        sys.stderr.write(f"error: {redact(on_one_line(problem))}\n")
+        sys.stderr.write(f"error: {problem}\n")
     return code if report["problems"] else 0
-
-
-def on_one_line(text: str) -> str:
-    """`text` with control and formatting characters escaped: names in files may hold any."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

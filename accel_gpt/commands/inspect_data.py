@@ -22,7 +22,7 @@ import numpy as np
 
 from accel_gpt.config.data import DataConfig
 from accel_gpt.console import table
-from accel_gpt.data.shards import INDEX, NoSplit, Split, read_index, token_ids
+from accel_gpt.data.shards import INDEX, NoSplit, Split, read_index
 from accel_gpt.data.sources import is_url, open_data
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, require
@@ -112,7 +112,7 @@ def ratio(part: int | None, whole: int) -> float | None:
 
 def first_texts(split: Split, tokenizer: Tokenizer, windows: int, block_size: int) -> list[str]:
     """The first sequences of a split as text."""
-    tokens = token_ids(split.read(0, 0, min(windows * block_size, split.shards[0].tokens)))
+    tokens = split.read(0, 0, min(windows * block_size, split.shards[0].tokens))
     starts = range(0, len(tokens), block_size)
     return [tokenizer.decode(tokens[i : i + block_size].tolist()) for i in starts]
 
@@ -130,8 +130,7 @@ def read_split(
         path, most = split.folder / shard.name, -1
         try:
             for first in range(0, shard.tokens, COUNTED_TOKENS):
-                stored = split.read(number, first, min(COUNTED_TOKENS, shard.tokens - first))
-                ids = token_ids(stored)
+                ids = split.read(number, first, min(COUNTED_TOKENS, shard.tokens - first))
                 most = max(most, int(ids.max()))
                 counts += np.bincount(np.minimum(ids, split.vocab_size), minlength=len(counts))
                 progress.add(ids.nbytes)

@@ -81,7 +81,6 @@ def facts(path: Path) -> dict[str, Any]:
     """What a checkpoint says of itself."""
     state = read_evaluated(path)
     config, vocab_size = read_shape(path)
-    keys = ("data.train", "data.train.dataset", "data.train.path")  # the last two: streamed text
     try:
         kind = load_tokenizer(path).kind
     except AccelGPTError:  # gpt2's file may not be on this machine
@@ -99,7 +98,7 @@ def facts(path: Path) -> dict[str, Any]:
         "model": asdict(config),
         "vocab_size": vocab_size,
         "data": {
-            "train": next((state.config[key] for key in keys if state.config.get(key)), None),
+            "train": state.config.get("data.train") or None,
             "fingerprint": state.data_fingerprint,
         },
         "tokenizer": {"kind": kind, "fingerprint": state.tokenizer_fingerprint},

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_gpt.commands.plan_time import split_tokens
-from accel_gpt.commands.plan_vocabulary import data_folders, vocabulary_size
 from accel_gpt.commands.series import Series, series_run
 from accel_gpt.config.compare import differences, option_of
 from accel_gpt.config.depth import HEAD_DIM, scaling_parameters, width
@@ -28,6 +26,7 @@ from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.cost.scaling import FILE, LEVEL, SIZES, Ladder, Size
 from accel_gpt.cost.scaling_fit import FEWEST as FEWEST_FOR_TWO
 from accel_gpt.cost.scaling_fit import NoLawError, fit_law, law_terms
+from accel_gpt.data.planning import data_folders, split_tokens, vocabulary_size
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.report.page import build_page
@@ -284,9 +283,14 @@ def rung_row(rung: Rung, run: RunFolder) -> dict[str, Any]:
     """What ladder.json holds of a rung: nothing that another start of it would change."""
     last = run.metrics.last
     return {
-        **{"name": rung.name, "depth": rung.depth, "ratio": rung.ratio, "seed": rung.config.seed},
-        **{"steps": steps(rung), **rung.size._asdict()},
-        **{"loss": last("eval/val_loss"), "loss_se": last("eval/val_loss_se") or 0.0},
+        "name": rung.name,
+        "depth": rung.depth,
+        "ratio": rung.ratio,
+        "seed": rung.config.seed,
+        "steps": steps(rung),
+        **rung.size._asdict(),
+        "loss": last("eval/val_loss"),
+        "loss_se": last("eval/val_loss_se") or 0.0,
         "bits_per_byte": last("eval/val_bits_per_byte"),
     }
 

@@ -1,7 +1,7 @@
 """`accel-gpt plan CONFIG`: size, FLOPs, memory, hours and cost of a config; does it fit?
 
-Reads the config, and the index of its data where it is there; needs no torch. docs/cost.md derives
-the formulas of `cost/`.
+Reads the config, and the index of its data if it is there; needs no torch. The arithmetic is that
+of `cost/`, and docs/cost.md derives it.
 """
 
 import difflib
@@ -11,17 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from accel_gpt.commands.plan_memory import plan_memory
-from accel_gpt.commands.plan_time import plan_time
-from accel_gpt.commands.plan_vocabulary import inherit_known, vocabulary_size
 from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import Section, option
 from accel_gpt.config.parse import load_config, parse_command, read_yaml, to_flat
-from accel_gpt.config.plan import make_plan, plural
+from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.config.shipped import shipped_folder
-from accel_gpt.console import table, write_out
-from accel_gpt.cost.cluster import NODE_LATENCY
+from accel_gpt.console import format_hours, table, write_out
+from accel_gpt.cost.cluster import NODE_LATENCY, Network
 from accel_gpt.cost.devices import (
     DEVICES,
     FAST_BF16,
@@ -30,21 +27,31 @@ from accel_gpt.cost.devices import (
     device_memory,
     peak_flops,
 )
-from accel_gpt.cost.flops import flops_per_token, parameter_counts
-from accel_gpt.cost.memory import Machine, checkpoint_bytes, largest_size, with_size
-from accel_gpt.errors import require
+from accel_gpt.cost.flops import flops_per_token, mfu, parameter_counts
+from accel_gpt.cost.forecast import (
+    assumed_mfu,
+    run_disk,
+    run_length,
+    run_memory,
+    run_time,
+    speed_at,
+)
+from accel_gpt.cost.memory import Machine, largest_size, with_size
+from accel_gpt.data.planning import evaluation_tokens, vocabulary_size
+from accel_gpt.errors import UserError, require
 from accel_gpt.files import read_json
 
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
 NODE = 8  # GPUs of a node where nothing says it: assumption, as in HGX and OAM boards
+UNKNOWN_SPEED = "not known; measure it here with accel-gpt bench, or give --tokens_per_second"
 
 
 @dataclass(frozen=True)
 class PlanCommand(
     Section,
     prefix="--",
-    exclusive=(("mfu", "tokens_per_second", "measure"), ("config", "budget", "hours")),
+    exclusive=(("mfu", "tokens_per_second"), ("config", "budget", "hours")),
 ):
     """Tell what a config will take: size, FLOPs, memory, steps, hours, disk, and whether it fits.
 
@@ -122,10 +129,6 @@ class PlanCommand(
         "Of all devices together, in place of mfu; like it without waiting for other devices.",
         above=0,
     )
-    measure: bool = option(
-        False,
-        "Train some steps on this machine's CPUs, on random tokens, for the speed; takes seconds.",
-    )
     bandwidth: float | None = option(
         None,
         "Of the network of a node in Gbit/s, one direction, all its cards together: 8 of 400 are "
@@ -154,119 +157,188 @@ class PlanCommand(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what a config will take, and what would make it fit; 1 where it does not fit."""
+    """Print what a config will take, and whether it fits; return 1 if it does not."""
     keys: list[str] = []
     options = parse_command(PlanCommand, argv, "accel-gpt plan", keys)
     if options.budget or options.hours:
-        from accel_gpt.commands.plan_ladder import budget_text, open_budget, plan_budget
-
-        require(
-            not keys,
-            f"{(keys or [''])[0]} has no effect with --budget and --hours, whose config is that of "
-            "the ladder; set it when the ladder is trained",
-        )
-        ladder, config = open_budget(options)
-        answer = plan_budget(options, ladder, make_machine(options, config))
-        write_out(json.dumps(answer, indent=1) + "\n" if options.json else budget_text(answer))
-        return 0
-    config = load_config([options.config or "", *keys], "accel-gpt plan", inherit_known)
+        return plan_a_budget(options, keys)
+    config = load_config([options.config or "", *keys], "accel-gpt plan", inherit_shape_of)
     report = forecast(options, config)
-    write_out(json.dumps(report, indent=1) + "\n" if options.json else plan_text(report))
-    return int(report["memory"]["fits"] is False)
+    if options.json:
+        write_out(json.dumps(report, indent=1) + "\n")
+    else:
+        write_out(plan_text(report))
+    return 1 if report["memory"]["fits"] is False else 0
+
+
+def plan_a_budget(options: PlanCommand, keys: Sequence[str]) -> int:
+    """Print what to train for a budget or in some hours, by a ladder."""
+    from accel_gpt.commands.plan_ladder import budget_text, open_budget, plan_budget
+
+    if keys:
+        raise UserError(
+            f"{keys[0]} has no effect with --budget and --hours, whose config is that of the "
+            "ladder; set it when the ladder is trained"
+        )
+    ladder, config = open_budget(options)
+    machine = make_machine(options, config)
+    answer = plan_budget(options, ladder, make_network(options, config, machine))
+    if options.json:
+        write_out(json.dumps(answer, indent=1) + "\n")
+    else:
+        write_out(budget_text(answer))
+    return 0
+
+
+def inherit_shape_of(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what `model.init_from` brings; called only if it is set, since it imports numpy."""
+    from accel_gpt.hub.pretrained import inherit_published
+
+    return inherit_published(given)
 
 
 def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
-    """All that follows from a config and a machine, as JSON; `UserError` where they do not fit."""
+    """Return all that follows from a config and a machine, as JSON."""
     machine = make_machine(options, config)
     vocab_size, source = vocabulary_size(config, options.vocab_size)
     if config.train.micro_batch_size == "auto":
         config = with_size(config, largest_size(config, vocab_size, machine) or 1)
     plan = make_plan(config, machine.devices)
-    counts = parameter_counts(config.model, vocab_size)
-    tokens, flops = plan.max_steps * plan.tokens_per_step, flops_per_token(config.model, vocab_size)
-    checkpoint, saved = checkpoint_bytes(config, vocab_size), config.checkpoint
-    sequences = plan.max_steps * plan.sequences_per_step
-    token_bytes = 2 if vocab_size < 65536 else 4  # in a shard
     return {
         "config": options.config,
         "machine": str(machine),
         "precision": {"is": machine.precision, "source": machine.precision_source},
         "vocabulary": {"tokens": vocab_size, "source": source},
-        "parameters": counts,
-        "length": {
-            "steps": plan.max_steps,
-            "warmup_steps": plan.warmup_steps,
-            "tokens_per_step": plan.tokens_per_step,
-            "micro_batch_size": plan.micro_batch_size,
-            "block_size": plan.block_size,
-            "accumulation_steps": plan.accumulation_steps,
-            "devices": plan.world_size,
-            "tokens": tokens,
-            "tokens_per_parameter": tokens / counts["total_unpadded"],
-            "flops_per_token": flops,
-            "flops_per_step": flops * plan.tokens_per_step,
-            "flops": flops * tokens,
-        },
+        "parameters": parameter_counts(config.model, vocab_size),
+        "length": run_length(config, vocab_size, plan),
         "depth": list(describe_depth(to_flat(config))),
         "loss": expected_loss(options, config, vocab_size),
-        "memory": plan_memory(config, vocab_size, machine),
+        "memory": run_memory(config, vocab_size, machine),
         "time": plan_time(options, config, vocab_size, machine, plan),
-        "disk": {
-            "data_read": sequences * (plan.block_size + 1) * token_bytes,
-            "checkpoint": checkpoint,
-            "checkpoint_by_rank": checkpoint // machine.shards,
-            "checkpoints_kept": saved.keep_last + saved.keep_best,
-            "checkpoints": checkpoint * (saved.keep_last + saved.keep_best),
-        },
+        "disk": run_disk(config, vocab_size, machine, plan),
     }
 
 
 def expected_loss(options: PlanCommand, config: Config, vocab_size: int) -> dict[str, Any] | None:
-    """What a ladder predicts, see `plan_loss`; without one for this data numpy is not loaded."""
-    paths = [] if options.ladder else (shipped_folder() / "references").glob("*_ladder.json")
-    name = Path(config.data.folder or "").name
-    if not options.ladder and all(read_json(path)["data"]["folder"] != name for path in paths):
-        return None
+    """Return what a ladder predicts, see `plan_loss`; None without a ladder for this data."""
+    if not options.ladder:
+        name = Path(config.data.folder or "").name
+        shipped = (shipped_folder() / "references").glob("*_ladder.json")
+        if all(read_json(path)["data"]["folder"] != name for path in shipped):
+            return None  # without loading numpy
     from accel_gpt.commands.plan_ladder import plan_loss
 
     return plan_loss(options, config, vocab_size)
+
+
+# --------------------------------------------------------------------------- time
+
+
+def plan_time(
+    options: PlanCommand, config: Config, vocab_size: int, machine: Machine, plan: Plan
+) -> dict[str, Any]:
+    """Return speed, hours and cost of a run; null if the speed is not known."""
+    network = make_network(options, config, machine)
+    speed, source = planned_speed(options, config, vocab_size, machine)
+    if speed is None:
+        return {
+            "tokens_per_second": None,
+            "mfu": None,
+            "hours": None,
+            "evaluation_hours": None,
+            "device_hours": None,
+            "cost": None,
+            "step": None,
+            "source": source,
+        }
+    time = run_time(
+        config=config,
+        vocab_size=vocab_size,
+        network=network,
+        plan=plan,
+        compute_speed=speed,
+        evaluated=evaluation_tokens(config, plan.max_steps),
+    )
+    reached = None
+    peak = machine.peak(config.train.matmul_precision)
+    if peak is not None:
+        flops = flops_per_token(config.model, vocab_size)
+        reached = mfu(time.tokens_per_second, flops, peak, machine.devices)
+    device_hours = time.hours * machine.devices
+    return {
+        "step": time.step,
+        "tokens_per_second": time.tokens_per_second,
+        "mfu": reached,
+        "source": source,
+        "hours": time.hours,
+        "evaluation_hours": time.evaluation_hours,
+        "device_hours": device_hours,
+        "cost": device_hours * options.price if options.price else None,
+    }
+
+
+def planned_speed(
+    options: PlanCommand, config: Config, vocab_size: int, machine: Machine
+) -> tuple[float | None, str]:
+    """Return the tokens per second that all devices compute together, and what says so."""
+    if options.tokens_per_second:
+        return options.tokens_per_second, "--tokens_per_second"
+    if options.mfu:
+        return speed_at(options.mfu, config, vocab_size, machine), "--mfu"
+    assumed = assumed_mfu(config)
+    speed = speed_at(assumed, config, vocab_size, machine)
+    if speed is not None:
+        return speed, f"an assumed MFU of {assumed:.0%}"
+    if machine.gpu is None:
+        flops = flops_per_token(config.model, vocab_size)
+        speed = trained_speed(config, flops, machine.devices)
+        if speed is not None:
+            source = f"measured by the run in {config.out_dir}"
+            return speed, f"{source}, which may have been on another machine"
+    return None, UNKNOWN_SPEED
+
+
+def trained_speed(config: Config, flops: float, processes: int) -> float | None:
+    """Return the median tokens per second of the run in `out_dir`, if it is of such a model.
+
+    None if that run has another number of processes, or trained on GPUs.
+    """
+    from accel_gpt.training.run_folder import RunFolder  # imports numpy
+
+    run = RunFolder(config.out_dir)
+    if run.last_launch("processes") != processes:
+        return None
+    if run.last_launch("model", "flops_per_token") != flops:
+        return None
+    if device_key(str(run.last_launch("device"))) is not None:
+        return None
+    speeds = run.metrics.curve("perf/tokens_per_second")[1]
+    if not len(speeds):
+        return None
+    return float(sorted(speeds)[len(speeds) // 2])
 
 
 # --------------------------------------------------------------------------- the machine
 
 
 def make_machine(options: PlanCommand, config: Config) -> Machine:
-    """The machine of the options and the accelerate config; `UserError` where they do not fit."""
-    path, gpu, launch = options.config_file, options.gpu, {}
-    if path:
-        launch = read_yaml(path)
-        require(
-            isinstance(launch, dict) and "distributed_type" in launch,
-            f"--config_file {path} has no distributed_type; expected what accelerate config writes",
-        )
-    if gpu is not None:
-        near = difflib.get_close_matches(gpu.lower(), DEVICES, n=1, cutoff=0.3)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(DEVICES)}"
-        require(
-            "tpu" not in gpu.lower(), f"--gpu {gpu} is a TPU, on which accel-gpt does not train"
-        )
-        require(device_key(gpu) is not None, f"--gpu {gpu} is not in the table of devices; {hint}")
+    """Return the machine of the options and the accelerate config.
+
+    Raises `UserError` if they contradict each other, or the config.
+    """
+    launch = read_launch(options.config_file)
+    if options.gpu is not None:
+        check_gpu(options.gpu)
     nodes, devices = planned_nodes(options, launch)
-    sharded = options.distribution in ("fsdp", "hsdp")
-    replicas = nodes if options.distribution == "hsdp" else 1
-    if options.distribution is None:
-        sharded = str(launch.get("distributed_type")) == "FSDP"
-        axes = launch.get("parallelism_config") if sharded else None
-        if isinstance(axes, dict):
-            replicas = axes.get("parallelism_config_dp_replicate_size", 1)
+    sharded, replicas = planned_sharding(options, launch, nodes)
     require(
         isinstance(replicas, int) and replicas > 0 and devices % replicas == 0,
-        f"dp_replicate_size in {path} is {replicas!r}; it must divide the {devices} devices",
+        f"dp_replicate_size in {options.config_file} is {replicas!r}; it must divide the "
+        f"{devices} devices",
     )
-    memory = options.memory_gb * 1e9 if options.memory_gb else device_memory(gpu) if gpu else None
-    precision, source = planned_precision(config, launch, path, gpu)
+    precision, source = planned_precision(config, launch, options.config_file, options.gpu)
     require(
-        precision not in ("fp16", "fp8") or gpu is not None,
+        precision not in ("fp16", "fp8") or options.gpu is not None,
         f"the precision is {precision} but no --gpu is given, and a CPU has no {precision} "
         "training; give --gpu, or --train.mixed_precision bf16",
     )
@@ -275,23 +347,92 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
         "train.reproducible is true, which goes neither with fsdp, fp16 nor fp8; leave it out, or "
         "plan for --distribution ddp in bf16 or float32",
     )
-    return Machine(devices, gpu, memory, sharded, precision, source, nodes, replicas)
+    memory: float | None = None
+    if options.memory_gb:
+        memory = options.memory_gb * 1e9
+    elif options.gpu:
+        memory = device_memory(options.gpu)
+    return Machine(
+        devices=devices,
+        gpu=options.gpu,
+        memory=memory,
+        sharded=sharded,
+        precision=precision,
+        precision_source=source,
+        nodes=nodes,
+        replicas=replicas,
+    )
+
+
+def make_network(options: PlanCommand, config: Config, machine: Machine) -> Network:
+    """Return the network that the options describe.
+
+    Raises `UserError` if it joins nothing, or if --mfu is a share of nothing.
+    """
+    require(
+        not options.mfu or machine.peak(config.train.matmul_precision) is not None,
+        f"--mfu {options.mfu} is a share of a peak, and none is known for {machine}; "
+        "give --tokens_per_second",
+    )
+    require(
+        machine.nodes > 1 or not options.bandwidth,
+        f"--bandwidth {options.bandwidth} is that of a network between nodes, but there is one "
+        "node; give --nodes",
+    )
+    bandwidth = None
+    if options.bandwidth:
+        bandwidth = options.bandwidth * 1e9 / 8
+    return Network(machine, bandwidth, latency=options.latency / 1e3)
+
+
+def read_launch(path: str | None) -> Mapping[str, Any]:
+    """Return what `accelerate config` wrote; empty without a path."""
+    if not path:
+        return {}
+    launch = read_yaml(path)
+    if not isinstance(launch, dict) or "distributed_type" not in launch:
+        raise UserError(
+            f"--config_file {path} has no distributed_type; expected what accelerate config writes"
+        )
+    return launch
+
+
+def check_gpu(gpu: str) -> None:
+    """Raise `UserError` if the table of devices does not have a GPU."""
+    if "tpu" in gpu.lower():
+        raise UserError(f"--gpu {gpu} is a TPU, on which accel-gpt does not train")
+    if device_key(gpu) is not None:
+        return
+    near = difflib.get_close_matches(gpu.lower(), DEVICES, n=1, cutoff=0.3)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(DEVICES)}"
+    raise UserError(f"--gpu {gpu} is not in the table of devices; {hint}")
 
 
 def planned_nodes(options: PlanCommand, launch: Mapping[str, Any]) -> tuple[int, int]:
-    """Nodes and devices: two of --gpus, --nodes and --gpus_per_node give the third."""
-    each, nodes, found = options.gpus_per_node, options.nodes, launch.get("num_processes", 1)
+    """Return nodes and devices: two of --gpus, --nodes and --gpus_per_node give the third."""
+    each = options.gpus_per_node
+    nodes = options.nodes
+    processes = launch.get("num_processes", 1)
     require(
-        isinstance(found, int) and found > 0,
-        f"num_processes in {options.config_file} is {found!r}; expected a number above 0, or give "
-        "--gpus",
+        isinstance(processes, int) and processes > 0,
+        f"num_processes in {options.config_file} is {processes!r}; expected a number above 0, or "
+        "give --gpus",
     )
-    devices = options.gpus or (each * (nodes or 1) if each else found)
+    if options.gpus:
+        devices = options.gpus
+    elif each:
+        devices = each * (nodes or 1)
+    else:
+        devices = processes
     if not nodes and not options.gpus and isinstance(launch.get("num_machines"), int):
         nodes = launch["num_machines"]
-    if not nodes:
-        whole = next(n for n in range(NODE, 0, -1) if devices % n == 0) if options.gpu else devices
-        nodes = max(1, devices // (each or whole))
+    if not nodes and each:
+        nodes = max(1, devices // each)
+    elif not nodes and options.gpu:
+        whole = max(size for size in range(1, NODE + 1) if devices % size == 0)
+        nodes = devices // whole
+    elif not nodes:
+        nodes = 1
     require(
         devices == nodes * (each or devices // nodes),
         f"{devices} devices are not {nodes} nodes of {each or 'equal size'}; give two of --gpus, "
@@ -300,20 +441,35 @@ def planned_nodes(options: PlanCommand, launch: Mapping[str, Any]) -> tuple[int,
     return nodes, devices
 
 
+def planned_sharding(
+    options: PlanCommand, launch: Mapping[str, Any], nodes: int
+) -> tuple[bool, Any]:
+    """Return whether the devices share one model, and how many groups of them each hold all."""
+    if options.distribution is not None:
+        sharded = options.distribution in ("fsdp", "hsdp")
+        return sharded, nodes if options.distribution == "hsdp" else 1
+    sharded = str(launch.get("distributed_type")) == "FSDP"
+    axes = launch.get("parallelism_config")
+    if sharded and isinstance(axes, dict):
+        return True, axes.get("parallelism_config_dp_replicate_size", 1)
+    return sharded, 1
+
+
 def planned_precision(
     config: Config, launch: Mapping[str, Any], path: str | None, gpu: str | None
 ) -> tuple[str, str]:
-    """The precision and who sets it: the config goes before the accelerate config."""
+    """Return the precision and who sets it: the config goes before the accelerate config."""
     precision = config.train.mixed_precision
     if precision not in (None, "auto"):
         return precision, "train.mixed_precision"
     found = launch.get("mixed_precision") or "no"  # YAML reads a bare no as false
-    resumed = resumed_precision(config, gpu) if precision == "auto" else None
-    if resumed is not None:
-        return resumed, f"train.mixed_precision auto, as in {config.out_dir}"
-    if precision == "auto" and found == "no":
-        fits = peak_flops(gpu, "bf16") if gpu else bf16_instructions() in FAST_BF16
-        return "bf16" if fits else "no", "train.mixed_precision auto"
+    if precision == "auto":
+        resumed = resumed_precision(config, gpu)
+        if resumed is not None:
+            return resumed, f"train.mixed_precision auto, as in {config.out_dir}"
+        if found == "no":
+            fast = peak_flops(gpu, "bf16") if gpu else bf16_instructions() in FAST_BF16
+            return "bf16" if fast else "no", "train.mixed_precision auto"
     require(
         found in PRECISIONS,
         f"mixed_precision in {path} is {found!r}; planned is for {', '.join(PRECISIONS)}",
@@ -322,7 +478,7 @@ def planned_precision(
 
 
 def resumed_precision(config: Config, gpu: str | None) -> str | None:
-    """The precision of the run in `out_dir`, which a launch on this machine would resume."""
+    """Return the precision of the run in `out_dir`, if a launch on this machine resumes it."""
     if gpu:
         return None
     from accel_gpt.training.run_folder import RunFolder  # imports numpy
@@ -335,46 +491,63 @@ def resumed_precision(config: Config, gpu: str | None) -> str | None:
 
 
 def plan_text(report: Mapping[str, Any]) -> str:
-    """The report as a table; the sections are separated by empty lines."""
-    precision, held = report["precision"], report["memory"]
-    title = [f"{report['config']} on {report['machine']}"]
-    title += [f"precision {precision['is']}: {precision['source']}", *report["depth"], ""]
-    verdict = "It does not fit. With these settings it does:\n" + "\n".join(held["remedies"])
-    if held["fits"] is None:
-        verdict = "Whether it fits is not known; --gpu or --memory_gb tells what it must fit in."
-    elif held["fits"]:
-        largest = held["largest_micro_batch_size"]
-        verdict = f"It fits; train.micro_batch_size may be up to {largest}."
+    """Format the report as a table; the sections are separated by empty lines."""
+    precision = report["precision"]
+    lines = [f"{report['config']} on {report['machine']}"]
+    lines.append(f"precision {precision['is']}: {precision['source']}")
+    lines.extend(report["depth"])
+    lines.append("")
     rows = table([*size_rows(report), *cost_rows(report)], "<25", ">16", "<", gap=3)
-    return "\n".join(title) + "\n" + rows + verdict + "\n"
+    return "\n".join(lines) + "\n" + rows + verdict(report["memory"]) + "\n"
+
+
+def verdict(memory: Mapping[str, Any]) -> str:
+    """Say whether a run fits, and what to try if it does not."""
+    if memory["fits"] is None:
+        return "Whether it fits is not known; --gpu or --memory_gb tells what it must fit in."
+    if memory["fits"]:
+        largest = memory["largest_micro_batch_size"]
+        return f"It fits; train.micro_batch_size may be up to {largest}."
+    options = memory["try"]
+    if not options:
+        return (
+            "It does not fit; plan for more devices with --distribution fsdp, for devices with "
+            "more memory, or for a smaller model."
+        )
+    if len(options) == 1:
+        return f"It does not fit; try {options[0]}."
+    return f"It does not fit; try {', '.join(options[:-1])} or {options[-1]}."
 
 
 def size_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Parameters by part, vocabulary, length: what, how much, why."""
-    counts, words, run = dict(report["parameters"]), report["vocabulary"], report["length"]
-    total, real = counts.pop("total"), counts.pop("total_unpadded")
+    """Yield parameters by part, vocabulary and length: what, how much, why."""
+    counts = dict(report["parameters"])
+    total = counts.pop("total")
+    real = counts.pop("total_unpadded")
     padding = f"of them {total - real:,} pad the vocabulary" if total > real else ""
     yield "parameters", f"{total:,}", padding
     for part, count in counts.items():
-        tied = "shared with the embedding" if part == "head" and not count else ""
-        if count or tied:
-            yield f"  {part}", f"{count:,}", tied
-    yield "vocabulary", f"{words['tokens']:,}", words["source"]
+        if count:
+            yield f"  {part}", f"{count:,}", ""
+        elif part == "head":
+            yield "  head", "0", "shared with the embedding"
+    vocabulary = report["vocabulary"]
+    yield "vocabulary", f"{vocabulary['tokens']:,}", vocabulary["source"]
     yield ()
-    batch = f"{run['micro_batch_size']:,} x {run['block_size']:,} tokens x "
-    batch += plural(run["accumulation_steps"], "micro-step")
-    yield "steps", f"{run['steps']:,}", f"{run['warmup_steps']:,} of them warm-up"
-    yield (
-        "tokens per step",
-        f"{run['tokens_per_step']:,}",
-        f"{batch} x {plural(run['devices'], 'device')}",
+    length = report["length"]
+    yield "steps", f"{length['steps']:,}", f"{length['warmup_steps']:,} of them warm-up"
+    batch = (
+        f"{length['micro_batch_size']:,} x {length['block_size']:,} tokens x "
+        f"{plural(length['accumulation_steps'], 'micro-step')} x "
+        f"{plural(length['devices'], 'device')}"
     )
-    yield "tokens", f"{run['tokens']:,}", ""
-    ratio = f"{run['tokens_per_parameter']:.1f}"
+    yield "tokens per step", f"{length['tokens_per_step']:,}", batch
+    yield "tokens", f"{length['tokens']:,}", ""
+    ratio = f"{length['tokens_per_parameter']:.1f}"
     yield "tokens per parameter", ratio, f"Chinchilla: about {CHINCHILLA}"
-    yield "FLOPs per token", f"{run['flops_per_token']:.3e}", "forward and backward"
-    yield "  per step", f"{run['flops_per_step']:.3e}", ""
-    yield "  of the run", f"{run['flops']:.3e}", ""
+    yield "FLOPs per token", f"{length['flops_per_token']:.3e}", "forward and backward"
+    yield "  per step", f"{length['flops_per_step']:.3e}", ""
+    yield "  of the run", f"{length['flops']:.3e}", ""
     yield ()
     if report["loss"]:
         from accel_gpt.commands.plan_ladder import loss_rows
@@ -383,34 +556,12 @@ def size_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def cost_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Memory, speed, hours and disk: what, how much, why."""
-    held, found, disk = report["memory"], report["time"], report["disk"]
-    limit = f"of {gigabytes(held['device'])}" if held["device"] else ""
-    yield "memory of a device", gigabytes(held["total"]), limit
-    for part, size in held["parts"].items():
-        yield f"  {part}", gigabytes(size), ""
-    yield "  at its fullest", "", held["moment"]
-    if held["compiled"]:
-        yield "", "", "train.compile keeps less; how much is not counted"
-    if host := dict(held["host"]):
-        libraries, most = host.pop("libraries"), max(host, key=lambda part: held["host"][part])
-        yield "memory of a node's host", gigabytes(libraries + host[most]), f"libraries and {most}"
-        for part, size in held["host"].items():
-            yield f"  {part}", gigabytes(size), ""
+    """Yield memory, speed, hours and disk: what, how much, why."""
+    yield from memory_rows(report["memory"])
     yield ()
-    if found["step"]:
-        yield from step_rows(found["step"])
-    rate, evaluation = found["tokens_per_second"], found["evaluation_hours"]
-    yield "tokens per second", f"{rate:,.0f}" if rate else "?", found["source"]
-    if found["mfu"] is not None:
-        yield "  MFU", f"{found['mfu']:.1%}", "of the peak of all devices"
-    if rate is not None:
-        share = "without" if evaluation is None else f"{evaluation / found['hours']:.0%} of them"
-        yield "time", format_hours(found["hours"]), f"{share} evaluations"
-        yield "device hours", f"{found['device_hours']:,.2f}", ""
-    if found["cost"] is not None:
-        yield "cost", f"{found['cost']:,.2f}", "at --price a device hour"
+    yield from time_rows(report["time"])
     yield ()
+    disk = report["disk"]
     kept = f"{disk['checkpoints_kept']} kept: {gigabytes(disk['checkpoints'])}"
     if disk["checkpoint_by_rank"] < disk["checkpoint"]:
         kept += f"; each rank writes {gigabytes(disk['checkpoint_by_rank'])}"
@@ -419,30 +570,61 @@ def cost_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     yield ()
 
 
-def format_hours(hours: float) -> str:
-    """`40 s`, `25 min`, `2 h 10 min`, `3.4 days`."""
-    minutes = round(60 * hours)
-    if hours >= 48:
-        return f"{hours / 24:,.1f} days"
-    if minutes < 2:
-        return f"{3600 * hours:.0f} s"
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+def memory_rows(memory: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the memory of a device, and the memory of a node's host."""
+    limit = f"of {gigabytes(memory['device'])}" if memory["device"] else ""
+    yield "memory of a device", gigabytes(memory["total"]), limit
+    for part, size in memory["parts"].items():
+        yield f"  {part}", gigabytes(size), ""
+    yield "  at its fullest", "", memory["moment"]
+    if memory["compiled"]:
+        yield "", "", "train.compile keeps less; how much is not counted"
+    if memory["host"]:
+        host = dict(memory["host"])
+        libraries = host.pop("libraries")
+        most = max(host, key=lambda part: memory["host"][part])
+        yield "memory of a node's host", gigabytes(libraries + host[most]), f"libraries and {most}"
+        for part, size in memory["host"].items():
+            yield f"  {part}", gigabytes(size), ""
+
+
+def time_rows(time: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield speed, hours and cost."""
+    if time["step"]:
+        yield from step_rows(time["step"])
+    speed, evaluation = time["tokens_per_second"], time["evaluation_hours"]
+    yield "tokens per second", f"{speed:,.0f}" if speed else "?", time["source"]
+    if time["mfu"] is not None:
+        yield "  MFU", f"{time['mfu']:.1%}", "of the peak of all devices"
+    if speed is not None:
+        share = "without" if evaluation is None else f"{evaluation / time['hours']:.0%} of them"
+        yield "time", format_hours(time["hours"]), f"{share} evaluations"
+        yield "device hours", f"{time['device_hours']:,.2f}", ""
+    if time["cost"] is not None:
+        yield "cost", f"{time['cost']:,.2f}", "at --price a device hour"
 
 
 def step_rows(step: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Where the time of a step goes."""
-    rows = [("step", step["total"], f"limited by {step['limit']}" if "limit" in step else "")]
-    rows += [("  compute", step["compute"], "")]
+    """Yield where the time of a step goes."""
+    limit = f"limited by {step['limit']}" if "limit" in step else ""
+    yield "step", milliseconds(step["total"]), limit
+    yield "  compute", milliseconds(step["compute"]), ""
     for one in step.get("collectives", ()):
-        what = f"{gigabytes(one['sent'])} from each device, {plural(one['calls'], 'call')}"
-        rows += [(f"  {one['name']}", one["seconds"], what)]
+        sent = f"{gigabytes(one['sent'])} from each device, {plural(one['calls'], 'call')}"
+        yield f"  {one['name']}", milliseconds(one["seconds"]), sent
     if step["exposed"]:
-        rows += [("  not hidden by compute", step["exposed"], "of the collectives")]
-    yield from ((name, f"{1e3 * seconds:,.1f} ms", why) for name, seconds, why in rows)
+        yield "  not hidden by compute", milliseconds(step["exposed"]), "of the collectives"
     if step["exposed"] is None:
         yield "  collectives", "?", "not known; give --bandwidth"
 
 
+def milliseconds(seconds: float) -> str:
+    """Format a time of a step."""
+    return f"{1e3 * seconds:,.1f} ms"
+
+
 def gigabytes(size: float) -> str:
-    """Bytes in 1e9, or in 1e6 where there are few."""
-    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
+    """Format bytes in units of 1e9, or of 1e6 if there are few."""
+    if size >= 1e8:
+        return f"{size / 1e9:,.2f} GB"
+    return f"{size / 1e6:,.1f} MB"

@@ -62,10 +62,6 @@ class SampleCommand:
         False,
         "Type prompts on a terminal, a line each; \\n in one is a line end; texts as they come.",
     )
-    allow_pickle: bool = option(
-        False,
-        "Also read weights in pickle files (.bin), without running what they hold.",
-    )
 
     def __post_init__(self) -> None:
         require(
@@ -104,9 +100,7 @@ def continue_prompt(options: SampleCommand) -> list[str]:
     from accel_gpt.hub.load import load_pretrained
 
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    model, tokenizer = load_pretrained(
-        options.run, options.checkpoint, options.allow_pickle, device
-    )
+    model, tokenizer = load_pretrained(options.run, options.checkpoint, device)
     generator = torch.Generator(device).manual_seed(options.seed)
     with torch.inference_mode():  # on a CPU 10 to 14 % faster than without gradients alone
         if options.interactive:

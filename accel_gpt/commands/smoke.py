@@ -13,7 +13,7 @@ from accel_gpt.console import exit_on_sigterm, write_out
 from accel_gpt.files import write_file
 
 STEPS = 4
-SAMPLE_TOKENS, QUESTIONS = 16, 8  # of a sample; of HellaSwag and of each task
+SAMPLE_TOKENS, QUESTIONS = 16, 8  # of a sample; of HellaSwag
 
 
 def smoke(argv: Sequence[str]) -> int:
@@ -26,10 +26,7 @@ def smoke(argv: Sequence[str]) -> int:
     config = shortened(load_config(argv, "accel-gpt train", inherit), STEPS)
     batch = config.train.sequences * config.model.block_size
     sample = replace(config.sample, every=2, max_new_tokens=SAMPLE_TOKENS)
-    evaluation = replace(
-        config.eval, every=2, tokens=batch, hellaswag_limit=QUESTIONS, tasks_limit=QUESTIONS,
-        tasks_every=2 if config.eval.tasks_every else 0,
-    )  # fmt: skip
+    evaluation = replace(config.eval, every=2, tokens=batch, hellaswag_limit=QUESTIONS)
     with tempfile.TemporaryDirectory(prefix="accel_gpt_smoke_") as folder:
         checkpoint = replace(config.checkpoint, every=2, copy_to=None)
         config = replace(

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import psutil
 
-from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config, LogConfig
 from accel_gpt.config.options import REQUIRED, Section, option
 from accel_gpt.config.parse import load_config, parse_command, to_yaml
@@ -115,11 +114,6 @@ def main(argv: Sequence[str]) -> int:
     for world_size in options.processes:
         make_plan(config, world_size)
     one_size = len(set(options.processes)) == 1
-    require(
-        one_size or not isinstance(config.data.train, TextStream),
-        f"processes is {','.join(map(str, options.processes))}, but the first launch divides "
-        "streamed text by its own number, which these runs would not have in common; give one",
-    )
     ensure_data(config)
     folder = Path(tempfile.mkdtemp(prefix="accel_gpt_verify_"))
     write_file(folder / "config.yaml", [to_yaml(config).encode()])

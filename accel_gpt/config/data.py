@@ -43,12 +43,6 @@ class PrepareConfig(Section, prefix="data.prepare.", resume="free", per_machine=
         "text",
         "Name of the column that holds the text; for jsonl, parquet, arrow and dataset.",
     )
-    loss_on: Literal["text", "completions"] = option(
-        "text",
-        "completions: a row of jsonl is {prompt, completion}, or {messages} for the chat template "
-        "of the tokenizer, and only the completion, or the last message, is trained on. Training "
-        "packs whole examples into sequences; it needs data.document_mask.",
-    )
     tokenizer: str = option(
         "gpt2",
         "bytes, chars, bpe (trained on the text), gpt2, the path of a tokenizer.json, or a Hub id "
@@ -99,13 +93,6 @@ class PrepareConfig(Section, prefix="data.prepare.", resume="free", per_machine=
             "vocab_size",
             "a byte-level bpe needs at least 257 (256 bytes and end-of-text)",
         )
-        require(
-            self.loss_on == "text"
-            or (self.source in (None, "auto", "jsonl") and self.tokenizer not in ("bpe", "chars")),
-            f"data.prepare.loss_on is completions, but data.prepare.source is {self.source} and "
-            f"data.prepare.tokenizer {self.tokenizer}; expected jsonl, and bytes, gpt2 or the path "
-            "of a tokenizer.json",
-        )
         if self.source == "stdlib":
             require(
                 not (self.path or self.dataset),
@@ -140,66 +127,12 @@ class Weighted(Section, prefix="data.train."):
 
 
 @dataclass(frozen=True)
-class TextStream(Section, prefix="data.train."):
-    """Text that is tokenized while training, without shards."""
-
-    streaming: bool = option(
-        False,
-        "Must be true: text is tokenized while training.",
-    )
-    dataset: str | None = option(
-        None,
-        "Id of the Hub dataset.",
-    )
-    dataset_config: str | None = option(
-        None,
-        "Configuration name of the Hub dataset.",
-    )
-    dataset_split: str = option(
-        "train",
-        "Split of the Hub dataset.",
-    )
-    path: str | None = option(
-        None,
-        "Files of text, jsonl, parquet or arrow, in place of dataset.",
-    )
-    text_field: str = option(
-        "text",
-        "Name of the column that holds the text.",
-    )
-    val_fraction: float = option(
-        0.01,
-        "Share of the documents held out for validation, 0 to 1.",
-        above=0,
-        below=1,
-    )
-
-    def __post_init__(self) -> None:
-        require(
-            self.streaming,
-            "data.train names a text source without streaming: true; add it, or make shards of "
-            "the text with data.prepare",
-        )
-        super().__post_init__()
-        require(
-            bool(self.dataset) != bool(self.path),
-            f"data.train streams from dataset {self.dataset} and path {self.path}; give one of the "
-            "two",
-        )
-        require(
-            self.path != "-",
-            "data.train streams from standard input, which cannot be read twice; give files",
-        )
-
-
-@dataclass(frozen=True)
 class DataConfig(Section, prefix="data."):
     """Data to train on, and its order."""
 
-    train: str | tuple[Weighted, ...] | TextStream = option(
+    train: str | tuple[Weighted, ...] = option(
         "",
-        "Folder of token shards, or its URL. A mixture: a list of {path, weight}. Or text to "
-        "tokenize while training: {dataset: Hub id, streaming: true}.",
+        "Folder of token shards, or its URL. A mixture: a list of {path, weight}.",
         essential=True,
         resume="free",
         validation=True,
@@ -221,8 +154,8 @@ class DataConfig(Section, prefix="data."):
     )
     tokenizer: str | None = option(
         None,
-        "Tokenizer of data that does not name one (shards of other projects, streamed text): gpt2, "
-        "bytes, the path of a tokenizer.json, or a Hub id (user/name).",
+        "Tokenizer of data that does not name one (shards of other projects): gpt2, bytes, the "
+        "path of a tokenizer.json, or a Hub id (user/name).",
         resume="free",
         per_machine=True,
     )
@@ -257,11 +190,6 @@ class DataConfig(Section, prefix="data."):
         resume="free",
         per_machine=True,
     )
-    allow_change: bool = option(
-        False,
-        "Accept other sources or weights than those of the checkpoint when resuming.",
-        resume="free",
-    )
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
 
     def __post_init__(self) -> None:
@@ -274,5 +202,5 @@ class DataConfig(Section, prefix="data."):
 
     @property
     def folder(self) -> str | None:
-        """The one folder that `prepare` may make; None for mixtures and streamed text."""
+        """The one folder that `prepare` may make; None for mixtures."""
         return self.train if isinstance(self.train, str) else None

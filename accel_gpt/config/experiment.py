@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from accel_gpt.config.data import DataConfig, TextStream
+from accel_gpt.config.data import DataConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.options import Section, duration, option
@@ -216,7 +216,7 @@ class ScheduleConfig(
 
 @dataclass(frozen=True)
 class EvalConfig(Section, prefix="eval."):
-    """Validation loss on fixed tokens, HellaSwag, tasks of lm-evaluation-harness."""
+    """Validation loss on fixed tokens, HellaSwag."""
 
     every: int = option(
         500,
@@ -255,37 +255,9 @@ class EvalConfig(Section, prefix="eval."):
         above=0,
         resume="free",
     )
-    tasks: tuple[str, ...] = option(
-        (),
-        "Evaluate tasks of lm-evaluation-harness during training, such as arc_easy; needs lm-eval.",
-        resume="free",
-    )
-    tasks_every: int = option(
-        0,
-        "Number of steps between evaluations of tasks, a multiple of every. 0: only at the end.",
-        at_least=0,
-        resume="free",
-    )
-    tasks_limit: int | None = option(
-        None,
-        "Number of questions of each task to use, from the first. null: all.",
-        above=0,
-        resume="free",
-    )
-    tasks_path: str | None = option(
-        None,
-        "Folder with YAML files of more tasks.",
-        resume="free",
-        per_machine=True,
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            not self.tasks_every or (bool(self.every) and self.tasks_every % self.every == 0),
-            f"eval.tasks_every is {self.tasks_every} and eval.every {self.every}; tasks are "
-            "evaluated with the val loss, so set the first to a multiple of the second",
-        )
         require(
             not self.whole_at_end or self.tokens is not None,
             "eval.whole_at_end is true but eval.tokens is null, which evaluates the whole split "
@@ -519,9 +491,4 @@ class Config(Section):
         require(
             self.schedule.min_lr <= self.optim.lr,
             f"schedule.min_lr is {self.schedule.min_lr}, above the peak optim.lr {self.optim.lr}",
-        )
-        require(
-            not (self.train.reproducible and isinstance(self.data.train, TextStream)),
-            "train.reproducible is true but data.train streams text, which each number of "
-            "processes divides in another way; prepare the text once with accel-gpt prepare",
         )

@@ -37,11 +37,6 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
         resume="start",
         per_machine=True,
     )
-    allow_pickle: bool = option(
-        False,
-        "Also accept weights in pickle files (.bin), which are read without executing code.",
-        resume="start",
-    )
     n_layer: int = option(
         12,
         "Number of blocks.",

@@ -273,7 +273,7 @@ HF_TRAINER: Mapping[str, str] = MappingProxyType(
         "save_total_limit": "checkpoint.keep_last",
         "seed": "seed",
         "skip_memory_metrics": "no key is needed: perf/memory_gb is always logged",
-        "streaming": "set data.train to {dataset: user/name, streaming: true}",
+        "streaming": "set data.prepare.source to dataset: preparing streams the data set",
         "tf32": "set train.matmul_precision to high for TF32, to highest without it",
         "token": "log in with hf auth login, or set HF_TOKEN in the environment",
         "tokenizer_name": "data.prepare.tokenizer",

@@ -19,13 +19,22 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.names import NAMES
 from accel_gpt.config.options import all_options, field_types, own_options
-from accel_gpt.config.removed import REMOVED, REMOVED_OPTIONS, REMOVED_VALUES, is_removed
+from accel_gpt.config.removed import REMOVED, REMOVED_OPTIONS, is_removed, removed_value
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import write_out
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import LARGEST_NUMBER, load_yaml
 
 T = TypeVar("T")
+
+SCHEME = r"[A-Za-z][\w+.-]*://"
+# user:password@, and a user alone in a web address, where it is an access token
+PASSWORD = re.compile(rf"{SCHEME}[^\s/?#]*:[^\s/?#]*@\S*|(?i:https?)://[^\s/?#]+@\S*")
+# parameters by which URLs are signed
+SIGNATURE = re.compile(
+    rf"{SCHEME}\S*[?&](sig|[\w-]*(?:signature|token|secret|password|credential|key|keyid))=\S*",
+    re.IGNORECASE,
+)
 
 
 def load_config(
@@ -158,8 +167,7 @@ def relocate(config: Mapping[str, Any], out_dir: str) -> dict[str, Any]:
     moved = dict(config) | {"out_dir": out_dir}
     if isinstance(data, Mapping):
         moved["data"] = dict(data)
-        if not isinstance(data.get("train"), Mapping):  # text that is tokenized while training
-            moved["data"]["train"] = relocated(data.get("train", ""), before, out_dir)
+        moved["data"]["train"] = relocated(data.get("train", ""), before, out_dir)
         moved["data"]["val"] = relocated(data.get("val"), before, out_dir)
     return moved
 
@@ -360,8 +368,8 @@ def convert(key: str, value: Any, hint: Any) -> Any:
             f"{key} is {value!r:.60}; expected a finite number, up to {LARGEST_NUMBER:,}"
         ) from None
     except (KeyError, TypeError, ValueError):
-        if advice := REMOVED_VALUES.get((key.rpartition(".")[2], str(value))):
-            raise UserError(f"{key} is {value}, which no longer exists; {advice}") from None
+        if sentence := removed_value(key, value):
+            raise UserError(sentence) from None
         words = describe_type(hint if option in (int, bool) else option)
         raise UserError(f"{key} is {value!r:.200}; expected {words}") from None
 
@@ -369,7 +377,7 @@ def convert(key: str, value: Any, hint: Any) -> Any:
 def to_type(key: str, value: Any, hint: Any) -> Any:
     """`value` as the type `hint`; raises `KeyError`, `TypeError`, `ValueError`, `OverflowError`."""
     if isinstance(value, str):
-        check_utf8(key, value)
+        check_string(key, value)
     if get_origin(hint) is Literal:
         value = "no" if value is False else value  # YAML 1.1 reads an unquoted no as false
         return {choice: choice for choice in get_args(hint)}[value]
@@ -389,9 +397,27 @@ def to_type(key: str, value: Any, hint: Any) -> Any:
         if not value or not all(isinstance(t, str) and t for t in (*value, *value.values())):
             raise TypeError
         for text in (*value, *value.values()):
-            check_utf8(key, text)
+            check_string(key, text)
         return dict(value)
     return to_scalar(value, hint)
+
+
+def check_string(key: str, text: str) -> None:
+    """Raise `UserError` if a text is not UTF-8, or is a URL that holds credentials.
+
+    Configs and commands are recorded and sent to trackers, so credentials must not be in them.
+    """
+    check_utf8(key, text)
+    found = ""
+    if PASSWORD.fullmatch(text):
+        found = "a user and password"
+    elif signature := SIGNATURE.fullmatch(text):
+        found = f"the credential {signature[1]}"
+    require(
+        not found,
+        f"{key} is a URL with {found} in it; remove credentials from the URL and set them in the "
+        "environment",
+    )
 
 
 def check_utf8(key: str, text: str) -> None:
@@ -422,7 +448,7 @@ def has_shape(value: Any, hint: Any) -> bool:
     """Whether `value` may become the type `hint`, one of several."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
-    if is_section(hint) or get_origin(hint) is Mapping:
+    if get_origin(hint) is Mapping:
         return isinstance(value, Mapping)
     return hint in (int, bool) or isinstance(value, list if get_origin(hint) is tuple else str)
 

@@ -18,12 +18,27 @@ class Removed(NamedTuple):
     advice: str
 
 
+FINETUNE_WITH_TRL = (
+    "export the model with accel-gpt export, then finetune it with TRL's SFTTrainer; docs/hub.md "
+    "has an example"
+)
+AFTER_TRAINING = "run accel-gpt evaluate RUN --tasks TASK,... after the training"
+
 REMOVED: Mapping[str, Removed] = MappingProxyType(
     {
+        "data.allow_change": Removed(
+            default=False,
+            advice="list data.train in checkpoint.allow_change",
+        ),
         "data.prepare.dedupe": Removed(
             default=False,
             advice="drop duplicates with datatrove before you prepare the text",
         ),
+        "data.prepare.loss_on": Removed(default="text", advice=FINETUNE_WITH_TRL),
+        "eval.tasks": Removed(default=[], advice=AFTER_TRAINING),
+        "eval.tasks_every": Removed(default=0, advice=AFTER_TRAINING),
+        "eval.tasks_limit": Removed(default=None, advice=AFTER_TRAINING),
+        "eval.tasks_path": Removed(default=None, advice=AFTER_TRAINING),
         "log.dashboard_port": Removed(
             default=None,
             advice="run tensorboard --logdir RUN --port N beside the training",
@@ -32,13 +47,24 @@ REMOVED: Mapping[str, Removed] = MappingProxyType(
             default=0,
             advice="log norms from a forward hook in a script of your own",
         ),
+        "model.allow_pickle": Removed(
+            default=False,
+            advice="open the model with transformers and write it with save_pretrained, which "
+            "writes safetensors",
+        ),
     }
 )
 
 # Options of commands, by name
 REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
+        "allow_pickle": "open the model with transformers and write it with save_pretrained, which "
+        "writes safetensors",
+        "limit": "use --hellaswag_limit or --tasks_limit",
+        "include_path": "use --tasks_path",
         "dedupe": "drop duplicates with datatrove before you prepare the text",
+        "loss_on": FINETUNE_WITH_TRL,
+        "measure": "measure the speed of this machine with accel-gpt bench CONFIG",
         "merge": "list the folders in data.train, which trains on a mixture of them",
         "rank": "prepare a share of the files on each machine, each into a folder of its own, and "
         "list the folders in data.train",
@@ -57,9 +83,24 @@ REMOVED_VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
         "other projects as they are; a folder that was made from shards needs no source",
     }
 )
+# A mapping in data.train with one of these keys named text to tokenize while training.
+STREAMED_KEYS = frozenset({"streaming", "dataset"})
+STREAMED_TEXT = (
+    "data.train streams text, but text is no longer tokenized while training; prepare it with "
+    "data.prepare (its source dataset streams the Hub), or name remote token shards in data.train "
+    "(hf://, s3://, https://)"
+)
 REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
     {"config": "compare files that accel-gpt train --dump_config CONFIG writes with diff"}
 )
+
+
+def removed_value(key: str, value: object) -> str | None:
+    """Return the sentence about a value of `key` that earlier versions had, None for others."""
+    if key == "data.train" and isinstance(value, Mapping) and value.keys() & STREAMED_KEYS:
+        return STREAMED_TEXT
+    advice = REMOVED_VALUES.get((key.rpartition(".")[2], str(value)))
+    return f"{key} is {value}, which no longer exists; {advice}" if advice else None
 
 
 def is_removed(key: str, value: object, where: str) -> bool:

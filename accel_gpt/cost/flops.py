@@ -12,6 +12,8 @@ VOCAB_MULTIPLE = 64
 matrix units run at full rate (NVIDIA, Matrix Multiplication Background, "Tensor Core
 Requirements")."""
 
+FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step: the backward pass takes two
+
 
 def padded_vocab_size(vocab_size: int) -> int:
     """Round `vocab_size` up to a multiple of `VOCAB_MULTIPLE`: the rows of embedding and head."""

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from accel_gpt.data.remote import FileInfo, Missing, Refused, Store, Unreachable
 from accel_gpt.data.shards import INDEX
 from accel_gpt.errors import DataError, UserError, require
-from accel_gpt.files import LARGEST_TEXT, load_json, lock, sha256, write_all
+from accel_gpt.files import lock, read_json, sha256, write_all
 
 T = TypeVar("T")
 NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
@@ -222,11 +222,6 @@ class RemoteFolder:
                 for position, data in self.store.read(name, before, info.size):
                     file.seek(position)
                     write_all(file, memoryview(data))
-                    if info.size is None and file.tell() > LARGEST_TEXT:
-                        raise DataError(
-                            f"{self.store.url}/{name} goes on after {LARGEST_TEXT:,} bytes, and "
-                            "its server does not send its size; expected Content-Length"
-                        )
                 return
             except Unreachable:
                 if file.tell() < before + PROGRESS:
@@ -311,7 +306,7 @@ def mark(path: Path, used: float | None = None) -> bool:
 def record(path: Path) -> dict[str, Any]:
     """What the lock of a file says of it (sha256, version), {} if nothing."""
     try:
-        found = load_json(path.with_name(f".{path.name}.lock").read_text())
+        found = read_json(path.with_name(f".{path.name}.lock"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

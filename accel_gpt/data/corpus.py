@@ -1,8 +1,7 @@
 """The data of a run: what it trains on, what it evaluates, and where a resumed run continues."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +17,6 @@ from accel_gpt.data.shards import Split, resident
 from accel_gpt.data.sources import Source, open_sources, train_paths, val_names, val_paths
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError, require
-from accel_gpt.redact import redact_url
 
 StateDict = Mapping[str, Any]
 
@@ -34,20 +32,19 @@ class EvalSplit:
 
 
 @dataclass(kw_only=True)
-class Corpus(ABC):
-    """Tokenized text, its tokenizer, what is evaluated, and how far a run has read it."""
+class Corpus:
+    """Token shards of one source or several, what is evaluated of them, and their tokenizer."""
 
+    train: Mixture
     tokenizer: Tokenizer
     evaluated: Mapping[str, tuple[EvalSplit, ...]]  # of the splits train and val
     vocab_size: int  # of the model: the tokenizer's, or more
     document_end: int | None  # the token at which attention ends; None: no data.document_mask
-    origin: int = 0  # sequence of the run at which the present training data began
-    given: Mapping[str, int] = field(default_factory=dict)  # sequences before it, by fingerprint
 
     @property
-    @abstractmethod
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of what is trained on."""
+        """SHA-256 (hex) of what is trained on: the sources and their shares."""
+        return self.train.fingerprint
 
     def identity(self) -> dict[str, str]:
         """Fingerprints of what is trained on and evaluated, the same on all ranks."""
@@ -58,14 +55,23 @@ class Corpus(ABC):
             "that of the tokenizer": self.tokenizer.fingerprint[:12],
         }
 
-    def state_dict(self, loader: Loader | None = None) -> dict[str, Any]:
-        """What a checkpoint keeps of the data, by the names of `TrainState`; a collective."""
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the data, by the names of `TrainState`.
+
+        The position is not among it: `TrainState.sequences` counts the sequences of the run.
+        """
         return {
             "data_fingerprint": self.fingerprint,
-            "data_sources": [],
-            "data_origin": self.origin,
-            "data_given": dict(self.given),
-            "text_places": [],
+            "data_sources": [
+                {
+                    "name": source.name,
+                    "weight": source.weight,
+                    "fingerprint": source.split.fingerprint,
+                }
+                for source in self.train.sources
+            ],
+            "data_origin": self.train.origin,
+            "data_given": dict(self.train.given),
         }
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -74,25 +80,61 @@ class Corpus(ABC):
         Other sources or weights than before begin a new pattern at this sequence, in which each
         source continues after the sequences that it has given.
         """
-        same = state["data_fingerprint"] == self.fingerprint
-        self.origin = state["data_origin"] if same else state["sequences"]
-        self.given = state["data_given"] if same else sequences_given(state)
+        if state["data_fingerprint"] == self.fingerprint:
+            origin = state["data_origin"]
+            given = state["data_given"]
+        else:
+            origin = state["sequences"]
+            given = sequences_given(state)
+        self.train = replace(self.train, origin=origin, given=given)
 
-    @abstractmethod
     def loader(self, plan: Plan, rank: int, device: torch.device, position: int) -> Loader:
         """Micro-batches of one rank, from sequence `position` of the run on."""
-
-    @abstractmethod
-    def lines(self, plan: Plan) -> list[str]:
-        """What is trained on, for the first lines of a run."""
+        chunks = read_sequences(
+            mixture=self.train,
+            plan=plan,
+            vocab_size=self.vocab_size,
+            rank=rank,
+            position=position,
+        )
+        return Loader(chunks, plan.micro_batch_size, device)
 
     def splits(self) -> list[Split]:
         """What is evaluated and trained on."""
-        return [part.split for parts in self.evaluated.values() for part in parts]
+        evaluated = [part.split for parts in self.evaluated.values() for part in parts]
+        return evaluated + [source.split for source in self.train.sources]
 
     def epoch_metrics(self, sequences: int) -> dict[str, float]:
-        """Epochs read after so many sequences of the run; empty where they are not known."""
-        return {}
+        """Epochs read after so many sequences of the run; with several sources, of each."""
+        epochs = self.train.epochs(sequences)
+        if len(epochs) == 1:
+            return {"data/epochs": epochs[0]}
+        each = zip(self.train.sources, epochs, strict=True)
+        return {f"data/epochs/{source.name}": count for source, count in each}
+
+    def lines(self, plan: Plan) -> list[str]:
+        """Sources, tokens and epochs of the whole run, for its first lines."""
+        tokenizer = self.tokenizer
+        epochs = self.train.epochs(plan.max_steps * plan.sequences_per_step)
+        lines = []
+        for source, count in zip(self.train.sources, epochs, strict=True):
+            weight = f", weight {source.weight:g}" if len(epochs) > 1 else ""
+            lines.append(
+                f"data     {source.split.folder}: {source.split.tokens:,} train tokens{weight}; "
+                f"this run reads {count:.2f} epochs of them"
+            )
+        val = sum(part.split.tokens for part in self.evaluated["val"])
+        lines[-1] += f"; {val:,} val tokens, tokenizer {tokenizer.kind} of {tokenizer.vocab_size:,}"
+        grouped = replace(self.train, shuffle="groups")
+        now, now_gb = self.train.remote_reads(plan.sequences_per_step)
+        then, then_gb = grouped.remote_reads(plan.sequences_per_step)
+        if then < now:
+            lines.append(
+                f"data     the first step needs {now:,} remote shards, {now_gb:,.1f} GB, as "
+                f"data.shuffle is {self.train.shuffle}; with groups it needs {then:,}, "
+                f"{then_gb:,.1f} GB"
+            )
+        return lines
 
     def lines_on_bytes(self) -> list[str]:
         """A line for each split whose bits per byte cannot be computed."""
@@ -105,109 +147,48 @@ class Corpus(ABC):
         ]
 
 
-@dataclass(kw_only=True)
-class ShardCorpus(Corpus):
-    """A corpus of prepared shards, of one source or several."""
-
-    train: Mixture
-
-    @property
-    def fingerprint(self) -> str:
-        """That of the mixture: sources and their shares."""
-        return self.train.fingerprint
-
-    def state_dict(self, loader: Loader | None = None) -> dict[str, Any]:
-        """What a checkpoint keeps of the data; the step alone gives the position in it."""
-        sources = [
-            {"name": s.name, "weight": s.weight, "fingerprint": s.split.fingerprint}
-            for s in self.train.sources
-        ]
-        return super().state_dict() | {"data_sources": sources}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """Resume the mixture where `state` stands."""
-        super().load_state_dict(state)
-        self.train = replace(self.train, origin=self.origin, given=self.given)
-
-    def splits(self) -> list[Split]:
-        """What is evaluated and trained on."""
-        return super().splits() + [source.split for source in self.train.sources]
-
-    def epoch_metrics(self, sequences: int) -> dict[str, float]:
-        """Epochs read after so many sequences; of several sources each."""
-        epochs = self.train.epochs(sequences)
-        if len(epochs) == 1:
-            return {"data/epochs": epochs[0]}
-        each = zip(self.train.sources, epochs, strict=True)
-        return {f"data/epochs/{source.name}": count for source, count in each}
-
-    def loader(self, plan: Plan, rank: int, device: torch.device, position: int) -> Loader:
-        """Micro-batches of one rank, from sequence `position` of the run on."""
-        chunks = read_sequences(self.train, plan, self.vocab_size, rank, position)
-        return Loader(chunks, plan.micro_batch_size, device)
-
-    def lines(self, plan: Plan) -> list[str]:
-        """Sources, tokens and epochs of the whole run."""
-        train, tokenizer = self.train, self.tokenizer
-        val = sum(part.split.tokens for part in self.evaluated["val"])
-        epochs = train.epochs(plan.max_steps * plan.sequences_per_step)
-        lines = [
-            f"data     {source.split.folder}: {source.split.tokens:,} train tokens"
-            + (f", weight {source.weight:g}" if len(epochs) > 1 else "")
-            + f"; this run reads {count:.2f} epochs of them"
-            for source, count in zip(train.sources, epochs, strict=True)
-        ]
-        lines[-1] += f"; {val:,} val tokens, tokenizer {tokenizer.kind} of {tokenizer.vocab_size:,}"
-        grouped = replace(train, shuffle="groups")
-        (now, gb), (then, less) = (
-            m.remote_reads(plan.sequences_per_step) for m in (train, grouped)
-        )
-        if then < now:
-            lines.append(
-                f"data     the first step needs {now:,} remote shards, {gb:,.1f} GB, as "
-                f"data.shuffle is {train.shuffle}; with groups it needs {then:,}, {less:,.1f} GB"
-            )
-        return lines
-
-
 # --------------------------------------------------------------------------- opening
 
 
-def open_shards(config: Config) -> ShardCorpus:
+def open_corpus(config: Config) -> Corpus:
     """Open `data.train` and `data.val`; `DataError` where they do not fit each other."""
-    data, budget = config.data, config.eval.tokens
+    data, tokens = config.data, config.eval.tokens
     sources = open_sources(train_paths(data), "train", data)
     sources.sort(key=lambda source: source.split.fingerprint)  # however they are listed
-    first = sources[0]
     for before, source in pairwise(sources):
         require(
             source.split.fingerprint != before.split.fingerprint,
             f"data.train has the tokens of {source.path} twice; give them once, with their weight",
         )
-    order = data.shuffle, data.shuffle_group, config.seed
-    train = Mixture(tuple(sources), config.model.block_size, *order)
-    known = {source.path: source.tokenizer for source in sources}
-    held = val_paths(data) or [Weighted(source.path, source.weight) for source in sources]
-    val = open_sources(held, "val", data, val_names(data), known)
+    train = Mixture(
+        sources=tuple(sources),
+        block_size=config.model.block_size,
+        shuffle=data.shuffle,
+        group=data.shuffle_group,
+        seed=config.seed,
+    )
+    val = open_sources(
+        val_paths(data) or [Weighted(source.path, source.weight) for source in sources],
+        "val",
+        data,
+        names=val_names(data),
+        tokenizers={source.path: source.tokenizer for source in sources},
+    )
     check_cache(sources, data)
+    first = sources[0]
     for source in [*sources[1:], *val]:
-        names = f"the {source.split.name} split of {source.path}", first.path
-        source.tokenizer.require_same(first.tokenizer, *names)
-    for source in [*sources, *val]:
-        require(
-            data.document_mask or not source.split.completions,
-            f"{source.path} holds prompts and completions, and data.document_mask is false; set it "
-            "to true, so that an answer sees its own prompt alone",
+        source.tokenizer.require_same(
+            first.tokenizer, f"the {source.split.name} split of {source.path}", first.path
         )
-    return ShardCorpus(
+    return Corpus(
+        train=train,
         tokenizer=first.tokenizer,
         evaluated={
-            "train": eval_splits(sources, budget),
-            "val": eval_splits(val, budget, named=bool(val_names(data))),
+            "train": eval_splits(sources, tokens),
+            "val": eval_splits(val, tokens, named=bool(val_names(data))),
         },
         vocab_size=model_vocabulary(config, first.tokenizer, first.path),
         document_end=document_end(data, first.tokenizer),
-        train=train,
     )
 
 
@@ -327,7 +308,9 @@ def source_changes(before: StateDict, now: StateDict) -> dict[str, tuple[Any, An
 
 def describe_data(state: StateDict) -> str:
     """The path of the one source of a state, and its fingerprint: `data/web (1a2b3c4d5e6f)`."""
-    config, fingerprint = state.get("config", {}), state["data_fingerprint"][:12]
-    keys = ("data.train", "data.train.dataset", "data.train.path")
-    path = next((config[key] for key in keys if isinstance(config.get(key), str)), "")
-    return f"{redact_url(path)} ({fingerprint})" if path else fingerprint
+    config = state.get("config", {})
+    fingerprint = state["data_fingerprint"][:12]
+    if "data.train.streaming" in config:  # an earlier version tokenized it while training
+        return f"streamed text ({fingerprint})"
+    path = config.get("data.train")
+    return f"{path} ({fingerprint})" if isinstance(path, str) else fingerprint

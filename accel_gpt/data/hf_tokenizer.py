@@ -19,7 +19,6 @@ from accel_gpt.data.tokenizer_json import find_eot
 from accel_gpt.errors import DataError
 
 OTHER_SCRIPTS = "\u00e9\u4e2d\u0430\U0001f600"  # Latin, Chinese, Cyrillic, emoji
-LARGEST_VOCABULARY = 1 << 24  # tokens; the largest of published models have 2^18
 # of what tokenizers change or lack: a text's first letter, white space, letters of many scripts
 PROBES = (
     "a",
@@ -59,11 +58,6 @@ class HFTokenizer(Tokenizer):
         self.tokenizer.encode_special_tokens = True
         ids = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
-        if self.vocab_size > LARGEST_VOCABULARY:
-            raise DataError(
-                f"{where} has a token of id {self.vocab_size - 1:,}, expected less than "
-                f"{LARGEST_VOCABULARY:,}"
-            )
         self.eot = find_eot(ids, where, config)
         self.eot_id: int = ids[self.eot]
         parts = {k: v for k, v in content.items() if k not in ("truncation", "padding")}
@@ -80,14 +74,6 @@ class HFTokenizer(Tokenizer):
         with self.explained():
             (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(found.ids, np.uint32)
-
-    def encode_rendered(self, text: str) -> list[int]:
-        """Ids of a text in which special tokens are spelled out, as a chat template does."""
-        self.tokenizer.encode_special_tokens = False
-        try:
-            return self.encode(text)
-        finally:
-            self.tokenizer.encode_special_tokens = True
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text by the decoder of the file."""

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from accel_gpt.config.plan import Plan
 from accel_gpt.data.mixture import Mixture
-from accel_gpt.data.shards import token_beyond, token_ids
-from accel_gpt.model.loss import IGNORE
+from accel_gpt.data.shards import token_beyond
 
 Sequences = npt.NDArray[np.unsignedinteger[Any]]
 PREFETCH = 4  # chunks
@@ -36,22 +35,20 @@ HASH_BITS = 48  # also exact as a float64, and in the JSON of any language
 class Loader:
     """Endless `(tokens, targets)` pairs, each (B, T) int64 on `device`.
 
-    `chunks`: arrays (n B, T + 1) of whole micro-batches, each with the position that follows it;
-    `position` is that of the chunk begun last. With `keep_sequences` the sequences handed out are
-    kept on the host, in `kept`, until the caller empties it. Errors of the prefetching thread
-    (`DataError`, an unreadable disk) are raised by `next`.
+    `chunks`: arrays (n B, T + 1) of whole micro-batches. With `keep_sequences` the sequences handed
+    out are kept on the host, in `kept`, until the caller empties it. Errors of the prefetching
+    thread (`DataError`, an unreadable disk) are raised by `next`.
     """
 
-    def __init__(
-        self, chunks: Iterator[tuple[Sequences, Any]], batch_size: int, device: torch.device
-    ) -> None:
-        self.chunks, self.batch_size, self.device = chunks, batch_size, device
+    def __init__(self, chunks: Iterator[Sequences], batch_size: int, device: torch.device) -> None:
+        self.chunks = chunks
+        self.batch_size = batch_size
+        self.device = device
         self.overlaps = device.type == "cuda"  # elsewhere the chunk may be gone before it is copied
-        self.position: Any = None
         self.keep_sequences = False
         self.kept: list[Tensor] = []
         self.batches: Iterator[Tensor] = iter(())
-        self.ready: queue.Queue[tuple[Tensor, Any] | Exception] = queue.Queue(PREFETCH)
+        self.ready: queue.Queue[Tensor | Exception] = queue.Queue(PREFETCH)
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.prefetch, name="loader", daemon=True)
         self.thread.start()
@@ -65,18 +62,13 @@ class Loader:
             ready = self.ready.get()
             if isinstance(ready, Exception):
                 raise ready
-            chunk, self.position = ready
-            self.batches = iter(torch.split(chunk, self.batch_size))
+            self.batches = iter(torch.split(ready, self.batch_size))
             batch = next(self.batches)
         if self.keep_sequences:
             self.kept.append(batch)
-        signed = batch.dtype.is_signed  # -1 - id: no target, see `packing.py`
         batch = batch.to(self.device, non_blocking=self.overlaps)
         batch = batch.long()  # (B, T + 1), widened on the device
-        tokens, targets = batch[:, :-1], batch[:, 1:]
-        if signed:
-            return torch.maximum(tokens, ~tokens), targets.masked_fill(targets < 0, IGNORE)
-        return tokens, targets
+        return batch[:, :-1], batch[:, 1:]
 
     def close(self) -> None:
         """Stop the thread; one that waits for the network ends with the process."""
@@ -94,18 +86,18 @@ class Loader:
         try:
             if cuda and self.device.index is not None:
                 torch.cuda.set_device(self.device)  # per thread; each starts with the first GPU
-            for chunk, position in self.chunks:
+            for chunk in self.chunks:
                 if self.stop.is_set():
                     return
                 tensor = torch.from_numpy(chunk)
-                self.ready.put((tensor.pin_memory() if cuda else tensor, position))
+                self.ready.put(tensor.pin_memory() if cuda else tensor)
         except Exception as error:  # whatever it is, the training thread must raise it
             self.ready.put(error)
 
 
 def read_sequences(
     mixture: Mixture, plan: Plan, vocab_size: int, rank: int, position: int
-) -> Iterator[tuple[Sequences, None]]:
+) -> Iterator[Sequences]:
     """Chunks (n B, T + 1) of one rank, in the type of the shards, from `position` on.
 
     Sequence b of micro-step m, counted from the start of the run, is the number
@@ -121,7 +113,7 @@ def read_sequences(
         tokens = mixture.read(source, shard, start, length)
         place = functools.partial(mixture.place, source, shard, start)
         check_tokens(tokens, vocab_size, place)
-        yield tokens, None
+        yield tokens
 
 
 def batch_hash(batches: Iterable[Tensor]) -> int:
@@ -145,8 +137,7 @@ def check_tokens(
 
     `tokens`: (N, L). `place`: the file of a row, and the index of its first token there.
     """
-    ids = token_ids(tokens)
-    if int(ids.max()) >= vocab_size:
-        row, column = np.argwhere(ids >= vocab_size)[0].tolist()
+    if int(tokens.max()) >= vocab_size:
+        row, column = np.argwhere(tokens >= vocab_size)[0].tolist()
         file, first = place(row)
-        raise token_beyond(file, int(ids[row, column]), first + column, vocab_size)
+        raise token_beyond(file, int(tokens[row, column]), first + column, vocab_size)

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from accel_gpt.data.order import Order, Shuffle
-from accel_gpt.data.packing import example_starts, whole_examples
 from accel_gpt.data.shards import Ints, Tokens
 from accel_gpt.data.sources import Source
 from accel_gpt.errors import UserError
@@ -116,13 +115,16 @@ class Mixture:
     @cached_property
     def orders(self) -> tuple[Order, ...]:
         """(M,) the order of each source."""
-        settings = self.block_size, self.shuffle, self.group, self.seed
         return tuple(
             Order(
-                *(split.lengths, *settings, split.fingerprint),
-                example_starts(split, self.block_size + 1) if split.completions else None,
+                lengths=source.split.lengths,
+                block_size=self.block_size,
+                shuffle=self.shuffle,
+                group=self.group,
+                seed=self.seed,
+                fingerprint=source.split.fingerprint,
             )
-            for split in (source.split for source in self.sources)
+            for source in self.sources
         )
 
     @cached_property
@@ -158,8 +160,7 @@ class Mixture:
         tokens = np.empty((len(source), length), self.dtype)
         for number, one in enumerate(self.sources):
             here = source == number
-            found = one.split.read_many(shard[here], first[here], length)
-            tokens[here] = whole_examples(found, one.split)
+            tokens[here] = one.split.read_many(shard[here], first[here], length)
         return tokens
 
     def place(self, source: Ints, shard: Ints, first: Ints, row: int) -> tuple[Path, int]:

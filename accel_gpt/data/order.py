@@ -34,11 +34,9 @@ class Order:
     group: int  # shards of a group, at most
     seed: int
     fingerprint: str
-    starts: tuple[Ints, ...] | None = None
-    """Where the sequences of each shard begin, the same in every epoch; None: every T tokens."""
 
     def __post_init__(self) -> None:
-        if self.starts is None and not (self.lengths > self.block_size).any():
+        if not (self.lengths > self.block_size).any():
             longest = int(self.lengths.max(initial=0))
             raise DataError(
                 f"the longest shard has {longest:,} tokens, fewer than one sequence of "
@@ -49,8 +47,6 @@ class Order:
     @cached_property
     def counts(self) -> Ints:
         """(S,) sequences of each shard in every epoch: as many as fit at any offset below T."""
-        if self.starts is not None:
-            return np.array([len(starts) for starts in self.starts])
         fits = np.maximum(self.lengths // self.block_size - 1, 1)
         counts: Ints = np.where(self.lengths > self.block_size, fits, 0)
         return counts
@@ -82,10 +78,6 @@ class Order:
             index = self.within_groups(epoch, shards, index)
         slot = np.searchsorted(ends, index, side="right")
         shard, number = shards[slot], index - (ends - counts)[slot]
-        if self.starts is not None:
-            return shard, np.concatenate(self.starts)[
-                (np.cumsum(self.counts) - self.counts)[shard] + number
-            ]
         return shard, self.offset(epoch, shard) + number * self.block_size
 
     def within_groups(self, epoch: int, shards: Ints, index: Ints) -> Ints:
@@ -145,9 +137,6 @@ class Order:
     def random_crops(self, k: Ints) -> tuple[Ints, Ints]:
         """Independent sequences, every first token of every shard equally likely."""
         draw = mix(mix(k.astype(np.uint64)) ^ np.uint64(self.key(0, "crops")))
-        if self.starts is not None:
-            index = draw % np.uint64(self.sequences_per_epoch)
-            return self.within_epoch(0, index.astype(np.int64))
         ends = np.cumsum(np.maximum(self.lengths - self.block_size, 0))
         position = (draw % np.uint64(ends[-1])).astype(np.int64)
         shard = np.searchsorted(ends, position, side="right")

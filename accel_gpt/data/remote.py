@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.redact import redact_url
 
 BLOCK, CHUNK = 1 << 24, 1 << 18  # bytes requested from a store and read at once
 TIMEOUT = 60.0  # seconds without a byte, of http
@@ -48,7 +47,8 @@ class Store:
     """A folder behind a URL. Its methods raise `Unreachable`, or a `UserError` for what stays."""
 
     def __init__(self, url: str) -> None:
-        self.full_url, self.url = url, redact_url(url)
+        self.full_url = url
+        self.url = url.partition("?")[0].rstrip("/")
         self.protocol = url.partition("://")[0].lower()
         self.http = self.protocol in ("http", "https")
 
@@ -158,9 +158,8 @@ class Store:
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line, without what could be a secret in a URL."""
+    """An error in one line, without the long queries of the URLs that a store redirects to."""
     text = " ".join(str(error).split()) or type(error).__name__
-    text = re.sub(r"://[^\s/@'\"]*@", "://", text)
     return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", text)
 
 

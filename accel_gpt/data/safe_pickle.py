@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from accel_gpt.errors import DataError
-from accel_gpt.files import open_file
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -23,7 +22,7 @@ def read_vocabulary(path: Path) -> str:
     anything else.
     """
     try:
-        with open_file(path) as file:
+        with path.open("rb") as file:
             meta = PlainUnpickler(file).load()
     except Exception as error:  # pickle raises no common class for damaged files
         raise DataError(f"{path} cannot be read: {error}") from None

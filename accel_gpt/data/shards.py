@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from accel_gpt.config.removed import FINETUNE_WITH_TRL
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.files import describe_path, is_count, read_json
 
@@ -42,16 +43,6 @@ class NoSplit(DataError):
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """What ids are stored as: 2 bytes when the vocabulary is below 65,536, else 4."""
     return np.dtype("<u2" if vocab_size < 65536 else "<u4")
-
-
-def index_dtype(index: Mapping[str, Any]) -> np.dtype[Any]:
-    """What the shards of an index hold: with completions a prompt's token `id` is -1 - id."""
-    return np.dtype("<i4") if index.get("completions") else token_dtype(index["vocab_size"])
-
-
-def token_ids(tokens: Tokens) -> Tokens:
-    """The ids of stored tokens, those of prompts among them."""
-    return np.maximum(tokens, ~tokens) if tokens.dtype.kind == "i" else tokens
 
 
 def token_beyond(file: str | Path, token: int, index: int, vocab_size: int) -> DataError:
@@ -98,8 +89,6 @@ class Split:
     """Where the files are downloaded from; None: they are in `folder`."""
     memory: Tokens | None = field(default=None, repr=False, compare=False)
     """The tokens of all shards in memory, in place of files."""
-    completions: bool = False
-    """Whether it holds examples, whose prompts are no targets: see `packing.py`."""
     lock: Any = field(default_factory=threading.RLock, init=False, repr=False, compare=False)
     opened: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Descriptors of the shards that were opened last."""
@@ -125,22 +114,16 @@ class Split:
     def read_many(self, shard: Ints, start: Ints, length: int) -> Tokens:
         """`length` tokens from `start` (N,) of each `shard` (N,) on, as (N, length).
 
-        With `completions` end-of-text that is no target follows the end of a shard. Raises
-        `DataError` when a file is not what the index says.
+        Raises `DataError` when a file is not what the index says.
         """
         if self.memory is not None:
             first = (np.cumsum(self.lengths) - self.lengths)[shard] + start
             chosen: Tokens = self.memory[first[:, None] + np.arange(length)]
             return chosen
         tokens = np.empty((len(shard), length), self.dtype)
-        sizes = np.full(len(shard), length)
-        if self.completions and self.eot_id is not None:
-            tokens.fill(~self.eot_id)
-            sizes = np.minimum(sizes, self.lengths[shard] - start)
-        parts = [row[:size] for row, size in zip(tokens, sizes.tolist(), strict=True)]
         begin = start * self.dtype.itemsize
         with self.lock:  # so that no file is closed while it is read
-            for row, number, skip in zip(parts, shard.tolist(), begin.tolist(), strict=True):
+            for row, number, skip in zip(tokens, shard.tolist(), begin.tolist(), strict=True):
                 one = self.shards[number]
                 try:
                     if number not in self.opened:
@@ -245,7 +228,7 @@ def open_split(folder: str | Path, split: str, remote: "RemoteFolder | None" = N
         if not (is_count(vocab_size, 1) and (eot_id is None or is_count(eot_id))):
             raise ValueError(f"vocab_size {vocab_size!r}, eot_id {eot_id!r}")
         kind, tokenizer = str(index["tokenizer"]["kind"]), str(index["tokenizer"]["fingerprint"])
-        dtype = index_dtype(index)
+        dtype = token_dtype(vocab_size)
         known = ", ".join(index["splits"])
         for shard in shards:
             check_entry(folder, shard, vocab_size)
@@ -258,16 +241,21 @@ def open_split(folder: str | Path, split: str, remote: "RemoteFolder | None" = N
         if isinstance(error, DataError):
             raise
         raise DataError(f"{where} is damaged ({error!r}); prepare the data again") from None
-    if remote is not None and index.get("completions"):
-        raise DataError(f"{folder} holds prompts and completions; download it, and name the folder")
     if not shards:
         raise NoSplit(f"{where} lists no shards of split {split}; it has: {known or 'none'}")
     content = json.dumps([tokenizer, [(shard.tokens, shard.sha256) for shard in shards]])
     fingerprint = hashlib.sha256(content.encode()).hexdigest()
     return Split(
-        *(folder, split, shards, dtype, vocab_size, eot_id),
-        *(kind, tokenizer, fingerprint, remote),
-        completions=bool(index.get("completions")),
+        folder=folder,
+        name=split,
+        shards=shards,
+        dtype=dtype,
+        vocab_size=vocab_size,
+        eot_id=eot_id,
+        tokenizer_kind=kind,
+        tokenizer_fingerprint=tokenizer,
+        fingerprint=fingerprint,
+        remote=remote,
     )
 
 
@@ -299,6 +287,11 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{where} has format version {version}; this code reads version {VERSION}: update "
             "accel_gpt, or prepare the data again"
+        )
+    if index.get("completions"):
+        raise DataError(
+            f"{folder} holds prompts and completions, and accel_gpt no longer trains on these; "
+            f"{FINETUNE_WITH_TRL}"
         )
     return index
 

@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_gpt.config.data import DataConfig, TextStream, Weighted
+from accel_gpt.config.data import DataConfig, Weighted
 from accel_gpt.data.shards import INDEX, Split, open_split
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import DataError, require
-from accel_gpt.redact import redact_url
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,6 @@ def train_paths(data: DataConfig) -> list[Weighted]:
     require(
         bool(data.train), "data.train is empty; name the folder of token shards, or one to prepare"
     )
-    assert not isinstance(data.train, TextStream)
     return [Weighted(data.train)] if isinstance(data.train, str) else list(data.train)
 
 
@@ -111,9 +109,7 @@ def val_names(data: DataConfig) -> tuple[str, ...]:
 
 
 def names_of(listed: Sequence[Weighted]) -> tuple[str, ...]:
-    """The last part of each path where these differ, else the whole path; URLs without user,
-    password and query.
-    """
-    paths = tuple(redact_url(source.path) for source in listed)
+    """The last part of each path where these differ, else the whole path."""
+    paths = tuple(source.path for source in listed)
     names = tuple(Path(path).name for path in paths)
     return names if len(set(names)) == len(names) else paths

@@ -1,7 +1,7 @@
 """Text -> token ids and back, one interface for every kind of tokenizer.
 
-Reads any tokenizer.json of Hugging Face's format, what lies beside it, and a format of earlier
-versions; writes tokenizer.json so that `tokenizers` and transformers open it as well.
+Reads any tokenizer.json of Hugging Face's format and what lies beside it; writes tokenizer.json so
+that `tokenizers` and transformers open it as well.
 """
 
 import contextlib
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 Ids = NDArray[Any]
 
-OLD_FORMAT = "accel_gpt-tokenizer"  # which earlier versions wrote
 # GPT-2's vocab.bpe and encoder.json in tiktoken's cache: SHA-1 of the URL that each comes from
 TIKTOKEN_FILES = (
     *("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"),
@@ -72,14 +71,6 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without end-of-text."""
         ids: list[int] = self.encode_array(clean(text)).tolist()
-        return ids
-
-    def encode_rendered(self, text: str) -> list[int]:
-        """Ids of a text in which special tokens are spelled out, as a chat template does."""
-        parts = clean(text).split(self.eot)
-        ids = self.encode(parts[0])
-        for part in parts[1:]:
-            ids += [*([] if self.eot_id is None else [self.eot_id]), *self.encode(part)]
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -308,9 +299,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     text, content = tokenizer_json.read_file(where)
     config = tokenizer_json.read_config(where)
     tokenizer: Tokenizer
-    if isinstance(content, dict) and content.get("format") == OLD_FORMAT:
-        tokenizer = old_tokenizer(content, where)
-    elif (found := tokenizer_json.recognize(content)) is None:
+    if (found := tokenizer_json.recognize(content)) is None:
         from accel_gpt.data.hf_tokenizer import HFTokenizer
 
         tokenizer = HFTokenizer(text, where, config)
@@ -340,16 +329,3 @@ def rank_tokenizer(kind: str, vocabulary: list[str], text: str) -> RankTokenizer
         kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: len(ranks)}
     )
     return RankTokenizer(kind, encoding, text)
-
-
-def old_tokenizer(content: dict[str, Any], where: Path) -> Tokenizer:
-    """The tokenizer that a file of earlier versions names."""
-    version, kind, chars = (content.get(key) for key in ("version", "kind", "chars"))
-    if version == 1 and kind in ("bytes", "gpt2"):
-        return named_tokenizer(str(kind))
-    if version == 1 and kind == "chars" and isinstance(chars, str) and chars:
-        return CharsTokenizer(chars)
-    raise DataError(
-        f"{where} has kind {kind!r} of version {version!r}; expected bytes, chars or gpt2 of "
-        "version 1: update accel_gpt, or prepare the data again"
-    )

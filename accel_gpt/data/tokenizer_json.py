@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.files import load_json, read_json, read_text
+from accel_gpt.files import read_json
 
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 HUB_FILES = (FILE, CONFIG, TEMPLATE, "vocab.json", "merges.txt")
@@ -59,8 +59,8 @@ def read_file(where: Path) -> tuple[str, Any]:
     Raises `UserError` when there is none, `DataError` when it is no JSON.
     """
     try:
-        text = read_text(where)
-        return text, load_json(text)
+        text = where.read_bytes().decode()
+        return text, json.loads(text)
     except FileNotFoundError:
         content = join_two_files(where.parent) if where.name == FILE else None
         if content is None:
@@ -79,7 +79,7 @@ def join_two_files(folder: Path) -> dict[str, Any] | None:
     if not (vocabulary.is_file() and merges.is_file()):
         return None
     try:
-        lines = read_text(merges).splitlines()
+        lines = merges.read_text(encoding="utf-8").splitlines()
         pairs = [line.split(" ") for line in lines if not line.startswith("#version")]
         content = gpt2_content(tokens_by_id(read_json(vocabulary)), pairs)
     except (ValueError, TypeError, AttributeError):
@@ -100,12 +100,12 @@ def read_config(where: Path) -> dict[str, Any]:
     """
     path, config = where.with_name(CONFIG), {}
     try:
-        if path.is_file():  # model_max_length may be 1e30, digit by digit
-            found = read_json(path, any_number=True)
+        if path.is_file():
+            found = read_json(path)
             config = {key: value for key, value in found.items() if key not in LEFT_OUT}
         path = where.with_name(TEMPLATE)
         if path.is_file():
-            config["chat_template"] = read_text(path)
+            config["chat_template"] = path.read_bytes().decode()
     except (ValueError, AttributeError):
         kind = "valid JSON" if path.name == CONFIG else "UTF-8 text"
         raise DataError(f"{path} is not {kind}; repair or remove it") from None

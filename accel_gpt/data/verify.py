@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from accel_gpt.data.shards import INDEX, Shard, Split, token_beyond, token_ids
+from accel_gpt.data.shards import INDEX, Shard, Split, token_beyond
 from accel_gpt.errors import DataError
 from accel_gpt.files import read_json, write_file
 from accel_gpt.launcher import is_main
@@ -154,7 +154,7 @@ class DataVerifier:
             raise DataError(
                 f"{file.path} was altered: its SHA-256 begins with {found[:12]}, at an earlier "
                 f"launch with {recorded[:12]}; restore the file, or accept it with "
-                "--data.allow_change"
+                "--checkpoint.allow_change data.train"
             )
 
     def read(self, opened: BinaryIO, file: DataFile) -> Content | None:
@@ -172,7 +172,7 @@ class DataVerifier:
             whole = size // file.split.dtype.itemsize
             if not whole:
                 break
-            tokens = token_ids(np.frombuffer(buffer, file.split.dtype, whole))
+            tokens = np.frombuffer(buffer, file.split.dtype, whole)
             largest = max(largest, int(tokens.max()))
             if largest >= self.vocab_size and beyond is None:
                 first = int(np.argmax(tokens >= self.vocab_size))
@@ -209,7 +209,7 @@ def identity(opened: BinaryIO) -> dict[str, Any]:
 def read_record(path: Path, log: Callable[[str], None]) -> dict[str, dict[str, Any]]:
     """The verified files of earlier launches; none, with a warning, if the record is damaged."""
     try:
-        record = read_json(path, any_number=True)
+        record = read_json(path)
         if not isinstance(record, dict):
             raise ValueError("it is not an object")
         return {key: entry for key, entry in record.items() if isinstance(entry, dict)}

@@ -7,6 +7,7 @@ Shapes: B batch, T tokens, R sequences: a question with one of its endings each.
 """
 
 import contextlib
+import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,6 @@ from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.evals.validation import Batch, Beat, no_beat, score_sequences
-from accel_gpt.files import load_json
 from accel_gpt.model.gpt import GPT
 
 SHORTEST = 32  # tokens to which a sequence is padded at least; assumption: shorter is no faster
@@ -100,7 +100,7 @@ def parse(record: Any) -> tuple[str, list[str], int]:
     `ctx` stands in for ctx_a, ctx_b and activity_label where these are missing.
     """
     if isinstance(record, bytes):
-        record = load_json(record.decode())
+        record = json.loads(record)
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         named, a, b = (record.get(key) for key in ("activity_label", "ctx_a", "ctx_b"))
         whole = all(isinstance(text, str) for text in (named, a, b))

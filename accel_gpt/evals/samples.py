@@ -1,6 +1,6 @@
 """Text written by the model: at which steps, from which prompts, with a generator of its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from accelerate import Accelerator
@@ -12,11 +12,14 @@ from accel_gpt.data.order import derive_seed
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.evals.validation import Beat, no_beat
-from accel_gpt.model.generate import all_ended, context_start, do_nothing, generate
+from accel_gpt.model.generate import all_ended, context_start, do_nothing, stream
 from accel_gpt.model.gpt import GPT
 
 SEPARATOR = "\n---------------\n"  # between the texts of `accel-gpt sample`
 QUOTED = 40  # characters of a prompt in a message
+REPLACEMENT = "\ufffd"
+LONGEST = 4  # bytes of a character in UTF-8; the first three may be tokens without a character
+OVERLAP = 16  # tokens decoded along with a new one; assumption: no decoder looks further back
 
 
 def samples_due(config: SampleConfig, step: int, last: bool) -> bool:
@@ -81,6 +84,108 @@ def warn_cut(
         )
 
 
+class Continuation:
+    """What a model writes after a prompt, as it grows token by token."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.prompt = list(prompt)
+        self.ids: list[int] = []
+        self.ended = False
+        # of `new_text`: the last ids, from which it decodes, and how much of their text is shown
+        self.window = list(prompt)
+        self.shown = len(tokenizer.decode(self.window))
+        self.whole = [len(self.window)]  # lengths of the window at which no character is cut
+        self.read = 0  # ids that are in the window
+
+    def add(self, token: int) -> None:
+        """Add a token; end-of-text ends the text, and later tokens are ignored."""
+        self.ended |= token == self.tokenizer.eot_id
+        if not self.ended:
+            self.ids.append(token)
+
+    def text(self) -> str:
+        """Return the whole text, decoded after the prompt: some decoders drop a first space."""
+        before = self.tokenizer.decode(self.prompt)
+        text = self.tokenizer.decode(self.prompt + self.ids)
+        if text.startswith(before):
+            return text.removeprefix(before)
+        return self.tokenizer.decode(self.ids)
+
+    def new_text(self) -> str:
+        """Return the text that has come since the last call.
+
+        A character is held back until its last byte is there, or the text has ended. Only the last
+        ids are decoded: the time grows linearly with their number.
+        """
+        pieces = [self.read_token(token) for token in self.ids[self.read :]]
+        self.read = len(self.ids)
+        if self.ended:
+            text = self.tokenizer.decode(self.window)
+            pieces.append(text[self.shown :])
+            self.shown = len(text)
+        return "".join(pieces)
+
+    def read_token(self, token: int) -> str:
+        """Add a token to the window; returns the text that is shown for it."""
+        self.window.append(token)
+        text = self.tokenizer.decode(self.window)
+        ready = text.rstrip(REPLACEMENT)
+        if len(self.window) - self.whole[-1] >= LONGEST:  # not UTF-8, whatever follows
+            ready = max(ready, text[:-1], key=len)
+        piece = ready[self.shown :]
+        self.shown = max(self.shown, len(ready))
+        if ready == text:
+            self.whole.append(len(self.window))
+            self.shorten_window()
+        return piece
+
+    def shorten_window(self) -> None:
+        """Drop ids that no decoder looks back to, up to the end of a character."""
+        if len(self.window) <= 2 * OVERLAP:
+            return
+        most = len(self.window) - OVERLAP
+        cut = max((length for length in self.whole if length <= most), default=0)
+        del self.window[:cut]
+        self.whole = [length - cut for length in self.whole if length > cut]
+        self.shown = len(self.tokenizer.decode(self.window))
+
+
+def stream_texts(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    config: SampleConfig,
+    generator: torch.Generator,
+    done: Callable[[Tensor], bool] = all_ended,
+    before_token: Callable[[], object] = do_nothing,
+) -> Iterator[list[Continuation]]:
+    """Write `config.num` continuations of `prompt`; yield them after each token, and at the end.
+
+    `generator` is on the device of the model; `done` and `before_token` as in `stream`. Raises
+    `UserError` for a prompt that has no tokens in the model.
+    """
+    start = prompt_ids(prompt, tokenizer, model.vocab_size)
+    texts = [Continuation(tokenizer, start) for _ in range(config.num)]
+    tokens_of = stream(
+        model=model,
+        prompt_ids=torch.tensor([start] * config.num, device=generator.device),  # (num, T0)
+        config=config,
+        generator=generator,
+        eot_id=tokenizer.eot_id,
+        choices=tokenizer.vocab_size,
+        done=done,
+        before_token=before_token,
+    )
+    for tokens in tokens_of:
+        for text, token in zip(texts, tokens.tolist(), strict=True):
+            text.add(token)
+        yield texts
+    for text in texts:
+        text.ended = True
+    yield texts
+
+
 def write_text(
     model: GPT,
     tokenizer: Tokenizer,
@@ -90,32 +195,17 @@ def write_text(
     done: Callable[[Tensor], bool] = all_ended,
     before_token: Callable[[], object] = do_nothing,
 ) -> list[str]:
-    """Write `config.num` continuations of `prompt`, each after the prompt, up to end-of-text.
-
-    `generator` is on the device of the model; `done` and `before_token` as in `generate`.
-    """
-    start = prompt_ids(prompt, tokenizer, model.vocab_size)
-    ids = torch.tensor([start] * config.num, device=generator.device)  # (num, T0)
-    vocab_size, eot_id = tokenizer.vocab_size, tokenizer.eot_id
-    out = generate(
-        model,
-        ids,
-        config,
-        generator,
-        eot_id=eot_id,
-        choices=vocab_size,
+    """Return `config.num` texts: `prompt` and its continuations as in `stream_texts`."""
+    *_, texts = stream_texts(
+        model=model,
+        tokenizer=tokenizer,
+        prompt=prompt,
+        config=config,
+        generator=generator,
         done=done,
         before_token=before_token,
     )
-    texts, before = [], tokenizer.decode(start)
-    for new in out[:, len(start) :].tolist():
-        if eot_id in new:
-            new = new[: new.index(eot_id)]
-        # decoded after the prompt: some decoders drop the first space of a text
-        whole = tokenizer.decode(start + new)
-        follows = whole.startswith(before)
-        texts.append(prompt + (whole.removeprefix(before) if follows else tokenizer.decode(new)))
-    return texts
+    return [prompt + text.text() for text in texts]
 
 
 def sample(

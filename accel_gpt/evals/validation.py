@@ -16,8 +16,7 @@ from torch import Tensor
 
 from accel_gpt.data.corpus import Corpus, EvalSplit
 from accel_gpt.data.loader import check_tokens
-from accel_gpt.data.packing import example_starts, whole_examples
-from accel_gpt.data.shards import Split, Tokens, token_ids
+from accel_gpt.data.shards import Split, Tokens
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError
 from accel_gpt.model.documents import separate
@@ -169,10 +168,7 @@ def check_targets(source: EvalSplit, block_size: int, document_end: int | None) 
     split = source.split
     for shard, start in eval_sequences(split, block_size, source.tokens).tolist():
         tokens = read_sequence(split, shard, start, block_size)
-        valid = tokens[1:] >= 0  # -1 - id: a token of a prompt
-        if document_end is not None:
-            valid &= token_ids(tokens[:-1]) != document_end
-        if valid.any():
+        if document_end is None or (tokens[:-1] != document_end).any():
             return
     raise no_targets(split)
 
@@ -188,8 +184,7 @@ def no_targets(split: Split) -> DataError:
 def read_sequence(split: Split, shard: int, start: int, block_size: int) -> Tokens:
     """The tokens of one evaluated sequence, its inputs and one more: at most block_size + 1."""
     size = min(block_size, int(split.lengths[shard]) - 1 - start)
-    tokens: Tokens = whole_examples(split.read(shard, start, size + 1)[None], split)[0]
-    return tokens
+    return split.read(shard, start, size + 1)
 
 
 def eval_sequences(split: Split, block_size: int, tokens: int | None) -> npt.NDArray[np.int64]:
@@ -198,13 +193,6 @@ def eval_sequences(split: Split, block_size: int, tokens: int | None) -> npt.NDA
     All sequences of the split, the shorter last one of each shard included, or as many as fit in
     `tokens`, spread evenly over the split.
     """
-    if split.completions:
-        starts = example_starts(split, block_size + 1)
-        shard = np.repeat(np.arange(len(starts)), [len(one) for one in starts])
-        rows = np.stack([shard, np.concatenate(starts)], axis=1)
-        wanted = len(rows) if tokens is None else min(len(rows), max(1, tokens // block_size))
-        found: npt.NDArray[np.int64] = rows[np.arange(wanted) * len(rows) // wanted]
-        return found
     counts = -(-np.maximum(split.lengths - 1, 0) // block_size)
     total = int(counts.sum())
     if not total:
@@ -292,8 +280,7 @@ def collate(
         size = len(sequence) - 1
         tokens[row, :size] = sequence[:-1]
         targets[row, size - count : size] = sequence[-count:]
-    targets[targets < 0] = IGNORE  # -1 - id: a token of a prompt
-    return torch.from_numpy(np.maximum(tokens, ~tokens)), torch.from_numpy(targets)
+    return torch.from_numpy(tokens), torch.from_numpy(targets)
 
 
 def ratio_error(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64]) -> float:

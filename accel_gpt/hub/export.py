@@ -28,7 +28,6 @@ from torch import Tensor
 from accel_gpt.config.data import DataConfig
 from accel_gpt.data import tokenizer_json
 from accel_gpt.data.loader import check_tokens
-from accel_gpt.data.shards import token_ids
 from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data.tokenizer_json import EOT
@@ -40,7 +39,6 @@ from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.hub.verify import DIFFERENT
 from accel_gpt.model.gpt import GPT
-from accel_gpt.redact import redact
 from accel_gpt.training.checkpoint import read_state
 
 WRITTEN = (
@@ -88,7 +86,6 @@ def export(
     checkpoint: str = "last",
     dtype: str = "fp32",
     overwrite: bool = False,
-    allow_pickle: bool = False,
 ) -> Exported:
     """Export the model `name`, as `load_pretrained` finds it, to the folder `to`.
 
@@ -99,7 +96,7 @@ def export(
     to = to.resolve()
     check_target(to, overwrite)
     pretrained = find_pretrained(name, checkpoint)
-    model, tokenizer = load_pretrained(name, checkpoint, allow_pickle)
+    model, tokenizer = load_pretrained(name, checkpoint)
     matching_preset(model.config)  # raises before anything is written
     # a folder that exists may be a mount point, or somebody's working directory: it is filled
     temporary = to / TEMPORARY if to.is_dir() else to.with_name(f".tmp_{to.name}")
@@ -219,9 +216,9 @@ def compared_tokens(model: GPT, tokenizer: Tokenizer, pretrained: Pretrained) ->
             file = split.folder / split.shards[0].name
             check_tokens(sequences, model.vocab_size, lambda row: (file, int(starts[row])))
             text = f"{COMPARED_SEQUENCES} sequences of {found} val tokens of {path}"
-            return torch.from_numpy(token_ids(sequences).astype(np.int64)), redact(text)
+            return torch.from_numpy(sequences.astype(np.int64)), text
         except UserError as error:
-            reason = redact(str(error).partition(";")[0])
+            reason = str(error).partition(";")[0]
     generator = torch.Generator().manual_seed(0)
     vocab_size, shape = min(tokenizer.vocab_size, model.vocab_size), (COMPARED_SEQUENCES, length)
     tokens = torch.randint(vocab_size, shape, generator=generator)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from accel_gpt.config.experiment import Config
@@ -27,13 +27,12 @@ from accel_gpt.training.checkpoint import is_checkpoint, load_model, read_weight
 from accel_gpt.training.run_folder import RunFolder
 
 STATE = "checkpoint"  # folder of a repository that holds a whole checkpoint
-SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
+SAFETENSORS = "model.safetensors"
 
 
 def load_pretrained(
     name: str,
     checkpoint: str = "last",
-    allow_pickle: bool = False,
     device: torch.device | str = "cpu",
 ) -> tuple[GPT, Tokenizer]:
     """Load a model, in evaluation mode, and its tokenizer.
@@ -54,7 +53,7 @@ def load_pretrained(
     except UserError as error:
         raise CheckpointError(f"config.json of {name} is not valid: {error}") from None
     assert config.vocab_size is not None
-    tensors = open_transformers(pretrained, config, config.vocab_size, allow_pickle)
+    tensors = open_transformers(pretrained, config, config.vocab_size)
     model = GPT.allocate(config, config.vocab_size)
     load_weights(model, config.preset, tensors, pretrained.name)
     return model.to(device).eval(), load_tokenizer(pretrained.tokenizer)
@@ -77,25 +76,19 @@ def open_initial_weights(
     if pretrained.is_checkpoint:
         verify(pretrained.folder, model_only=True)
         return partial(read_weights, pretrained.folder)
-    args = config.model, corpus.vocab_size, config.model.allow_pickle
-    tensors = open_transformers(pretrained, *args)
+    tensors = open_transformers(pretrained, config.model, corpus.vocab_size)
     return lambda gpt: load_weights(gpt, config.model.preset, tensors, pretrained.name)
 
 
-def open_transformers(
-    pretrained: Pretrained, config: ModelConfig, vocab_size: int, allow_pickle: bool
-) -> Tensors:
+def open_transformers(pretrained: Pretrained, config: ModelConfig, vocab_size: int) -> Tensors:
     """Open the weights of a transformers model, which must hold a GPT of shape `config`."""
-    files = weight_files(pretrained, allow_pickle)
+    files = weight_files(pretrained)
     tensors: dict[str, Callable[[], Tensor]] = {}
     for file in files:
         try:
             tensors |= open_weights(file)
-        except Exception as error:  # SafetensorError, UnpicklingError, RuntimeError, OSError
-            reason = first_line(error)
-            if type(error).__name__ == "UnpicklingError":  # torch recommends weights_only=False
-                reason = "it contains more than tensors, or is damaged; nothing in it was run"
-            raise CheckpointError(f"{file} cannot be read: {reason}") from None
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from None
     parameters = parameter_counts(replace(config, block_size=1), vocab_size)["total_unpadded"]
     size = sum(file.stat().st_size for file in files)
     if size < parameters:  # checked before memory is allocated: a number takes a byte at least
@@ -106,24 +99,22 @@ def open_transformers(
     return tensors
 
 
-def weight_files(pretrained: Pretrained, allow_pickle: bool) -> list[Path]:
+def weight_files(pretrained: Pretrained) -> list[Path]:
     """Return the weight files of a transformers model, downloaded if need be.
 
-    Raises `UserError` if there are none, or only pickle files and not `allow_pickle`.
+    Raises `UserError` if there are no safetensors files.
     """
-    for single in (SAFETENSORS, PICKLE)[: 1 + allow_pickle]:
-        folder = pretrained.folder
-        if pretrained.on_hub:  # the single file, or parts and their index
-            folder = download_repo(pretrained.name, single.replace(".", "*.") + "*")
-        if (folder / single).is_file():
-            return [folder / single]
-        index = folder / f"{single}.index.json"
-        if index.is_file():
-            return listed_files(index)
+    folder = pretrained.folder
+    if pretrained.on_hub:  # the single file, or parts and their index
+        folder = download_repo(pretrained.name, "model*.safetensors*")
+    if (folder / SAFETENSORS).is_file():
+        return [folder / SAFETENSORS]
+    index = folder / f"{SAFETENSORS}.index.json"
+    if index.is_file():
+        return listed_files(index)
     raise UserError(
-        f"{pretrained.name} has no {SAFETENSORS}; a {PICKLE}, which can run code when it is read "
-        "carelessly, is read with --model.allow_pickle (sample, export: --allow_pickle), without "
-        "running anything in it"
+        f"{pretrained.name} has no {SAFETENSORS}, the only format of weights that is read; open "
+        "the model with transformers and write it with save_pretrained, which writes safetensors"
     )
 
 
@@ -141,12 +132,9 @@ def listed_files(index: Path) -> list[Path]:
 
 
 def open_weights(file: Path) -> Tensors:
-    """Open a file of weights without running anything in it: name -> what returns the tensor."""
-    if file.suffix == ".safetensors":
-        opened: Any = safe_open(str(file), framework="pt")
-        return {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118
-    content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    return {name: partial(Tensor.detach, tensor) for name, tensor in content.items()}
+    """Open a safetensors file: name -> what returns the tensor."""
+    opened: Any = safe_open(str(file), framework="pt")
+    return {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118
 
 
 def download_checkpoint(config: Config) -> Config:

@@ -28,9 +28,10 @@ from accel_gpt.hub.public import (
     initial_model_name,
     public_config,
     public_launch,
+    public_name,
     public_records,
+    public_source,
 )
-from accel_gpt.redact import public_name, public_source, redact_tokens
 from accel_gpt.report.plots import loss_curves, short
 from accel_gpt.training.checkpoint import read_shape, read_state
 from accel_gpt.training.run_folder import RunFolder, is_number, number
@@ -86,7 +87,7 @@ def write_card(
         "tokenizer": tokenizer.kind,
         "prompt": json.dumps(usable_prompt(tokenizer), ensure_ascii=False),
     }
-    (folder / "README.md").write_text(redact_tokens(render(values)), encoding="utf-8")
+    (folder / "README.md").write_text(render(values), encoding="utf-8")
 
 
 def values_of_model(checkpoint: Path, state: TrainState) -> dict[str, Any]:
@@ -146,8 +147,8 @@ def sources_of(state: TrainState) -> list[dict[str, Any]]:
     """Return the sources of the data, each with its public name and share of the sequences; with
     its Hub id and tokens, where its folder is still there, unchanged.
     """
-    config, stream = state.config, state.config.get("data.train.dataset")
-    train = stream or config.get("data.train.path") or config.get("data.train")
+    config = state.config
+    train = config.get("data.train")
     paths = [source.get("path") for source in train] if isinstance(train, list) else [train]
     folders = dict(read_folder(str(path)) for path in paths)
     recorded = state.data_sources or [{"name": "data", "weight": 1.0}]
@@ -162,8 +163,8 @@ def sources_of(state: TrainState) -> list[dict[str, Any]]:
     ]
     if len(found) == 1:
         prepare = {key: config.get(f"data.prepare.{key}") for key in ("source", "path", "dataset")}
-        origins = ({"source": "dataset", "dataset": stream}, {"path": train}, prepare)
-        found[0]["name"] = public_name(str(train)) or "data"
+        origins = ({"path": paths[0]}, prepare)
+        found[0]["name"] = public_name(str(paths[0] or "")) or "data"
         found[0].setdefault("hub_id", next(filter(None, map(hub_id_of, origins)), None))
     return found
 
@@ -236,5 +237,5 @@ def fenced(text: str, language: str) -> Markup:
 
 
 def single_line(text: str) -> str:
-    """Return text without line breaks, control characters and tokens."""
-    return " ".join(UNSEEN.sub(" ", redact_tokens(text)).split())
+    """Return text without line breaks and control characters."""
+    return " ".join(UNSEEN.sub(" ", text).split())

@@ -7,8 +7,10 @@ no torch.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from accel_gpt.config.depth import KNOWN_VOCABULARIES
 from accel_gpt.config.experiment import Config
 from accel_gpt.data.hub_client import SCHEME, download_repo
 from accel_gpt.data.shards import INDEX
@@ -23,7 +25,17 @@ MADE_FROM_TEXT = ("bpe", "chars")  # tokenizers that no other text has
 TOKENIZER_KEYS = ("data.tokenizer", "data.prepare.tokenizer")
 # fields of ModelConfig that a config may change, and those that are no part of the shape
 CHANGEABLE = ("init_std", "norm_eps", "rope_")
-NOT_SHAPE = ("init_from", "allow_pickle", "dropout", "zero_init", "depth")
+NOT_SHAPE = ("init_from", "dropout", "zero_init", "depth")
+
+# Radford et al. 2019, table 2, with the 12 x 64 heads of the released weights
+GPT2_SHAPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},
+        "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
+        "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
+        "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -154,6 +166,19 @@ def inherit(given: Mapping[str, Any]) -> dict[str, Any]:
         unset = (key for key in TOKENIZER_KEYS if given.get(key) is None)
         inherited |= dict.fromkeys(unset, str(pretrained.tokenizer))
     return inherited
+
+
+def inherit_published(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what `inherit` does, for the published sizes of GPT-2 without a network.
+
+    A plan needs no more than the shape.
+    """
+    name = str(given["model.init_from"])
+    shape = GPT2_SHAPES.get(name.removeprefix("openai-community/"))
+    if shape is None or Path(name).exists():
+        return inherit(given)
+    published = {**shape, "block_size": 1024, "vocab_size": KNOWN_VOCABULARIES["gpt2"]}
+    return inherit_shape(name, published, given)
 
 
 def inherit_shape(name: str, shape: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """What everybody may see of a run: an allow-list, by which a card and the files of a push are made.
 
-Numbers, switches and a key's own choices are public, and so are versions in the form of a version.
+Numbers, switches and a key's own choices are public, and so are device, commit and versions.
 Of paths and URLs only the last part is, if it is a plain name; everything else stays private. The
 texts of samples are public: a user who pushes a run publishes them.
 """
 
+import hashlib
 import re
 import typing
 from collections.abc import Mapping
@@ -12,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.config.compare import option_of
-from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import leaves
 from accel_gpt.data.hub_client import parse_repo
 from accel_gpt.errors import UserError
 from accel_gpt.files import link, sha256
-from accel_gpt.redact import may_be_secret, public_metric, public_name, public_source
 from accel_gpt.training.checkpoint import read_checkpoint_json, write_json
 from accel_gpt.training.machine import PACKAGES
 from accel_gpt.training.metrics import as_csv, as_jsonl
@@ -27,26 +26,63 @@ from accel_gpt.training.run_folder import RunFolder, number
 from accel_gpt.training.trackers import as_code
 
 SECTIONS = ("seed", "data.", "model.", "train.", "optim.", "schedule.", "eval.", "sample.")
-HUB_ID_KEYS = ("data.prepare.dataset", "data.train.dataset", "eval.hellaswag")
+HUB_ID_KEYS = ("data.prepare.dataset", "eval.hellaswag")
 NAMED_KEYS = (
-    *("data.prepare.path", "data.prepare.dataset_config", "data.prepare.dataset_split"),
-    *("data.prepare.text_field", "data.prepare.tokenizer", "data.train.path"),
-    *("data.train.dataset_config", "data.train.dataset_split", "data.train.text_field"),
+    "data.prepare.path",
+    "data.prepare.dataset_config",
+    "data.prepare.dataset_split",
+    "data.prepare.text_field",
+    "data.prepare.tokenizer",
 )
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 METRIC = re.compile(r"step|tokens|time|(?:train|data|perf|eval)/\w{1,60}(?:/.+)?")
-NUMBER = re.compile(r"-?[0-9][0-9.]*(?:e[+-]?[0-9]+)?|-?inf|nan")
-VERSION_TEXT = re.compile(r"[\w.+!-]{1,40}")
-COMMIT_TEXT = re.compile(r"[0-9a-f]{7,64}(-dirty)?")
-DEVICE_TEXT = re.compile(r"[\w .,()@+-]{1,80}")
+LAUNCH_KEYS = ("commit", "device", "mixed_precision", "processes")
+HOMES = ("home", "users")  # folders whose children are named for people
 EVENTS = "events.out.tfevents.0000000000.accel_gpt"
+
+
+# --------------------------------------------------------------------------- names
+
+
+def public_name(path: str) -> str | None:
+    """Return the last part of a path or URL; None if it names a host, a bucket or a person.
+
+    A word that is not a path stays as it is. The name has letters, digits and `._+*-` only.
+    """
+    before, mark, after = path.strip().partition("://")
+    local = after.partition("/")[2] if mark else before  # without the host or bucket
+    parts = [part for part in re.split(r"[/\\:]+", re.split("[?#;&]", local)[0]) if part]
+    if not parts or parts[-1] in (".", ".."):
+        return None
+    name = parts[-1]
+    is_home = len(parts) > 1 and parts[-2].lower() in HOMES
+    if is_home or name.startswith("~") or "@" in name or "=" in name:
+        return None
+    return re.sub(r"[^\w.+*-]+", "-", name)
+
+
+def public_source(path: str) -> str:
+    """Return the public name of a data source, with a hash if it is only part of its path.
+
+    A run names its sources by their whole paths if their last parts are equal.
+    """
+    name = public_name(path) or "data"
+    return name if name == path else f"{name}-{hashlib.sha256(path.encode()).hexdigest()[:4]}"
+
+
+def public_metric(key: str) -> str:
+    """Return the key of a metric; its third part, a data source, by its public name."""
+    *parts, last = key.split("/", 2)
+    known = [public_name(part) or "hidden" for part in parts]
+    source = public_source(last) if len(parts) == 2 else public_name(last) or "hidden"
+    return "/".join([*known, source])
 
 
 def hub_dataset(name: str) -> str | None:
     """Return the id in `hf://datasets/user/name`, or `user/name` itself unless it is a folder."""
     found = re.match(r"hf://datasets/([^/@?#]+/[^/@?#]+)", name)
     repo = found[1] if found else name
-    if may_be_secret(repo) or not HUB_ID.fullmatch(repo) or (not found and Path(repo).exists()):
+    if not HUB_ID.fullmatch(repo) or (not found and Path(repo).exists()):
         return None
     return repo
 
@@ -62,7 +98,7 @@ def hub_model(name: str) -> str | None:
         repo, revision = parse_repo(name)
     except UserError:
         return None
-    if Path(name).exists() or may_be_secret(repo):
+    if Path(name).exists():
         return None
     found = try_to_load_from_cache(repo, "config.json", revision=revision)
     return repo if isinstance(found, str) else None
@@ -73,9 +109,12 @@ def initial_model_name(name: str) -> str | None:
     return hub_model(name) or public_name(re.sub(r"(?<=/)([\w.-]+)@[\w.-]+$", r"\1", name))
 
 
+# --------------------------------------------------------------------------- records
+
+
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the public keys of a config, dotted, names in place of paths."""
-    hints = {**leaves(Config), **leaves(TextStream, "data.train.")}
+    hints = leaves(Config)
     keys = [key for key in hints if key in config and key.startswith(SECTIONS)]
     found = {key: public_value(key, hints[key], config[key]) for key in keys}
     return {k: value for k, value in found.items() if value is not None or config[k] is None}
@@ -113,18 +152,13 @@ def choices(hint: Any) -> set[str]:
 
 def public_launch(launch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the versions, commit, precision, device and number of processes of a launch."""
-    versions = launch.get("versions")
-    named = versions if isinstance(versions, Mapping) else {}
-    found = {name: str(named.get(name, "")) for name in ("python", *PACKAGES)}
-    commit, device = str(launch.get("commit")), str(launch.get("device", ""))
-    precision, processes = launch.get("mixed_precision"), launch.get("processes")
-    return {
-        "versions": {name: text for name, text in found.items() if VERSION_TEXT.fullmatch(text)},
-        "commit": commit if COMMIT_TEXT.fullmatch(commit) else None,
-        "mixed_precision": precision if precision in ("no", "bf16", "fp16", "fp8") else None,
-        "device": device if DEVICE_TEXT.fullmatch(device) else None,
-        "processes": processes if isinstance(processes, int) else 1,
-    }
+    found = {key: launch.get(key) for key in LAUNCH_KEYS}
+    return found | {"versions": public_versions(launch.get("versions") or {})}
+
+
+def public_versions(versions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the versions of Python and of the packages that a run records."""
+    return {name: versions[name] for name in ("python", *PACKAGES) if name in versions}
 
 
 def public_records(run: RunFolder) -> list[dict[str, Any]]:
@@ -148,8 +182,7 @@ def write_logs(run: RunFolder, to: Path) -> None:
     if not records:
         return
     (to / "metrics.jsonl").write_bytes(as_jsonl(records))
-    rows = [{k: v for k, v in row.items() if NUMBER.fullmatch(str(v))} for row in run.csv_records()]
-    (to / "metrics.csv").write_bytes(as_csv(rows))
+    (to / "metrics.csv").write_bytes(as_csv(run.csv_records()))
     (to / "tensorboard").mkdir()
     write_events(run, records, to / "tensorboard" / EVENTS)
 
@@ -212,9 +245,8 @@ def public_state(content: dict[str, Any]) -> dict[str, Any]:
     hidden = {key: NOT_TOLD for key in public if f"{key}.".startswith("data.val.") and public[key]}
     content["config"] = public | hidden
     if versions := content.get("versions"):
-        launch = public_launch({"versions": versions, "commit": versions.get("commit")})
-        commit = {"commit": launch["commit"]} if launch["commit"] else {}
-        content["versions"] = launch["versions"] | commit
+        commit = {"commit": versions["commit"]} if "commit" in versions else {}
+        content["versions"] = public_versions(versions) | commit
     for source in content.get("data_sources", ()):
         source["name"] = public_source(source["name"])
     return content

@@ -22,48 +22,6 @@ def do_nothing() -> None:
     """Do nothing before a token."""
 
 
-def generate(
-    model: GPT,
-    prompt_ids: Tensor,
-    config: SampleConfig,
-    generator: torch.Generator,
-    *,
-    eot_id: int | None = None,
-    choices: int | None = None,
-    use_cache: bool = True,
-    done: Callable[[Tensor], bool] = all_ended,
-    before_token: Callable[[], object] = do_nothing,
-) -> Tensor:
-    """Continue `prompt_ids` (B, T), T > 0, by `config.max_new_tokens`: (B, T + max_new_tokens).
-
-    Only ids below `choices` are sampled; None samples from the whole vocabulary. All random numbers
-    come from `generator`, on the device of the prompt. Temperature 0 takes the likeliest token and
-    draws no random numbers.
-
-    A text that has ended with `eot_id` is padded with it. `before_token` is called before each
-    token. `done` is called after each token with the texts that have ended, (B,) bool. Generation
-    stops when it returns true; ranks that share a model agree there.
-    """
-    token_stream = stream(
-        model=model,
-        prompt_ids=prompt_ids,
-        config=config,
-        generator=generator,
-        eot_id=eot_id,
-        choices=choices,
-        use_cache=use_cache,
-        done=done,
-        before_token=before_token,
-    )
-    new_tokens = torch.stack(list(token_stream), dim=1)
-    B, T = prompt_ids.shape
-    padding = 0 if eot_id is None else eot_id
-    tokens = prompt_ids.new_full((B, T + config.max_new_tokens), padding)
-    tokens[:, :T] = prompt_ids
-    tokens[:, T : T + new_tokens.shape[1]] = new_tokens
-    return tokens
-
-
 def stream(
     model: GPT,
     prompt_ids: Tensor,
@@ -75,7 +33,15 @@ def stream(
     done: Callable[[Tensor], bool] = all_ended,
     before_token: Callable[[], object] = do_nothing,
 ) -> Iterator[Tensor]:
-    """Yield the tokens of `generate` one step at a time, (B,) each.
+    """Continue `prompt_ids` (B, T), T > 0: yield one token (B,) of each text at a time.
+
+    `config.max_new_tokens` limits the number of steps. Only ids below `choices` are sampled; None
+    samples from the whole vocabulary. All random numbers come from `generator`, on the device of
+    the prompt. Temperature 0 takes the likeliest token and draws no random numbers.
+
+    A text that has ended with `eot_id` is padded with it. `before_token` is called before each
+    token. `done` is called after each token with the texts that have ended, (B,) bool. Generation
+    stops when it returns true; ranks that share a model agree there.
 
     The model is in evaluation mode, without gradients, until the iterator ends or is closed.
     """

@@ -27,9 +27,9 @@ from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.console import write_err
-from accel_gpt.data.shards import INDEX, index_dtype, read_index
+from accel_gpt.data.shards import INDEX, read_index, token_dtype
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
-from accel_gpt.errors import AccelGPTError, DataError, UserError, require
+from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.files import locked_file, read_json, sync, write_file
 from accel_gpt.prepare.bpe import make_tokenizer
 from accel_gpt.prepare.progress import Progress
@@ -125,16 +125,8 @@ def fill(config: PrepareConfig, folder: Path, source: str) -> None:
         check_same(folder, read_index(folder)["prepared"], requested)
         return
     work = begin(config, folder, requested, source)
-    completions = config.loss_on == "completions"
-    require(
-        not completions or work.tokenizer.eot_id is not None,
-        f"tokenizer {config.tokenizer} has no end-of-text token, with which an example ends; give "
-        "another",
-    )
     work.write_shards()
-    alone = completions and all(writer.documents < 2 for writer in work.writers.values())
-    if not alone:  # an example is not cut
-        hold_out(work.writers, config.val_fraction, work.tokenizer.eot_id)
+    hold_out(work.writers, config.val_fraction, work.tokenizer.eot_id)
     splits = {name: writer.finish() for name, writer in work.writers.items()}
     try:
         tokens = {name: sum(shard.tokens for shard in splits[name]) for name in SPLITS}
@@ -203,11 +195,16 @@ class Work:
     def __init__(self, config: PrepareConfig, folder: Path, journal: dict[str, Any]) -> None:
         self.config, self.folder, self.journal = config, folder, journal
         self.tokenizer = load_tokenizer(folder)
-        completions = config.loss_on == "completions"
-        index = {"vocab_size": self.tokenizer.vocab_size, "completions": completions}
-        dtype, states = index_dtype(index), journal["splits"]
+        dtype = token_dtype(self.tokenizer.vocab_size)
+        states = journal["splits"]
         self.writers = {
-            name: ShardWriter(folder, name, dtype, config.shard_tokens, states.get(name))
+            name: ShardWriter(
+                folder=folder,
+                split=name,
+                dtype=dtype,
+                shard_tokens=config.shard_tokens,
+                state=states.get(name),
+            )
             for name in SPLITS
         }
         self.skipped = Skipped(config.skip_invalid, journal["skipped"])
@@ -235,8 +232,7 @@ class Work:
         cut_long = self.tokenizer.cuts_at_lines
         pieces = split_pieces(self.config, cut_long, start, skipped=self.skipped)
         workers = worker_count(self.config.workers, total)
-        completions = self.config.loss_on == "completions"
-        return encode_all(pieces, self.counts, self.folder, workers, completions)
+        return encode_all(pieces, self.counts, self.folder, workers)
 
     def counts(self) -> dict[str, int]:
         """How many invalid documents were skipped, as far as the source was read."""

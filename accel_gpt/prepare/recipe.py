@@ -28,16 +28,16 @@ NOT_RECORDED = ("workers", "skip_invalid")
 def recipe(config: PrepareConfig) -> dict[str, Any]:
     """All settings that the content depends on."""
     kept = {key: value for key, value in asdict(config).items() if key not in NOT_RECORDED}
-    return {**kept, "path": path_without_secrets(config.path)}
+    return {**kept, "path": recorded_path(config.path)}
 
 
-def path_without_secrets(path: Any) -> Any:
-    """A path, or a URL without user and password and with the SHA-256 of its query."""
-    if not isinstance(path, str) or not is_url(path):  # None, or whatever a damaged index has
+def recorded_path(path: str | None) -> str | None:
+    """A path as an index records it: of a URL without the user, its query by its SHA-256."""
+    if path is None or not is_url(path):
         return path
     parts = urllib.parse.urlsplit(path)
     query = parts.query
-    if query and not query.startswith("sha256="):
+    if query:
         query = f"sha256={hashlib.sha256(query.encode()).hexdigest()}"
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query=query).geturl()
 
@@ -68,8 +68,9 @@ def check_same(folder: Path, begun: Mapping[str, Any], requested: Mapping[str, A
     The path may be written differently, as the fingerprint says what it holds.
     """
     settings = {k: v for k, v in requested.items() if k not in ("path", "source_fingerprint")}
-    settings["dedupe"] = False  # an earlier version could drop documents
-    begun = {"dedupe": False, **dict(UNRECORDED), **begun}
+    # an earlier version could drop documents, and mark the tokens of prompts
+    settings |= {"dedupe": False, "loss_on": "text"}
+    begun = {"dedupe": False, "loss_on": "text", **dict(UNRECORDED), **begun}
     remedy = f"or remove {folder} to start over"
     if differ := other_settings(begun, settings):
         raise UserError(
@@ -99,7 +100,6 @@ def is_ready(config: PrepareConfig, out: Path) -> bool:
         return True
     default = {field.name: field.default for field in fields(PrepareConfig)}
     made = {**default, **prepared}
-    made["path"] = path_without_secrets(made["path"])
     made["skip_invalid"] = config.skip_invalid or prepared.get("skipped", 0) > 0
     if made["tokenizer"] != config.tokenizer and is_tokenizer_of(config.tokenizer, out):
         made["tokenizer"] = config.tokenizer  # by another name

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from accel_gpt.data.shards import FORMAT, HEADER, INDEX, VERSION, Shard, Tokens, token_ids
+from accel_gpt.data.shards import FORMAT, HEADER, INDEX, VERSION, Shard, Tokens
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError
 from accel_gpt.files import sha256, sync, write_file
 
-UNRECORDED = (("loss_on", "text"), ("keep_crlf", False))  # settings that older folders lack
+UNRECORDED = (("keep_crlf", False),)  # settings that older folders lack
 BUFFER_BYTES = 1 << 20  # few system calls, little memory
 
 
@@ -113,7 +113,7 @@ class ShardWriter:
             np.lib.format.write_array_header_1_0(file, fields)
             assert file.tell() == HEADER
         sync(path)
-        largest = int(token_ids(np.memmap(path, self.dtype, "r", HEADER)).max())
+        largest = int(np.memmap(path, self.dtype, "r", HEADER).max())
         counts = (self.tokens, self.documents, self.bytes)
         self.shards.append(Shard(path.name, *counts, sha256(path), largest))
         self.tokens = self.documents = self.bytes = 0
@@ -148,8 +148,6 @@ def write_index(
         "prepared": {k: v for k, v in prepared.items() if (k, v) not in UNRECORDED},
         "splits": {name: [entry(shard) for shard in shards] for name, shards in splits.items()},
     }
-    if prepared.get("loss_on") == "completions":
-        index |= {"completions": True, "prepared": dict(prepared)}
     save_index(folder, index)
 
 

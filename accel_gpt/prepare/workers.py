@@ -19,7 +19,6 @@ from accel_gpt.data.shards import Tokens
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.text.documents import BATCH_CHARACTERS, Piece
-from accel_gpt.text.examples import encode_example, example_bytes
 
 # Assumption: a piece takes about 1 KiB beside its text on its way through the processes; so a batch
 # holds 10,000 documents of one letter and not a million.
@@ -89,14 +88,10 @@ def encode_all(
     counts: Callable[[], dict[str, int]],
     folder: Path,
     workers: int,
-    completions: bool = False,
 ) -> Generator[Tokenized, None, None]:
     """The pieces in their order, encoded by the tokenizer in `folder`, with at most two batches in
     flight for each of the `workers` processes; with the `counts` when they had been read.
-    `completions`: the pieces are examples.
     """
-    encode = encode_example_batch if completions else encode_batch
-    size = example_bytes if completions else lambda text: len(text.encode())
     cached_tokenizer.cache_clear()
     cached_tokenizer(folder)  # here, so that processes that fork inherit it
     waiting: deque[tuple[list[Piece], dict[str, Any], Future[list[Tokens]]]] = deque()
@@ -104,7 +99,7 @@ def encode_all(
     def first() -> Tokenized:
         batch, journal, future = waiting.popleft()
         encoded = [
-            Encoded(piece.split, tokens, int(piece.first), size(piece.text))
+            Encoded(piece.split, tokens, int(piece.first), len(piece.text.encode()))
             for piece, tokens in zip(batch, future.result(), strict=True)
         ]
         return Tokenized(encoded, journal)
@@ -113,7 +108,7 @@ def encode_all(
         for batch in batches(pieces):
             journal = {"position": batch[-1].after, **counts()}
             texts = [(piece.text, piece.last) for piece in batch]  # of a `Piece` 10 % slower
-            waiting.append((batch, journal, pool.submit(encode, folder, texts)))
+            waiting.append((batch, journal, pool.submit(encode_batch, folder, texts)))
             if len(waiting) >= 2 * workers:
                 yield first()
         while waiting:
@@ -137,11 +132,6 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 def encode_batch(folder: Path, texts: list[tuple[str, bool]]) -> list[Tokens]:
     """The work of a tokenizing process: tokens of each (text, whether it ends a document)."""
     return cached_tokenizer(folder).encode_pieces(texts)
-
-
-def encode_example_batch(folder: Path, texts: list[tuple[str, bool]]) -> list[Tokens]:
-    """The same for examples of `text/examples.py`."""
-    return [encode_example(text, cached_tokenizer(folder)) for text, _ in texts]
 
 
 @functools.cache

@@ -20,7 +20,6 @@ import numpy as np
 from accel_gpt import __version__
 from accel_gpt.config.parse import changed_keys
 from accel_gpt.config.plan import plural
-from accel_gpt.redact import redact
 from accel_gpt.report.payload import (
     HELLASWAG,
     MOST_MARKS,
@@ -324,7 +323,6 @@ def config(runs: Sequence[NamedRun]) -> dict[str, Any]:
 
 
 def in_one_line(value: Any) -> str:
-    """A value of the config as YAML has it on one line, without secrets."""
+    """A value of the config as YAML has it on one line."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    text = redact(text)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."

@@ -29,7 +29,7 @@ from accel_gpt.report.runs import NamedRun, open_runs
 from accel_gpt.training.run_folder import is_number
 
 # fields of the config that change neither the shape of a model nor how it is initialized
-NO_SHAPE = ("preset", "depth", "init_from", "allow_pickle", "vocab_size", "norm_eps")
+NO_SHAPE = ("preset", "depth", "init_from", "vocab_size", "norm_eps")
 # for fields that an older reference, or the config of an older run, lacks
 DEFAULTS = MappingProxyType(
     {name: value for name, value in asdict(ModelConfig()).items() if name not in NO_SHAPE}

@@ -1,4 +1,4 @@
-"""Which text is trained on: documents of a source in order, their splits, and each machine's part.
+"""Which text is trained on: the documents of a source in order, and their splits.
 
 Sources: Python's own library, files of text, JSON lines, Parquet or Arrow, a Hub data set, standard
 input. All are read in bounded memory, in the same order every time, and from any `Position` on.
@@ -18,8 +18,8 @@ from typing import NamedTuple
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.tokenizer import clean
 from accel_gpt.errors import DataError, require
-from accel_gpt.text.files import check_source, file_share, files
-from accel_gpt.text.hub import Bookmarks, hub_rows
+from accel_gpt.text.files import check_source, files
+from accel_gpt.text.hub import hub_rows
 from accel_gpt.text.pieces import pieces
 from accel_gpt.text.readers import (
     Rows,
@@ -27,7 +27,6 @@ from accel_gpt.text.readers import (
     decoded,
     json_lines,
     read_rows,
-    row_numbers,
     text_chunks,
     text_start,
 )
@@ -60,20 +59,17 @@ def split_pieces(
     config: PrepareConfig,
     cut_long: bool,
     start: Position = (0, 0, 0),
-    rank: int = 0,
-    world: int = 1,
     skipped: Skipped | None = None,
-    bookmarks: Bookmarks | None = None,
 ) -> Iterator[Piece]:
-    """Pieces of the documents of machine `rank` of `world`, those after position `start`.
+    """Pieces of the documents after position `start`.
 
     `cut_long`: documents in pieces of about `BATCH_CHARACTERS` (see `pieces`), otherwise whole.
-    `skipped` counts what is skipped where config.skip_invalid is set. `bookmarks`: see `hub_rows`.
+    `skipped` counts what is skipped where config.skip_invalid is set.
     Raises `UserError` when there is nothing to read, `DataError` when a file cannot be decoded.
     """
     check_source(config)
-    parts = config, cut_long, start, rank, world, skipped or Skipped(config.skip_invalid)
-    return text_pieces(*parts) if is_text(config) else row_pieces(*parts, bookmarks)
+    read_pieces = text_pieces if is_text(config) else row_pieces
+    return read_pieces(config, cut_long, start, skipped or Skipped(config.skip_invalid))
 
 
 def documents(config: PrepareConfig, size: int = BATCH_CHARACTERS) -> Iterator[str]:
@@ -116,10 +112,10 @@ def sample_texts(config: PrepareConfig, size: int) -> Iterator[str]:
             return
 
 
-def expected_bytes(config: PrepareConfig, rank: int = 0, world: int = 1) -> int | None:
-    """Bytes of text that machine `rank` will read, None where that is not known beforehand.
+def expected_bytes(config: PrepareConfig) -> int | None:
+    """Bytes of text that will be read, None where that is not known beforehand.
 
-    Raises `UserError` when the source does not exist or has too few files for `world` machines.
+    Raises `UserError` when the source does not exist.
     """
     check_source(config)
     if config.source == "dataset" or config.path == "-":
@@ -127,7 +123,7 @@ def expected_bytes(config: PrepareConfig, rank: int = 0, world: int = 1) -> int 
     paths = files(config)
     if not is_text(config):
         return None
-    return sum(paths[i].stat().st_size for i in text_share(config, paths, rank, world))
+    return sum(path.stat().st_size for path in paths)
 
 
 def is_text(config: PrepareConfig) -> bool:
@@ -152,26 +148,14 @@ class Part(NamedTuple):
     key: bytes
 
 
-def text_share(config: PrepareConfig, paths: list[Path], rank: int, world: int) -> range:
-    """Numbers of the text files of machine `rank`; each machine needs one."""
-    require(
-        len(paths) >= world,
-        f"{config.path or config.source} has {len(paths)} text files, too few for {world} "
-        f"machines: each needs one at least; use {len(paths)} machines or cut the text into "
-        f"{world} files",
-    )
-    return file_share([path.stat().st_size for path in paths], rank, world)
-
-
 def text_pieces(
-    config: PrepareConfig, cut_long: bool, start: Position, rank: int, world: int, skipped: Skipped
+    config: PrepareConfig, cut_long: bool, start: Position, skipped: Skipped
 ) -> Iterator[Piece]:
     """Pieces of text files. Each file is read twice: first to find its splits."""
     paths = files(config)
-    for unit in text_share(config, paths, rank, world):
+    for unit, path in enumerate(paths):
         if unit < start[0]:
             continue
-        path = paths[unit]
         try:
             parts = text_parts(path, config, len(paths) < FEW_TEXTS)
         except DataError as error:
@@ -216,64 +200,49 @@ def text_parts(path: Path, config: PrepareConfig, few: bool) -> list[Part]:
 
 
 def row_pieces(
-    config: PrepareConfig,
-    cut_long: bool,
-    start: Position,
-    rank: int,
-    world: int,
-    skipped: Skipped,
-    bookmarks: Bookmarks | None,
+    config: PrepareConfig, cut_long: bool, start: Position, skipped: Skipped
 ) -> Iterator[Piece]:
     """Pieces of the rows of files, a data set or standard input."""
-    for unit, rows in row_units(config, start, rank, world, skipped, bookmarks):
+    for unit, rows in row_units(config, start, skipped):
         for row, text in rows:
-            cut_long &= config.loss_on == "text"  # examples are encoded whole
             text = line_ends(config, clean(text))
             found = document_pieces(config, cut_long, unit, row, text)
             yield from found[start[2] if (unit, row) == start[:2] else 0 :]
 
 
 def row_units(
-    config: PrepareConfig,
-    start: Position,
-    rank: int,
-    world: int,
-    skipped: Skipped,
-    bookmarks: Bookmarks | None = None,
+    config: PrepareConfig, start: Position, skipped: Skipped
 ) -> Iterator[tuple[int, Rows]]:
-    """(number, rows) of each file from `start` on: whole files, or of too few every world-th row.
-
-    Of a data set and standard input every world-th row, too (but see `hub_rows`).
-    """
+    """(number, rows) of each file from `start` on; a data set and standard input are one file."""
     if config.source == "dataset":
-        yield 0, hub_rows(config, start[1], rank, world, skipped.add, bookmarks)
+        yield 0, hub_rows(config, start[1], skipped.add)
     elif config.path == "-":
-        yield 0, stdin_rows(config, row_numbers(start[1], rank, world), skipped)
+        yield 0, stdin_rows(config, start[1], skipped)
     else:
-        paths, source = files(config), str(config.source)
-        whole = len(paths) >= world
-        sizes = [path.stat().st_size for path in paths]
-        for unit in file_share(sizes, rank, world) if whole else range(len(paths)):
+        for unit, path in enumerate(files(config)):
             if unit >= start[0]:
-                begin = start[1] if unit == start[0] else 0
-                rows = row_numbers(begin) if whole else row_numbers(begin, rank - unit, world)
-                yield unit, read_rows(source, paths[unit], column(config), rows, skipped.add)
+                first = start[1] if unit == start[0] else 0
+                yield (
+                    unit,
+                    read_rows(
+                        source=str(config.source),
+                        path=path,
+                        field=config.text_field,
+                        first=first,
+                        skip=skipped.add,
+                    ),
+                )
 
 
-def column(config: PrepareConfig) -> str | None:
-    """The column that holds the text, None where rows are examples."""
-    return None if config.loss_on == "completions" else config.text_field
-
-
-def stdin_rows(config: PrepareConfig, rows: range, skipped: Skipped) -> Rows:
-    """Lines of JSON, or pieces of about `BATCH_CHARACTERS` of a text."""
+def stdin_rows(config: PrepareConfig, first: int, skipped: Skipped) -> Rows:
+    """Lines of JSON from number `first` on, or pieces of about `BATCH_CHARACTERS` of a text."""
     if config.source == "jsonl":
-        yield from json_lines(sys.stdin.buffer, STDIN, column(config), rows, skipped.add)
+        yield from json_lines(sys.stdin.buffer, STDIN, config.text_field, first, skipped.add)
         return
     chunks = decoded(sys.stdin.buffer, STDIN, 0)
     try:
         for row, text in enumerate(pieces(chunks, BATCH_CHARACTERS, STDIN)):
-            if row in rows:
+            if row >= first:
                 yield row, text.removeprefix("\ufeff") if row == 0 else text
     except DataError as error:
         skipped.add(f"{error}; what follows cannot be read either")
@@ -305,7 +274,7 @@ def all_texts(config: PrepareConfig, size: int) -> Iterator[str]:
     """The texts of the source, in pieces of about `size` characters."""
     skipped = Skipped(config.skip_invalid, count=1)  # reported when the text is tokenized
     if not is_text(config):
-        for _, rows in row_units(config, (0, 0, 0), 0, 1, skipped):
+        for _, rows in row_units(config, (0, 0, 0), skipped):
             for _, text in rows:
                 yield from pieces([line_ends(config, clean(text))], size) if text else ()
         return

@@ -15,7 +15,6 @@ from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.data.sources import is_url
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import read_json
-from accel_gpt.redact import redact_url
 from accel_gpt.text.selection import Selection, kind_of_name, select_files
 
 # Tests and installed packages are no part of the library's own sources.
@@ -62,7 +61,7 @@ def select(config: PrepareConfig) -> Selection:
         found = saved_files(config.path, config.dataset_split)
     if found is None:
         return select_files(config.path, config.source)
-    return Selection(path=redact_url(config.path), source=config.source, files=found)
+    return Selection(path=config.path, source=config.source, files=found)
 
 
 def describe_source(config: PrepareConfig, times: bool = True) -> str:
@@ -84,17 +83,6 @@ def describe_source(config: PrepareConfig, times: bool = True) -> str:
         states = [(path.relative_to(root).as_posix(), path.stat()) for path in paths]
         seen = [[name, s.st_size, *([s.st_mtime_ns] if times else [])] for name, s in states]
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
-
-
-def file_share(sizes: list[int], rank: int, world: int) -> range:
-    """Numbers of the rank's files: a run of about equal bytes, of one file at least."""
-    bounds, done, unit = [0], 0, 0
-    for part in range(1, world):
-        while unit < len(sizes) and (done + sizes[unit] / 2) * world < part * sum(sizes):
-            done += sizes[unit]
-            unit += 1
-        bounds.append(min(max(unit, bounds[-1] + 1), len(sizes) - world + part))
-    return range(bounds[rank], [*bounds, len(sizes)][rank + 1])
 
 
 # --------------------------------------------------------------------------- files

@@ -2,30 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.errors import AccelGPTError, UserError
-
-Bookmarks = dict[int, Any]
-"""Number of a row -> the state of `datasets` from which that row is the next one. JSON-able."""
-BOOKMARK_ROWS = 256  # between two bookmarks; a state takes 0.02 ms, and rows are read from it on
-KEPT_BOOKMARKS = 256  # the last ones; the loader reads fewer rows ahead than lie between them
 
 
 def hub_rows(
     config: PrepareConfig,
     start: int,
-    rank: int,
-    world: int,
     skip: Callable[[str], None],
-    bookmarks: Bookmarks | None = None,
 ) -> Iterator[tuple[int, str]]:
-    """(number, text) of the rank's rows of a Hub data set from number `start` on, as they come.
+    """(number, text) of the rows of a Hub data set from number `start` on, as they come.
 
-    A data set of at least `world` files gives each rank whole files, and rows are numbered among
-    those; of others a rank gets every `world`-th row. `skip` is called for values that are no text.
-    With `bookmarks`, which are added to, rows before the last one up to `start` are not read.
+    `skip` is called for values that are no text.
     """
     field, where = config.text_field, f"data set {config.dataset}"
     try:
@@ -38,26 +27,8 @@ def hub_rows(
         data = datasets.load_dataset(
             config.dataset, config.dataset_config, split=config.dataset_split, streaming=True
         )
-        whole = world > 1 and getattr(data, "num_shards", 1) >= world
-        if whole:
-            data = data.shard(num_shards=world, index=rank, contiguous=True)
-        first = start
-        if bookmarks is None:
-            rows = iter(data.skip(start) if hasattr(data, "skip") else islice(data, start, None))
-        else:  # the state of what `skip` returns would hold the rows that it skips
-            first = max((row for row in bookmarks if row <= start), default=0)
-            if first:
-                data.load_state_dict(bookmarks[first])
-            rows = iter(data)
-        for number, row in enumerate(rows, first):
-            if bookmarks is not None and (number + 1) % BOOKMARK_ROWS == 0:
-                bookmarks[number + 1] = data.state_dict()
-                while len(bookmarks) > KEPT_BOOKMARKS:
-                    del bookmarks[next(iter(bookmarks))]
-            if number < start:
-                continue
-            if not whole and number % world != rank:
-                continue
+        rows = data.skip(start) if hasattr(data, "skip") else islice(data, start, None)
+        for number, row in enumerate(rows, start):
             if field not in row:
                 raise UserError(
                     f"data.prepare.text_field is {field!r}, which {where} does not have; its "

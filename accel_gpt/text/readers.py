@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from accel_gpt.errors import AccelGPTError, DataError, UserError
-from accel_gpt.text.examples import example_text
 
 Skip = Callable[[str], None]
 Rows = Iterator[tuple[int, str]]
@@ -47,11 +46,6 @@ class Skipped:
         if self.count == 0:
             sys.stderr.write(f"skipped (data.prepare.skip_invalid is set): {message}\n")
         self.count += 1
-
-
-def row_numbers(start: int, rest: int = 0, parts: int = 1) -> range:
-    """Numbers of rows without end: from `start` on, those that are `rest` modulo `parts`."""
-    return range(start + (rest - start) % parts, sys.maxsize, parts)
 
 
 # --------------------------------------------------------------------------- text
@@ -110,8 +104,8 @@ def not_utf8(where: object, error: UnicodeDecodeError, offset: int, detail: str 
 # --------------------------------------------------------------------------- rows
 
 
-def read_rows(source: str, path: Path, field: str | None, rows: range, skip: Skip) -> Rows:
-    """(number, text) of those `rows` of a jsonl, parquet or arrow file that there are.
+def read_rows(source: str, path: Path, field: str, first: int, skip: Skip) -> Rows:
+    """(number, text) of the rows of a jsonl, parquet or arrow file, from number `first` on.
 
     Raises `UserError` for a column that is not there. After damage that may be skipped the rest of
     the file is left out.
@@ -120,7 +114,7 @@ def read_rows(source: str, path: Path, field: str | None, rows: range, skip: Ski
     readers = {"jsonl": jsonl_file, "parquet": parquet_file, "arrow": arrow_file}
     try:
         if path.stat().st_size:
-            yield from readers[source](path, field, rows, skip)
+            yield from readers[source](path, field, first, skip)
     except AccelGPTError:
         raise
     except DAMAGE as error:
@@ -139,7 +133,7 @@ def check_column(field: str, where: object, columns: list[str]) -> None:
         )
 
 
-def jsonl_file(path: Path, field: str | None, rows: range, skip: Skip) -> Rows:
+def jsonl_file(path: Path, field: str, first: int, skip: Skip) -> Rows:
     """Rows of a file of JSON lines, plain, .gz or .zst."""
     with path.open("rb") as raw:
         file: BinaryIO = raw
@@ -152,17 +146,17 @@ def jsonl_file(path: Path, field: str | None, rows: range, skip: Skip) -> Rows:
                 BinaryIO, io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), CHUNK_BYTES)
             )
         with file:
-            yield from json_lines(file, path, field, rows, skip)
+            yield from json_lines(file, path, field, first, skip)
 
 
-def json_lines(file: BinaryIO, where: object, field: str | None, rows: range, skip: Skip) -> Rows:
+def json_lines(file: BinaryIO, where: object, field: str, first: int, skip: Skip) -> Rows:
     """Rows of JSON lines; a line ends with a line feed, and one of white space is no row."""
     number = row = offset = 0
     while line := file.readline(LONGEST_JSON_LINE + 1):
         number += 1
         size, too_long = len(line), len(line) > LONGEST_JSON_LINE
         if too_long or not line.isspace():
-            if row in rows:
+            if row >= first:
                 try:
                     yield row, json_text(line, offset, number, where, field)
                 except DataError as error:
@@ -174,11 +168,8 @@ def json_lines(file: BinaryIO, where: object, field: str | None, rows: range, sk
         offset += size
 
 
-def json_text(line: bytes, offset: int, number: int, where: object, field: str | None) -> str:
-    """Text of line `number`, which begins at `offset`; `DataError` where there is none.
-
-    `field`: its column, None: the line is an example.
-    """
+def json_text(line: bytes, offset: int, number: int, where: object, field: str) -> str:
+    """Text of line `number`, which begins at `offset`; `DataError` where there is none."""
     if len(line) > LONGEST_JSON_LINE:
         raise DataError(
             f"line {number} of {where} is longer than {LONGEST_JSON_LINE:,} bytes; expected a JSON "
@@ -198,8 +189,6 @@ def json_text(line: bytes, offset: int, number: int, where: object, field: str |
             f"line {number} of {where} is {row!r:.50}; expected an object such as "
             f'{{"{field}": "..."}} (an array becomes lines by jq -c \'.[]\')'
         )
-    if field is None:
-        return example_text(row, f"line {number} of {where}")
     check_column(field, f"line {number} of {where}", list(row))
     value = row[field]
     if value is None or isinstance(value, str):
@@ -210,7 +199,7 @@ def json_text(line: bytes, offset: int, number: int, where: object, field: str |
 # --------------------------------------------------------------------------- Parquet, Arrow
 
 
-def parquet_file(path: Path, field: str, rows: range, skip: Skip) -> Rows:
+def parquet_file(path: Path, field: str, first: int, skip: Skip) -> Rows:
     """Rows of a Parquet file; row groups before the start are not read."""
     from pyarrow.parquet import ParquetFile
 
@@ -219,7 +208,7 @@ def parquet_file(path: Path, field: str, rows: range, skip: Skip) -> Rows:
         number = 0
         for index in range(file.num_row_groups):
             group = file.metadata.row_group(index)
-            if number + group.num_rows > rows.start:
+            if number + group.num_rows > first:
                 columns = (group.column(i) for i in range(group.num_columns))
                 size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
                 count = BATCH_BYTES * group.num_rows // max(size, 1)
@@ -229,11 +218,11 @@ def parquet_file(path: Path, field: str, rows: range, skip: Skip) -> Rows:
                     columns=[field],
                     use_threads=False,
                 )
-                yield from column_rows(batches, number, path, rows, skip)
+                yield from column_rows(batches, number, path, first, skip)
             number += group.num_rows
 
 
-def arrow_file(path: Path, field: str, rows: range, skip: Skip) -> Rows:
+def arrow_file(path: Path, field: str, first: int, skip: Skip) -> Rows:
     """Rows of an Arrow file in the file or the stream format, mapped rather than read."""
     import pyarrow as pa
     from pyarrow import ipc
@@ -249,7 +238,7 @@ def arrow_file(path: Path, field: str, rows: range, skip: Skip) -> Rows:
         options = ipc.IpcReadOptions(included_fields=[column], use_threads=False)
         reader = opener(file, options=options)
         batches = map(reader.get_batch, range(reader.num_record_batches)) if indexed else reader
-        yield from column_rows(batches, 0, path, rows, skip)
+        yield from column_rows(batches, 0, path, first, skip)
 
 
 def check_type(schema: Any, field: str, path: Path) -> None:
@@ -263,17 +252,16 @@ def check_type(schema: Any, field: str, path: Path) -> None:
         raise DataError(f"column {field} of {path} holds {kind}; expected text")
 
 
-def column_rows(batches: Any, number: int, path: Path, rows: range, skip: Skip) -> Rows:
+def column_rows(batches: Any, number: int, path: Path, first: int, skip: Skip) -> Rows:
     """Rows of batches of one column, the first one being row `number`."""
     for batch in batches:
-        if number + len(batch) > rows.start:
+        if number + len(batch) > first:
             column = as_bytes(batch.column(0))
-            for i in range(max(0, rows.start - number), len(batch)):
-                if number + i in rows:
-                    try:
-                        yield number + i, (column[i].as_py() or b"").decode("utf-8")
-                    except UnicodeDecodeError as error:
-                        skip(str(not_utf8(f"row {number + i} of {path}", error, 0, " of its text")))
+            for i in range(max(0, first - number), len(batch)):
+                try:
+                    yield number + i, (column[i].as_py() or b"").decode("utf-8")
+                except UnicodeDecodeError as error:
+                    skip(str(not_utf8(f"row {number + i} of {path}", error, 0, " of its text")))
         number += len(batch)
 
 

@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.cost.memory import Machine, fitting_sizes, footprint, with_size
+from accel_gpt.data.corpus import open_corpus
 from accel_gpt.errors import require
 from accel_gpt.launcher import local_world_size
 from accel_gpt.model.gpt import GPT
@@ -26,7 +27,6 @@ from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import REPLICATED, set_up_model
 from accel_gpt.training.precision import earlier_choice
 from accel_gpt.training.ranks import all_gather, on_main
-from accel_gpt.training.setup import open_corpus
 
 CUDA_SHARE = 0.94  # of the device for the trial; the rest for NCCL and holes: assumption
 CPU_SHARE = 0.8  # of the memory that is available, for the system and its cache: assumption

@@ -31,11 +31,10 @@ from accel_gpt.config.parse import from_mapping, leaves
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import AccelGPTError, CheckpointError, NewerFormatError, require
-from accel_gpt.files import load_json, read_text, sha256, strict_json, write_file
+from accel_gpt.files import read_json, sha256, strict_json, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.run_folder import (
     CHECKPOINT,
-    LARGEST_FILE,
     RunFolder,
     number,
     step_name,
@@ -50,7 +49,7 @@ WEIGHTS = re.compile(r"model\.safetensors|weights_\d+\.safetensors")
 LOADABLE = (".bin", ".pkl", ".pt", ".pth", ".safetensors", ".distcp", ".metadata")
 SAVED = re.compile(
     r"model\.safetensors|optimizer\.bin|scaler\.pt|random_states_\d+\.pkl"
-    r"|(weights|optimizer)_\d+\.safetensors|pytorch_model_fsdp\.bin"  # the last of old versions
+    r"|(weights|optimizer)_\d+\.safetensors"
 )
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # in the folder itself, not hidden
 
@@ -175,7 +174,7 @@ def write_json(path: Path, value: object) -> None:
 def read_checkpoint_json(path: Path) -> dict[str, Any]:
     """A JSON object; `CheckpointError` for anything else."""
     try:
-        value = load_json(read_text(path, LARGEST_FILE))
+        value = read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
@@ -188,6 +187,7 @@ def read_state(path: Path) -> TrainState:
     content = read_checkpoint_json(path / "trainer_state.json")
     check_format(path, content)
     content.pop("format")
+    content.pop("text_places", None)  # of an earlier version, which could train on streamed text
     state = TrainState()
     try:
         state.load_state_dict(content)

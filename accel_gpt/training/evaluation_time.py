@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
+from accel_gpt.cost.flops import FORWARD_SHARE
 from accel_gpt.data.corpus import EvalSplit
 
-FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step: the backward pass takes two
 LARGE_SHARE = 1 / 5  # of the time between two evaluations
 SHORT_SECONDS, LONG_SECONDS = 30, 600  # never, and always, worth a line
 # A first step also warms up caches and kernels, or compiles. On its own it tells the speed only if

@@ -150,26 +150,6 @@ class Stopwatch:
         self.paused += time.monotonic() - start
 
 
-def merge_record(out_dir: Path, record: Record) -> None:
-    """Add metrics that were measured after a run to its record of that step, or a new record.
-
-    Rewrites both files as a whole. The caller holds the lock of the run's folder.
-    """
-    run = RunFolder(out_dir)
-    records = merged(list(run.records()), record)
-    rows = merged(run.csv_records(), {key: str(value) for key, value in record.items()})
-    write_file(out_dir / "metrics.jsonl", [as_jsonl(records)])
-    write_file(out_dir / "metrics.csv", [as_csv(rows)])
-
-
-def merged(rows: list[dict[str, Any]], new: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """`rows` with the values of `new` in the row of its step, or `new` where it belongs."""
-    by_step, step = {int(row["step"]): row for row in rows}, int(new["step"])
-    measured = {k: v for k, v in new.items() if k not in ("step", "tokens", "time")}
-    by_step[step] = by_step.get(step, dict(new)) | measured
-    return [by_step[step] for step in sorted(by_step)]
-
-
 def as_jsonl(records: Iterable[Mapping[str, Any]]) -> bytes:
     """Records as the lines of metrics.jsonl; null for what is not finite."""
     return "".join(f"{strict_json(record)}\n" for record in records).encode()

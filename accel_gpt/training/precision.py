@@ -20,6 +20,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
 from accel_gpt.cost.devices import FAST_BF16, MATRIX_UNITS, bf16_instructions, peak_flops
 from accel_gpt.cost.flops import flops_per_token
+from accel_gpt.data.corpus import open_corpus
 from accel_gpt.errors import AccelGPTError, first_line, require
 from accel_gpt.launcher import launcher_precision
 from accel_gpt.training.accelerator import PRECISIONS, requested_precision
@@ -27,7 +28,6 @@ from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.machine import device_name
 from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.run_folder import RunFolder
-from accel_gpt.training.setup import open_corpus
 
 BF16_CAPABILITY = (8, 0)  # Ampere: NVIDIA's first matrix units for bf16
 GPU_MFU = 0.3  # of a step that is not compiled; assumption

@@ -1,6 +1,7 @@
 """What a run reports: run.json, metrics, trackers and terminal, all from the same records."""
 
 import contextlib
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +16,13 @@ from accelerate import Accelerator
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_yaml
 from accel_gpt.config.plan import Plan, plural
+from accel_gpt.console import printable
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
 from accel_gpt.files import strict_json, write_file
 from accel_gpt.launcher import launcher_precision
 from accel_gpt.model.gpt import GPT
-from accel_gpt.redact import command_line, redact
 from accel_gpt.training.accelerator import threads_of_environment
 from accel_gpt.training.evaluation_time import EvaluationTime
 from accel_gpt.training.machine import describe_machine
@@ -87,7 +88,7 @@ class Reporter:
         tokenizer = corpus.tokenizer
         launch = {
             "step": step,
-            "command": command_line(sys.argv),
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "plan": asdict(self.plan),
             **machine,
             "model": {
@@ -99,9 +100,7 @@ class Reporter:
                 "fingerprint": corpus.fingerprint,
                 "tokenizer": tokenizer.kind,
                 "tokenizer_fingerprint": tokenizer.fingerprint,
-                "lines": [
-                    redact(line.removeprefix("data").strip()) for line in corpus.lines(self.plan)
-                ],
+                "lines": [line.removeprefix("data").strip() for line in corpus.lines(self.plan)],
             },
         }
         launches = [*RunFolder(self.out_dir).launches, launch]
@@ -249,7 +248,7 @@ class Reporter:
         if self.accelerator.is_main_process:
             self.write(write)
         if step == self.plan.max_steps:
-            self.log(text)
+            self.log(printable(text))
 
     def sync(self) -> None:
         """Force the metrics to disk: before a checkpoint, which must not know more than they do."""

@@ -67,12 +67,11 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
         path = find_resume(out_dir, config.checkpoint.resume, log)
         if path:
             saved = read_evaluated(path)
-            known = saved.config.keys() | now.config.keys()
+            # the config of streamed text has "data.train.files" and others in place of "data.train"
+            known = saved.config.keys() | now.config.keys() | {"data.train"}
             for key in config.checkpoint.allow_change:
                 require(key in known, f"checkpoint.allow_change has {key}, which is no key")
             allowed = config.checkpoint.allow_change + length_keys(config, saved)
-            if config.data.allow_change:
-                allowed += ("data.train",)
             check_same_run(path, saved, now, allowed)
             for line in allowed_changes(config, saved, now):
                 log(line)
@@ -345,8 +344,6 @@ def word(value: Any) -> Any:
 def allow_hint(keys: list[str]) -> str:
     """How to accept changes of these keys."""
     keys = list(dict.fromkeys(keys))
-    if keys == ["data.train"]:
-        return ", or accept it with --data.allow_change"
     return f", or accept it with --checkpoint.allow_change {','.join(keys)}" if keys else ""
 
 
@@ -419,7 +416,7 @@ def load_shards(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
         return
     file = path / f"{OPTIMIZER_NAME}.bin"
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    # numbers, or names where an older version saved under FSDP; in the order of the groups
+    # numbers, in the order of the groups
     keys = [key for group in saved["param_groups"] for key in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for key, p in zip(keys, parameters, strict=True):

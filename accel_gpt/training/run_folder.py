@@ -9,12 +9,12 @@
     best                the step of the best checkpoint
     .lock               there and held while a process works in the folder
 
-Anybody may have written these files: reads are bounded, what is missing, torn or of another kind is
-left out. Needs no torch. N: records.
+What is missing, torn or of another kind is left out. Needs no torch. N: records.
 """
 
 import contextlib
 import csv
+import json
 import math
 import os
 import re
@@ -34,21 +34,12 @@ from accel_gpt.config.parse import relocate, to_flat
 from accel_gpt.errors import AccelGPTError, BusyError, UserError
 from accel_gpt.files import (
     is_at,
-    load_json,
     load_yaml,
     lock,
     locked_file,
-    open_file,
     read_json,
-    read_text,
 )
-from accel_gpt.redact import redact_tokens
 
-LARGEST_FILE = 16 << 20  # bytes of run.json and config.yaml; ours have some thousand
-LARGEST_SAMPLES = 4 << 20  # bytes read of one file of samples
-LONGEST_LINE = 1 << 17  # bytes; ours have some hundred
-MOST_KEYS = 500  # of one run; ours have some dozen
-LARGEST_STEP = 1e15
 CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # what `step_name` gives
 SAMPLES = re.compile(r"step_(\d{8,15})\.txt")
 
@@ -68,7 +59,7 @@ class RunFolder:
     def launches(self) -> tuple[Mapping[str, Any], ...]:
         """The launches in run.json, oldest first."""
         try:
-            found = read_json(self.path / "run.json", largest=LARGEST_FILE)["launches"]
+            found = read_json(self.path / "run.json")["launches"]
             return tuple(launch for launch in found if isinstance(launch, dict))
         except (OSError, ValueError, KeyError, TypeError):
             return ()
@@ -88,7 +79,7 @@ class RunFolder:
         if not file.exists():
             return {}
         try:
-            content = load_yaml(read_text(file, LARGEST_FILE))
+            content = load_yaml(file.read_text(encoding="utf-8"))
             if not isinstance(content, Mapping | None):
                 raise ValueError("it is not a config")
             return to_flat(relocate(content or {}, str(self.path)))
@@ -111,8 +102,8 @@ class RunFolder:
         """
         for line in whole_lines(self.path / "metrics.jsonl"):
             with contextlib.suppress(ValueError):
-                record = load_json(line.decode(), any_number=True)
-                if type(record) is dict and 0 <= number(record.get("step")) < LARGEST_STEP:
+                record = json.loads(line)
+                if type(record) is dict and is_number(record.get("step")):
                     yield record
 
     def csv_records(self) -> list[dict[str, str]]:
@@ -135,7 +126,7 @@ class RunFolder:
     def max_steps(self) -> int | None:
         """The length of the run as the last launch planned it."""
         steps = number(self.last_launch("plan", "max_steps"))
-        return int(steps) if 0 < steps < LARGEST_STEP else None
+        return int(steps) if steps > 0 else None
 
     @cached_property
     def in_use(self) -> bool:
@@ -159,9 +150,8 @@ class RunFolder:
         return dict(sorted(found.items()))
 
     def sample_texts(self, step: int) -> list[str]:
-        """The texts that were sampled at a step of `samples`, access tokens starred."""
-        with open_file(self.samples[step]) as file:
-            text = file.read(LARGEST_SAMPLES).decode(errors="replace").removesuffix("\n")
+        """The texts that were sampled at a step of `samples`."""
+        text = self.samples[step].read_bytes().decode(errors="replace").removesuffix("\n")
         texts: list[str] = []
         for part in re.split(r"^(?=--- sample \d+$)", text, flags=re.MULTILINE):
             head, _, body = part.partition("\n")
@@ -171,14 +161,13 @@ class RunFolder:
                 texts.append(body)
             elif texts:  # a line of the text itself
                 texts[-1] += part
-        return [redact_tokens(text) for text in texts]
+        return texts
 
     @property
     def best(self) -> str:
         """What the file `best` names: a step, if nobody has edited it; "" without the file."""
         try:
-            with open_file(self.path / "best") as file:
-                return file.read(100).decode(errors="replace").strip()
+            return (self.path / "best").read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
             return ""
 
@@ -279,8 +268,6 @@ def read_metrics(records: Iterator[dict[str, Any]]) -> Metrics:
             if value - value != 0:  # not finite
                 continue
             if key not in columns:
-                if len(columns) == MOST_KEYS:
-                    continue
                 columns[key] = (array("q"), array("d"))
             rows, values = columns[key]
             rows.append(row)
@@ -323,8 +310,8 @@ def number(value: object) -> float:
 
 def whole_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file that end with a newline; none of a file that cannot be opened."""
-    with contextlib.suppress(OSError), open_file(path) as file:
-        while line := file.readline(LONGEST_LINE):
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file:
             if line.endswith(b"\n"):
                 yield line
 

@@ -11,12 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from accel_gpt.config.data import TextStream
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import is_config_of_run, own_text_folder, read_yaml, to_flat
 from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.console import write_err
-from accel_gpt.data.corpus import Corpus, open_shards
+from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.shards import INDEX
 from accel_gpt.data.sources import is_url
 from accel_gpt.data.verify import DataVerifier
@@ -180,7 +179,7 @@ def start_prepare(
     settings: dict[str, object], stdout: TextIO | None = None
 ) -> subprocess.Popen[bytes]:
     """Start `accel-gpt prepare` with `settings`; what it prints goes to `stdout`."""
-    # through a pipe: everybody on the machine can see a command line, and a URL may hold a password
+    # settings in a pipe are those of a config: errors name its keys, not options of the command
     reading, writing = os.pipe()
     os.write(writing, json.dumps(settings, ensure_ascii=False).encode("utf-8", "surrogateescape"))
     os.close(writing)
@@ -198,22 +197,13 @@ def exit_code(process: subprocess.Popen[bytes] | None) -> int | None:
     return None
 
 
-def open_corpus(config: Config) -> Corpus:
-    """Open what `data.train` names: prepared shards, or text that is tokenized while training."""
-    if isinstance(config.data.train, TextStream):
-        from accel_gpt.text.streaming import open_text
-
-        return open_text(config)
-    return open_shards(config)
-
-
 def verify_data(config: Config, corpus: Corpus, log: Callable[[str], None]) -> DataVerifier:
     """Start to verify the data files of a run in the background, on one rank of each machine."""
     return DataVerifier(
         splits=corpus.splits() if local_rank() == 0 else [],
         vocab_size=corpus.vocab_size,
         folder=Path(config.out_dir),
-        accept_changes=config.data.allow_change,
+        accept_changes="data.train" in config.checkpoint.allow_change,
         log=log,
     )
 

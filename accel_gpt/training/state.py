@@ -1,7 +1,7 @@
 """What a run remembers besides tensors and random states: `trainer_state.json` of a checkpoint.
 
 Each owner of state returns its fields from `state_dict()`, by the names below, and gets them back
-in `load_state_dict()`: the corpus its position in the data, the step guard its counts.
+in `load_state_dict()`: the corpus its sources, the step guard its counts.
 """
 
 import math
@@ -30,7 +30,6 @@ class TrainState:
     data_origin: int = 0  # sequence at which this mixture of sources began
     data_given: dict[str, int] = field(default_factory=dict)  # sequences before it, by fingerprint
     data_sources: list[dict[str, Any]] = field(default_factory=list)  # name, weight, fingerprint
-    text_places: list[Any] = field(default_factory=list)  # position of each share of streamed text
     # of the step guard
     skipped: int = 0  # updates left out, because they were not finite or a spike
     skipped_in_row: list[int] = field(default_factory=list)  # first sequences of the last of them

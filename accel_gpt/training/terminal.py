@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
-from accel_gpt.console import EvaluationProgress, ProgressLine, printable
+from accel_gpt.console import EvaluationProgress, ProgressLine
 from accel_gpt.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ class Display:
             return
         with contextlib.suppress(OSError):  # of a log on a full disk, a terminal that is gone
             if self.panel:
-                self.panel.print(printable(text))
+                self.panel.print(text)
             else:
-                sys.stderr.write(f"{printable(text)}\n")
+                sys.stderr.write(f"{text}\n")
 
     def acknowledge(self, text: str) -> None:
         """Print a line at every `log.level`; a panel draws it until the end."""

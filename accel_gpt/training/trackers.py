@@ -22,7 +22,6 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_yaml
 from accel_gpt.errors import UserError
 from accel_gpt.files import write_file
-from accel_gpt.redact import redact
 
 PROJECT = "accel_gpt"
 
@@ -51,13 +50,13 @@ class Trackers:
         except Exception as error:  # each package has its own
             raise UserError(
                 f"log.trackers is {', '.join(config.log.trackers)}, of which one does not start: "
-                f"{redact(str(error))}"
+                f"{error}"
             ) from error
         finally:
             sys.stdin = stdin
         if not accelerator.is_main_process:
             return
-        options = {k: redact(str(v)) for k, v in to_flat(config).items()}
+        options = {k: str(v) for k, v in to_flat(config).items()}
         for tracker in accelerator.trackers:
             if isinstance(tracker, TensorBoardTracker):
                 self.add_charts(tracker)

@@ -17,13 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from accel_gpt import train
-from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.parse import load_config
 from accel_gpt.cost.flops import parameter_counts
-from accel_gpt.files import sha256
 from accel_gpt.model.gpt import GPT
-from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training.checkpoint import load_model
 from accel_gpt.training.tensor_files import weights_of
 from tests.conftest import run_here
 from tests.faults.harness import FSDP
@@ -189,38 +185,6 @@ def test_any_number_of_processes_takes_up_the_shards_of_any_other(
         assert here["train/loss"] == pytest.approx(there["train/loss"], abs=1e-5)
     expected, found = weights(tmp_path / "one", 6), weights(parted, 6)
     for name, weight in found.items():
-        torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_fsdp_by_an_older_version_is_taken_up(
-    small_run: Arguments, tmp_path: Path
-) -> None:
-    """It had all weights twice, and the optimizer by the names of the weights."""
-    alike = [*ALIKE, "--model.dropout", "0"]
-    assert run_here(train.main, small_run(*alike, "--out_dir", str(tmp_path / "one"))) == 0
-    checkpoint = tmp_path / "one" / "checkpoints" / "step_00000003"
-    gpt = load_model(checkpoint)[0]
-    optimizer = make_optimizer(gpt, OptimConfig())
-    names = {id(p): name for name, p in gpt.named_parameters()}
-    own = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    saved = torch.load(checkpoint / "optimizer.bin", weights_only=True)
-    for group in saved["param_groups"]:
-        group["params"] = [own[number] for number in group["params"]]
-    saved["state"] = {own[number]: state for number, state in saved["state"].items()}
-    torch.save(saved, checkpoint / "optimizer.bin")
-    torch.save(gpt.state_dict(), checkpoint / "pytorch_model_fsdp.bin")
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    for name in ("optimizer.bin", "pytorch_model_fsdp.bin"):
-        file = checkpoint / name
-        manifest["files"][name] = {"size": file.stat().st_size, "sha256": sha256(file)}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    start = ["--checkpoint.resume", str(checkpoint), "--out_dir"]
-    launch(2, tmp_path, small_run(*alike, *start, "fsdp"))
-    assert run_here(train.main, small_run(*alike, *start, str(tmp_path / "plain"))) == 0
-    expected = weights(tmp_path / "one", 6)
-    assert_same_weights(weights(tmp_path / "plain", 6), expected)
-    for name, weight in weights(tmp_path / "fsdp", 6).items():
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-4)
 
 

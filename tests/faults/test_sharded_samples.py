@@ -49,7 +49,7 @@ def texts(run: Path, step: int) -> list[str]:
 
 def alone(run: Path, step: int, rank: int) -> list[str]:
     """What process `rank` writes with the whole weights of a step in its memory."""
-    model, tokenizer = load_pretrained(str(run), str(step), False, torch.device("cpu"))
+    model, tokenizer = load_pretrained(str(run), str(step), torch.device("cpu"))
     config = SampleConfig(num=2, max_new_tokens=50, temperature=1.5)
     own = []
     for number, prompt in enumerate(("a", "b", "")):

@@ -1,0 +1,132 @@
+"""What a config tells of its data before training opens it: vocabulary and numbers of tokens.
+
+Without torch, and without numpy unless a folder or a tokenizer has to be read.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_gpt.config.depth import tokenizer_vocabulary
+from accel_gpt.config.experiment import Config
+from accel_gpt.cost.forecast import evaluation_count
+from accel_gpt.errors import DataError, UserError
+from accel_gpt.files import is_count
+
+PRINTABLE = 96  # ASCII's, and the line end: assumption for `chars` before the text is read
+
+
+def data_folders(config: Config) -> list[Path]:
+    """Return the folders of `data.train`."""
+    train = config.data.train
+    if isinstance(train, str):
+        return [Path(train)]
+    return [Path(source.path) for source in train]
+
+
+def vocabulary_size(config: Config, given: int | None) -> tuple[int, str]:
+    """Return the number of tokens in the vocabulary, and what says so.
+
+    `given`: the number that an option sets. Raises `UserError` if nothing says it.
+    """
+    data = config.data
+    if given:
+        return given, "--vocab_size"
+    if config.model.vocab_size:
+        return config.model.vocab_size, "model.vocab_size"
+    folders = [folder for folder in data_folders(config) if folder.is_dir()]
+    for folder in folders:
+        if (folder / "dataset.json").is_file():
+            return prepared_size(folder), str(folder)
+    name = data.tokenizer
+    if name is None and data.prepare.source:
+        name = data.prepare.tokenizer
+    if name is None and folders:
+        from accel_gpt.data.sources import open_data
+
+        _, tokenizer = open_data(str(folders[0]), "train", data)
+        return tokenizer.vocab_size, str(folders[0])
+    if name is None:
+        raise UserError(
+            f"the vocabulary of {data.train or 'data.train'} is not known before it is there; "
+            "give --vocab_size, or the tokenizer as data.tokenizer"
+        )
+    return tokenizer_size(config, name)
+
+
+def prepared_size(folder: Path) -> int:
+    """Return the vocabulary size in the index of a data folder; `DataError` if it has none."""
+    from accel_gpt.data.shards import read_index
+
+    size: Any = read_index(folder).get("vocab_size")
+    if not is_count(size, 1):
+        raise DataError(f"dataset.json of {folder} has no vocab_size; prepare it again")
+    return int(size)
+
+
+def tokenizer_size(config: Config, name: str) -> tuple[int, str]:
+    """Return the number of tokens of the tokenizer `name`, and what says so."""
+    prepare = config.data.prepare
+    known = tokenizer_vocabulary(name, prepare.vocab_size)
+    if known:
+        return known, f"tokenizer {name}"
+    if name == "chars":
+        return PRINTABLE, "assumption for chars; prepare the data, or give --vocab_size"
+    if name.endswith(".json") and not Path(name).exists():
+        return prepare.vocab_size, f"data.prepare.vocab_size: {name} is not there yet"
+    from accel_gpt.data.tokenizer import named_tokenizer
+
+    return named_tokenizer(name).vocab_size, name
+
+
+# --------------------------------------------------------------------------- numbers of tokens
+
+
+def evaluation_tokens(config: Config, steps: int) -> int | None:
+    """Return the number of tokens that all evaluations of a run of `steps` steps read.
+
+    None if they read whole splits that are not there yet.
+    """
+    limit, val = config.eval.tokens, config.data.val
+    train = [str(folder) for folder in data_folders(config)]
+    if isinstance(val, Mapping):
+        val_sets = [[folder] for folder in val.values()]
+    elif val:
+        val_sets = [[val]]
+    else:
+        val_sets = [train]
+    each = split_tokens(train, "train", limit)
+    if each is None:
+        return None
+    for folders in val_sets:
+        tokens = split_tokens(folders, "val", limit)
+        if tokens is None:
+            return None
+        each += tokens
+    total = evaluation_count(config, steps) * each
+    if config.eval.whole_at_end:
+        every_folder = [folder for folders in val_sets for folder in folders]
+        whole = split_tokens(every_folder, "val", limit=None)
+        if whole is None:
+            return None
+        total += whole
+    return total
+
+
+def split_tokens(folders: Sequence[str], split: str, limit: int | None) -> int | None:
+    """Return the tokens of a split of all `folders` together, at most `limit`.
+
+    If a folder is not there yet, that is `limit`.
+    """
+    if not folders:
+        return limit
+    for folder in folders:
+        if not Path(folder, "dataset.json").is_file():
+            return limit
+    from accel_gpt.data.shards import read_index
+
+    whole = 0
+    for folder in folders:
+        for shard in read_index(Path(folder))["splits"].get(split, ()):
+            whole += int(shard["tokens"])
+    return whole if limit is None else min(limit, whole)

@@ -1,0 +1,190 @@
+"""Evaluate a model that is not being trained, for `accel-gpt evaluate` and `eval.only`.
+
+Reads the data that a config names. Writes nothing.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from accelerate import Accelerator
+
+from accel_gpt.config.data import Weighted
+from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.console import EvaluationProgress, ProgressLine
+from accel_gpt.data.corpus import document_end, eval_splits, open_corpus
+from accel_gpt.data.sources import open_sources
+from accel_gpt.data.tokenizer import Tokenizer
+from accel_gpt.evals.evaluation import open_evaluation
+from accel_gpt.evals.hellaswag import Questions, read_questions, score_questions
+from accel_gpt.evals.validation import evaluate_source
+from accel_gpt.model.gpt import GPT
+from accel_gpt.training.accelerator import requested_precision, start_processes
+from accel_gpt.training.precision import resolve_precision
+from accel_gpt.training.run_folder import RunFolder
+
+# by the precision of training; fp8 is for training alone
+EVALUATED_IN: Mapping[str, Literal["no", "bf16", "fp16"]] = MappingProxyType(
+    {"no": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+)
+DTYPES = MappingProxyType({"no": "float32", "bf16": "bf16", "fp16": "fp16"})
+BATCH_SIZE = 8  # sequences, if nothing says how many fit; assumption
+LARGEST_EXPONENT = 700.0  # exp() of more overflows float64
+
+LOSS = re.compile(r"eval/(train|val)_loss(/.+)?")
+OF_LOSSES = re.compile(r"eval/(train|val)_(loss|perplexity|bits_per_byte)(_se)?(/.+)?")
+
+
+# --------------------------------------------------------------------------- evaluating
+
+
+def start_evaluation(config: Config, run: Path | None) -> Accelerator:
+    """Join the ranks; the device and precision are those of training, the threads all cores.
+
+    Without `train.mixed_precision` the precision is that of the last launch of `run`, which
+    `accelerate launch --mixed_precision` may have set. A CPU evaluates a run in fp16 in float32.
+    """
+    precision = config.train.mixed_precision or launched_precision(run)
+    train = replace(config.train, mixed_precision=precision)
+    config = replace(config, train=train)
+    # train.reproducible takes one thread, which training alone needs
+    state = start_processes(replace(config, train=replace(train, reproducible=False)))
+    if precision == "auto":
+        config = resolve_precision(config)
+    cpu = state.device.type == "cpu"
+    evaluated_in = EVALUATED_IN.get(requested_precision(config))
+    if cpu and evaluated_in == "fp16":
+        evaluated_in = "no"
+    return Accelerator(cpu=cpu, mixed_precision=evaluated_in)
+
+
+def launched_precision(run: Path | None) -> Literal["no", "bf16", "fp16"] | None:
+    """Return the precision in which the last launch of a run evaluates; None if not recorded."""
+    if run is None:
+        return None
+    return EVALUATED_IN.get(str(RunFolder(run).last_launch("mixed_precision")))
+
+
+def batch_size_of(train: TrainConfig) -> int:
+    """Return the number of sequences per process and forward pass; a guess for auto."""
+    return BATCH_SIZE if train.micro_batch_size == "auto" else train.micro_batch_size
+
+
+def evaluate_model(
+    model: GPT,
+    tokenizer: Tokenizer,
+    config: Config,
+    accelerator: Accelerator,
+    name: str,
+    data: str | None = None,
+) -> dict[str, float]:
+    """Compute the losses and the HellaSwag scores of a model; a collective.
+
+    `config` says on what, and how many sequences fit: `data`, `eval`, `train.micro_batch_size`.
+    `data`: the folder or URL whose val split is evaluated in place of the data of `config`.
+    `name`: the model, in messages. Raises `DataError` for data that has another tokenizer.
+    """
+    model = accelerator.prepare_model(model.eval(), evaluation_mode=True)
+    batch_size = batch_size_of(config.train)
+    line = ProgressLine()
+    progress = EvaluationProgress()
+
+    def beat(done: int, total: int) -> None:
+        if accelerator.is_main_process:
+            line.show(progress.words(done, total))
+
+    questions: Questions = ()
+    if config.eval.hellaswag is not None:
+        questions = read_questions(
+            path=config.eval.hellaswag,
+            tokenizer=tokenizer,
+            block_size=model.config.block_size,
+            limit=config.eval.hellaswag_limit,
+        )
+    metrics: dict[str, float] = {}
+    if data is not None:
+        (source,) = open_sources([Weighted(data)], "val", config.data)
+        source.tokenizer.require_same(tokenizer, "the data", name)
+        (part,) = eval_splits([source], config.eval.tokens, named=True)
+        score = evaluate_source(
+            model=model,
+            source=part,
+            accelerator=accelerator,
+            batch_size=batch_size,
+            tokenizer=tokenizer,
+            document_end=document_end(config.data, tokenizer),
+            beat=beat,
+        )
+        metrics |= score.metrics("val", source.name)
+    elif config.data.train:
+        losses_only = replace(config, eval=replace(config.eval, hellaswag=None))
+        corpus = open_corpus(losses_only)
+        corpus.tokenizer.require_same(tokenizer, "the data", name)
+        evaluation = open_evaluation(losses_only, corpus)
+        metrics |= evaluation.metrics(model, accelerator, beat)
+        if config.eval.whole_at_end:
+            metrics |= evaluation.whole_val(model, accelerator, beat)
+    if questions:
+        metrics |= score_questions(model, questions, accelerator, batch_size, beat)
+    line.clear()
+    return metrics
+
+
+# --------------------------------------------------------------------------- showing
+
+
+@dataclass(frozen=True)
+class Report:
+    """The metrics of a model that was evaluated."""
+
+    name: str
+    step: int | None  # of the checkpoint; None: not a checkpoint
+    precision: str  # of `Accelerator.mixed_precision`
+    metrics: Mapping[str, float]
+
+    def as_json(self) -> str:
+        """Return one JSON object; null for what is not finite."""
+        finite = {k: v if math.isfinite(v) else None for k, v in self.metrics.items()}
+        content = {
+            "model": self.name,
+            "step": self.step,
+            "precision": DTYPES[self.precision],
+            "metrics": finite,
+        }
+        return json.dumps(content, ensure_ascii=False) + "\n"
+
+    def as_table(self) -> str:
+        """Return the losses as a table with their standard errors, then all other metrics."""
+        title = self.name if self.step is None else f"{self.name}, step {self.step:,}"
+        lines = [f"{title}, in {DTYPES[self.precision]}"]
+        losses = [match for key in self.metrics if (match := LOSS.fullmatch(key))]
+        if losses:
+            lines += ["", f"{'':<20}{'loss':>16}  {'perplexity':>12}  {'bits per byte':>16}"]
+        for match in losses:
+            split = match[1]
+            source = match[2] or ""
+            value = self.metrics[match[0]]
+            loss = self.with_error(f"eval/{split}_loss", source)
+            perplexity = f"{math.exp(value):,.2f}" if value < LARGEST_EXPONENT else "inf"
+            bits = self.with_error(f"eval/{split}_bits_per_byte", source)
+            lines.append(f"{split + source:<20}{loss:>16}  {perplexity:>12}  {bits:>16}")
+        rest = [key for key in self.metrics if not OF_LOSSES.fullmatch(key)]
+        if rest:
+            lines.append("")
+        for key in rest:
+            if not (key.endswith("_se") and key.removesuffix("_se") in rest):
+                lines.append(f"{key.removeprefix('eval/'):<32}{self.with_error(key):>20}")
+        return "\n".join([*lines, ""])
+
+    def with_error(self, key: str, source: str = "") -> str:
+        """Return `3.1416 ±0.0123`; "" if there is no such metric."""
+        value = self.metrics.get(key + source)
+        if value is None:
+            return ""
+        error = self.metrics.get(f"{key}_se{source}", math.nan)
+        return f"{value:.4f}" + (f" ±{error:.4f}" if math.isfinite(error) else "")

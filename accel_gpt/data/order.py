@@ -1,9 +1,9 @@
-"""Which sequence comes when: pure functions of (seed, data fingerprint, k), O(1) memory, seekable.
+"""The order of the training sequences: pure functions of the seed, the data's fingerprint and k.
 
-The k-th sequence of a run is `block_size + 1` tokens of one shard, whatever the number of
-ranks, the micro-batch or the restarts; k is the whole state. Its epoch is k //
-sequences_per_epoch. Each epoch but the first cuts every shard at a new offset, so that a small
-corpus does not repeat its sequences.
+The k-th sequence of a run is `block_size + 1` tokens of one shard. It does not depend on the number
+of ranks, the micro-batch or restarts: k is the whole state. Its epoch is k // sequences_per_epoch.
+Each epoch after the first cuts every shard at a new offset, so that a small corpus does not repeat
+its sequences. Any k can be located directly, without a stored permutation.
 
 Legend: N sequences per epoch, S shards, T block_size.
 """
@@ -26,12 +26,12 @@ ROUNDS = 6  # Feistel rounds, even so that the halves end where they began; 4 su
 
 @dataclass(frozen=True)
 class Order:
-    """The order of the sequences of a split."""
+    """Locate the sequences of a split in the order in which a run reads them."""
 
     lengths: Ints  # (S,) tokens of each shard
     block_size: int
     shuffle: Shuffle
-    group: int  # shards of a group, at most
+    group: int  # largest number of shards in a group
     seed: int
     fingerprint: str
 
@@ -46,21 +46,25 @@ class Order:
 
     @cached_property
     def counts(self) -> Ints:
-        """(S,) sequences of each shard in every epoch: as many as fit at any offset below T."""
+        """Count the sequences of each shard in an epoch, (S,).
+
+        As many count as fit at any offset below T, so all epochs have the same number.
+        """
         fits = np.maximum(self.lengths // self.block_size - 1, 1)
         counts: Ints = np.where(self.lengths > self.block_size, fits, 0)
         return counts
 
     @cached_property
     def sequences_per_epoch(self) -> int:
-        """N."""
+        """Count the sequences of an epoch: N."""
         return int(self.counts.sum())
 
     def locate(self, k: Ints) -> tuple[Ints, Ints]:
-        """Shard and first token of the sequences number `k`: two arrays shaped like `k`."""
+        """Find the shard and first token of the sequences `k`: two arrays shaped like `k`."""
         if self.shuffle == "replacement":
             return self.random_crops(k)
-        shard, start = np.empty_like(k), np.empty_like(k)
+        shard = np.empty_like(k)
+        start = np.empty_like(k)
         epochs, index = np.divmod(k, self.sequences_per_epoch)
         for epoch in sorted(set(epochs.ravel().tolist())):
             here = epochs == epoch
@@ -68,7 +72,7 @@ class Order:
         return shard, start
 
     def within_epoch(self, epoch: int, index: Ints) -> tuple[Ints, Ints]:
-        """Shard and first token of the sequences `index` (0 to N - 1) of one epoch."""
+        """Find the shard and first token of the sequences `index` (0 to N - 1) of one epoch."""
         if self.shuffle == "global":
             index = permute(index, self.sequences_per_epoch, self.key(epoch, "windows"))
         shards = self.shard_order(epoch)
@@ -76,56 +80,72 @@ class Order:
         ends = np.cumsum(counts)
         if self.shuffle == "groups":
             index = self.within_groups(epoch, shards, index)
-        slot = np.searchsorted(ends, index, side="right")
-        shard, number = shards[slot], index - (ends - counts)[slot]
+        slot = np.searchsorted(ends, index, side="right")  # which of `shards` holds the sequence
+        shard = shards[slot]
+        starts = ends - counts
+        number = index - starts[slot]  # of the sequence in its shard
         return shard, self.offset(epoch, shard) + number * self.block_size
 
     def within_groups(self, epoch: int, shards: Ints, index: Ints) -> Ints:
-        """`index`, permuted within each group of the `shards` in their order."""
-        edges = self.groups(shards)[1]
+        """Permute `index` within each group of `shards`, which are in the order of the epoch."""
+        _, edges = self.groups(shards)
         group = np.searchsorted(edges, index, side="right") - 1
         image = np.empty_like(index)
         for number in set(group.tolist()):
-            here, first = group == number, edges[number]
-            size, key = int(edges[number + 1] - first), self.key(epoch, f"group {number}")
+            here = group == number
+            first = edges[number]
+            size = int(edges[number + 1] - first)
+            key = self.key(epoch, f"group {number}")
             image[here] = first + permute(index[here] - first, size, key)
         return image
 
     def groups(self, shards: Ints) -> tuple[Ints, Ints]:
-        """Where each group begins in `shards`, and its first sequence; then the ends: S and N.
+        """Find the first shard and the first sequence of each group, as indices in the epoch.
 
-        Their sizes differ by one shard at most. A shard is a group of its own but for `groups`.
+        Both arrays end with the totals, S and N. Group sizes differ by one shard at most. Each
+        shard is its own group unless `shuffle` is groups.
         """
-        S, size = len(self.lengths), self.group if self.shuffle == "groups" else 1
-        begins = np.arange(-(-S // size) + 1) * S // -(-S // size)
-        return begins, np.concatenate(([0], np.cumsum(self.counts[shards])))[begins]
+        S = len(self.lengths)
+        size = self.group if self.shuffle == "groups" else 1
+        n_groups = -(-S // size)  # rounded up
+        first_shards = np.arange(n_groups + 1) * S // n_groups
+        sequences_before = np.concatenate(([0], np.cumsum(self.counts[shards])))  # (S + 1,)
+        return first_shards, sequences_before[first_shards]
 
     def upcoming(self, k: int, count: int) -> list[int]:
-        """Shards of the sequences from number `k` on, in order: the next `count` of them, those of
-        two groups, or all where the order jumps between shards.
+        """List the next `count` shards that are read from sequence `k` on, in order.
+
+        With groups, these are the shards of two groups. If the order jumps between shards, they are
+        all shards.
         """
         if self.shuffle in ("global", "replacement"):
             return np.flatnonzero(self.counts).tolist()
-        count = 2 * self.group if self.shuffle == "groups" else count
+        if self.shuffle == "groups":
+            count = 2 * self.group
         epoch, index = divmod(k, self.sequences_per_epoch)
         found: list[int] = []
         while len(found) < count and epoch <= k // self.sequences_per_epoch + 1:
             shards = self.shard_order(epoch)
-            begins, edges = self.groups(shards)
-            shards = shards[begins[np.searchsorted(edges, index, side="right") - 1] :]
+            first_shards, edges = self.groups(shards)
+            group = np.searchsorted(edges, index, side="right") - 1
+            shards = shards[first_shards[group] :]
             found += shards[self.counts[shards] > 0].tolist()
-            epoch, index = epoch + 1, 0
+            epoch += 1
+            index = 0
         return found[:count]
 
     def shard_order(self, epoch: int) -> Ints:
-        """(S,) shards in the order in which an epoch reads them, unless it jumps between them."""
+        """Return the shards (S,) in the order in which an epoch reads them.
+
+        If the order jumps between shards, this is their order in the data folder.
+        """
         shards = np.arange(len(self.lengths))
         if self.shuffle in ("shards", "groups"):
             return permute(shards, len(shards), self.key(epoch, "shards"))
         return shards
 
     def offset(self, epoch: int, shard: Ints) -> Ints:
-        """First token of the first sequence of each shard in this epoch, below T."""
+        """Compute the first token of the first sequence of each shard in this epoch, below T."""
         if epoch == 0:
             return np.zeros_like(shard)
         slack = self.lengths[shard] - 1 - self.counts[shard] * self.block_size
@@ -135,7 +155,7 @@ class Order:
         return first
 
     def random_crops(self, k: Ints) -> tuple[Ints, Ints]:
-        """Independent sequences, every first token of every shard equally likely."""
+        """Draw independent sequences; every first token of every shard is equally likely."""
         draw = mix(mix(k.astype(np.uint64)) ^ np.uint64(self.key(0, "crops")))
         ends = np.cumsum(np.maximum(self.lengths - self.block_size, 0))
         position = (draw % np.uint64(ends[-1])).astype(np.int64)
@@ -143,21 +163,22 @@ class Order:
         return shard, position - np.where(shard > 0, ends[shard - 1], 0)
 
     def key(self, epoch: int, purpose: str) -> int:
-        """64 bits that depend on everything the order may depend on."""
+        """Derive 64 bits from everything that the order depends on."""
         return derive_seed(self.seed, self.fingerprint, epoch, purpose)
 
 
 def derive_seed(*parts: int | str) -> int:
-    """64 bits drawn from `parts`, the same on every machine."""
+    """Derive 64 bits from `parts`, the same on every machine."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def permute(index: Ints, size: int, key: int) -> Ints:
-    """Image of `index` under a keyed permutation of 0 ... size - 1.
+    """Map `index` by a keyed permutation of 0 ... size - 1.
 
-    A Feistel network on the smallest sufficient number of bits; values outside are sent through it
-    again (cycle walking, Black & Rogaway 2002), twice on average at most.
+    A Feistel network permutes the words of the smallest sufficient number of bits. A result outside
+    the range goes through it again (cycle walking, Black & Rogaway 2002): at most two passes on
+    average.
     """
     bits = max(2, (size - 1).bit_length())
     value = index.astype(np.uint64)
@@ -169,24 +190,29 @@ def permute(index: Ints, size: int, key: int) -> Ints:
 
 
 def feistel(value: Words, bits: int, key: int) -> Words:
-    """One pass of a keyed bijection on words of `bits` bits."""
-    low_bits, high_bits = bits // 2, bits - bits // 2
-    low, high = value & mask(low_bits), value >> np.uint64(low_bits)
+    """Map each word of `bits` bits by a keyed bijection: a Feistel network of `ROUNDS` rounds."""
+    low_bits = bits // 2
+    high_bits = bits - low_bits
+    low = value & mask(low_bits)
+    high = value >> np.uint64(low_bits)
     keys = mix(np.uint64(key) + np.arange(ROUNDS, dtype=np.uint64))
     for round_key in keys:
-        high_mask = mask(high_bits)
-        low, high = (high ^ mix(low ^ round_key)) & high_mask, low
+        mixed = (high ^ mix(low ^ round_key)) & mask(high_bits)
+        low, high = mixed, low
         low_bits, high_bits = high_bits, low_bits
     return (high << np.uint64(low_bits)) | low
 
 
 def mask(bits: int) -> np.uint64:
-    """The word whose lowest `bits` bits are set."""
+    """Return the word whose lowest `bits` bits are set."""
     return np.uint64((1 << bits) - 1)
 
 
 def mix(word: Words) -> Words:
-    """The finaliser of splitmix64 (Steele, Lea & Flood 2014): every bit depends on every other."""
+    """Make every bit depend on every other bit: the finaliser of splitmix64.
+
+    Steele, Lea & Flood 2014.
+    """
     word = word + np.uint64(0x9E3779B97F4A7C15)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,7 @@
-"""Documents within a sequence: where each ends, and an attention mask that stops there.
+"""Separate the documents within a sequence: targets, positions and attention masks.
 
-A document is a run of tokens up to and including the end-of-text token; a sequence may begin and
-end in the middle of one. Nothing here waits for the device.
+A document is a run of tokens that ends with the end-of-text token. A sequence may begin and end in
+the middle of a document. Nothing here waits for the device.
 
 Shapes: B batch, T tokens, H query heads, K key and value heads, D head size.
 """
@@ -16,73 +16,92 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from accel_gpt.model.loss import IGNORE
 
 MIN_FLEX_HEAD_SIZE = 16
-"""Channels; the least that Triton's `tl.dot`, and so FlexAttention on CUDA, supports."""
+"""Channels. Triton's `tl.dot`, and so FlexAttention on CUDA, supports no smaller heads."""
 
 
 def separate(tokens: Tensor, targets: Tensor, eot_id: int) -> tuple[Tensor, Tensor]:
-    """Ignore the targets that lie in the next document; number the documents.
+    """Ignore the targets that lie in the next document, and number the documents.
 
-    Returns the targets and, for each token, the number of its document, int32, from 0 in each
-    sequence. All are (B, T).
+    Returns the targets and the document number of each token, both (B, T). Document numbers are
+    int32 and start at 0 in each sequence.
     """
-    ends = tokens == eot_id
-    documents = ends.cumsum(-1, dtype=torch.int32) - ends.int()
-    return targets.masked_fill(ends, IGNORE), documents
+    is_end = tokens == eot_id
+    ends_so_far = is_end.cumsum(-1, dtype=torch.int32)
+    documents = ends_so_far - is_end.int()  # an end belongs to the document that it ends
+    targets = targets.masked_fill(is_end, IGNORE)
+    return targets, documents
 
 
 def positions(documents: Tensor) -> Tensor:
-    """Position of each token in its document, (B, T) int64, from 0."""
-    index = torch.arange(documents.shape[-1], device=documents.device)
-    starts = index.masked_fill(documents == documents.roll(1, -1), 0)
+    """Compute the position of each token in its document, (B, T) int64, from 0."""
+    index = torch.arange(documents.shape[-1], device=documents.device)  # (T,)
+    # `roll` compares token 0 with the last token; the result does not matter, as its index is 0
+    follows_its_document = documents == documents.roll(1, -1)
+    starts = index.masked_fill(follows_its_document, 0)  # (B, T)
     return index - starts.cummax(-1).values
 
 
 def attention_mask(documents: Tensor, head_size: int, dropout: float) -> Tensor | BlockMask:
-    """The mask in which each token sees itself and those before it in its document.
+    """Build the mask in which a token sees itself and the earlier tokens of its document.
 
-    A block mask for FlexAttention on CUDA; a dense mask elsewhere, and where FlexAttention does not
-    work: with dropout, and for heads smaller than `MIN_FLEX_HEAD_SIZE`.
+    On CUDA this is a block mask for FlexAttention. It is a dense mask on other devices, with
+    dropout, and for heads smaller than `MIN_FLEX_HEAD_SIZE`, which FlexAttention does not support.
     """
-    flex = documents.is_cuda and not dropout and head_size >= MIN_FLEX_HEAD_SIZE
-    return block_mask(documents) if flex else dense_mask(documents)
+    flex_works = documents.is_cuda and dropout == 0 and head_size >= MIN_FLEX_HEAD_SIZE
+    if flex_works:
+        return block_mask(documents)
+    return dense_mask(documents)
 
 
 def dense_mask(documents: Tensor) -> Tensor:
-    """The mask of `documents` (B, T) for `scaled_dot_product_attention`, (B, 1, T, T) bool."""
+    """Build the mask for `scaled_dot_product_attention`: (B, 1, T, T) bool, true where visible."""
     B, T = documents.shape
     sequence = torch.arange(B, device=documents.device).view(B, 1, 1, 1)
     index = torch.arange(T, device=documents.device)
-    return _visible(documents)(sequence, sequence, index.view(T, 1), index)
+    is_visible = _mask_function(documents)
+    return is_visible(sequence=sequence, head=sequence, query=index.view(T, 1), key=index)
 
 
 def block_mask(documents: Tensor) -> BlockMask:
-    """The mask of `documents` (B, T) for `attend`, as blocks."""
+    """Build the mask for `attend`."""
     B, T = documents.shape
-    return create_block_mask(_visible(documents), B, None, T, T, device=documents.device)
+    return create_block_mask(
+        _mask_function(documents),
+        B=B,
+        H=None,  # the same for all heads
+        Q_LEN=T,
+        KV_LEN=T,
+        device=documents.device,
+    )
 
 
-def _visible(documents: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    def visible(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (documents[sequence, query] == documents[sequence, key])
+def _mask_function(documents: Tensor) -> Callable[..., Tensor]:
+    """Return the function from indices to visibility that FlexAttention calls `mask_mod`."""
 
-    return visible
+    def is_visible(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same_document = documents[sequence, query] == documents[sequence, key]
+        return (key <= query) & same_document
+
+    return is_visible
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    """FlexAttention of `q` (B, H, T, D) to `k` and `v` (B, K, T, D), as (B, H, T, D).
+    """Compute FlexAttention of `q` (B, H, T, D) to `k` and `v` (B, K, T, D): (B, H, T, D).
 
-    Outside of a compiled model the kernel is compiled by itself, once for each shape.
+    Outside a compiled model, the kernel is compiled on its own, once for each shape.
     """
-    flex = _flex if torch.compiler.is_compiling() else _compiled_flex()
-    return flex(q, k, v, mask)
+    if torch.compiler.is_compiling():
+        return _flex_attention(q, k, v, mask)
+    return _compiled_flex_attention()(q, k, v, mask)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    out: Tensor = flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    out: Tensor = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
     return out
 
 
 @functools.cache
-def _compiled_flex() -> Callable[[Tensor, Tensor, Tensor, BlockMask], Tensor]:
-    # fullgraph: without it, too many shapes would end in a slow kernel and a warning
-    return torch.compile(_flex, dynamic=False, fullgraph=True)
+def _compiled_flex_attention() -> Callable[[Tensor, Tensor, Tensor, BlockMask], Tensor]:
+    # with fullgraph, too many shapes raise an error instead of falling back to a slow kernel
+    return torch.compile(_flex_attention, dynamic=False, fullgraph=True)

@@ -1,6 +1,6 @@
-"""Text from a model, token by token, with a KV cache.
+"""Generate text from a model, token by token, with a KV cache.
 
-Shapes: B batch, T tokens, V vocabulary.
+Shapes: B batch, T tokens, V vocabulary, k candidate tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from accel_gpt.model.layers import KVCache
 
 
 def all_ended(ended: Tensor) -> bool:
-    """Whether all texts have ended; `ended` (B,) is true for those that have."""
+    """Return whether all texts have ended; `ended` (B,) is true for each text that has."""
     return bool(ended.all())
 
 
@@ -33,24 +33,34 @@ def stream(
     done: Callable[[Tensor], bool] = all_ended,
     before_token: Callable[[], object] = do_nothing,
 ) -> Iterator[Tensor]:
-    """Continue `prompt_ids` (B, T), T > 0: yield up to `config.max_new_tokens` times tokens (B,).
+    """Continue `prompt_ids` (B, T), T > 0: yield one token (B,) of each text at a time.
 
-    `choices`: only ids below it are sampled; None: the whole vocabulary. Random numbers come from
-    `generator` alone, on the device of the prompt; temperature 0 is greedy and draws none. A text
-    that has ended with `eot_id` is padded with it; generation stops once `done`, called after each
-    token with the texts that have ended, is true (ranks that share a model agree there).
-    `before_token` is called before each token. The model is in evaluation mode, without gradients,
-    until the iterator ends or is closed.
+    `config.max_new_tokens` limits the number of steps. Only ids below `choices` are sampled; None
+    samples from the whole vocabulary. All random numbers come from `generator`, on the device of
+    the prompt. Temperature 0 takes the likeliest token and draws no random numbers.
+
+    A text that has ended with `eot_id` is padded with it. `before_token` is called before each
+    token. `done` is called after each token with the texts that have ended, (B,) bool. Generation
+    stops when it returns true; ranks that share a model agree there.
+
+    The model is in evaluation mode, without gradients, until the iterator ends or is closed.
     """
     B, T = prompt_ids.shape
+    max_length = T + config.max_new_tokens
     tokens = torch.cat((prompt_ids, prompt_ids.new_zeros(B, config.max_new_tokens)), dim=1)
     ended = torch.zeros(B, dtype=torch.bool, device=tokens.device)
-    cache = KVCache(model.config, tokens.shape[1]) if use_cache else None
-    with evaluating(model, compiled=False):  # the length changes with every token
-        for length in range(T, T + config.max_new_tokens):
+    cache = KVCache(model.config, max_length) if use_cache else None
+    with evaluating(model, compiled=False):  # a compiled model would recompile for each length
+        for length in range(T, max_length):
             before_token()
-            logits = _next_logits(model, tokens[:, :length], cache)[:, :choices]
-            token = sample_token(logits, config.temperature, config.top_k, config.top_p, generator)
+            logits = _next_logits(model, tokens[:, :length], cache)  # (B, V)
+            token = sample_token(
+                logits[:, :choices],
+                temperature=config.temperature,
+                top_k=config.top_k,
+                top_p=config.top_p,
+                generator=generator,
+            )
             if eot_id is not None:
                 token = token.masked_fill(ended, eot_id)
                 ended |= token == eot_id
@@ -61,29 +71,30 @@ def stream(
 
 
 def context_start(length: int, block_size: int) -> int:
-    """Position at which the context of the token after `length` others starts.
+    """Compute where the context of the next token starts, after `length` tokens.
 
-    The smallest multiple of half a block that leaves at most `block_size` tokens. It depends on
-    these two alone, so the text is the same with and without a cache, which is filled anew once in
-    half a block.
+    This is the smallest multiple of half a block that leaves at most `block_size` tokens. The start
+    moves only once in half a block, so the cache is rarely filled again. It does not depend on the
+    cache, so the text is the same with and without one.
     """
-    half = max(block_size // 2, 1)
+    half_block = max(block_size // 2, 1)
     excess = max(length - block_size, 0)
-    return -(-excess // half) * half
+    half_blocks = -(-excess // half_block)  # rounded up
+    return half_blocks * half_block
 
 
 def _next_logits(model: GPT, tokens: Tensor, cache: KVCache | None) -> Tensor:
-    """Logits (B, V) after `tokens`, float32; only tokens that are not cached are computed."""
-    length, block_size = tokens.shape[1], model.config.block_size
-    start = context_start(length, block_size)
+    """Compute the logits (B, V) of the next token, float32; skip the tokens in the cache."""
+    length = tokens.shape[1]
+    start = context_start(length, model.config.block_size)
     if cache is not None:
-        # the cache holds all but the newest token, unless it is empty or the context has moved
-        if cache.position and start == context_start(length - 1, block_size):
-            start = length - 1
-        else:
+        context_moved = start != context_start(length - 1, model.config.block_size)
+        if cache.position == 0 or context_moved:
             cache.position = 0
-    # called, not its `forward`: FSDP gathers the weights in hooks
-    logits: Tensor = model(tokens[:, start:], cache=cache, last_only=True)
+        else:
+            start = length - 1  # the cache holds all earlier tokens
+    # calls the model and not its `forward`: FSDP gathers the weights in hooks
+    logits: Tensor = model(tokens[:, start:], cache=cache, last_only=True)  # (B, 1, V)
     return logits[:, -1].float()
 
 
@@ -94,24 +105,26 @@ def sample_token(
     top_p: float,
     generator: torch.Generator,
 ) -> Tensor:
-    """Sample a token id (B,) from each row of `logits` (B, V).
+    """Sample one token id from each row of `logits` (B, V): (B,).
 
-    `top_k` keeps the most likely tokens. `top_p` keeps the fewest that together reach this
-    probability (nucleus sampling, Holtzman et al. 2020, section 3.1), of those that `top_k` left.
+    `top_k` keeps the k likeliest tokens. Of these, `top_p` keeps the fewest tokens whose
+    probabilities add up to it (nucleus sampling, Holtzman et al. 2020, section 3.1).
     """
     if temperature == 0:
         return logits.argmax(-1)
-    # minus the largest: a temperature near 0 then gives -inf, not inf - inf
+    # without the subtraction, a temperature near 0 gives inf - inf in the softmax
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     if top_k is None and top_p == 1:
-        return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+        token = torch.multinomial(logits.softmax(-1), 1, generator=generator)  # (B, 1)
+        return token.squeeze(-1)
     V = logits.shape[-1]
-    likeliest, ids = logits.topk(min(top_k or V, V))  # (B, k), in descending order
+    k = V if top_k is None else min(top_k, V)
+    likeliest, ids = logits.topk(k)  # (B, k), in descending order
     probabilities = likeliest.softmax(-1)
     if top_p < 1:
-        # on the CPU, as CUDA's kernel is refused where all must be deterministic
+        # on the CPU: the CUDA kernel of `cumsum` raises an error in deterministic mode
         sums = probabilities.cpu().cumsum(-1).to(probabilities.device)
-        before = sums - probabilities  # exactly 0 for the likeliest: it stays
-        probabilities = probabilities.masked_fill(before >= top_p, 0.0)
-    index = torch.multinomial(probabilities, 1, generator=generator)
-    return ids.gather(-1, index).squeeze(-1)
+        sums_before = sums - probabilities  # exactly 0 for the likeliest token, which stays
+        probabilities = probabilities.masked_fill(sums_before >= top_p, 0.0)
+    choice = torch.multinomial(probabilities, 1, generator=generator)  # (B, 1)
+    return ids.gather(-1, choice).squeeze(-1)

@@ -1,4 +1,4 @@
-"""The decoder: GPT-2, Llama, Qwen3, NanoChat and what lies between, by `ModelConfig`.
+"""The decoder. `ModelConfig` makes it GPT-2, Llama, Qwen3, NanoChat or a mixture of them.
 
 Shapes: B batch, T tokens, C channels (n_embd), D head size, V vocabulary.
 """
@@ -31,7 +31,7 @@ from accel_gpt.model.sharding import load_full
 
 
 class _SkipInit(TorchFunctionMode):
-    """Leaves out torch.nn.init, which for a meta tensor imports torch._dynamo: 1 to 2 s."""
+    """Skip `torch.nn.init`, which imports torch._dynamo for a tensor on meta: 1 to 2 s."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -42,14 +42,14 @@ class _SkipInit(TorchFunctionMode):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer over `vocab_size` real tokens.
+    """Predict the next token with a decoder-only transformer over `vocab_size` real tokens.
 
-    Embedding and head have `padded_vocab_size` rows, for the matrix units; the rows beyond the
-    real tokens start at zero, get no gradient and are cut from the logits. Without `init` the
-    weights are uninitialized, and not tied.
+    Embedding and head have `padded_vocab_size` rows, for the matrix units. The rows beyond the real
+    tokens start at zero, get no gradient and are cut from the logits. Without `init`, the weights
+    are uninitialized and not tied.
     """
 
-    _no_split_modules = ["Block"]  # noqa: RUF012 - the name and type that Accelerate reads
+    _no_split_modules = ["Block"]  # noqa: RUF012 - Accelerate expects this name and a list
     rotary: Tensor | None
 
     def __init__(self, config: ModelConfig, vocab_size: int, init: bool = True) -> None:
@@ -75,8 +75,9 @@ class GPT(nn.Module):
     def allocate(
         cls, config: ModelConfig, vocab_size: int, device: torch.device | str = "cpu"
     ) -> "GPT":
-        """A model with uninitialized weights, which the caller loads; on the device meta without
-        storage for them, until `materialize`.
+        """Build a model with uninitialized weights, for a caller that loads them.
+
+        On the device meta, the weights have no storage until `materialize`.
         """
         with torch.device(device):
             model = cls(config, vocab_size, init=False)
@@ -86,14 +87,15 @@ class GPT(nn.Module):
         return model
 
     def materialize(self, device: torch.device | str) -> None:
-        """Allocate the weights, of which FSDP leaves each rank its shard, on `device`."""
+        """Allocate the weights on `device`; under FSDP, each rank allocates its shard only."""
         self.to_empty(device=device)  # unties tied weights
         self.tie_weights()
         self.build_rotary()
 
     def tie_weights(self) -> None:
-        """Tie the head to the embedding, if configured; Accelerate calls this after FSDP2 sharded
-        the weights.
+        """Tie the head to the embedding, if configured.
+
+        Accelerate calls this after FSDP2 has sharded the weights.
         """
         if self.config.tie_embeddings:
             self.head.weight = self.wte.weight
@@ -104,30 +106,30 @@ class GPT(nn.Module):
             self.rotary = rotary_table(self.config, self.wte.weight.device)
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """The embedding, which Accelerate then has FSDP gather by itself."""
+        """Return the embedding, so that Accelerate gives it an FSDP unit."""
         return self.wte
 
     def get_output_embeddings(self) -> Head:
-        """The head, which Accelerate then has FSDP gather by itself."""
+        """Return the head, so that Accelerate gives it an FSDP unit."""
         return self.head
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights from the global CPU generator; tie them and build the rotary table.
+        """Draw all weights from the global CPU generator, tie them and build the rotary table.
 
-        GPT-2, Radford et al. 2019, section 2.3: normal(0, init_std), projections onto the residual
-        stream divided by the root of their number, 2 n_layer; zero with `zero_init`. Each weight is
-        drawn whole: any number of ranks has the weights that one would have.
+        GPT-2, Radford et al. 2019, section 2.3: weights are normal(0, init_std). Projections onto
+        the residual stream are divided by the root of their number, 2 n_layer, or zero with
+        `zero_init`. Each weight is drawn whole, so it does not depend on the number of ranks.
         """
         self.tie_weights()
         self.build_rotary()
-        for module in self.modules():  # draws as the constructors do: a seed keeps its weights
-            if isinstance(module, nn.Linear):
-                nn.Linear(module.in_features, module.out_features, module.bias is not None)
-            elif isinstance(module, nn.Embedding):
-                nn.Embedding(module.num_embeddings, module.embedding_dim)
-        branches = [m for m in self.modules() if isinstance(m, CausalSelfAttention | MLP)]
-        onto_residual = {m.down if isinstance(m, MLP) else m.proj for m in branches}
+        self._draw_as_constructors()
+        onto_residual: set[nn.Module] = set()
+        for module in self.modules():
+            if isinstance(module, CausalSelfAttention):
+                onto_residual.add(module.proj)
+            elif isinstance(module, MLP):
+                onto_residual.add(module.down)
         for module in self.modules():
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 module.reset_parameters()
@@ -143,6 +145,17 @@ class GPT(nn.Module):
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
 
+    def _draw_as_constructors(self) -> None:
+        """Draw the random numbers that the constructors of the layers draw without `_SkipInit`.
+
+        The weights of a seed depend on these draws, so they stay as they are.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.Linear(module.in_features, module.out_features, module.bias is not None)
+            elif isinstance(module, nn.Embedding):
+                nn.Embedding(module.num_embeddings, module.embedding_dim)
+
     def forward(
         self,
         tokens: Tensor,
@@ -152,13 +165,17 @@ class GPT(nn.Module):
         documents: Tensor | None = None,
         per_sequence: bool = False,
     ) -> Tensor:
-        """Logits (B, T, V) of `tokens` (B, T) int64; with `targets` (B, T) their mean loss () or,
-        `per_sequence`, the summed loss of each sequence (B,).
+        """Compute the logits (B, T, V) of `tokens` (B, T) int64, or their loss in nats.
 
-        `cache`: `tokens` follow the cached ones and are appended. `last_only`: logits of the last
-        token alone (B, 1, V). `documents` (B, T): the numbers of `documents.separate`; attention
-        and positions restart in each. Raises `ValueError` where the tokens exceed `block_size`, and
-        for `documents` with a cache; ids are not checked, as that would wait for the device.
+        With `targets` (B, T) the result is their mean loss (); with `per_sequence` too, it is the
+        summed loss of each sequence (B,). With `last_only` it covers the last token only.
+
+        With a `cache`, `tokens` continue the cached tokens and are appended to them. With
+        `documents` (B, T), the numbers of `documents.separate`, attention and positions restart in
+        each document.
+
+        Raises `ValueError` if the tokens exceed `block_size`, or for `documents` with a cache.
+        Token ids are not checked, as a check would wait for the device.
         """
         start = 0 if cache is None else cache.position
         end = start + tokens.shape[1]
@@ -167,52 +184,61 @@ class GPT(nn.Module):
                 f"the model got {end} tokens ({start} of them cached); model.block_size is "
                 f"{self.config.block_size}, give it at most as many"
             )
+        if documents is not None and cache is not None:
+            raise ValueError("the model got documents and a cache; give it one of them")
         dropout = self.config.dropout if self.training else 0.0
-        position, mask = None, None  # position of each token in its document
+
+        position = None  # of each token in its document (B, T)
+        mask = None
         if documents is not None:
-            if cache is not None:
-                raise ValueError("the model got documents and a cache; give it one of them")
             position = positions(documents)
             mask = attention_mask(documents, self.config.head_size, dropout)
+
         x = self.wte(tokens)  # (B, T, C)
         if self.wpe is not None:
             x = x + (self.wpe.weight[start:end] if position is None else self.wpe(position))
         rotary = self.rotary
-        if rotary is not None:
+        if rotary is not None:  # (2, T, 1, D), or (2, B, T, 1, D) with documents
             rotary = rotary[:, start:end] if position is None else rotary[:, position]
-        if dropout:
+        if dropout > 0:
             x = F.dropout(x, dropout)
         if self.norm_e is not None:
             x = self.norm_e(x)
+
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, rotary, None, mask, use_reentrant=False)
+                x = checkpoint(block, x, rotary=rotary, mask=mask, use_reentrant=False)
             else:
-                x = block(x, rotary, cache, mask)
+                x = block(x, rotary=rotary, cache=cache, mask=mask)
         if cache is not None:
             cache.position = end
-        x = self.norm_f(x[:, -1:] if last_only else x)
-        out: Tensor = self.head(x, targets, per_sequence)
+
+        if last_only:
+            x = x[:, -1:]  # (B, 1, C)
+        out: Tensor = self.head(self.norm_f(x), targets, per_sequence)
         return out
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module, compiled: bool = True) -> Iterator[None]:
-    """Switch `model` to evaluation mode, without gradients; restore its mode, also after an error.
+    """Switch `model` to evaluation mode, without gradients, and restore its mode afterwards.
 
-    A compiled model runs uncompiled unless `compiled`, and always on a CPU: there compiling the
-    evaluation takes 10 to 20 s and makes it no faster (docs/speed.md).
+    A compiled model runs uncompiled on a CPU, and everywhere if `compiled` is false. Compiling the
+    evaluation on a CPU takes 10 to 20 s and makes it no faster (docs/speed.md).
     """
     eager = not compiled or next(model.parameters()).device.type == "cpu"
-    calls = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl and eager]
+    compiled_calls = {}
+    if eager:
+        for module in model.modules():
+            if module._compiled_call_impl:
+                compiled_calls[module] = module._compiled_call_impl
+                module._compiled_call_impl = None
     training = model.training
     model.eval()
-    for module, _ in calls:
-        module._compiled_call_impl = None
     try:
         with torch.no_grad():
             yield
     finally:
-        for module, call in calls:
+        for module, call in compiled_calls.items():
             module._compiled_call_impl = call
         model.train(training)

@@ -1,17 +1,19 @@
-"""The loss of next-token prediction, and the output head that computes it.
+"""The output head, and the loss of next-token prediction.
 
-Logits that would fill the memory are computed a chunk of tokens at a time, with their gradients,
-which the backward pass only scales: no logits outlive their chunk (fused linear cross entropy, as
-in Liger kernel, Hsu et al. 2024, section 3.2). To autograd, and to a compiled model, all chunks
-together are one operation; in a compiled model the function from logits to losses and gradients is
-compiled by itself, once for all chunks.
+Logits that would fill the memory are computed a chunk of tokens at a time, together with their
+gradients. No logits outlive their chunk; the backward pass only scales the gradients (fused linear
+cross entropy, as in Liger kernel, Hsu et al. 2024, section 3.2).
 
-Shapes: B batch, T tokens, N tokens of a batch, n of them in a chunk, C channels, V vocabulary, V'
-rows of the head, padding included.
+To autograd and to a compiled model, all chunks together are one operation. In a compiled model, the
+function from logits to losses and gradients is compiled on its own, once for all chunks.
+
+Shapes: B batch, T tokens, N tokens of a batch, n tokens of a chunk, C channels, V vocabulary, V'
+rows of the head, which include the padding.
 """
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +24,11 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.cost.flops import chunk_tokens, padded_vocab_size
 
 IGNORE = -100
-"""Target that does not count; PyTorch's and transformers' value."""
+"""Target that does not count; the value of PyTorch and transformers."""
 
 
 class Head(nn.Linear):
-    """The linear layer onto the vocabulary, without its padded rows, and the soft cap."""
+    """Project onto the vocabulary, cut the padded rows and apply the soft cap."""
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__(config.n_embd, padded_vocab_size(vocab_size), bias=False)
@@ -36,41 +38,65 @@ class Head(nn.Linear):
     def forward(
         self, x: Tensor, targets: Tensor | None = None, per_sequence: bool = False
     ) -> Tensor:
-        """Logits (B, T, V) of `x` (B, T, C); with `targets` (B, T) their mean loss () or,
-        `per_sequence`, the summed loss of each sequence (B,), which has no gradient in chunks.
+        """Compute the logits (B, T, V) of `x` (B, T, C), or their loss in nats.
+
+        With `targets` (B, T) the result is their mean loss (); with `per_sequence` too, it is the
+        summed loss of each sequence (B,). The loss is computed in chunks if the logits exceed one
+        chunk. A loss per sequence that needs gradients is never computed in chunks.
         """
         if targets is None:
             return self.logits(x)
-        at_once = x[..., 0].numel() <= chunk_tokens(len(self.weight), x.device.type == "cpu")
-        if at_once or (per_sequence and torch.is_grad_enabled()):
-            return (sequence_losses if per_sequence else next_token_loss)(self.logits(x), targets)
-        loss = chunked_sequence_losses if per_sequence else chunked_next_token_loss
-        return loss(x, self.weight, targets, self.vocab_size, self.softcap)
+        n_tokens = x[..., 0].numel()
+        one_chunk = n_tokens <= chunk_tokens(len(self.weight), x.device.type == "cpu")
+        if per_sequence:
+            if one_chunk or torch.is_grad_enabled():
+                return sequence_losses(self.logits(x), targets)
+            return chunked_sequence_losses(
+                x=x,
+                weight=self.weight,
+                targets=targets,
+                vocab_size=self.vocab_size,
+                softcap=self.softcap,
+            )
+        if one_chunk:
+            return next_token_loss(self.logits(x), targets)
+        return chunked_next_token_loss(
+            x=x,
+            weight=self.weight,
+            targets=targets,
+            vocab_size=self.vocab_size,
+            softcap=self.softcap,
+        )
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits (B, T, V) over the real vocabulary."""
+        """Compute the logits (B, T, V) over the real vocabulary."""
         logits = super().forward(x)[..., : self.vocab_size]
-        if cap := self.softcap:  # Gemma 2 technical report 2024, section 2
-            logits = cap * torch.tanh(logits.float() / cap)
+        if self.softcap is not None:  # Gemma 2 technical report 2024, section 2
+            logits = self.softcap * torch.tanh(logits.float() / self.softcap)
         return logits
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in nats, in float32, over the targets that are not `IGNORE`.
+    """Compute the mean cross entropy (), in nats and float32, over the targets that count.
 
-    `logits` is (B, T, V) over the real vocabulary, `targets` (B, T). Nothing but `IGNORE` in
-    `targets` gives 0.
+    `logits` is (B, T, V) over the real vocabulary, `targets` (B, T). The loss is 0 if all targets
+    are `IGNORE`.
     """
-    flat = logits.flatten(0, -2).float()  # (B * T, V)
+    flat = logits.flatten(0, -2).float()  # (N, V)
     total = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
-    return total / (targets != IGNORE).sum().clamp(min=1)
+    return total / _count(targets)
 
 
 def sequence_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy in nats, in float32, summed over the targets of each sequence: (B,)."""
-    flat = logits.flatten(0, -2).float()  # (B * T, V)
-    each = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="none")
-    return each.view_as(targets).sum(-1)
+    """Compute the summed cross entropy of each sequence (B,), in nats and float32."""
+    flat = logits.flatten(0, -2).float()  # (N, V)
+    losses = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="none")
+    return losses.view_as(targets).sum(-1)
+
+
+def _count(targets: Tensor) -> Tensor:
+    """Count the targets that are not `IGNORE`: (), 1 at least."""
+    return (targets != IGNORE).sum().clamp(min=1)
 
 
 # --------------------------------------------------------------------------- chunk by chunk
@@ -79,28 +105,42 @@ def sequence_losses(logits: Tensor, targets: Tensor) -> Tensor:
 def chunked_next_token_loss(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float | None
 ) -> Tensor:
-    """`next_token_loss` of the logits of `x` (B, T, C), which are never held together."""
-    total: Tensor = _loss_and_gradients(*_flatten(x, weight, targets, vocab_size, softcap))[0]
-    return total / (targets != IGNORE).sum().clamp(min=1)
+    """Compute the `next_token_loss` of `x` (B, T, C) without holding all its logits."""
+    total: Tensor
+    total, _, _ = _loss_and_gradients(
+        x=x.flatten(0, -2),
+        weight=weight,
+        targets=targets.flatten(),
+        vocab_size=vocab_size,
+        softcap=softcap or 0.0,
+        dtype=_product_dtype(x),
+        compiled=torch.compiler.is_compiling(),
+    )
+    return total / _count(targets)
 
 
 def chunked_sequence_losses(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float | None
 ) -> Tensor:
-    """`sequence_losses` of the logits of `x` (B, T, C), without gradients."""
-    losses: Tensor = _token_losses(*_flatten(x, weight, targets, vocab_size, softcap))
+    """Compute the `sequence_losses` of `x` (B, T, C), which have no gradients."""
+    losses: Tensor = _token_losses(
+        x=x.flatten(0, -2),
+        weight=weight,
+        targets=targets.flatten(),
+        vocab_size=vocab_size,
+        softcap=softcap or 0.0,
+        dtype=_product_dtype(x),
+        compiled=torch.compiler.is_compiling(),
+    )
     return losses.view_as(targets).sum(-1)
 
 
-def _flatten(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor, int, float, torch.dtype, bool]:
-    """Arguments of the custom operations; `dtype` of the matrix products is that of autocast."""
-    dtype, device = x.dtype, x.device.type
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of matrix products with `x`: the dtype of autocast, if it is enabled."""
+    device = x.device.type
     if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    flat = x.flatten(0, -2), weight, targets.flatten()
-    return *flat, vocab_size, softcap or 0.0, dtype, torch.compiler.is_compiling()
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 @torch.library.custom_op("accel_gpt::loss_and_gradients", mutates_args=())
@@ -113,18 +153,26 @@ def _loss_and_gradients(
     dtype: torch.dtype,
     compiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss () of `x` (N, C) and its gradients by `x` and by `weight` (V', C)."""
+    """Compute the summed loss () of `x` (N, C), and its gradients by `x` and `weight` (V', C).
+
+    `softcap` 0.0 means no cap: an operation of `torch.library` takes numbers only.
+    """
     total, dx, dw = _empty_results(x, weight)
     total.zero_()
     dw.zero_()
     losses_and_dlogits = _compile(_losses_and_dlogits) if compiled else _losses_and_dlogits
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         table = weight.to(dtype)
-        for chunk, inputs, valid, ids in _chunks(x, targets, len(weight), dtype):
-            losses, dlogits = losses_and_dlogits(inputs @ table.T, ids, vocab_size, softcap)
-            total += (losses * valid.squeeze(1)).sum()
-            dx[chunk] = (dlogits @ table) * valid
-            inputs = inputs * valid
+        for chunk in _chunks(x=x, targets=targets, rows=len(weight), dtype=dtype):
+            losses, dlogits = losses_and_dlogits(
+                logits=chunk.inputs @ table.T,  # (n, V'), freed at the return
+                targets=chunk.ids,
+                vocab_size=vocab_size,
+                softcap=softcap,
+            )
+            total += (losses * chunk.valid.squeeze(1)).sum()
+            dx[chunk.rows] = (dlogits @ table) * chunk.valid
+            inputs = chunk.inputs * chunk.valid
             if dw.dtype == dtype:
                 dw.addmm_(dlogits.T, inputs)
             elif dtype == torch.float16:
@@ -132,7 +180,7 @@ def _loss_and_gradients(
                 dw.addcmul_(dlogits.T @ (inputs / scale), scale)
             else:
                 dw += dlogits.T @ inputs
-            del dlogits  # or it is held beside the next chunk's
+            del dlogits  # otherwise it is held while the next chunk is computed
     return total, dx, dw
 
 
@@ -146,13 +194,19 @@ def _token_losses(
     dtype: torch.dtype,
     compiled: bool,
 ) -> Tensor:
-    """The loss of each token (N,)."""
+    """Compute the loss of each token of `x` (N, C): (N,)."""
     losses_of = _compile(_losses) if compiled else _losses
     losses = []
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         table = weight.to(dtype)
-        for _, inputs, valid, ids in _chunks(x, targets, len(weight), dtype):
-            losses.append(losses_of(inputs @ table.T, ids, vocab_size, softcap) * valid.squeeze(1))
+        for chunk in _chunks(x=x, targets=targets, rows=len(weight), dtype=dtype):
+            chunk_losses = losses_of(
+                logits=chunk.inputs @ table.T,  # (n, V'), freed at the return
+                targets=chunk.ids,
+                vocab_size=vocab_size,
+                softcap=softcap,
+            )
+            losses.append(chunk_losses * chunk.valid.squeeze(1))
     return torch.cat(losses)
 
 
@@ -166,74 +220,112 @@ def _(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty(len(x), dtype=torch.promote_types(weight.dtype, torch.float32))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output[1:])
-    ctx.weight_dtype = inputs[1].dtype
+def _save_gradients(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    _, dx, dw = output
+    ctx.save_for_backward(dx, dw)
+    _, weight, *_ = inputs
+    ctx.weight_dtype = weight.dtype
 
 
-def _backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _scale_gradients(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    """Return a gradient for each input of `_loss_and_gradients`, from the gradient of the loss."""
     dx, dw = ctx.saved_tensors
-    return grad_output * dx, (grad_output * dw).to(ctx.weight_dtype), *[None] * 5
+    dx = grad_output * dx
+    dw = (grad_output * dw).to(ctx.weight_dtype)
+    return dx, dw, None, None, None, None, None
 
 
-_loss_and_gradients.register_autograd(_backward, setup_context=_save)
+_loss_and_gradients.register_autograd(_scale_gradients, setup_context=_save_gradients)
 
 
 def _empty_results(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and weight gradient are summed in float32 at least."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    return x.new_empty((), dtype=wide), torch.empty_like(x), torch.empty_like(weight, dtype=wide)
+    """Allocate the loss () and the gradients by `x` and `weight`.
+
+    Loss and weight gradient are sums over chunks, so they are in float32 at least.
+    """
+    sum_dtype = torch.promote_types(weight.dtype, torch.float32)
+    total = x.new_empty((), dtype=sum_dtype)
+    dx = torch.empty_like(x)
+    dw = torch.empty_like(weight, dtype=sum_dtype)
+    return total, dx, dw
 
 
-def _chunks(
-    x: Tensor, targets: Tensor, rows: int, dtype: torch.dtype
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """For each chunk: its slice, inputs (n, C), 1 where a target is valid (n, 1), target ids."""
+@dataclass(frozen=True)
+class Chunk:
+    """Hold the inputs and targets of some successive tokens."""
+
+    rows: slice  # of the N tokens
+    inputs: Tensor  # (n, C)
+    valid: Tensor  # (n, 1), 1 where the target counts, else 0
+    ids: Tensor  # (n,) targets, 0 where a target does not count
+
+
+def _chunks(x: Tensor, targets: Tensor, rows: int, dtype: torch.dtype) -> Iterator[Chunk]:
+    """Yield the chunks of `x` (N, C) and `targets` (N,) for a head of `rows` rows."""
     size = chunk_tokens(rows, x.device.type == "cpu")
     for start in range(0, len(x), size):
         chunk = slice(start, start + size)
         valid = targets[chunk] != IGNORE
-        yield chunk, x[chunk].to(dtype), valid.unsqueeze(1).to(dtype), targets[chunk] * valid
+        yield Chunk(
+            rows=chunk,
+            inputs=x[chunk].to(dtype),
+            valid=valid.unsqueeze(1).to(dtype),
+            ids=targets[chunk] * valid,
+        )
 
 
 def _fp16_scale(inputs: Tensor) -> Tensor:
-    """A divisor () of `inputs` (n, C), 1 or more, that keeps the products with dlogits (at most 1
-    in size), summed over n, below 2^15, within float16. The loss scaler cannot prevent an overflow
-    here: its scale is applied in the backward pass, after these sums.
+    """Compute a divisor (), 1 or more, of `inputs` (n, C) that prevents an overflow in float16.
+
+    The products with dlogits, each at most 1 in size, are summed over n tokens. Divided inputs keep
+    the sums below 2^15. The loss scaler cannot prevent this overflow: its scale is applied in the
+    backward pass, after these sums.
     """
-    return (len(inputs) / 2**15 * inputs.abs().amax().float()).clamp(min=1.0)
+    largest = inputs.abs().amax().float()
+    return (len(inputs) / 2**15 * largest).clamp(min=1.0)
 
 
 def _log_probabilities(
     logits: Tensor, vocab_size: int, softcap: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities (n, V'), -inf for the padding, and tanh(logit / cap) with a soft cap."""
+    """Compute the log-probabilities (n, V') of `logits` (n, V'), -inf for the padding.
+
+    With a soft cap, also returns tanh(logit / cap), (n, V'). Float32 logits are overwritten.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    tanh = logits.div_(softcap).tanh_() if softcap else None
-    if tanh is not None:
+    tanh = None
+    if softcap:
+        tanh = logits.div_(softcap).tanh_()
         logits = tanh * softcap
     logits[:, vocab_size:] = float("-inf")
     return logits.log_softmax(-1), tanh
 
 
 def _losses(logits: Tensor, targets: Tensor, vocab_size: int, softcap: float) -> Tensor:
-    """Cross entropy of each token (n,) from its logits (n, V')."""
-    logs, _ = _log_probabilities(logits, vocab_size, softcap)
-    return -logs.gather(1, targets.unsqueeze(1)).squeeze(1)
+    """Compute the cross entropy of each token (n,) from its logits (n, V')."""
+    log_probabilities, _ = _log_probabilities(logits, vocab_size, softcap)
+    return -log_probabilities.gather(1, targets.unsqueeze(1)).squeeze(1)
 
 
 def _losses_and_dlogits(
     logits: Tensor, targets: Tensor, vocab_size: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy of each token, and its gradient by the logits (n, V'), in their type."""
-    logs, tanh = _log_probabilities(logits, vocab_size, softcap)
-    index = targets.unsqueeze(1)
-    losses = -logs.gather(1, index).squeeze(1)
-    if torch.compiler.is_compiling():  # one kernel; for a scatter the chunk is written in float32
-        is_target = torch.arange(logs.shape[1], device=logs.device) == index
-        dlogits = logs.exp() - is_target.to(logs.dtype)
+    """Compute the cross entropy of each token (n,), and its gradient by the logits (n, V').
+
+    The gradient has the dtype of `logits`.
+    """
+    log_probabilities, tanh = _log_probabilities(logits, vocab_size, softcap)
+    index = targets.unsqueeze(1)  # (n, 1)
+    losses = -log_probabilities.gather(1, index).squeeze(1)
+    # the gradient of cross entropy: probabilities minus 1 at the target
+    if torch.compiler.is_compiling():  # fuses to one kernel; a scatter would write float32 first
+        columns = torch.arange(log_probabilities.shape[1], device=log_probabilities.device)
+        is_target = columns == index
+        dlogits = log_probabilities.exp() - is_target.to(log_probabilities.dtype)
     else:
-        dlogits = logs.exp_()
+        dlogits = log_probabilities.exp_()
         dlogits.scatter_add_(1, index, dlogits.new_full(index.shape, -1.0))
     if tanh is not None:  # the derivative of cap tanh(l / cap) by l
         dlogits *= 1 - tanh.square_()

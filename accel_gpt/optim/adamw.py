@@ -1,25 +1,27 @@
-"""AdamW that skips an update where a tensor on the device says so, without waiting for it."""
+"""AdamW that can skip an update by a tensor on the device, without waiting for the device."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-UNGUARDED = ("mps",)  # devices whose fused kernel updates regardless, so the host looks
+UNGUARDED = ("mps",)  # devices whose fused kernel ignores `found_inf`; the host reads it instead
 
 
 def undecorated(method: Any) -> Any:
-    """A method of torch without its decorator, which keeps the compiler out of the method but
-    imports it: a second at start-up. Nothing here compiles these methods.
+    """Return a method of torch without its decorator.
+
+    The decorator keeps the compiler out of the method, and imports the compiler to do so: a second
+    at start-up. These methods are never compiled here.
     """
     return getattr(method, "__wrapped__", method)
 
 
 class GuardedAdamW(torch.optim.AdamW):
-    """Fused AdamW that skips the update where `skip` is 1.
+    """Update the parameters by fused AdamW, or skip the update if `skip` is 1.
 
-    The fused kernels take this as `found_inf`, which `torch.amp.GradScaler` sets for an overflow in
-    fp16; either skips the update.
+    The fused kernels read `skip` as `found_inf`, which `torch.amp.GradScaler` sets to 1 after an
+    overflow in fp16. Either of them skips the update.
     """
 
     skip: Tensor | None = None  # (), float32
@@ -29,11 +31,13 @@ class GuardedAdamW(torch.optim.AdamW):
     add_param_group = undecorated(torch.optim.Optimizer.add_param_group)
 
     def skip_or_found_inf(self) -> Tensor | None:
-        """1 where the update is skipped, else 0; None where neither is set."""
-        found: Tensor | None = getattr(self, "found_inf", None)
-        if self.skip is None or found is None:
-            return found if self.skip is None else self.skip
-        return torch.maximum(found, self.skip)
+        """Return 1 if the update must be skipped, else 0; None if neither tensor is set."""
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if self.skip is None:
+            return found_inf
+        if found_inf is None:
+            return self.skip
+        return torch.maximum(found_inf, self.skip)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -44,11 +48,11 @@ class GuardedAdamW(torch.optim.AdamW):
             return update(self, closure)
         if skip.device.type in UNGUARDED and skip.item():
             return None
-        found: Tensor | None = getattr(self, "found_inf", None)
+        set_by_scaler: Tensor | None = getattr(self, "found_inf", None)
         self.found_inf = skip
         try:
             return update(self, closure)
         finally:
             del self.found_inf
-            if found is not None:
-                self.found_inf = found
+            if set_by_scaler is not None:
+                self.found_inf = set_by_scaler

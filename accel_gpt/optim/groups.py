@@ -1,4 +1,4 @@
-"""The optimizer and its parameter groups; every group has its own peak learning rate."""
+"""The optimizer and its parameter groups. Each group has its own peak learning rate."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PEAK = "peak_lr"
 DECAYED = "decayed"
-PART = "part"  # of a group with a learning rate of its own: embedding, head
+PART = "part"  # embedding or head, in a group that has a learning rate of its own
 
 
 def make_optimizer(
@@ -28,91 +28,121 @@ def make_optimizer(
     compiled: bool = False,
     mesh: "DeviceMesh | None" = None,
 ) -> GuardedAdamW:
-    """AdamW with weight decay on matrices and embeddings and none on vectors (Loshchilov & Hutter
-    2019; the groups of minGPT), or Muon for the matrices of the blocks and AdamW for the rest.
+    """Build AdamW, or Muon for the matrices of the blocks with AdamW for the other parameters.
 
-    AdamW's groups come first. With `embedding_lr` or `head_lr`, embeddings and head are groups of
-    their own. `compiled`: Muon's update runs through torch.compile. `mesh`: the ranks with
-    the same weights that share it.
+    Weight decay applies to matrices and embeddings, not to vectors (Loshchilov & Hutter 2019; the
+    groups of minGPT). With `embedding_lr` or `head_lr`, embeddings and head are separate groups.
+    AdamW's groups come first.
+
+    `compiled` runs Muon's update through torch.compile. The ranks of `mesh` hold the same weights
+    and share Muon's work.
     """
     matrices = muon_weights(model) if config.name == "muon" else {}
     parts = embedding_and_head(model, config)
-    special = [*matrices.values(), *parts.values()]
-    taken = {id(weight) for weights in special for weight in weights}
-    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
-    decayed = [p for p in parameters if p.dim() >= 2]
-    undecayed = [p for p in parameters if p.dim() < 2]
+    grouped = {id(weight) for weights in matrices.values() for weight in weights}
+    grouped |= {id(weight) for weights in parts.values() for weight in weights}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in grouped]
     groups: list[dict[str, Any]] = [
-        {"params": decayed, DECAYED: True},
-        {"params": undecayed, DECAYED: False},
+        {"params": [p for p in others if p.dim() >= 2], DECAYED: True},
+        {"params": [p for p in others if p.dim() < 2], DECAYED: False},
     ]
-    groups += [{"params": weights, DECAYED: True, PART: part} for part, weights in parts.items()]
-    groups += [
-        {"params": weights, DECAYED: True, ROWS: rows or None} for rows, weights in matrices.items()
-    ]
-    filled = [group for group in groups if group["params"]]
+    for part, weights in parts.items():
+        groups.append({"params": weights, DECAYED: True, PART: part})
+    for rows, weights in matrices.items():
+        groups.append({"params": weights, DECAYED: True, ROWS: rows or None})
+    groups = [group for group in groups if group["params"]]
     optimizer: GuardedAdamW
     if config.name == "muon":
         require(bool(matrices), "optim.name is muon but the model has no blocks; set it to adamw")
-        optimizer = MuonAdamW(filled, config.lr, compiled, mesh=mesh)
+        optimizer = MuonAdamW(groups, lr=config.lr, compiled=compiled, mesh=mesh)
     else:
-        optimizer = GuardedAdamW(filled, lr=config.lr, fused=True)
+        optimizer = GuardedAdamW(groups, lr=config.lr, fused=True)
     configure(optimizer, config)
     return optimizer
 
 
 def embedding_and_head(model: nn.Module, config: OptimConfig) -> dict[str, list[Tensor]]:
-    """Weights of the embeddings and of the head, where one of them has its own learning rate.
+    """Find the weights of the embeddings and the head, if one of them has its own learning rate.
 
-    Raises `UserError` for `head_lr` where the head's weights are the embedding's.
+    Raises `UserError` for a `head_lr` if the head shares the weights of the embedding.
     """
     if config.embedding_lr is None and config.head_lr is None:
         return {}
     embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-    known = {id(weight) for weight in embeddings}
-    heads = [m.weight for m in model.modules() if isinstance(m, Head) and id(m.weight) not in known]
+    shared = {id(weight) for weight in embeddings}
+    heads = [
+        m.weight for m in model.modules() if isinstance(m, Head) and id(m.weight) not in shared
+    ]
     require(
         bool(heads) or config.head_lr is None,
         f"optim.head_lr is {config.head_lr} but model.tie_embeddings is true: the head has the "
         "weights of the embedding; set optim.embedding_lr",
     )
-    parts = {"embedding": embeddings, "head": heads}
-    return {part: [w for w in weights if w.requires_grad] for part, weights in parts.items()}
+    return {
+        "embedding": [weight for weight in embeddings if weight.requires_grad],
+        "head": [weight for weight in heads if weight.requires_grad],
+    }
 
 
 def configure(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
-    """Write the config into every group; after a resume, too, which restores the old settings."""
+    """Write the options of `config` into every group.
+
+    Call this after a resume too: a checkpoint restores the options that it was saved with.
+    """
     for group in optimizer.param_groups:
         if ROWS in group:
-            decay = config.muon_weight_decay
-            group[PEAK] = config.muon_peak
-            group["weight_decay"] = config.weight_decay if decay is None else decay
-            group["momentum"] = config.muon_momentum
-            group["scale"], group["cautious"] = config.muon_scale, config.muon_cautious_decay
+            _configure_muon(group, config)
         else:
-            lrs = {"embedding": config.embedding_lr, "head": config.head_lr}
-            group[PEAK] = lrs.get(group.get(PART, "")) or config.lr
-            group["weight_decay"] = config.weight_decay if group[DECAYED] else 0.0
-            group["betas"], group["eps"] = (config.beta1, config.beta2), config.eps
+            _configure_adamw(group, config)
+
+
+def _configure_muon(group: dict[str, Any], config: OptimConfig) -> None:
+    weight_decay = config.muon_weight_decay
+    if weight_decay is None:
+        weight_decay = config.weight_decay
+    group[PEAK] = config.muon_peak
+    group["weight_decay"] = weight_decay
+    group["momentum"] = config.muon_momentum
+    group["scale"] = config.muon_scale
+    group["cautious"] = config.muon_cautious_decay
+
+
+def _configure_adamw(group: dict[str, Any], config: OptimConfig) -> None:
+    part_lr = None
+    if group.get(PART) == "embedding":
+        part_lr = config.embedding_lr
+    elif group.get(PART) == "head":
+        part_lr = config.head_lr
+    group[PEAK] = config.lr if part_lr is None else part_lr
+    group["weight_decay"] = config.weight_decay if group[DECAYED] else 0.0
+    group["betas"] = (config.beta1, config.beta2)
+    group["eps"] = config.eps
 
 
 def state_names(group: dict[str, Any]) -> set[str]:
-    """Names of the state tensors of each parameter in a group."""
-    return {MOMENTUM} if ROWS in group else {"step", "exp_avg", "exp_avg_sq"}
+    """Return the names of the state tensors that each parameter of a group has."""
+    if ROWS in group:
+        return {MOMENTUM}
+    return {"step", "exp_avg", "exp_avg_sq"}
 
 
 def set_rates(optimizer: torch.optim.Optimizer, config: Config, plan: Plan, step: int) -> None:
     """Set learning rates and momenta for the update after `step` completed ones."""
-    optim = config.optim
     set_lr(optimizer, fraction_at(step, config, plan))
     for group in optimizer.param_groups:
         if ROWS in group:
-            group["momentum"] = momentum_at(step, optim.muon_momentum, optim.muon_momentum_warmup)
+            group["momentum"] = momentum_at(
+                step, config.optim.muon_momentum, config.optim.muon_momentum_warmup
+            )
 
 
 def fraction_at(step: int, config: Config, plan: Plan) -> float:
-    """Learning rates in the update after `step` completed ones, as a fraction of their peaks."""
-    return lr_fraction(step, config.schedule.name, plan, config.schedule.min_lr / config.optim.lr)
+    """Compute the learning rate of the update after `step` completed ones, as a share of its peak.
+
+    The share is the same for all groups.
+    """
+    floor = config.schedule.min_lr / config.optim.lr
+    return lr_fraction(step=step, name=config.schedule.name, plan=plan, floor=floor)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, fraction: float) -> None:

@@ -1,10 +1,10 @@
 """Muon for the matrices of the blocks and AdamW for the other parameters, as one optimizer.
 
-Jordan et al. 2024 (kellerjordan.github.io/posts/muon); the tests compare the update with that of
-`torch.optim.Muon`. Matrices of one shape are stacked, and a stack is orthogonalized by batched
-products.
+Jordan et al. 2024 (kellerjordan.github.io/posts/muon). The tests compare the update with the update
+of `torch.optim.Muon`. Matrices of one shape are stacked, so that batched products orthogonalize
+them together.
 
-Shapes: N weights of R rows and C columns; a fused weight holds several matrices, one below the
+Shapes: N weights of R rows and C columns. A fused weight holds several matrices, one below the
 other.
 """
 
@@ -27,19 +27,20 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
-ROWS = "rows"  # key of Muon's groups: rows of each matrix in a fused weight; None: one matrix
+ROWS = "rows"  # key in Muon's groups: rows of each matrix in a fused weight; None: one matrix
 MOMENTUM = "momentum_buffer"
 # Jordan et al. 2024, as in torch.optim.Muon
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-EPS = 1e-7  # least norm that a matrix is divided by
+EPS = 1e-7  # smallest norm that a matrix is divided by
 
 
 def muon_weights(model: nn.Module) -> dict[tuple[int, ...], list[Tensor]]:
-    """The weights that Muon updates: those of attention and MLP, by the rows of their matrices.
+    """Find the weights that Muon updates, by the rows of the matrices in a weight.
 
-    Queries, keys and values are three matrices in one weight, and so are gate and up of a SwiGLU:
-    each is orthogonalized by itself. (): the weight is one matrix.
+    They are the weights of attention and MLP. Queries, keys and values are three matrices in one
+    weight; gate and up of a SwiGLU are two. Each matrix is orthogonalized on its own. The key () is
+    for weights that are one matrix.
     """
     found: dict[tuple[int, ...], list[Tensor]] = {}
     for module in model.modules():
@@ -52,30 +53,35 @@ def muon_weights(model: nn.Module) -> dict[tuple[int, ...], list[Tensor]]:
             rows = (width, width) if module.gated else ()
             found.setdefault(rows, []).append(module.up.weight)
             found.setdefault((), []).append(module.down.weight)
-    kept = {rows: [w for w in weights if w.requires_grad] for rows, weights in found.items()}
-    return {rows: weights for rows, weights in kept.items() if weights}
+    trained = {rows: [w for w in weights if w.requires_grad] for rows, weights in found.items()}
+    return {rows: weights for rows, weights in trained.items() if weights}
+
+
+# --------------------------------------------------------------------------- the update
 
 
 def orthogonalize(stack: Tensor) -> Tensor:
-    """Approximate the nearest semi-orthogonal matrices (N, R, C): singular values of 0.7 to 1.2.
+    """Approximate the nearest semi-orthogonal matrices of `stack` (N, R, C), in the same shape.
 
-    Five steps of the Newton-Schulz iteration with a quintic polynomial.
+    Five steps of the Newton-Schulz iteration with a quintic polynomial give singular values of 0.7
+    to 1.2.
     """
     a, b, c = COEFFICIENTS
     tall = stack.shape[1] > stack.shape[2]
-    x = stack.mT if tall else stack  # the Gram matrix is that of the shorter side
+    x = stack.mT if tall else stack  # wide: the Gram matrix then has the shorter side
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.mT if tall else x
 
 
 def lr_scale(rows: int, columns: int, rule: str) -> float:
-    """Factor on the learning rate of a matrix.
+    """Compute the factor on the learning rate of a matrix.
 
-    match_rms_adamw: updates as large as AdamW's (Liu et al. 2025, arXiv 2502.16982, equation 4);
-    original: Jordan et al. 2024.
+    With match_rms_adamw, updates are as large as AdamW's (Liu et al. 2025, arXiv 2502.16982,
+    equation 4). The other rule, original, is from Jordan et al. 2024.
     """
     if rule == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
@@ -83,29 +89,36 @@ def lr_scale(rows: int, columns: int, rule: str) -> float:
 
 
 def update_direction(estimates: Tensor, rows: Sequence[int] | None) -> Tensor:
-    """Orthogonalize each matrix of the gradient estimates (N, R, C); `rows` of each."""
+    """Orthogonalize each matrix of the gradient estimates (N, R, C).
+
+    `rows` are the rows of each matrix in a weight; None if a weight is one matrix.
+    """
     _, R, C = estimates.shape
+    if rows is None:
+        rows = (R,)
+    # successive matrices with the same number of rows become one stack
+    runs = [(height, len(list(same))) for height, same in groupby(rows)]
+    chunks = estimates.split_with_sizes([height * count for height, count in runs], dim=1)
     directions = []
-    runs = [(height, len(list(same))) for height, same in groupby(rows or (R,))]
-    chunks = estimates.split_with_sizes([height * count for height, count in runs], 1)
     for chunk, (height, count) in zip(chunks, runs, strict=True):
-        matrices = chunk.reshape(-1, height, C)  # matrices of one height are one stack
-        directions.append(orthogonalize(matrices).reshape(-1, height * count, C))
-    return joined(directions, 1)
+        matrices = chunk.reshape(-1, height, C)  # (N * count, height, C)
+        direction = orthogonalize(matrices)
+        directions.append(direction.reshape(-1, height * count, C))
+    return concatenate(directions, dim=1)
 
 
-def joined(parts: list[Tensor], dim: int) -> Tensor:
-    """Concatenate; without a copy where there is one part."""
+def concatenate(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate `parts`; return a single part without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def update_momentum(
     buffers: Tensor, gradients: Tensor, momentum: Tensor, enabled: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The new momentum buffers, a moving average, and Nesterov's gradient estimates in `dtype`; all
-    (N, R, C).
+    """Compute the new momentum buffers, and Nesterov's estimates of the gradients in `dtype`.
 
-    The buffers stay as they are unless `enabled`.
+    All are (N, R, C). A momentum buffer is a moving average of the gradients. If `enabled` is
+    false, the buffers are returned unchanged.
     """
     new = torch.lerp(buffers, gradients, 1 - momentum)
     estimates = torch.lerp(gradients, new, momentum).to(dtype)
@@ -121,11 +134,11 @@ def update_weights(
     enabled: Tensor,
     cautious: bool,
 ) -> Tensor:
-    """The new weights (N, R, C), unchanged unless `enabled`. `scale` (R, 1) is that of the matrix
-    that a row belongs to; `decay` is lr times weight decay.
+    """Compute the new weights (N, R, C). If `enabled` is false, the weights are unchanged.
 
-    Cautious: decay only where the update makes a weight smaller, too (Chen et al. 2025, arXiv
-    2510.12402, algorithm 1).
+    `scale` (R, 1) is the `lr_scale` of the matrix that a row belongs to; `decay` is the learning
+    rate times the weight decay. Cautious decay applies only to weights that the update also makes
+    smaller (Chen et al. 2025, arXiv 2510.12402, algorithm 1).
     """
     direction = direction.to(weights.dtype).mul_(scale)
     decayed = weights * decay
@@ -135,12 +148,15 @@ def update_weights(
 
 
 class MuonAdamW(GuardedAdamW):
-    """Fused AdamW whose groups that have `rows` are updated by Muon.
+    """Update the groups that have `rows` by Muon, and the others by fused AdamW.
 
-    Matrices are orthogonalized, and travel between ranks, in bfloat16 on CUDA, as in Jordan et al.,
-    and in `dtype`, by default float32, elsewhere. Each is orthogonalized by one rank: weights
-    sharded by FSDP2 by one of those that hold a shard, replicated ones by one of `mesh` (None: all
-    by every rank). `compiled`: the functions of the update run through torch.compile.
+    Matrices are orthogonalized, and sent between ranks, in `dtype`. By default this is bfloat16 on
+    CUDA, as in Jordan et al., and float32 elsewhere.
+
+    Each matrix is orthogonalized by one rank. If FSDP2 shards the weights, it is one of the ranks
+    that hold a shard. If the weights are replicated, it is one of the ranks of `mesh`; without a
+    mesh, each rank orthogonalizes all matrices. `compiled` runs the functions of the update through
+    torch.compile.
     """
 
     def __init__(
@@ -152,15 +168,19 @@ class MuonAdamW(GuardedAdamW):
         mesh: "DeviceMesh | None" = None,
     ) -> None:
         super().__init__(groups, lr=lr, fused=True)
-        self.dtype, self.mesh = dtype, mesh
-        functions: list[Any] = [update_momentum, update_direction, update_weights]
+        self.dtype = dtype
+        self.mesh = mesh
+        self._update_momentum: Any = update_momentum
+        self._update_direction: Any = update_direction
+        self._update_weights: Any = update_weights
         if compiled:
-            functions = [torch.compile(function, dynamic=True) for function in functions]
-        self._update_momentum, self._update_direction, self._update_weights = functions
+            self._update_momentum = torch.compile(update_momentum, dynamic=True)
+            self._update_direction = torch.compile(update_direction, dynamic=True)
+            self._update_weights = torch.compile(update_weights, dynamic=True)
 
     @contextmanager
     def _adamw_groups(self) -> Iterator[None]:
-        """Hide Muon's groups."""
+        """Hide Muon's groups from AdamW, which expects its own state in each group."""
         groups = self.param_groups
         self.param_groups = [group for group in groups if ROWS not in group]
         try:
@@ -169,7 +189,6 @@ class MuonAdamW(GuardedAdamW):
             self.param_groups = groups
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """AdamW expects its own state in all groups that it sees."""
         self.__dict__.update(state)
         with self._adamw_groups():
             super().__setstate__({})  # type: ignore[no-untyped-call]
@@ -186,122 +205,201 @@ class MuonAdamW(GuardedAdamW):
         return loss
 
     def _update_group(self, group: dict[str, Any], skip: Tensor | None) -> None:
-        """Update a group of Muon's, a stack at a time."""
-        used = [p for p in group["params"] if p.grad is not None]
-        used.sort(key=lambda p: tuple(p.shape))
-        for p in used:
+        """Update one of Muon's groups, a stack of parameters at a time."""
+        parameters = [p for p in group["params"] if p.grad is not None]
+        parameters.sort(key=lambda p: tuple(p.shape))
+        for p in parameters:
             if not self.state[p]:
                 self.state[p][MOMENTUM] = torch.zeros_like(p)
-        for shape, same in groupby(used, lambda p: p.shape):
-            parameters = list(same)
-            layout = Layout.of(parameters[0], self.mesh)
-            size = max(1, STACK * layout.shards // shape.numel())
-            step = max(layout.ranks, size - size % layout.ranks)
-            for start in range(0, len(parameters), step):
-                self._update_stack(group, parameters[start : start + step], layout, size, skip)
+        for shape, same_shape in groupby(parameters, lambda p: p.shape):
+            same = list(same_shape)
+            layout = layout_of(same[0], self.mesh)
+            chunk_size = max(1, STACK * layout.shards // shape.numel())
+            # a multiple of the ranks, so that each rank orthogonalizes as many matrices
+            stack_size = max(layout.ranks, chunk_size - chunk_size % layout.ranks)
+            for start in range(0, len(same), stack_size):
+                self._update_stack(
+                    group=group,
+                    parameters=same[start : start + stack_size],
+                    layout=layout,
+                    chunk_size=chunk_size,
+                    skip=skip,
+                )
 
     def _update_stack(
         self,
         group: dict[str, Any],
         parameters: list[nn.Parameter],
         layout: "Layout",
-        size: int,
+        chunk_size: int,
         skip: Tensor | None,
     ) -> None:
-        """Update parameters of one shape, `size` at a time but for their orthogonalization."""
+        """Update parameters of one shape: orthogonalize all together, do the rest in chunks."""
         device = local_shard(parameters[0]).device
         enabled = torch.ones((), dtype=torch.bool, device=device) if skip is None else skip == 0
-        R, C = parameters[0].shape
-        numbers = (group["lr"], group["lr"] * group["weight_decay"], group["momentum"])
-        lr, decay, momentum = (
-            torch.full((), number, device=device)  # no copy from the host, and no recompilation
-            for number in numbers
-        )
-        heights, first = group[ROWS] or (R,), first_row(parameters[0])
-        scales = [
-            torch.full((height, 1), lr_scale(height, C, group["scale"]), device=device)
-            for height in heights
+        # filled on the device: no copy from the host, and no recompilation for a new number
+        lr = torch.full((), group["lr"], device=device)
+        decay = torch.full((), group["lr"] * group["weight_decay"], device=device)
+        momentum = torch.full((), group["momentum"], device=device)
+        scale = self._row_scales(group, parameters[0])
+        chunks = [
+            parameters[start : start + chunk_size]
+            for start in range(0, len(parameters), chunk_size)
         ]
-        scale = joined(scales, 0)[first : first + len(local_shard(parameters[0]))]
-        chunks = [parameters[start : start + size] for start in range(0, len(parameters), size)]
-        stack = joined([self._gradient_estimates(chunk, momentum, enabled) for chunk in chunks], 0)
-        shape = torch.Size((len(parameters), R, C))
-        stack = layout.redistribute(stack, shape, layout.held, layout.split)
-        if len(stack):
+        stack = concatenate(
+            [self._gradient_estimates(chunk, momentum, enabled) for chunk in chunks], dim=0
+        )
+        shape = torch.Size((len(parameters), *parameters[0].shape))  # (N, R, C) over all ranks
+        stack = layout.weights_to_matrices(stack, shape)
+        if len(stack) > 0:
             stack = self._update_direction(stack, group[ROWS])
-        stack = layout.redistribute(stack, shape, layout.split, layout.held)
-        for chunk, direction in zip(chunks, torch.split(stack, size), strict=True):
+        stack = layout.matrices_to_weights(stack, shape)
+        for chunk, direction in zip(chunks, torch.split(stack, chunk_size), strict=True):
             weights = [local_shard(p) for p in chunk]
             new = self._update_weights(
-                torch.stack(weights), direction, scale, lr, decay, enabled, group["cautious"]
+                weights=torch.stack(weights),
+                direction=direction,
+                scale=scale,
+                lr=lr,
+                decay=decay,
+                enabled=enabled,
+                cautious=group["cautious"],
             )
             torch._foreach_copy_(weights, list(new.unbind()))
+
+    def _row_scales(self, group: dict[str, Any], parameter: nn.Parameter) -> Tensor:
+        """Compute the `lr_scale` of each of this rank's rows of `parameter`: (rows, 1)."""
+        local = local_shard(parameter)
+        R, C = parameter.shape
+        scales = [
+            torch.full((height, 1), lr_scale(height, C, group["scale"]), device=local.device)
+            for height in group[ROWS] or (R,)
+        ]
+        first = first_row(parameter)
+        return concatenate(scales, dim=0)[first : first + len(local)]
 
     def _gradient_estimates(
         self, parameters: list[nn.Parameter], momentum: Tensor, enabled: Tensor
     ) -> Tensor:
-        """Update the momentum buffers; returns Nesterov's estimates of the gradients, stacked.
+        """Update the momentum buffers, and stack Nesterov's estimates of the gradients.
 
-        A function of its own so that its stacks are freed before the matrices are orthogonalized.
+        This is a separate function so that the other stacks are freed before the matrices are
+        orthogonalized.
         """
         buffers = [local_shard(self.state[p][MOMENTUM]) for p in parameters]
         gradients = torch.stack([local_shard(p.grad) for p in parameters if p.grad is not None])
+        # set by a loss scaler that leaves it to the optimizer to unscale the gradients
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        if grad_scale is not None:  # of a loss scaler that did not unscale the gradients
+        if grad_scale is not None:
             gradients = gradients / grad_scale
         dtype = self.dtype or (torch.bfloat16 if gradients.is_cuda else torch.float32)
-        stacked: Tensor
-        new, stacked = self._update_momentum(
-            torch.stack(buffers), gradients, momentum, enabled, dtype
+        estimates: Tensor
+        new, estimates = self._update_momentum(
+            buffers=torch.stack(buffers),
+            gradients=gradients,
+            momentum=momentum,
+            enabled=enabled,
+            dtype=dtype,
         )
         torch._foreach_copy_(buffers, list(new.unbind()))
-        return stacked
+        return estimates
+
+
+# --------------------------------------------------------------------------- ranks
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a stack of weights of one shape, (N, R, C), lies on the ranks that share the work.
+    """Describe how a stack of weights (N, R, C) is placed on the ranks that share the work.
 
-    Under FSDP2 each holds rows of all N matrices, and gets all rows of some by an all-to-all; with
-    replicated weights, DDP, each takes some of the matrices, and the results are all-gathered.
+    Under FSDP2, each rank holds some rows of all N weights. An all-to-all gives it all rows of some
+    weights. With replicated weights (DDP), each rank takes some of the N weights, and an all-gather
+    distributes the results. Without a mesh, a rank works alone.
     """
 
     mesh: "DeviceMesh | None" = None
-    held: "Sequence[Placement]" = ()  # as gradients and weights are
-    split: "Sequence[Placement]" = ()  # by matrices
-    ranks: int = 1  # that share the work
-    shards: int = 1  # of each weight
+    by_weights: "Sequence[Placement]" = ()  # as gradients and weights are placed
+    by_matrices: "Sequence[Placement]" = ()  # whole matrices, some on each rank
+    ranks: int = 1  # ranks that share the work
+    shards: int = 1  # shards of each weight
 
-    @classmethod
-    def of(cls, like: Tensor, mesh: "DeviceMesh | None") -> "Layout":
-        """The layout of weights like `like`; replicated ones are shared by the ranks of `mesh`."""
-        if not is_sharded(like):
-            if mesh is None:
-                return cls()
-            from torch.distributed.tensor import Replicate, Shard
+    def weights_to_matrices(self, stack: Tensor, shape: torch.Size) -> Tensor:
+        """Exchange this rank's part of all weights for its whole matrices; a collective.
 
-            return cls(mesh, [Replicate()], [Shard(0)], mesh.size())
-        from torch.distributed.tensor import Shard
+        `shape` (N, R, C) covers all ranks.
+        """
+        return self._redistribute(
+            stack, shape=shape, source=self.by_weights, target=self.by_matrices
+        )
 
-        held = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in like.placements]
-        split = [Shard(0) if isinstance(p, Shard) else p for p in like.placements]
-        sizes = zip(like.device_mesh.shape, like.placements, strict=True)
-        ranks = math.prod(size for size, p in sizes if isinstance(p, Shard))
-        return cls(like.device_mesh, held, split, ranks, ranks)
+    def matrices_to_weights(self, stack: Tensor, shape: torch.Size) -> Tensor:
+        """Exchange this rank's whole matrices for its part of all weights; a collective.
 
-    def redistribute(
+        `shape` (N, R, C) covers all ranks.
+        """
+        return self._redistribute(
+            stack, shape=shape, source=self.by_matrices, target=self.by_weights
+        )
+
+    def _redistribute(
         self,
         stack: Tensor,
         shape: torch.Size,
         source: "Sequence[Placement]",
         target: "Sequence[Placement]",
     ) -> Tensor:
-        """This rank's part of a stack of `shape` in another placement; a collective."""
         if self.mesh is None:
             return stack
         from torch.distributed.tensor import DTensor
 
-        stride = (shape[1] * shape[2], shape[2], 1)
-        stack = stack.contiguous()
-        tensor = DTensor.from_local(stack, self.mesh, source, shape=shape, stride=stride)
+        _, R, C = shape
+        tensor = DTensor.from_local(
+            stack.contiguous(),
+            device_mesh=self.mesh,
+            placements=source,
+            shape=shape,
+            stride=(R * C, C, 1),
+        )
         return tensor.redistribute(placements=target).to_local()
+
+
+def layout_of(weight: Tensor, mesh: "DeviceMesh | None") -> Layout:
+    """Describe the layout of a stack of weights like `weight`.
+
+    The ranks of `mesh` share the work if the weight is replicated.
+    """
+    if not is_sharded(weight):
+        return _replicated_layout(mesh)
+    from torch.distributed.tensor import Shard
+
+    by_weights: list[Placement] = []
+    by_matrices: list[Placement] = []
+    shards = 1
+    for size, placement in zip(weight.device_mesh.shape, weight.placements, strict=True):
+        if isinstance(placement, Shard):
+            by_weights.append(Shard(placement.dim + 1))  # a stack has one more dimension in front
+            by_matrices.append(Shard(0))
+            shards *= size
+        else:
+            by_weights.append(placement)
+            by_matrices.append(placement)
+    return Layout(
+        mesh=weight.device_mesh,
+        by_weights=by_weights,
+        by_matrices=by_matrices,
+        ranks=shards,
+        shards=shards,
+    )
+
+
+def _replicated_layout(mesh: "DeviceMesh | None") -> Layout:
+    if mesh is None:
+        return Layout()
+    from torch.distributed.tensor import Replicate, Shard
+
+    return Layout(
+        mesh=mesh,
+        by_weights=[Replicate()],
+        by_matrices=[Shard(0)],
+        ranks=mesh.size(),
+    )

@@ -1,8 +1,18 @@
-"""What `accelerate launch`, `torchrun` and `srun` put into the environment of each process."""
+"""Launchers, above and below this process.
 
+What `accelerate launch`, `torchrun` and `srun` put into the environment of each process, and the
+start of this package as a child process.
+"""
+
+import contextlib
+import io
 import os
 import re
 import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import IO, Literal
 
 from accel_gpt.errors import require
 
@@ -13,6 +23,17 @@ PREFIXES = (  # of the variables that launchers set
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("ACCELERATE_", "TORCHELASTIC_", "FSDP_", "PARALLELISM_CONFIG_", "PET_"),
 )
+LOW_PRIORITY = 10  # niceness; assumption
+# torchrun ends with exit code 1; this ends with the code of the first process that failed
+TORCHRUN = """
+import sys
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+try:
+    main()
+except ChildFailedError as error:
+    sys.exit(error.get_first_failure()[1].exitcode)
+"""
 
 
 def rank() -> int:
@@ -113,5 +134,93 @@ def started_by_launcher() -> bool:
 
 
 def environment_without_launcher() -> dict[str, str]:
-    """A copy of the environment for processes that do not belong to this process group."""
-    return {key: value for key, value in os.environ.items() if not key.startswith(PREFIXES)}
+    """Copy the environment for processes that do not belong to this process group.
+
+    ACCELERATE_USE_CPU stays: the user may have set it, and the children use the same device.
+    """
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key == "ACCELERATE_USE_CPU" or not key.startswith(PREFIXES)
+    }
+
+
+# --------------------------------------------------------------------------- child processes
+
+
+def start_child(
+    argv: Sequence[str],
+    *,
+    module: str = "accel_gpt.cli",
+    processes: int = 1,
+    environment: Mapping[str, str] | None = None,
+    text: str | None = None,
+    stdout: int | IO[bytes] | IO[str] | None = None,
+    stderr: int | IO[bytes] | IO[str] | None = None,
+    own_group: bool = False,
+    priority: Literal["normal", "low", "idle"] = "normal",
+    pass_fds: Sequence[int] = (),
+) -> subprocess.Popen[str]:
+    """Start `python -m MODULE ARGV ...`, by default `accel-gpt ARGV ...`.
+
+    The child gets this environment without the variables of a launcher, and `environment` on top.
+    `processes`: torchrun starts more than one. `text`: the standard input of the child. It carries
+    what may hold a secret, since every user of a machine can read command lines. `own_group`: a
+    Ctrl-C does not reach the child.
+    """
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-c", TORCHRUN, "--standalone", "--nproc_per_node", str(processes)]
+    child = subprocess.Popen(
+        [*command, "-m", module, *argv],
+        env={**environment_without_launcher(), **(environment or {})},
+        stdin=subprocess.DEVNULL if text is None else subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
+        encoding="utf-8",
+        errors="replace",
+        process_group=0 if own_group else None,
+        pass_fds=pass_fds,
+    )
+    lower_priority(child.pid, priority)
+    if text is not None:
+        assert isinstance(child.stdin, io.TextIOWrapper)
+        with contextlib.suppress(BrokenPipeError), child.stdin:  # the child ended early
+            child.stdin.buffer.write(text.encode("utf-8", "surrogateescape"))
+    return child
+
+
+def lower_priority(pid: int, priority: str) -> None:
+    """Lower the priority of a process: `low` shares busy cores a little, `idle` takes idle ones."""
+    with contextlib.suppress(OSError):  # the process may have ended already
+        if priority == "idle" and hasattr(os, "SCHED_IDLE"):
+            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+        elif priority != "normal":
+            os.setpriority(os.PRIO_PROCESS, pid, LOW_PRIORITY)
+
+
+def run_child(
+    argv: Sequence[str],
+    *,
+    module: str = "accel_gpt.cli",
+    environment: Mapping[str, str] | None = None,
+    capture: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run a child as `start_child` starts it and wait for its end; kill it if the wait is
+    interrupted.
+    """
+    output = subprocess.PIPE if capture else None
+    child = start_child(argv, module=module, environment=environment, stdout=output, stderr=output)
+    with child:
+        try:
+            printed, errors = child.communicate()
+        except BaseException:
+            child.kill()
+            raise
+    return subprocess.CompletedProcess(child.args, child.returncode, printed, errors)
+
+
+def last_line(text: str, code: int | None) -> str:
+    """Return the last line that a child printed, usually its error, or else its exit code."""
+    lines = text.strip().splitlines() or [f"exit code {code}"]
+    return lines[-1].removeprefix("error: ")

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import exit_on_sigterm, table, write_out
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.errors import UserError, require
-from accel_gpt.launcher import is_main, world_size
+from accel_gpt.launcher import is_main, last_line, run_child, world_size
 
 if TYPE_CHECKING:  # torch is imported once the options are right
     import torch
@@ -241,15 +240,15 @@ def compare_precisions(options: BenchCommand, keys: Sequence[str]) -> str:
     reports: dict[str, Any] = {}
     for precision, compiled in product(("no", "bf16"), ("false", "true")):
         name = precision.replace("no", "float32") + (", compiled" if compiled == "true" else "")
-        words = [sys.executable, "-m", "accel_gpt.cli", "bench", options.config, *keys, "--json"]
+        words = ["bench", options.config, *keys, "--json"]
         words += ["--warmup", str(options.warmup), "--steps", str(options.steps), "--parts", "0"]
         words += ["--train.mixed_precision", precision, "--train.compile", compiled]
         sys.stderr.write(f"measuring {name}\n")
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        reports[name] = {"error": lines[-1]} if done.returncode else json.loads(done.stdout)
+        done = run_child(words, capture=True)
+        error = last_line(done.stderr, done.returncode)
+        reports[name] = {"error": error} if done.returncode else json.loads(done.stdout)
     if all("error" in report for report in reports.values()):
-        raise UserError(lines[-1].removeprefix("error: "))
+        raise UserError(error)
     if options.json:
         return json.dumps(reports, indent=1) + "\n"
     rows = [

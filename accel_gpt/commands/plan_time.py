@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +16,7 @@ from accel_gpt.cost.devices import device_key
 from accel_gpt.cost.flops import flops_per_token, mfu
 from accel_gpt.cost.memory import Machine
 from accel_gpt.errors import require
+from accel_gpt.launcher import last_line, run_child
 
 if TYPE_CHECKING:
     from accel_gpt.commands.plan import PlanCommand
@@ -116,12 +115,12 @@ def measured_rate(config: Config, vocab_size: int, machine: Machine) -> tuple[fl
             **{"eval.tokens": T, "eval.whole_at_end": "false"},
             "train.mixed_precision": machine.precision,
         }
-        words = [sys.executable, "-m", "accel_gpt.cli", "bench", str(path), "--json", "--parts=0"]
+        words = ["bench", str(path), "--json", "--parts=0"]
         words += ["--warmup=1", f"--steps={MEASURED_STEPS}"]
         words += [f"--{key}={value}" for key, value in own.items()]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-    error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    require(not done.returncode, f"--measure failed: {error.removeprefix('error: ')}")
+        done = run_child(words, capture=True)
+    error = last_line(done.stderr, done.returncode)
+    require(not done.returncode, f"--measure failed: {error}")
     report = json.loads(done.stdout)
     precision = report["mixed_precision"].replace("no", "float32")
     source = (

@@ -131,7 +131,7 @@ def test_what_makes_the_data_is_not_told_on_a_command_line(
         commands.append(command)
         return start(command, **given)
 
-    monkeypatch.setattr(setup.subprocess, "Popen", noted)
+    monkeypatch.setattr(subprocess, "Popen", noted)
     text = tmp_path / f"{PASSWORD} \u00e9\U0001f600.txt"
     text.write_text("the king of the sea " * 200)
     asked = PrepareConfig(source="text", path=str(text), tokenizer="bytes", workers=1)

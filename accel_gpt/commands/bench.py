@@ -252,7 +252,7 @@ def compare_precisions(options: BenchCommand, keys: Sequence[str]) -> str:
     if options.json:
         return json.dumps(reports, indent=1) + "\n"
     rows = [
-        (name, report["error"], "")
+        (name, f"error: {report['error']}", "")
         if "error" in report
         else (
             name,

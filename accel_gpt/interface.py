@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config, parse_command, sections
 from accel_gpt.errors import PeerError, UserError, require
-from accel_gpt.launcher import PREEMPTED, is_main, start_child
+from accel_gpt.launcher import PREEMPTED, is_main, launch_child
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,7 @@ def train_processes(words: list[str], processes: int) -> None:
     """Train in processes of their own, as this one may have used its device; `PeerError` if one
     fails. An interrupt reaches all of them: they save and stop, as at the time limit.
     """
-    with start_child(["train", *words], processes=processes) as process:
+    with launch_child(["train", *words], processes=processes) as process:
         try:
             code = process.wait()
         except KeyboardInterrupt:

@@ -1,7 +1,6 @@
-"""Launchers, above and below this process.
+"""What launchers tell this process, and the start of this package as a child process.
 
-What `accelerate launch`, `torchrun` and `srun` put into the environment of each process, and the
-start of this package as a child process.
+`accelerate launch`, `torchrun` and `srun` put variables into the environment of each process.
 """
 
 import contextlib
@@ -148,7 +147,7 @@ def environment_without_launcher() -> dict[str, str]:
 # --------------------------------------------------------------------------- child processes
 
 
-def start_child(
+def launch_child(
     argv: Sequence[str],
     *,
     module: str = "accel_gpt.cli",
@@ -182,7 +181,7 @@ def start_child(
         process_group=0 if own_group else None,
         pass_fds=pass_fds,
     )
-    lower_priority(child.pid, priority)
+    set_priority(child.pid, priority)
     if text is not None:
         assert isinstance(child.stdin, io.TextIOWrapper)
         with contextlib.suppress(BrokenPipeError), child.stdin:  # the child ended early
@@ -190,7 +189,7 @@ def start_child(
     return child
 
 
-def lower_priority(pid: int, priority: str) -> None:
+def set_priority(pid: int, priority: str) -> None:
     """Lower the priority of a process: `low` shares busy cores a little, `idle` takes idle ones."""
     with contextlib.suppress(OSError):  # the process may have ended already
         if priority == "idle" and hasattr(os, "SCHED_IDLE"):
@@ -206,21 +205,22 @@ def run_child(
     environment: Mapping[str, str] | None = None,
     capture: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a child as `start_child` starts it and wait for its end; kill it if the wait is
+    """Run a child as `launch_child` starts it and wait for its end; kill it if the wait is
     interrupted.
     """
     output = subprocess.PIPE if capture else None
-    child = start_child(argv, module=module, environment=environment, stdout=output, stderr=output)
+    child = launch_child(argv, module=module, environment=environment, stdout=output, stderr=output)
     with child:
         try:
             printed, errors = child.communicate()
         except BaseException:
             child.kill()
+            child.wait()
             raise
     return subprocess.CompletedProcess(child.args, child.returncode, printed, errors)
 
 
-def last_line(text: str, code: int | None) -> str:
-    """Return the last line that a child printed, usually its error, or else its exit code."""
+def child_error(text: str, code: int | None) -> str:
+    """Return the error of a child, the last line of what it printed, or else its exit code."""
     lines = text.strip().splitlines() or [f"exit code {code}"]
     return lines[-1].removeprefix("error: ")

@@ -97,7 +97,7 @@ def uploads_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         def terminate(self) -> None:
             """Nothing is under way."""
 
-    monkeypatch.setattr(uploader, "start_child", Child)
+    monkeypatch.setattr(uploader, "launch_child", Child)
     monkeypatch.setattr(uploader, "END_PAUSE_SECONDS", 0.0)
     return codes
 

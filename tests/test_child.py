@@ -2,15 +2,17 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from accel_gpt.launcher import last_line, run_child, start_child
+from accel_gpt.launcher import child_error, launch_child, run_child
+from tests.faults.launches import until
 
 PROBE = """
 import json, os, sys
@@ -49,7 +51,7 @@ def test_a_child_is_not_part_of_the_group_of_its_launcher(
 
 
 def test_a_secret_is_not_on_the_command_line(module: str) -> None:
-    child = start_child(
+    child = launch_child(
         [], module=module, text=SECRET, stdout=subprocess.PIPE, own_group=True, priority="low"
     )
     with child:
@@ -61,7 +63,7 @@ def test_a_secret_is_not_on_the_command_line(module: str) -> None:
 
 
 def test_a_child_that_reads_no_text_is_no_error() -> None:
-    with start_child(["--version"], text="x" * 10_000_000, stdout=subprocess.DEVNULL) as child:
+    with launch_child(["--version"], text="x" * 10_000_000, stdout=subprocess.DEVNULL) as child:
         assert child.wait() == 0
 
 
@@ -70,8 +72,8 @@ def test_the_priority_of_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(60)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    idle = start_child([], module="sleeper", priority="idle")
-    low = start_child([], module="sleeper", priority="low")
+    idle = launch_child([], module="sleeper", priority="idle")
+    low = launch_child([], module="sleeper", priority="low")
     with idle, low:
         assert os.sched_getscheduler(idle.pid) == os.SCHED_IDLE
         assert os.sched_getscheduler(low.pid) == os.SCHED_OTHER
@@ -83,17 +85,23 @@ def test_the_priority_of_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_an_interrupted_wait_ends_the_child(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(60)")
+    started = tmp_path / "started"
+    code = f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    (tmp_path / "sleeper.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    start = time.monotonic()
-    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), 2))
-    timer.start()
+
+    def interrupt() -> None:
+        until(lambda: started.exists() and started.read_text())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
         run_child([], module="sleeper")
-    timer.join()
-    assert time.monotonic() - start < 30
+    thread.join()
+    assert not psutil.pid_exists(int(started.read_text()))
 
 
-def test_the_last_line_of_a_child() -> None:
-    assert last_line("a note\nerror: no room\n", 2) == "no room"
-    assert last_line("\n", 2) == "exit code 2"
+def test_the_error_of_a_child() -> None:
+    assert child_error("a note\nerror: no room\n", 2) == "no room"
+    assert child_error("\n", 2) == "exit code 2"

@@ -11,6 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from accel_gpt import train
 from accel_gpt.config.experiment import CheckpointConfig, Config
@@ -102,12 +103,15 @@ def test_a_run_whose_copies_cannot_be_listed_does_not_start_anew(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with HubServer() as hub:
-        point_at(monkeypatch, hub, tmp_path / "home")
-        no_waiting(monkeypatch)
-    own = small_run("--checkpoint.copy_to", "hf://tester/backup")
-    assert run_here(train.main, own) == 2
-    assert "checkpoint.copy_to hf://tester/backup cannot be read: " in capsys.readouterr().err
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("the network is down")
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", fail)
+    monkeypatch.setattr(MemoryFileSystem, "info", fail)
+    place = f"memory://{tmp_path}/other"
+    assert run_here(train.main, small_run("--checkpoint.copy_to", place)) == 2
+    said = capsys.readouterr().err
+    assert f"checkpoint.copy_to {place} cannot be read: the network is down" in said
 
 
 def test_a_copy_that_is_killed_is_no_copy_and_the_next_launch_makes_it(

@@ -173,7 +173,8 @@ def test_every_checkpoint_is_pushed_and_a_run_goes_on_from_one_elsewhere(
     elsewhere = ["--out_dir", str(tmp_path / "elsewhere"), "--sample.every", "0"]
     resume = ["--checkpoint.resume", f"hf://{REPO}@step-8"]
     assert launch(small_run(*elsewhere, *resume)) == 0
-    assert records(tmp_path / "elsewhere") == records(tmp_path / "run")[8:]
+    # step 8 was saved before its evaluation, which the resumed run makes
+    assert records(tmp_path / "elsewhere") == records(tmp_path / "run")[7:]
     assert_same_weights(weights(tmp_path / "elsewhere", 12), weights(tmp_path / "run", 12))
     hub.stop()  # it has checkpoints of its own now
     assert launch(small_run(*elsewhere, *resume)) == 0
@@ -222,7 +223,11 @@ def test_a_failed_upload_never_ends_a_run_and_is_tried_again(
     ("name", "error", "warning"),
     [
         ("link_tree", OSError(28, "No space left"), f"step_00000004 cannot wait for hf://{REPO}: "),
-        ("start_child", OSError(11, "Unavailable"), f"not uploaded to hf://{REPO}: step 4, 8, 12"),
+        (
+            "launch_child",
+            OSError(11, "Unavailable"),
+            f"not uploaded to hf://{REPO}: step 4, 8, 12",
+        ),
     ],
 )
 def test_an_upload_that_cannot_start_never_ends_a_run(
@@ -312,7 +317,7 @@ def test_what_waits_is_bounded_while_an_upload_is_slow(
         def terminate(self) -> None:
             over.set()
 
-    monkeypatch.setattr(uploader, "start_child", Slow)
+    monkeypatch.setattr(uploader, "launch_child", Slow)
     most = []
     real = Uploader.on_checkpoint
 

@@ -223,7 +223,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
             source = whole if folder.name == "undisturbed" else disturbed
             return start_code(PRETENDED, str(source), str(folder), stdout=stdout)
 
-        monkeypatch.setattr(verify_resume, "start_child", start)
+        monkeypatch.setattr(verify_resume, "launch_child", start)
         return worlds
 
     return give
@@ -277,7 +277,7 @@ def test_a_launch_that_fails_is_shown(
 ) -> None:
     fails = "import sys; print('disk on fire'); sys.exit(9)"
     monkeypatch.setattr(
-        verify_resume, "start_child", lambda *_, stdout, **__: start_code(fails, stdout=stdout)
+        verify_resume, "launch_child", lambda *_, stdout, **__: start_code(fails, stdout=stdout)
     )
     assert call(*small_run("--steps", "4")) == 1
     shown = capsys.readouterr().err
@@ -304,7 +304,7 @@ def test_ctrl_c_ends_all_processes_and_cleans_up(
     def start(*_: Any, stdout: IO[bytes], **__: Any) -> subprocess.Popen[str]:
         return start_code(FAMILY, str(file), stdout=stdout)
 
-    monkeypatch.setattr(verify_resume, "start_child", start)
+    monkeypatch.setattr(verify_resume, "launch_child", start)
 
     def interrupt() -> None:
         while not (file.exists() and file.read_text().endswith("\n")):

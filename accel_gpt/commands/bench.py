@@ -22,7 +22,7 @@ from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import exit_on_sigterm, table, write_out
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.errors import UserError, require
-from accel_gpt.launcher import is_main, last_line, run_child, world_size
+from accel_gpt.launcher import child_error, is_main, run_child, world_size
 
 if TYPE_CHECKING:  # torch is imported once the options are right
     import torch
@@ -245,7 +245,7 @@ def compare_precisions(options: BenchCommand, keys: Sequence[str]) -> str:
         words += ["--train.mixed_precision", precision, "--train.compile", compiled]
         sys.stderr.write(f"measuring {name}\n")
         done = run_child(words, capture=True)
-        error = last_line(done.stderr, done.returncode)
+        error = child_error(done.stderr, done.returncode)
         reports[name] = {"error": error} if done.returncode else json.loads(done.stdout)
     if all("error" in report for report in reports.values()):
         raise UserError(error)

@@ -16,7 +16,7 @@ from accel_gpt.cost.devices import device_key
 from accel_gpt.cost.flops import flops_per_token, mfu
 from accel_gpt.cost.memory import Machine
 from accel_gpt.errors import require
-from accel_gpt.launcher import last_line, run_child
+from accel_gpt.launcher import child_error, run_child
 
 if TYPE_CHECKING:
     from accel_gpt.commands.plan import PlanCommand
@@ -119,7 +119,7 @@ def measured_rate(config: Config, vocab_size: int, machine: Machine) -> tuple[fl
         words += ["--warmup=1", f"--steps={MEASURED_STEPS}"]
         words += [f"--{key}={value}" for key, value in own.items()]
         done = run_child(words, capture=True)
-    error = last_line(done.stderr, done.returncode)
+    error = child_error(done.stderr, done.returncode)
     require(not done.returncode, f"--measure failed: {error}")
     report = json.loads(done.stdout)
     precision = report["mixed_precision"].replace("no", "float32")

@@ -19,7 +19,7 @@ from accel_gpt.config.parse import to_yaml
 from accel_gpt.config.plan import plural
 from accel_gpt.console import write_err
 from accel_gpt.files import write_file
-from accel_gpt.launcher import PREEMPTED, SIGNALS, last_line, start_child
+from accel_gpt.launcher import PREEMPTED, SIGNALS, child_error, launch_child
 from accel_gpt.training.run_folder import RunFolder
 
 POLL_SECONDS, PROGRESS_SECONDS = 0.2, 30.0  # of waiting; between two lines about a run
@@ -62,7 +62,7 @@ class Child:
         words = [*run.arguments, "--out_dir", str(run.folder)]
         words += ["--hub.push", "never", "--checkpoint.copy_to", "null"]  # not all to one place
         with self.log.open("ab") as log:
-            self.process = start_child(
+            self.process = launch_child(
                 ["train", *words],
                 environment=environment,
                 stdout=log,
@@ -86,7 +86,7 @@ class Child:
             seconds = time.monotonic() - self.started
             write_err(f"{self.run.name}: step {run.step:,}{words} after {seconds:,.0f} s")
             return None
-        last = last_line(self.log.read_text(encoding="utf-8", errors="replace"), code)
+        last = child_error(self.log.read_text(encoding="utf-8", errors="replace"), code)
         write_err(f"{self.run.name}: failed with exit code {code}: {last} ({self.log})")
         return last
 

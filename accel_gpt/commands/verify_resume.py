@@ -31,7 +31,7 @@ from accel_gpt.config.plan import in_steps, make_plan, plural
 from accel_gpt.console import exit_on_sigterm, table, write_err
 from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.files import write_file
-from accel_gpt.launcher import start_child
+from accel_gpt.launcher import launch_child
 from accel_gpt.training.run_folder import RunFolder
 
 LAST_LINES = 30  # of a launch that failed; torchrun adds some 20 to the trainer's
@@ -218,7 +218,7 @@ class Trial:
         name = f"launch {number}, {folder.name} on {plural(world_size, 'process', 'processes')}"
         start = time.monotonic()
         with output.open("wb") as file:
-            process = start_child(
+            process = launch_child(
                 self.command(folder),
                 processes=world_size,
                 stdout=file,

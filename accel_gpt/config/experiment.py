@@ -218,9 +218,9 @@ class CheckpointConfig(Section, prefix="checkpoint."):
     resume from if out_dir has none: its folder, or hf://user/name@step-1000, pushed with
     hub.include_state. An older checkpoint of out_dir itself is refused: set another out_dir."""
     copy_to: str | None = None
-    """Folder on another disk, or URL that fsspec writes to, such as s3://bucket/run, where each new
-    checkpoint is copied while training continues. A run without checkpoints of its own resumes from
-    there."""
+    """Folder on another disk, or URL that fsspec writes to, such as s3://bucket/run or
+    hf://user/name. Each new checkpoint is copied there while training continues. A run without
+    checkpoints of its own resumes from there."""
     allow_change: tuple[str, ...] = ()
     """Config keys that may differ from those of the checkpoint, separated by commas."""
 

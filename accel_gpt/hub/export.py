@@ -36,7 +36,7 @@ from accel_gpt.hub.hf_weights import export_tensors
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.hub.verify import DIFFERENT
-from accel_gpt.launcher import last_line, run_child
+from accel_gpt.launcher import child_error, run_child
 from accel_gpt.model.gpt import GPT
 from accel_gpt.redact import redact
 from accel_gpt.training.checkpoint import read_state
@@ -272,7 +272,7 @@ def prove_equal(reference: dict[str, Tensor], tokenizer: Tokenizer, folder: Path
             environment={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
             capture=True,
         )
-    error = last_line(done.stderr, done.returncode)
+    error = child_error(done.stderr, done.returncode)
     if done.returncode == DIFFERENT:
         raise CheckpointError(f"the exported model differs from ours, nothing was kept: {error}")
     require(

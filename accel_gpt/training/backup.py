@@ -50,7 +50,7 @@ def copy_checkpoint(checkpoint: Path, url: str, keep_last: int, unless_newer: bo
     system, root = open_store(url)
     on_hub = url.startswith("hf://") and not root.startswith("buckets/")
     if on_hub:
-        create_repo(root)
+        create_backup_repo(root)
     copied = copied_steps(system, root)
     if unless_newer and any(is_complete(system, root, one) for one in copied if one >= step):
         return
@@ -86,7 +86,7 @@ def remove_copy(system: Any, target: str) -> None:
     system.rm(target, recursive=True)
 
 
-def create_repo(root: str) -> None:
+def create_backup_repo(root: str) -> None:
     """Create the repository of a path on the Hub, private, unless it exists."""
     from huggingface_hub import HfApi
 

@@ -24,10 +24,10 @@ from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import (
     PREEMPTED,
     is_main,
+    launch_child,
     local_rank,
     main_address,
     rank,
-    start_child,
     world_size,
 )
 from accel_gpt.training.accelerator import (
@@ -188,7 +188,7 @@ def start_prepare(
     settings: dict[str, object], stdout: TextIO | None = None
 ) -> subprocess.Popen[str]:
     """Start `accel-gpt prepare` with `settings`; its output goes to `stdout`."""
-    return start_child(
+    return launch_child(
         ["prepare", "/dev/fd/0"],
         environment={k: v for k, v in os.environ.items() if k == "TORCHELASTIC_ERROR_FILE"},
         text=json.dumps(settings, ensure_ascii=False),  # a URL may hold a password

@@ -25,7 +25,7 @@ from typing import Literal
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.files import link_tree, lock
-from accel_gpt.launcher import last_line, start_child
+from accel_gpt.launcher import child_error, launch_child
 from accel_gpt.redact import redact_url
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps, step_name
 
@@ -289,7 +289,7 @@ class Uploader:
     def run_upload(self, folder: Path, lock_file: int, resumed: bool) -> str | None:
         """Run the child for a checkpoint in the queue; return its error."""
         with (self.folder / "output.log").open("w+b") as output:
-            self.process = start_child(
+            self.process = launch_child(
                 self.target.argv(folder, resumed),
                 module=self.target.module,
                 environment={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
@@ -304,7 +304,7 @@ class Uploader:
             code = self.process.wait()
             output.seek(0)
             text = output.read().decode("utf-8", "replace")
-        return last_line(text, code) if code else None
+        return child_error(text, code) if code else None
 
 
 def remove_queued(folder: Path) -> None:

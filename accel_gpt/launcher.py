@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import io
 import os
 import re
 import signal
@@ -153,7 +152,8 @@ def launch_child(
     module: str = "accel_gpt.cli",
     processes: int = 1,
     environment: Mapping[str, str] | None = None,
-    text: str | None = None,
+    secret: str | None = None,
+    stdin: int | None = subprocess.DEVNULL,
     stdout: int | IO[bytes] | IO[str] | None = None,
     stderr: int | IO[bytes] | IO[str] | None = None,
     own_group: bool = False,
@@ -163,29 +163,37 @@ def launch_child(
     """Start `python -m MODULE ARGV ...`, by default `accel-gpt ARGV ...`.
 
     The child gets this environment without the variables of a launcher, and `environment` on top.
-    `processes`: torchrun starts more than one. `text`: the standard input of the child. It carries
-    what may hold a secret, since every user of a machine can read command lines. `own_group`: a
-    Ctrl-C does not reach the child.
+    `processes`: torchrun starts more than one. `secret`: text that the child reads from the file
+    that its last argument names, a pipe; every user of a machine can read command lines.
+    `own_group`: a Ctrl-C does not reach the child.
     """
     command = [sys.executable]
     if processes > 1:
         command += ["-c", TORCHRUN, "--standalone", "--nproc_per_node", str(processes)]
-    child = subprocess.Popen(
-        [*command, "-m", module, *argv],
-        env={**environment_without_launcher(), **(environment or {})},
-        stdin=subprocess.DEVNULL if text is None else subprocess.PIPE,
-        stdout=stdout,
-        stderr=stderr,
-        encoding="utf-8",
-        errors="replace",
-        process_group=0 if own_group else None,
-        pass_fds=pass_fds,
-    )
-    set_priority(child.pid, priority)
-    if text is not None:
-        assert isinstance(child.stdin, io.TextIOWrapper)
-        with contextlib.suppress(BrokenPipeError), child.stdin:  # the child ended early
-            child.stdin.buffer.write(text.encode("utf-8", "surrogateescape"))
+    command += ["-m", module, *argv]
+    with contextlib.ExitStack() as files:
+        if secret is not None:
+            reading, writing = os.pipe()
+            reader = files.enter_context(open(reading, "rb"))
+            writer = files.enter_context(open(writing, "wb", buffering=0))
+            command.append(f"/dev/fd/{reading}")
+            pass_fds = [*pass_fds, reading]
+        child = subprocess.Popen(
+            command,
+            env={**environment_without_launcher(), **(environment or {})},
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            encoding="utf-8",
+            errors="replace",
+            process_group=0 if own_group else None,
+            pass_fds=pass_fds,
+        )
+        set_priority(child.pid, priority)
+        if secret is not None:
+            reader.close()
+            with contextlib.suppress(BrokenPipeError):  # the child ended early
+                writer.write(secret.encode("utf-8", "surrogateescape"))
     return child
 
 

@@ -18,10 +18,13 @@ PROBE = """
 import json, os, sys
 report = {
     "argv": sys.argv[1:],
-    "text": sys.stdin.buffer.read().decode("utf-8", "surrogateescape"),
+    "stdin": sys.stdin.read(),
     "environment": dict(os.environ),
     "group": os.getpgrp() == os.getpid(),
 }
+if sys.argv[-1].startswith("/dev/fd/"):
+    with open(sys.argv[-1], encoding="utf-8", errors="surrogateescape") as file:
+        report["secret"] = file.read()
 print(json.dumps(report))
 """
 SECRET = "S3CRET \u00e9\U0001f600\udcff"
@@ -47,23 +50,23 @@ def test_a_child_is_not_part_of_the_group_of_its_launcher(
     assert not launcher.keys() & report["environment"].keys()
     assert report["environment"]["ACCELERATE_USE_CPU"] == "true"  # the choice of the user
     assert report["environment"]["ADDED"] == "1"
-    assert (report["text"], report["group"]) == ("", False)
+    assert (report["stdin"], report["group"]) == ("", False)
 
 
 def test_a_secret_is_not_on_the_command_line(module: str) -> None:
     child = launch_child(
-        [], module=module, text=SECRET, stdout=subprocess.PIPE, own_group=True, priority="low"
+        [], module=module, secret=SECRET, stdout=subprocess.PIPE, own_group=True, priority="low"
     )
     with child:
         assert child.stdout
         report = json.loads(child.stdout.read())
     assert "S3CRET" not in str(child.args)
-    assert report["text"] == SECRET
+    assert report["secret"] == SECRET
     assert report["group"]
 
 
-def test_a_child_that_reads_no_text_is_no_error() -> None:
-    with launch_child(["--version"], text="x" * 10_000_000, stdout=subprocess.DEVNULL) as child:
+def test_a_child_that_does_not_read_its_secret_is_no_error() -> None:
+    with launch_child(["--version"], secret="x" * 10_000_000, stdout=subprocess.DEVNULL) as child:
         assert child.wait() == 0
 
 

@@ -189,9 +189,10 @@ def start_prepare(
 ) -> subprocess.Popen[str]:
     """Start `accel-gpt prepare` with `settings`; its output goes to `stdout`."""
     return launch_child(
-        ["prepare", "/dev/fd/0"],
+        ["prepare"],
         environment={k: v for k, v in os.environ.items() if k == "TORCHELASTIC_ERROR_FILE"},
-        text=json.dumps(settings, ensure_ascii=False),  # a URL may hold a password
+        secret=json.dumps(settings, ensure_ascii=False),  # a URL may hold a password
+        stdin=None,  # it may be the text
         stdout=stdout,
     )
 

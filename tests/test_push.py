@@ -185,8 +185,10 @@ def test_only_the_end_is_pushed_and_its_state_only_when_asked_for(
     small_run: Arguments, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--hub.repo_id", REPO, "--hub.push", "end", "--sample.every", "0"]
+    asked += ["--checkpoint.copy_to", str(tmp_path / "copies")]
     assert launch(small_run(*asked)) == 0
     assert hub.tags(REPO).keys() == {"step-12"}
+    assert (tmp_path / "copies" / "step_00000012" / "manifest.json").exists()
     other = ["--out_dir", str(tmp_path / "other"), "--checkpoint.resume", f"hf://{REPO}@step-12"]
     assert launch(small_run(*other)) == 2
     assert "has no state to resume from; push it with hub.include_state" in (

@@ -6,7 +6,6 @@ Each does what its command does, through the same options, and raises what the c
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config, parse_command, sections
 from accel_gpt.errors import PeerError, UserError, require
-from accel_gpt.launcher import PREEMPTED, is_main
+from accel_gpt.launcher import PREEMPTED, is_main, launch_child
 
 if TYPE_CHECKING:
     import torch
@@ -26,17 +25,6 @@ if TYPE_CHECKING:
 
     from accel_gpt.data.tokenizer import Tokenizer
     from accel_gpt.model.gpt import GPT
-
-# torchrun, which itself ends with 1, with the exit code of the first process that failed
-TORCHRUN = """
-import sys
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
-try:
-    main()
-except ChildFailedError as error:
-    sys.exit(error.get_first_failure()[1].exitcode)
-"""
 
 
 @dataclass(frozen=True)
@@ -137,9 +125,7 @@ def train_processes(words: list[str], processes: int) -> None:
     """Train in processes of their own, as this one may have used its device; `PeerError` if one
     fails. An interrupt reaches all of them: they save and stop, as at the time limit.
     """
-    command = [sys.executable, "-c", TORCHRUN, "--standalone"]
-    command += ["--nproc_per_node", str(processes), "-m", "accel_gpt.cli", "train", *words]
-    with subprocess.Popen(command) as process:
+    with launch_child(["train", *words], processes=processes) as process:
         try:
             code = process.wait()
         except KeyboardInterrupt:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -57,9 +56,10 @@ from accel_gpt.training.stopping import (
     StopSignal,
     Watchdog,
     die_with_launcher,
-    finish_copies,
+    finish_uploads,
 )
 from accel_gpt.training.terminal import Display, last_words
+from accel_gpt.training.uploader import Uploader, open_uploaders
 
 # Data that can be hashed in this time, about 1 GB, is verified before the first step. A short run
 # of more data waits before its last save; what is left the next launch verifies. Assumptions.
@@ -81,7 +81,7 @@ class Training:
     state: TrainState
     reporter: Reporter
     writer: CheckpointWriter
-    copies: list[Any]  # on rank 0: `BackgroundPush`, `CheckpointCopies`, as the config has them
+    uploaders: list[Uploader]  # on rank 0
     evaluation: Evaluation
     verifier: DataVerifier
     loader: Loader = field(init=False)
@@ -180,7 +180,7 @@ def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[
             run.writer.wait()
         stop.saved = stopping
         run.reporter.write(run.reporter.trackers.finish)
-        stopping |= finish_copies(run.copies, accelerator, stop, stopping)
+        stopping |= finish_uploads(run.uploaders, accelerator, stop, stopping)
     stop.ignore()
     display.log(last_words(config, plan, run.state, stop.received if stopping else None))
     return PREEMPTED if stopping else 0
@@ -220,26 +220,32 @@ def start(
     else:
         initialize(gpt)
     reporter = Reporter(config, plan, accelerator, gpt, display, check_folder)
-    copies: list[Any] = []
-    if config.checkpoint.copy_to and is_main():
-        from accel_gpt.training.copies import CheckpointCopies
-
-        copies.append(CheckpointCopies(config, log))
-    if config.hub.push != "never" and is_main():
-        from accel_gpt.hub.background_push import BackgroundPush
-
-        copies.append(BackgroundPush(config, plan.max_steps, log))
+    uploaders = open_uploaders(config, plan.max_steps, log) if is_main() else []
     writer = CheckpointWriter(
         accelerator=accelerator,
         config=config,
         tokenizer=corpus.tokenizer,
         log=log,
         before_publish=reporter.sync,
-        copies=copies,
+        uploaders=uploaders,
         check_folder=check_folder,
     )
-    parts = (config, plan, accelerator, corpus, gpt, model, optimizer, gradients, state)
-    run = Training(*parts, reporter, writer, copies, evaluation, verifier)
+    run = Training(
+        config=config,
+        plan=plan,
+        accelerator=accelerator,
+        corpus=corpus,
+        gpt=gpt,
+        model=model,
+        optimizer=optimizer,
+        gradients=gradients,
+        state=state,
+        reporter=reporter,
+        writer=writer,
+        uploaders=uploaders,
+        evaluation=evaluation,
+        verifier=verifier,
+    )
     seek(run)
     reporter.launch(run.corpus, state)
     with all_ranks():

@@ -78,6 +78,30 @@ def run_here(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
         return run_main(main, words)
 
 
+@pytest.fixture
+def uploads_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Upload in this process, as a child takes seconds to start. Returns the exit codes."""
+    from accel_gpt import cli
+    from accel_gpt.training import backup, uploader
+
+    codes: list[int] = []
+
+    class Child:
+        def __init__(self, argv: Sequence[str], module: str, **_: Any) -> None:
+            commands = {"accel_gpt.cli": cli.dispatch, "accel_gpt.training.backup": backup.main}
+            codes.append(run_here(commands[module], argv))
+
+        def wait(self) -> int:
+            return codes[-1]
+
+        def terminate(self) -> None:
+            """Nothing is under way."""
+
+    monkeypatch.setattr(uploader, "launch_child", Child)
+    monkeypatch.setattr(uploader, "END_PAUSE_SECONDS", 0.0)
+    return codes
+
+
 def launch(arguments: Sequence[str]) -> int:
     """Train in this process; the exit code."""
     from accel_gpt import train

@@ -20,9 +20,9 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 import pytest
 import yaml
@@ -31,7 +31,8 @@ LFS = re.compile(r"\.(safetensors|bin|png|pkl)$|tfevents")
 API, REVISION = r"/api/models/(?P<name>[^/]+/[^/]+)", "(?P<revision>[^/]+)"
 ROUTES = (  # method, path, method of Handler; all but GET and /storage/ need the token
     ("GET", rf"{API}(?:/revision/{REVISION})?", "info"),
-    ("GET", rf"{API}/tree/{REVISION}", "tree"),
+    ("GET", rf"{API}/tree/{REVISION}(?:/(?P<folder>.+))?", "tree"),
+    ("POST", rf"{API}/paths-info/{REVISION}", "paths_info"),
     ("GET", rf"{API}/refs", "refs"),
     ("GET", rf"/(?P<name>[^/]+/[^/]+)/resolve/{REVISION}/(?P<path>.+)", "resolve"),
     ("POST", "/api/validate-yaml", "validate_yaml"),
@@ -299,15 +300,37 @@ class Handler(BaseHTTPRequestHandler):
         reply = {"id": self.name, "sha": made, "private": self.repo.private, "tags": []}
         return 200, {**reply, "downloads": 0, "likes": 0, "siblings": siblings}, {}
 
-    def tree(self, revision: str) -> Reply:
-        """All files; what the client asks for is always recursive."""
-        found = []
+    def entries(self, revision: str) -> dict[str, dict[str, Any]]:
+        """Path -> what the Hub says of a file or folder."""
+        found: dict[str, dict[str, Any]] = {}
         for path, data in sorted(self.repo.files[self.repo.find(revision)].items()):
-            entry = {"type": "file", "path": path, "size": len(data), "oid": oid(path, data)}
+            for parent in PurePosixPath(path).parents[:-1]:
+                found[str(parent)] = {"type": "directory", "path": str(parent), "oid": "0" * 40}
+            found[path] = {"type": "file", "path": path, "size": len(data), "oid": oid(path, data)}
             if LFS.search(path):
-                entry["lfs"] = {"oid": oid(path, data), "size": len(data), "pointerSize": 130}
-            found.append(entry)
+                lfs = {"oid": oid(path, data), "size": len(data), "pointerSize": 130}
+                found[path]["lfs"] = lfs
+        return found
+
+    def tree(self, revision: str, folder: str = "") -> Reply:
+        """The files and folders in a folder, or all files below it."""
+        query = parse_qs(self.path.partition("?")[2])
+        recursive = query.get("recursive", [""])[0].lower() == "true"
+        found = []
+        for path, entry in self.entries(revision).items():
+            parents = [str(parent) for parent in PurePosixPath(path).parents]
+            inside = (folder or ".") in (parents if recursive else parents[:1])
+            if inside and not (recursive and entry["type"] == "directory"):
+                found.append(entry)
+        if folder and not found:
+            raise Refusal(404, f"{folder} does not exist", "EntryNotFound")
         return 200, found, {}
+
+    def paths_info(self, revision: str) -> Reply:
+        """What is there of the paths that a form asks for."""
+        entries = self.entries(revision)
+        wanted = parse_qs(self.body.decode()).get("paths", [])
+        return 200, [entries[path] for path in wanted if path in entries], {}
 
     def refs(self) -> Reply:
         tags, branches = (
@@ -393,6 +416,10 @@ class Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif kind == "lfsFile":
                 files[value["path"]] = repo.objects[value["oid"]]
+            elif kind == "deletedFolder":
+                kept = {n: data for n, data in files.items() if not n.startswith(value["path"])}
+                assert len(kept) < len(files)
+                files = kept
             else:
                 assert kind == "deletedFile"
                 del files[value["path"]]

@@ -13,6 +13,7 @@ import pytest
 
 from accel_gpt import train
 from accel_gpt.cli import dispatch
+from accel_gpt.commands import bench
 from accel_gpt.commands.bench import PARTS
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.shards import open_split
@@ -159,7 +160,7 @@ def test_compare_measures_float32_and_bf16_compiled_or_not(
         failed = len(started) == 4
         return subprocess.CompletedProcess(words, 2 * failed, out, "error: no compiler\n" * failed)
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(bench, "run_child", run)
     given = ("--compare", "--steps", "3", "--optim.lr", "1e-3")
     assert call(*small_run(*given)) == 0
     lines = capsys.readouterr().out.splitlines()

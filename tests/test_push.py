@@ -12,18 +12,18 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
 
 from accel_gpt import cli
 from accel_gpt.config.compare import option_of
-from accel_gpt.hub import background_push
 from accel_gpt.hub import push as pushing
-from accel_gpt.hub.background_push import BackgroundPush
 from accel_gpt.hub.load import load_pretrained
+from accel_gpt.training import uploader
 from accel_gpt.training.resume import NOT_TOLD
+from accel_gpt.training.uploader import Uploader
 from tests.conftest import launch, run_here
 from tests.hub_server import HubServer, environment, no_waiting, point_at
 from tests.test_train import assert_same_weights, records, weights
@@ -158,31 +158,11 @@ def test_a_hub_out_of_reach_and_a_damaged_checkpoint(
 # --------------------------------------------------------------------------- while training
 
 
-@pytest.fixture
-def no_process(monkeypatch: pytest.MonkeyPatch, hub: HubServer) -> list[int]:
-    """Uploads in this process: a new one takes seconds to start. The codes that they ended with."""
-    codes: list[int] = []
-
-    class Here:
-        def __init__(self, words: list[str], log: BinaryIO, lock_fd: int) -> None:
-            assert lock_fd > 0
-            codes.append(run_here(cli.dispatch, words))
-
-        def wait(self) -> int:
-            return codes[-1]
-
-        def terminate(self) -> None:
-            """Nothing is under way."""
-
-    monkeypatch.setattr(background_push, "start_process", Here)
-    return codes
-
-
 ALWAYS = ["--hub.repo_id", REPO, "--hub.push", "every_checkpoint", "--sample.every", "0"]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compared", "no_process")
+@pytest.mark.usefixtures("compared", "uploads_here")
 def test_every_checkpoint_is_pushed_and_a_run_goes_on_from_one_elsewhere(
     small_run: Arguments, hub: HubServer, tmp_path: Path
 ) -> None:
@@ -194,19 +174,22 @@ def test_every_checkpoint_is_pushed_and_a_run_goes_on_from_one_elsewhere(
     elsewhere = ["--out_dir", str(tmp_path / "elsewhere"), "--sample.every", "0"]
     resume = ["--checkpoint.resume", f"hf://{REPO}@step-8"]
     assert launch(small_run(*elsewhere, *resume)) == 0
-    assert records(tmp_path / "elsewhere") == records(tmp_path / "run")[8:]
+    # step 8 was saved before its evaluation, which the resumed run makes
+    assert records(tmp_path / "elsewhere") == records(tmp_path / "run")[7:]
     assert_same_weights(weights(tmp_path / "elsewhere", 12), weights(tmp_path / "run", 12))
     hub.stop()  # it has checkpoints of its own now
     assert launch(small_run(*elsewhere, *resume)) == 0
 
 
-@pytest.mark.usefixtures("compared", "no_process")
+@pytest.mark.usefixtures("compared", "uploads_here")
 def test_only_the_end_is_pushed_and_its_state_only_when_asked_for(
     small_run: Arguments, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--hub.repo_id", REPO, "--hub.push", "end", "--sample.every", "0"]
+    asked += ["--checkpoint.copy_to", str(tmp_path / "copies")]
     assert launch(small_run(*asked)) == 0
     assert hub.tags(REPO).keys() == {"step-12"}
+    assert (tmp_path / "copies" / "step_00000012" / "manifest.json").exists()
     other = ["--out_dir", str(tmp_path / "other"), "--checkpoint.resume", f"hf://{REPO}@step-12"]
     assert launch(small_run(*other)) == 2
     assert "has no state to resume from; push it with hub.include_state" in (
@@ -218,7 +201,7 @@ def test_only_the_end_is_pushed_and_its_state_only_when_asked_for(
 def test_a_failed_upload_never_ends_a_run_and_is_tried_again(
     small_run: Arguments,
     hub: HubServer,
-    no_process: list[int],
+    uploads_here: list[int],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -226,9 +209,10 @@ def test_a_failed_upload_never_ends_a_run_and_is_tried_again(
     hub.refuse(403)
     assert launch(asked) == 0
     shown = capsys.readouterr().err
-    assert "WARNING: the push of step 4 failed, it waits: " in shown
-    assert "WARNING: not on the Hub: step 4, 8" in shown
-    assert set(no_process) == {2}
+    assert shown.count(f"WARNING: upload of step 4 to hf://{REPO} failed: ") == 1
+    assert "it will be retried" in shown
+    assert f"WARNING: not uploaded to hf://{REPO}: step 4, 8; launch the same" in shown
+    assert set(uploads_here) == {2}
     assert records(tmp_path / "run")[-1]["step"] == 8
     shutil.rmtree(tmp_path / "run" / "checkpoints")  # steps that wait are trained once more
     hub.refuse(0)
@@ -237,12 +221,16 @@ def test_a_failed_upload_never_ends_a_run_and_is_tried_again(
     assert not list((tmp_path / "run" / ".upload").glob("step_*"))
 
 
-@pytest.mark.usefixtures("compared", "no_process")
+@pytest.mark.usefixtures("compared", "uploads_here")
 @pytest.mark.parametrize(
     ("name", "error", "warning"),
     [
-        ("link_tree", OSError(28, "No space left"), "step_00000004 cannot be kept for the Hub"),
-        ("start_process", OSError(11, "Unavailable"), "not on the Hub: step 4, 8, 12"),
+        ("link_tree", OSError(28, "No space left"), f"step_00000004 cannot wait for hf://{REPO}: "),
+        (
+            "launch_child",
+            OSError(11, "Unavailable"),
+            f"not uploaded to hf://{REPO}: step 4, 8, 12",
+        ),
     ],
 )
 def test_an_upload_that_cannot_start_never_ends_a_run(
@@ -253,10 +241,10 @@ def test_an_upload_that_cannot_start_never_ends_a_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(background_push, name, fail)
+    monkeypatch.setattr(uploader, name, fail)
     assert launch(small_run(*ALWAYS)) == 0
     assert f"WARNING: {warning}" in capsys.readouterr().err
 
@@ -285,7 +273,7 @@ def test_files_that_vanish_during_a_push_delete_nothing_on_the_hub(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compared", "no_process")
+@pytest.mark.usefixtures("compared", "uploads_here")
 def test_an_upload_that_outlived_its_run_is_waited_for(
     small_run: Arguments, hub: HubServer, tmp_path: Path
 ) -> None:
@@ -322,7 +310,7 @@ def test_what_waits_is_bounded_while_an_upload_is_slow(
     over = threading.Event()
 
     class Slow:
-        def __init__(self, *_: Any) -> None:
+        def __init__(self, *_: Any, **__: Any) -> None:
             """Begins."""
 
         def wait(self) -> int:
@@ -332,21 +320,20 @@ def test_what_waits_is_bounded_while_an_upload_is_slow(
         def terminate(self) -> None:
             over.set()
 
-    monkeypatch.setattr(background_push, "start_process", Slow)
+    monkeypatch.setattr(uploader, "launch_child", Slow)
     most = []
-    real = BackgroundPush.on_checkpoint
+    real = Uploader.on_checkpoint
 
-    def counted(self: BackgroundPush, checkpoint: Path) -> None:
+    def counted(self: Uploader, checkpoint: Path) -> None:
         real(self, checkpoint)
         most.append(len(self.waiting()))
 
-    monkeypatch.setattr(BackgroundPush, "on_checkpoint", counted)
-    monkeypatch.setattr(
-        BackgroundPush, "finish", lambda self, _: over.set() or self.stop() or False
-    )
+    monkeypatch.setattr(Uploader, "on_checkpoint", counted)
+    monkeypatch.setattr(Uploader, "finish", lambda self, _: over.set() or self.stop() or False)
     assert launch(small_run(*ALWAYS, "--checkpoint.every", "1")) == 0
-    assert max(most) == background_push.MOST_WAITING + 1  # and the one under way
-    assert "will not be pushed: more than 3 wait" in capsys.readouterr().err
+    assert max(most) == uploader.MOST_WAITING + 1  # and the one under way
+    said = capsys.readouterr().err
+    assert f"will not be uploaded to hf://{REPO}: more than 3 checkpoints wait" in said
 
 
 @pytest.mark.usefixtures("compared")
@@ -427,14 +414,14 @@ def test_uploads_run_beside_the_training_and_survive_its_signals(
         process.send_signal(signal.SIGTERM)
         _, shown = process.communicate(timeout=120)
         assert process.returncode == 75  # all steps were done, and something is left to do
-        assert "WARNING: not on the Hub: step 10, 20, 30" in shown
+        assert f"WARNING: not uploaded to hf://{REPO}: step 10, 20, 30" in shown
         hub.upload_delay = 0.0
         done = subprocess.run(
             [*command], cwd=tmp_path, env=seen, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
         assert hub.tags(REPO).keys() == {"step-10", "step-20", "step-30"}
-        log = (tmp_path / "run" / "hub.log").read_text()
-        assert hub.token not in log + done.stderr
+        assert hub.token not in shown + done.stderr
+        assert not (tmp_path / "run" / ".upload").exists()
         config = json.loads(hub.files(REPO, "step-30")["config.json"])
         assert config["architectures"] == ["GPT2LMHeadModel"]

@@ -3,13 +3,14 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from accel_gpt.cli import dispatch
+from accel_gpt.commands import verify_resume
 from accel_gpt.commands.verify_resume import (
     Finding,
     Trial,
@@ -190,30 +192,36 @@ def test_several_numbers_of_processes_are_compared_within_a_tolerance(tmp_path: 
 
 # --------------------------------------------------------------------------- launches
 
-# stands in for training, as from a new shell: some time, then the folder of a finished run
+# stands in for training: some time, then the folder of a finished run
 PRETENDED = """
-import os, shutil, sys, time
-assert "MASTER_PORT" not in os.environ
+import shutil, sys, time
 time.sleep(0.3)
 shutil.copytree(sys.argv[1], sys.argv[2], dirs_exist_ok=True)
 """
 Pretended = Callable[[Path, Path], list[int]]
 
 
+def start_code(code: str, *words: str, stdout: IO[bytes]) -> subprocess.Popen[str]:
+    """Start Python code in place of a launch."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *words], stdout=stdout, stderr=stdout, text=True
+    )
+
+
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
     """Let launches give these folders, undisturbed and else; the world sizes are listed."""
-    monkeypatch.setenv("MASTER_PORT", "7")
 
     def give(whole: Path, disturbed: Path) -> list[int]:
         worlds: list[int] = []
 
-        def command(_trial: Any, folder: Path, world: int) -> list[str]:
-            worlds.append(world)
+        def start(argv: list[str], processes: int, stdout: IO[bytes], **_: Any) -> Any:
+            worlds.append(processes)
+            folder = Path(argv[argv.index("--out_dir") + 1])
             source = whole if folder.name == "undisturbed" else disturbed
-            return [sys.executable, "-c", PRETENDED, str(source), str(folder)]
+            return start_code(PRETENDED, str(source), str(folder), stdout=stdout)
 
-        monkeypatch.setattr(Trial, "command", command)
+        monkeypatch.setattr(verify_resume, "launch_child", start)
         return worlds
 
     return give
@@ -265,8 +273,10 @@ def test_a_difference_ends_with_1_and_the_folder_is_kept_and_named(
 def test_a_launch_that_fails_is_shown(
     small_run: Arguments, rooms: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fails = [sys.executable, "-c", "import sys; print('disk on fire'); sys.exit(9)"]
-    monkeypatch.setattr(Trial, "command", lambda *_: fails)
+    fails = "import sys; print('disk on fire'); sys.exit(9)"
+    monkeypatch.setattr(
+        verify_resume, "launch_child", lambda *_, stdout, **__: start_code(fails, stdout=stdout)
+    )
     assert call(*small_run("--steps", "4")) == 1
     shown = capsys.readouterr().err
     assert "launch 1, undisturbed on 1 process ended by itself with code 9:\ndisk on fire" in shown
@@ -288,8 +298,11 @@ def test_ctrl_c_ends_all_processes_and_cleans_up(
     small_run: Arguments, rooms: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "pid"
-    words = [sys.executable, "-c", FAMILY, str(file)]
-    monkeypatch.setattr(Trial, "command", lambda *_: words)
+
+    def start(*_: Any, stdout: IO[bytes], **__: Any) -> subprocess.Popen[str]:
+        return start_code(FAMILY, str(file), stdout=stdout)
+
+    monkeypatch.setattr(verify_resume, "launch_child", start)
 
     def interrupt() -> None:
         while not (file.exists() and file.read_text().endswith("\n")):

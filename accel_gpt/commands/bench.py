@@ -8,7 +8,6 @@ import contextlib
 import copy
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from accel_gpt.console import exit_on_sigterm, format_hours, table, write_out
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.cost.forecast import evaluation_count, evaluation_hours
 from accel_gpt.errors import UserError, require
-from accel_gpt.launcher import is_main, world_size
+from accel_gpt.launcher import child_error, is_main, run_child, world_size
 
 if TYPE_CHECKING:  # torch is imported once the options are right
     import torch
@@ -309,13 +308,13 @@ def compare_precisions(options: BenchCommand, keys: Sequence[str]) -> str:
             sys.stderr.write(f"measuring {name}\n")
             reports[name] = report_of_process(options, keys, precision, compiled)
     if all("error" in report for report in reports.values()):
-        raise UserError(reports["bf16, compiled"]["error"].removeprefix("error: "))
+        raise UserError(reports["bf16, compiled"]["error"])
     if options.json:
         return json.dumps(reports, indent=1) + "\n"
     rows = []
     for name, report in reports.items():
         if "error" in report:
-            rows.append((name, report["error"], ""))
+            rows.append((name, f"error: {report['error']}", ""))
             continue
         speed = f"{report['tokens_per_second']:,.0f} tokens/s"
         first = f"the first {report['first_step_seconds']:.1f} s"
@@ -327,16 +326,15 @@ def report_of_process(
     options: BenchCommand, keys: Sequence[str], precision: str, compiled: bool
 ) -> Report:
     """Return what `accel-gpt bench --json` prints in another process, or its error."""
-    words = [sys.executable, "-m", "accel_gpt.cli", "bench", options.config, *keys, "--json"]
+    words = ["bench", options.config, *keys, "--json"]
     words += ["--warmup", str(options.warmup)]
     words += ["--steps", str(options.steps)]
     words += ["--parts", "0"]
     words += ["--train.mixed_precision", precision]
     words += ["--train.compile", "true" if compiled else "false"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = run_child(words, capture=True)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return {"error": lines[-1]}
+        return {"error": child_error(done.stderr, done.returncode)}
     report: Report = json.loads(done.stdout)
     return report
 

@@ -7,7 +7,6 @@ started again ends with the same losses.
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from accel_gpt.config.parse import to_yaml
 from accel_gpt.config.plan import plural
 from accel_gpt.console import write_err
 from accel_gpt.files import write_file
-from accel_gpt.launcher import PREEMPTED, SIGNALS, environment_without_launcher
+from accel_gpt.launcher import PREEMPTED, SIGNALS, child_error, launch_child
 from accel_gpt.training.run_folder import RunFolder
 
 POLL_SECONDS, PROGRESS_SECONDS = 0.2, 30.0  # of waiting; between two lines about a run
@@ -57,17 +56,19 @@ class Child:
         run.folder.mkdir(parents=True, exist_ok=True)
         self.run, self.device, self.log = run, device, run.folder / "output.log"
         self.started = self.printed = time.monotonic()
-        environment = environment_without_launcher()
-        environment["ACCELERATE_MIXED_PRECISION"] = "no"  # as launched: it stops if we are killed
+        environment = {"ACCELERATE_MIXED_PRECISION": "no"}  # as launched: stops if we are killed
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
         words = [*run.arguments, "--out_dir", str(run.folder)]
         words += ["--hub.push", "never", "--checkpoint.copy_to", "null"]  # not all to one place
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "accel_gpt.cli", "train", *words], env=environment,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+            self.process = launch_child(
+                ["train", *words],
+                environment=environment,
+                stdout=log,
+                stderr=log,
+                own_group=True,
+            )
 
     def print_progress(self) -> None:
         """Print the step that the run has logged, now and then."""
@@ -85,8 +86,7 @@ class Child:
             seconds = time.monotonic() - self.started
             write_err(f"{self.run.name}: step {run.step:,}{words} after {seconds:,.0f} s")
             return None
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        last = (lines or ["it printed nothing"])[-1].removeprefix("error: ")
+        last = child_error(self.log.read_text(encoding="utf-8", errors="replace"), code)
         write_err(f"{self.run.name}: failed with exit code {code}: {last} ({self.log})")
         return last
 

@@ -1,7 +1,5 @@
 """`accel-gpt train CONFIG --smoke`: four steps of a config through all that a run does."""
 
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +9,7 @@ from accel_gpt.commands.verify_resume import shortened
 from accel_gpt.config.parse import load_config, to_yaml
 from accel_gpt.console import exit_on_sigterm, write_out
 from accel_gpt.files import write_file
+from accel_gpt.launcher import run_child
 
 STEPS = 4
 SAMPLE_TOKENS, QUESTIONS = 16, 8  # of a sample; of HellaSwag
@@ -36,8 +35,7 @@ def smoke(argv: Sequence[str]) -> int:
         path = Path(folder, "config.yaml")
         write_file(path, [to_yaml(config).encode()])
         for stop_at in ("2", "null"):
-            words = [sys.executable, "-m", "accel_gpt.cli", "train", str(path)]
-            code = subprocess.run([*words, "--train.stop_at", stop_at], check=False).returncode
+            code = run_child(["train", str(path), "--train.stop_at", stop_at]).returncode
             if code:
                 return code
     write_out(f"{STEPS} steps, evaluation, samples, checkpoints and resuming work: {argv[0]}\n")

@@ -30,7 +30,7 @@ from accel_gpt.config.plan import in_steps, make_plan, plural
 from accel_gpt.console import exit_on_sigterm, table, write_err
 from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.files import write_file
-from accel_gpt.launcher import environment_without_launcher
+from accel_gpt.launcher import launch_child
 from accel_gpt.training.run_folder import RunFolder
 
 LAST_LINES = 30  # of a launch that failed; torchrun adds some 20 to the trainer's
@@ -224,12 +224,15 @@ class Trial:
         number = len(self.world_sizes)
         output = self.folder / f"launch_{number}.log"
         name = f"launch {number}, {folder.name} on {plural(world_size, 'process', 'processes')}"
-        start, environment = time.monotonic(), environment_without_launcher()
+        start = time.monotonic()
         with output.open("wb") as file:
-            process = subprocess.Popen(
-                self.command(folder, world_size), env=environment, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-            )  # fmt: skip
+            process = launch_child(
+                self.command(folder),
+                processes=world_size,
+                stdout=file,
+                stderr=file,
+                own_group=True,
+            )
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(kill_after)
@@ -254,13 +257,9 @@ class Trial:
         write_err(f"{name}: done after {seconds:.1f} s")
         return True
 
-    def command(self, folder: Path, world_size: int) -> list[str]:
-        """The command line of a launch: the trainer alone, or as many as torchrun starts."""
-        words = [sys.executable, "-m"]
-        if world_size > 1:
-            words += ["torch.distributed.run", "--standalone"]
-            words += ["--nproc_per_node", str(world_size), "-m"]
-        words += ["accel_gpt.train", str(self.folder / "config.yaml"), "--out_dir", str(folder)]
+    def command(self, folder: Path) -> list[str]:
+        """Return the arguments of `accel-gpt` that train in `folder`."""
+        words = ["train", str(self.folder / "config.yaml"), "--out_dir", str(folder)]
         resolved = RunFolder(self.folder / "undisturbed").config  # what auto meant there
         for key in ("train.mixed_precision", "train.compile") if resolved else ():
             words += [f"--{key}", str(resolved[key])]
@@ -291,7 +290,7 @@ class Trial:
         )
 
 
-def kill_tree(process: subprocess.Popen[bytes]) -> None:
+def kill_tree(process: subprocess.Popen[str]) -> None:
     """SIGKILL a process and all below it, stopped first so that they start no more; wait for their
     end, or the next launch finds the folder locked.
     """

@@ -354,9 +354,9 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
     )
     copy_to: str | None = option(
         None,
-        "Folder on another disk, or URL that fsspec writes to, such as s3://bucket/run, where each "
-        "new checkpoint is copied while training continues. A run without checkpoints of its own "
-        "resumes from there.",
+        "Folder on another disk, or URL that fsspec writes to, such as s3://bucket/run or "
+        "hf://user/name. Each new checkpoint is copied there while training continues. A run "
+        "without checkpoints of its own resumes from there.",
     )
     allow_change: tuple[str, ...] = option(
         (),

@@ -8,10 +8,7 @@ compares.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -38,6 +35,7 @@ from accel_gpt.hub.hf_weights import export_tensors
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.hub.verify import DIFFERENT
+from accel_gpt.launcher import child_error, run_child
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.checkpoint import read_state
 
@@ -265,14 +263,13 @@ def prove_equal(reference: dict[str, Tensor], tokenizer: Tokenizer, folder: Path
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         file = Path(temporary) / "reference.safetensors"
         save_file(content, file, metadata={"text": text})
-        done = subprocess.run(
-            [sys.executable, "-m", "accel_gpt.hub.verify", str(folder), str(file)],
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
-            capture_output=True,
-            text=True,
-            check=False,
+        done = run_child(
+            [str(folder), str(file)],
+            module="accel_gpt.hub.verify",
+            environment={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+            capture=True,
         )
-    error = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    error = child_error(done.stderr, done.returncode)
     if done.returncode == DIFFERENT:
         raise CheckpointError(f"the exported model differs from ours, nothing was kept: {error}")
     require(

@@ -60,9 +60,9 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
     def choose() -> Path | None:
         out_dir = Path(config.out_dir)
         if config.checkpoint.copy_to:
-            from accel_gpt.training.copies import fetch_copy
+            from accel_gpt.training.backup import fetch_backup
 
-            fetch_copy(config, log)
+            fetch_backup(config, log)
         check_resume(out_dir, config.checkpoint.resume, log)
         path = find_resume(out_dir, config.checkpoint.resume, log)
         if path:

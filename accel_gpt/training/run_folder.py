@@ -5,6 +5,7 @@
     metrics.jsonl       one record a line: step, tokens, time and any metrics; metrics.csv the same
     samples/            step_00001000.txt
     checkpoints/        step_00001000/
+    .copies/, .upload/  checkpoints that wait for an upload, see `uploader.py`
     data_files.json     SHA-256, size, time and inode of each data file that was verified
     best                the step of the best checkpoint
     .lock               there and held while a process works in the folder

@@ -39,6 +39,7 @@ from accel_gpt.training.ranks import all_gather, all_ranks, lost_peer
 from accel_gpt.training.run_folder import RunFolder, step_name
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.tensor_files import moments_of, rank_content, weights_of
+from accel_gpt.training.uploader import Uploader
 
 RETRY_SECONDS = 60.0  # after a save that failed; assumption
 LAST_TRIES, LAST_PAUSE_SECONDS = 3, 2.0  # for the last checkpoint of a launch
@@ -53,8 +54,8 @@ Files = dict[str, dict[str, Any]]  # name -> size and sha256
 class CheckpointWriter:
     """Saves the checkpoints of a run, one at a time.
 
-    `before_publish` is called on rank 0 before a checkpoint becomes valid, `on_checkpoint` of each
-    of `copies` with its folder afterwards, before older ones are pruned; all on the saving thread.
+    `before_publish` is called on rank 0 before a checkpoint becomes valid. Each of `uploaders` gets
+    its folder afterwards, before older ones are pruned. Both happen on the saving thread.
     `check_folder` raises `BusyError` on rank 0 if the run's folder has gone: nothing is written or
     removed there then.
     """
@@ -66,13 +67,14 @@ class CheckpointWriter:
         tokenizer: Tokenizer,
         log: Callable[[str], None],
         before_publish: Callable[[], None] = lambda: None,
-        copies: Sequence[Any] = (),
+        uploaders: Sequence[Uploader] = (),
         check_folder: Callable[[], None] = lambda: None,
     ) -> None:
         self.check_folder = check_folder
         self.accelerator, self.config, self.tokenizer = accelerator, config.checkpoint, tokenizer
         self.out_dir, self.log = Path(config.out_dir), log
-        self.before_publish, self.copies = before_publish, copies
+        self.before_publish = before_publish
+        self.uploaders = uploaders
         self.main, self.group = accelerator.is_main_process, host_group(config, accelerator)
         self.fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.snapshot = Snapshot() if config.checkpoint.async_save else None
@@ -278,9 +280,8 @@ class CheckpointWriter:
         if self.folder_has_gone():  # the training thread ends the run
             return
         if problem is None:
-            with contextlib.suppress(OSError):  # the next one tries again
-                for copies in self.copies:
-                    copies.on_checkpoint(root / step_name(content["step"]))
+            for uploader in self.uploaders:
+                uploader.on_checkpoint(root / step_name(content["step"]))
             prune(self.out_dir, self.config, content["step"], content["best_step"])
         if problem is None or self.lost:  # of a lost rank the training thread reports
             return

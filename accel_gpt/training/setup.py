@@ -20,7 +20,15 @@ from accel_gpt.data.shards import INDEX
 from accel_gpt.data.sources import is_url
 from accel_gpt.data.verify import DataVerifier
 from accel_gpt.errors import UserError, require
-from accel_gpt.launcher import PREEMPTED, is_main, local_rank, main_address, rank, world_size
+from accel_gpt.launcher import (
+    PREEMPTED,
+    is_main,
+    launch_child,
+    local_rank,
+    main_address,
+    rank,
+    world_size,
+)
 from accel_gpt.training.accelerator import (
     requested_precision,
     start_processes,
@@ -177,20 +185,21 @@ def run_prepare(settings: dict[str, object] | None, stdout: TextIO | None = None
 
 def start_prepare(
     settings: dict[str, object], stdout: TextIO | None = None
-) -> subprocess.Popen[bytes]:
-    """Start `accel-gpt prepare` with `settings`; what it prints goes to `stdout`."""
-    # settings in a pipe are those of a config: errors name its keys, not options of the command
-    reading, writing = os.pipe()
-    os.write(writing, json.dumps(settings, ensure_ascii=False).encode("utf-8", "surrogateescape"))
-    os.close(writing)
-    command = [sys.executable, "-m", "accel_gpt.cli", "prepare", f"/dev/fd/{reading}"]
-    try:
-        return subprocess.Popen(command, pass_fds=(reading,), stdout=stdout)
-    finally:
-        os.close(reading)
+) -> subprocess.Popen[str]:
+    """Start `accel-gpt prepare` with `settings`; its output goes to `stdout`.
+
+    The settings go through a pipe, which marks them as those of a config: errors name its keys.
+    """
+    return launch_child(
+        ["prepare"],
+        environment={k: v for k, v in os.environ.items() if k == "TORCHELASTIC_ERROR_FILE"},
+        secret=json.dumps(settings, ensure_ascii=False),
+        stdin=None,  # it may be the text
+        stdout=stdout,
+    )
 
 
-def exit_code(process: subprocess.Popen[bytes] | None) -> int | None:
+def exit_code(process: subprocess.Popen[str] | None) -> int | None:
     """The exit code of `process`, 0 without one; None where it still works after a second."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(1) if process else 0

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from accel_gpt.launcher import PREEMPTED, SIGNALS, rank, started_by_launcher
 from accel_gpt.training.accelerator import LONGEST_PAUSE, host_group
 from accel_gpt.training.ranks import all_gather
 from accel_gpt.training.terminal import show_cursor
+from accel_gpt.training.uploader import Uploader
 
 SAME_PRESS_SECONDS = 2.0  # a terminal and the launcher both deliver one Ctrl-C; assumption
 PEER_FAILED = 70  # EX_SOFTWARE: this or another process failed
@@ -190,17 +191,17 @@ class StopSignal:
         return now - self.started + reserve > self.time_limit
 
 
-def finish_copies(
-    copies: Iterable[Any], accelerator: Accelerator, stop: StopSignal, preempted: bool
+def finish_uploads(
+    uploaders: Iterable[Uploader], accelerator: Accelerator, stop: StopSignal, preempted: bool
 ) -> bool:
-    """Wait for the copies of the last checkpoint, and end the process group; returns whether an
-    interrupt left one. What a signal keeps from the Hub, the next launch pushes.
+    """Wait for the uploads, and end the process group; returns whether an interrupt left some.
+    What a signal keeps from being uploaded, the next launch uploads.
 
     If `preempted`, all ranks wait: a launcher ends all as soon as one has left with exit code 75.
     """
     if not preempted:
         accelerator.end_training()
-    left = [one.finish(lambda: preempted or stop.received is not None) for one in copies]
+    left = [one.finish(lambda: preempted or stop.received is not None) for one in uploaders]
     if preempted:
         all_gather(None, stop.group)
         accelerator.end_training()

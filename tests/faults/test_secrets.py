@@ -59,7 +59,7 @@ def test_tokens_of_the_environment_reach_no_file_log_upload_or_command_line(
             subprocess.run(
                 command, cwd=tmp_path, env=seen, capture_output=True, text=True, check=False
             )
-            for _ in range(2)  # the first is refused, the second uploads what waits
+            for _ in range(2)  # the upload of the first is refused and retried
         ]
         over.set()
         watching.join()

@@ -327,7 +327,7 @@ def test_damaged_records_of_a_run_are_passed_over(
     checkpoint: Path, content: bytes, small_run: Arguments
 ) -> None:
     run = checkpoint.parents[1]
-    for name in ("run.json", "metrics.jsonl", "metrics.csv", "config.yaml", "hub.log"):
+    for name in ("run.json", "metrics.jsonl", "metrics.csv", "config.yaml"):
         (run / name).write_bytes(content + b"\n")
     (run / ".upload").write_bytes(content)
     assert launch(small_run(*SHORT)) == 0

@@ -1,0 +1,325 @@
+"""Upload checkpoints while a run trains, each by a child process of low priority.
+
+    {out_dir}/.copies/step_00001000/    waits for the place in checkpoint.copy_to
+    {out_dir}/.upload/step_00001000/    waits for the repository in hub.repo_id
+
+A queue is a folder of hard links: pruning the checkpoints of the run does not remove them, and the
+next launch uploads what a launch leaves. A thread of the training process starts one child after
+another. A failed upload never ends a run. It is logged once and retried after a pause, with the
+next checkpoint and at the end of the run.
+"""
+
+import atexit
+import contextlib
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from accel_gpt.config.experiment import Config
+from accel_gpt.files import link_tree, lock
+from accel_gpt.launcher import child_error, launch_child
+from accel_gpt.training.run_folder import RunFolder, checkpoint_steps, step_name
+
+PAUSE_SECONDS = 60.0  # before a failed upload is retried; assumption
+TRIES = 3  # of what waits at the end of a run
+END_PAUSE_SECONDS = 1.0  # between them, doubled each time; assumption
+PREEMPTED_SECONDS = 60.0  # for copies, when a machine may be taken away; assumption
+MOST_WAITING = 3  # for the Hub; assumption: while it is away for long, the disk must not fill
+STOP_SECONDS = 10.0  # for a child to clean up after SIGTERM
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where checkpoints are uploaded to, which of them, and by which command."""
+
+    queue: str
+    """Name of the queue in the folder of the run."""
+    place: str
+    """Name in messages."""
+    module: str
+    """Module that the child runs."""
+    argv: Callable[[Path, bool], list[str]]
+    """Arguments of the child for a checkpoint, and for one that an earlier launch has saved."""
+    priority: Literal["low", "idle"]
+    most_waiting: int
+    """Number of checkpoints that wait; older ones are dropped."""
+    preempted_seconds: float
+    """Time for the upload of the last checkpoint after a signal."""
+    final_step: int | None = None
+    """Step that is uploaded when the run ends, with its last metrics and samples."""
+    only_final: bool = False
+    """Upload no other step."""
+    by_hand: str = ""
+    """Command that uploads what is left, for the end of a message."""
+
+
+def backup_target(config: Config) -> Target:
+    """Return the target of `checkpoint.copy_to`: the newest checkpoint, whole."""
+    url = str(config.checkpoint.copy_to)
+
+    def argv(checkpoint: Path, resumed: bool) -> list[str]:
+        words = [str(checkpoint), url, str(config.checkpoint.keep_last)]
+        return [*words, "--unless_newer"] if resumed else words
+
+    return Target(
+        queue=".copies",
+        place=url,
+        module="accel_gpt.training.backup",
+        argv=argv,
+        # on two busy cores a copy of 50 MB takes 2 s, with low priority 9 s, on idle time 32 s;
+        # the machine may vanish
+        priority="low",
+        most_waiting=1,
+        preempted_seconds=PREEMPTED_SECONDS,
+    )
+
+
+def hub_target(config: Config, final_step: int) -> Target:
+    """Return the target of `hub.push`: the exported model, card, metrics and curves."""
+    hub = config.hub
+    options = {
+        "repo": hub.repo_id,
+        "dtype": hub.dtype,
+        "private": str(hub.private).lower(),
+        "include_state": str(hub.include_state).lower(),
+        "license": hub.license,
+        "data_license": hub.data_license,
+    }
+    words = [f"--{key}={value}" for key, value in options.items() if value is not None]
+    return Target(
+        queue=".upload",
+        place=f"hf://{hub.repo_id}",
+        module="accel_gpt.cli",
+        argv=lambda checkpoint, _: ["push", str(checkpoint), *words],
+        priority="idle",  # with niceness 19 a push cost a step 12 % on two busy cores
+        most_waiting=MOST_WAITING,
+        preempted_seconds=0.0,
+        final_step=final_step,
+        only_final=hub.push == "end",
+        by_hand=f", or run accel-gpt push {shlex.quote(config.out_dir)} --repo {hub.repo_id}",
+    )
+
+
+def open_uploaders(config: Config, final_step: int, log: Callable[[str], None]) -> list["Uploader"]:
+    """Start the uploaders that a config asks for; on rank 0. Call `finish` of each at the end."""
+    uploaders = []
+    if config.checkpoint.copy_to:
+        own = RunFolder(config.out_dir).checkpoints
+        resumed = own[max(own)] if own else None  # its copy may have failed
+        uploaders.append(Uploader(backup_target(config), config.out_dir, log, resumed))
+    if config.hub.push != "never":
+        uploaders.append(Uploader(hub_target(config, final_step), config.out_dir, log))
+    return uploaders
+
+
+class Uploader:
+    """Uploads the checkpoints of a run to a target, one after another.
+
+    `resumed`: a checkpoint of an earlier launch, uploaded unless the target has one as new.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        out_dir: str,
+        log: Callable[[str], None],
+        resumed: Path | None = None,
+    ) -> None:
+        self.target = target
+        self.log = log
+        self.folder = Path(out_dir) / target.queue
+        self.wake = threading.Event()
+        self.ending = False
+        self.stopped = False
+        self.failing = False  # the last upload failed
+        self.process: subprocess.Popen[str] | None = None
+        self.current: int | None = None  # step that is being uploaded
+        self.resumed: int | None = None  # step of `resumed`
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for pattern in (".step_*", ".trash_*"):  # of a killed launch
+            for partial in self.folder.glob(pattern):
+                shutil.rmtree(partial, ignore_errors=True)
+        self.newest = max(self.waiting(), default=0)  # step that was saved last
+        if resumed:
+            self.on_checkpoint(resumed)
+            self.resumed = self.newest
+        self.wake.set()  # for what an earlier launch left
+        self.thread = threading.Thread(target=self.run, name=f"uploads {target.queue}", daemon=True)
+        self.thread.start()
+        atexit.register(self.stop)  # also if the run ends with an error
+
+    def waiting(self) -> list[int]:
+        """Return the steps that are not uploaded yet, ascending."""
+        return checkpoint_steps(self.folder)
+
+    def on_checkpoint(self, checkpoint: Path) -> None:
+        """Queue a new checkpoint. Drops checkpoints from before a roll back, and the oldest ones if
+        too many wait.
+        """
+        step = int(checkpoint.name.removeprefix("step_"))
+        if self.target.only_final and step != self.target.final_step:
+            return
+        partial = self.folder / f".{checkpoint.name}"
+        queued = self.folder / checkpoint.name
+        try:
+            link_tree(checkpoint, partial)
+            if queued.exists():  # the same step, trained once more
+                remove_queued(queued)
+            partial.rename(queued)
+        except OSError as error:  # shutil.Error is one
+            shutil.rmtree(partial, ignore_errors=True)
+            self.log(f"WARNING: {checkpoint.name} cannot wait for {self.target.place}: {error}")
+            return
+        self.newest = step
+        self.resumed = None
+        self.trim()
+        self.wake.set()
+
+    def trim(self) -> None:
+        """Drop what need not be uploaded any more, but for the checkpoint under way."""
+        valid = [step for step in self.waiting() if step <= self.newest]
+        for step in self.waiting():
+            if step == self.current or step in valid[-self.target.most_waiting :]:
+                continue
+            if step in valid and self.target.most_waiting > 1:
+                self.log(
+                    f"WARNING: step {step:,} will not be uploaded to {self.target.place}: more "
+                    f"than {self.target.most_waiting} checkpoints wait"
+                )
+            remove_queued(self.folder / step_name(step))
+
+    def finish(self, interrupted: Callable[[], bool]) -> bool:
+        """Wait until what waits is uploaded or has failed `TRIES` times, or until `interrupted`. If
+        that came before, wait for `preempted_seconds` of the target.
+
+        Returns whether an interrupt left something, which the next launch uploads.
+        """
+        preempted = interrupted()
+        seconds = self.target.preempted_seconds if preempted else math.inf
+        end = time.monotonic() + seconds
+        if self.waiting() and seconds:
+            self.log(f"waiting for uploads to {self.target.place}; Ctrl-C postpones them")
+        self.ending = True
+        self.wake.set()
+        while self.thread.is_alive() and time.monotonic() < end:
+            if interrupted() and not preempted:
+                break
+            self.thread.join(0.2)
+        cut_short = self.thread.is_alive()
+        self.stop()
+        atexit.unregister(self.stop)
+        left = self.waiting()
+        if left:
+            steps = ", ".join(f"{step:,}" for step in left)
+            self.log(
+                f"WARNING: not uploaded to {self.target.place}: step {steps}; launch the same "
+                f"command again{self.target.by_hand}"
+            )
+        elif not self.thread.is_alive():
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return cut_short and bool(left)
+
+    def stop(self) -> None:
+        """End the upload under way; the next launch starts it again."""
+        self.stopped = self.ending = True
+        self.wake.set()
+        if process := self.process:
+            process.terminate()
+            self.thread.join(STOP_SECONDS)
+
+    # ----------------------------------------------------------------------- the thread
+
+    def run(self) -> None:
+        """Upload what waits whenever a checkpoint comes, until `finish` or `stop`.
+
+        A child inherits the lock and holds it while it lives: if a launch is killed, the next one
+        waits for the end of its child.
+        """
+        with lock(self.folder / ".lock") as held:
+            for partial in self.folder.glob(".push_*"):
+                shutil.rmtree(partial, ignore_errors=True)
+            tries = 0
+            while not self.stopped:
+                self.wake.wait(PAUSE_SECONDS if self.failing else None)
+                self.wake.clear()
+                ending = self.ending
+                for step in self.waiting():
+                    early = step == self.target.final_step and not ending
+                    if not early and not self.stopped:
+                        self.upload(step, held.fileno())
+                self.trim()
+                if ending:
+                    tries += 1
+                    if tries == TRIES or not self.waiting():
+                        return
+                    time.sleep(END_PAUSE_SECONDS * 2 ** (tries - 1))
+                    self.wake.set()
+
+    def upload(self, step: int, lock_file: int) -> None:
+        """Upload one checkpoint and take it from the queue."""
+        folder = self.folder / step_name(step)
+        place = self.target.place
+        self.current = step
+        queued = folder_id(folder)
+        try:
+            error = self.run_upload(folder, lock_file, resumed=step == self.resumed)
+        except OSError as problem:
+            error = str(problem)
+        self.process = None
+        self.current = None
+        if queued is None or folder_id(folder) != queued:  # dropped, or replaced meanwhile
+            return
+        if error is None:
+            remove_queued(folder)
+            self.failing = False
+            self.log(f"step {step:,} is uploaded to {place}")
+        elif not self.stopped and not self.failing:
+            self.failing = True
+            self.log(
+                f"WARNING: upload of step {step:,} to {place} failed: {error}; it will be retried"
+            )
+
+    def run_upload(self, folder: Path, lock_file: int, resumed: bool) -> str | None:
+        """Run the child for a checkpoint in the queue; return its error."""
+        with (self.folder / "output.log").open("w+b") as output:
+            self.process = launch_child(
+                self.target.argv(folder, resumed),
+                module=self.target.module,
+                environment={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                stdout=output,
+                stderr=output,
+                own_group=True,  # a Ctrl-C is for the training
+                priority=self.target.priority,
+                pass_fds=(lock_file,),
+            )
+            if self.stopped:  # meanwhile
+                self.process.terminate()
+            code = self.process.wait()
+            output.seek(0)
+            text = output.read().decode("utf-8", "replace")
+        return child_error(text, code) if code else None
+
+
+def remove_queued(folder: Path) -> None:
+    """Remove a checkpoint from a queue, at once for those who read the queue."""
+    trash = folder.with_name(f".trash_{folder.name}")
+    shutil.rmtree(trash, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def folder_id(folder: Path) -> int | None:
+    """Return the inode of a folder, None if it does not exist."""
+    try:
+        return os.stat(folder).st_ino
+    except FileNotFoundError:
+        return None

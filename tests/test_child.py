@@ -1,0 +1,110 @@
+"""The start of this package as a child process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from accel_gpt.launcher import child_error, launch_child, run_child
+from tests.faults.launches import until
+
+PROBE = """
+import json, os, sys
+report = {
+    "argv": sys.argv[1:],
+    "stdin": sys.stdin.read(),
+    "environment": dict(os.environ),
+    "group": os.getpgrp() == os.getpid(),
+}
+if sys.argv[-1].startswith("/dev/fd/"):
+    with open(sys.argv[-1], encoding="utf-8", errors="surrogateescape") as file:
+        report["secret"] = file.read()
+print(json.dumps(report))
+"""
+SECRET = "S3CRET \u00e9\U0001f600\udcff"
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module that reports how it was started."""
+    (tmp_path / "probe.py").write_text(PROBE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "probe"
+
+
+def test_a_child_is_not_part_of_the_group_of_its_launcher(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = {"RANK": "1", "MASTER_PORT": "7", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    for name, value in {**launcher, "ACCELERATE_USE_CPU": "true"}.items():
+        monkeypatch.setenv(name, value)
+    done = run_child(["a", "b c"], module=module, environment={"ADDED": "1"}, capture=True)
+    report = json.loads(done.stdout)
+    assert report["argv"] == ["a", "b c"]
+    assert not launcher.keys() & report["environment"].keys()
+    assert report["environment"]["ACCELERATE_USE_CPU"] == "true"  # the choice of the user
+    assert report["environment"]["ADDED"] == "1"
+    assert (report["stdin"], report["group"]) == ("", False)
+
+
+def test_a_secret_is_not_on_the_command_line(module: str) -> None:
+    child = launch_child(
+        [], module=module, secret=SECRET, stdout=subprocess.PIPE, own_group=True, priority="low"
+    )
+    with child:
+        assert child.stdout
+        report = json.loads(child.stdout.read())
+    assert "S3CRET" not in str(child.args)
+    assert report["secret"] == SECRET
+    assert report["group"]
+
+
+def test_a_child_that_does_not_read_its_secret_is_no_error() -> None:
+    with launch_child(["--version"], secret="x" * 10_000_000, stdout=subprocess.DEVNULL) as child:
+        assert child.wait() == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the scheduler of Linux")
+def test_the_priority_of_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    idle = launch_child([], module="sleeper", priority="idle")
+    low = launch_child([], module="sleeper", priority="low")
+    with idle, low:
+        assert os.sched_getscheduler(idle.pid) == os.SCHED_IDLE
+        assert os.sched_getscheduler(low.pid) == os.SCHED_OTHER
+        assert os.getpriority(os.PRIO_PROCESS, low.pid) > own or own == 19
+        idle.kill()
+        low.kill()
+
+
+def test_an_interrupted_wait_ends_the_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = tmp_path / "started"
+    code = f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    (tmp_path / "sleeper.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def interrupt() -> None:
+        until(lambda: started.exists() and started.read_text())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_child([], module="sleeper")
+    thread.join()
+    assert not psutil.pid_exists(int(started.read_text()))
+
+
+def test_the_error_of_a_child() -> None:
+    assert child_error("a note\nerror: no room\n", 2) == "no room"
+    assert child_error("\n", 2) == "exit code 2"

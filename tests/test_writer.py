@@ -144,7 +144,8 @@ def test_every_named_point_is_passed(
     monkeypatch.setenv("ACCEL_GPT_FAULT_LOG", str(log))
     keep = ["--checkpoint.keep_last", "1", "--checkpoint.keep_best", "true"]
     assert launch(small_run(*QUIET[2:], *keep, "--checkpoint.async_save", "true")) == 0
-    assert set(log.read_text().split()) == named - set(BESIDE_WRITER)  # which the log leaves out
+    uploads = {"copy.file"}  # in the process of an uploader
+    assert set(log.read_text().split()) == named - uploads - set(BESIDE_WRITER)
     assert set(BESIDE_WRITER) <= named
 
 

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -22,11 +21,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import Plan, make_plan
-from accel_gpt.console import run_main, write_err, write_out
+from accel_gpt.console import run_main
 from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.verify import DataVerifier
-from accel_gpt.errors import DataError, require
+from accel_gpt.errors import DataError
 from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
@@ -36,19 +35,16 @@ from accel_gpt.optim.groups import configure, fraction_at, set_rates
 from accel_gpt.training.accelerator import (
     build_model,
     resolve_auto,
-    set_up_model,
     start_accelerator,
 )
 from accel_gpt.training.anomalies import StepGuard, TooManySkippedError, check_weights
-from accel_gpt.training.checkpoint import find_checkpoint, read_state
 from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches, skip_excluded
 from accel_gpt.training.metrics import Record
 from accel_gpt.training.ranks import RankError, all_ranks, on_main, peers, require_same
 from accel_gpt.training.reporter import Reporter, open_display
 from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restore
-from accel_gpt.training.run_folder import checkpoint_steps
 from accel_gpt.training.saving import CheckpointWriter
-from accel_gpt.training.setup import ensure_data, new_state, prepare_run, verify_data
+from accel_gpt.training.setup import new_state, prepare_run, verify_data
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import (
     INIT,
@@ -63,7 +59,8 @@ from accel_gpt.training.uploader import Uploader, open_uploaders
 
 # Data that can be hashed in this time, about 1 GB, is verified before the first step. A short run
 # of more data waits before its last save; what is left the next launch verifies. Assumptions.
-VERIFY_FIRST_SECONDS, VERIFY_LAST_SECONDS = 1.0, 10.0
+VERIFY_FIRST_SECONDS = 1.0
+VERIFY_LAST_SECONDS = 10.0
 
 
 @dataclass
@@ -98,12 +95,15 @@ def main(argv: Sequence[str]) -> int:
 def launch(config: Config, source: str) -> int:
     """Train `config`, read from `source`, in a folder that is locked; returns the exit code."""
     die_with_launcher()
-    started, plan = time.monotonic(), make_plan(config, world_size())
+    started = time.monotonic()
+    plan = make_plan(config, world_size())
     if config.model.init_from != "scratch":
         from accel_gpt.hub.pretrained import check_initial_tokenizer
 
         check_initial_tokenizer(config)
     if config.eval.only:
+        from accel_gpt.evals.standalone import evaluate_only
+
         with peers(plan.world_size):
             return evaluate_only(config)
     stop = StopSignal(started=started, starting=True)
@@ -113,47 +113,6 @@ def launch(config: Config, source: str) -> int:
 
             config = download_checkpoint(config)
         return train(config, plan, stop, check_folder)
-
-
-def evaluate_only(config: Config) -> int:
-    """Print the metrics of the newest checkpoint of a run, or of the model of `model.init_from`.
-
-    Writes nothing into the folder of the run. Returns the exit code.
-    """
-    from accel_gpt.evals.standalone import Report, evaluate_model, start_evaluation
-    from accel_gpt.hub.load import load_pretrained, open_initial_weights
-
-    out = Path(config.out_dir)
-    accelerator = start_evaluation(config, out)
-    ensure_data(config)
-    step = 0
-    if checkpoint_steps(out / "checkpoints"):
-        checkpoint = find_checkpoint(out)
-        step = read_state(checkpoint).step
-        model, tokenizer = load_pretrained(str(checkpoint), device=accelerator.device)
-    else:
-        require(
-            config.model.init_from != "scratch",
-            f"eval.only is true but {out} holds no checkpoint and model.init_from is scratch, so "
-            "there is nothing to evaluate; name a run that has one, or other weights",
-        )
-        corpus = open_corpus(config)
-        tokenizer = corpus.tokenizer
-        load = open_initial_weights(config, corpus, write_err)
-        model = GPT.allocate(config.model, corpus.vocab_size, accelerator.device)
-        load(model)
-    set_up_model(model, config.train)
-    metrics = evaluate_model(
-        model=model,
-        tokenizer=tokenizer,
-        config=config,
-        accelerator=accelerator,
-        name=str(out),
-    )
-    accelerator.end_training()
-    if is_main():
-        write_out(Report(str(out), step, accelerator.mixed_precision, metrics).as_table())
-    return 0
 
 
 def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[], None]) -> int:
@@ -167,9 +126,12 @@ def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[
         stop.announce = display.acknowledge
         with Watchdog(init_timeout, INIT, "has not opened data, model and checkpoint"):
             run = start(config, plan, accelerator, display, check_folder)
-        writing, profiling = contextlib.closing(run.writer), run.reporter.profiling()
-        verifying = contextlib.closing(run.verifier)
-        with Watchdog(config.train.step_timeout) as watchdog, writing, profiling, verifying:
+        with (
+            Watchdog(config.train.step_timeout) as watchdog,
+            contextlib.closing(run.writer),
+            run.reporter.profiling(),
+            contextlib.closing(run.verifier),
+        ):
             run.reporter.beat = watchdog.beat
             stop.starting = False
             stopping = complete_step(run, stop)
@@ -257,8 +219,13 @@ def start(
 def seek(run: Training) -> None:
     """Set data, step guard and learning rates to the step of `run.state`."""
     run.corpus.load_state_dict(vars(run.state))
-    rank, device = run.accelerator.process_index, run.accelerator.device
-    run.loader = run.corpus.loader(run.plan, rank, device, run.state.sequences)
+    device = run.accelerator.device
+    run.loader = run.corpus.loader(
+        plan=run.plan,
+        rank=run.accelerator.process_index,
+        device=device,
+        position=run.state.sequences,
+    )
     run.loader.keep_sequences = run.config.log.batch_hash
     run.guard = StepGuard(run.config.train, device)
     run.guard.load_state_dict(vars(run.state))

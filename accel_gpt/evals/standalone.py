@@ -16,17 +16,22 @@ from accelerate import Accelerator
 
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config, TrainConfig
-from accel_gpt.console import EvaluationProgress, ProgressLine
+from accel_gpt.console import EvaluationProgress, ProgressLine, write_err, write_out
 from accel_gpt.data.corpus import document_end, eval_splits, open_corpus
 from accel_gpt.data.sources import open_sources
 from accel_gpt.data.tokenizer import Tokenizer
+from accel_gpt.errors import require
 from accel_gpt.evals.evaluation import open_evaluation
 from accel_gpt.evals.hellaswag import Questions, read_questions, score_questions
 from accel_gpt.evals.validation import evaluate_source
+from accel_gpt.hub.load import load_pretrained, open_initial_weights
+from accel_gpt.launcher import is_main
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.accelerator import requested_precision, start_processes
+from accel_gpt.training.accelerator import requested_precision, set_up_model, start_processes
+from accel_gpt.training.checkpoint import find_checkpoint, read_state
 from accel_gpt.training.precision import resolve_precision
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.run_folder import RunFolder, checkpoint_steps
+from accel_gpt.training.setup import ensure_data
 
 # by the precision of training; fp8 is for training alone
 EVALUATED_IN: Mapping[str, Literal["no", "bf16", "fp16"]] = MappingProxyType(
@@ -133,6 +138,44 @@ def evaluate_model(
         metrics |= score_questions(model, questions, accelerator, batch_size, beat)
     line.clear()
     return metrics
+
+
+def evaluate_only(config: Config) -> int:
+    """Print the metrics of the newest checkpoint of a run, or of the model of `model.init_from`.
+
+    Writes nothing into the folder of the run. Returns the exit code.
+    """
+    out = Path(config.out_dir)
+    accelerator = start_evaluation(config, out)
+    ensure_data(config)
+    step = 0
+    if checkpoint_steps(out / "checkpoints"):
+        checkpoint = find_checkpoint(out)
+        step = read_state(checkpoint).step
+        model, tokenizer = load_pretrained(str(checkpoint), device=accelerator.device)
+    else:
+        require(
+            config.model.init_from != "scratch",
+            f"eval.only is true but {out} holds no checkpoint and model.init_from is scratch, so "
+            "there is nothing to evaluate; name a run that has one, or other weights",
+        )
+        corpus = open_corpus(config)
+        tokenizer = corpus.tokenizer
+        load = open_initial_weights(config, corpus, write_err)
+        model = GPT.allocate(config.model, corpus.vocab_size, accelerator.device)
+        load(model)
+    set_up_model(model, config.train)
+    metrics = evaluate_model(
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        accelerator=accelerator,
+        name=str(out),
+    )
+    accelerator.end_training()
+    if is_main():
+        write_out(Report(str(out), step, accelerator.mixed_precision, metrics).as_table())
+    return 0
 
 
 # --------------------------------------------------------------------------- showing

@@ -17,9 +17,22 @@ from accel_gpt.errors import require
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # stop a run
 PREFIXES = (  # of the variables that launchers set
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("ACCELERATE_", "TORCHELASTIC_", "FSDP_", "PARALLELISM_CONFIG_", "PET_"),
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "ACCELERATE_",
+    "TORCHELASTIC_",
+    "FSDP_",
+    "PARALLELISM_CONFIG_",
+    "PET_",
 )
 LOW_PRIORITY = 10  # niceness; assumption
 # torchrun ends with exit code 1; this ends with the code of the first process that failed

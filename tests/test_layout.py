@@ -144,6 +144,16 @@ def test_imports_point_down() -> None:
     assert not found
 
 
+def test_no_literal_is_splatted() -> None:
+    """`*("a", "b")` says nothing that `"a", "b"` does not."""
+    found = []
+    for path in FILES:
+        starred = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Starred))
+        literal = [n for n in starred if isinstance(n.value, ast.Tuple | ast.List)]
+        found += named(path, *(ast.unparse(node) for node in literal))
+    assert not found
+
+
 def test_a_name_is_defined_once() -> None:
     """Public functions and classes: who searches for one finds one."""
     files: dict[str, set[Path]] = {}

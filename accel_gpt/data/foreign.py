@@ -111,8 +111,15 @@ def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple
         raise DataError(f"the {split} shards of {folder.path} are all empty; make them again")
     identity = json.dumps([made_by.fingerprint, content])
     opened = Split(
-        *(folder.path, split, tuple(shards), unsigned, made_by.vocab_size, made_by.eot_id),
-        *(made_by.kind, made_by.fingerprint, hashlib.sha256(identity.encode()).hexdigest()),
+        folder=folder.path,
+        name=split,
+        shards=tuple(shards),
+        dtype=unsigned,
+        vocab_size=made_by.vocab_size,
+        eot_id=made_by.eot_id,
+        tokenizer_kind=made_by.kind,
+        tokenizer_fingerprint=made_by.fingerprint,
+        fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
         remote=folder.remote,
     )
     return opened, made_by

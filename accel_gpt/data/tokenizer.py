@@ -32,7 +32,8 @@ Ids = NDArray[Any]
 
 # GPT-2's vocab.bpe and encoder.json in tiktoken's cache: SHA-1 of the URL that each comes from
 TIKTOKEN_FILES = (
-    *("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"),
+    "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
+    "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
 )
 
 

@@ -21,7 +21,11 @@ EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 # Keys of tokenizer_config.json that name Python code to run, or files of the machine that wrote it.
 LEFT_OUT = (
-    *("auto_map", "name_or_path", "tokenizer_file", "vocab_file", "merges_file"),
+    "auto_map",
+    "name_or_path",
+    "tokenizer_file",
+    "vocab_file",
+    "merges_file",
     "special_tokens_map_file",
 )
 # Keys of tokenizer.json that decide no id of `Tokenizer.encode`, and that transformers changes when

@@ -40,8 +40,13 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.training.checkpoint import read_state
 
 WRITTEN = (
-    *("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors"),
-    *("model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"),
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
     "chat_template.jinja",
 )
 TEMPORARY = ".tmp_export"
@@ -155,8 +160,13 @@ def write_model(
     parameters, size = write_files(model, tokenizer, folder, EXPORT_DTYPES[dtype])
     report = prove_equal(reference, tokenizer, folder)
     return Exported(
-        *(HF_CLASSES[preset], parameters, size, dtype, report["difference"]),
-        *(compared_on, report["transformers"]),
+        model_class=HF_CLASSES[preset],
+        parameters=parameters,
+        bytes=size,
+        dtype=dtype,
+        difference=report["difference"],
+        compared_on=compared_on,
+        transformers=report["transformers"],
     )
 
 

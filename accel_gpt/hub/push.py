@@ -33,8 +33,11 @@ T = TypeVar("T")
 
 # files of an earlier push, which a later one removes if it has not got them
 REPLACED = (
-    *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
-    *("tensorboard/events.out.tfevents.*.accel_gpt", f"{STATE}/*"),
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "tensorboard/events.out.tfevents.*.accel_gpt",
+    f"{STATE}/*",
 )
 STALE_SECONDS = 86_400  # no push takes a day; assumption
 PAUSES_SECONDS = (2.0, 4.0, 8.0)  # before each further attempt; assumption

@@ -226,7 +226,9 @@ def run_facts(run: NamedRun) -> dict[str, str]:
     if isinstance(parameters, int):
         model.append(f"{parameters:,} parameters")
     for key, label in (
-        *(("n_layer", "{} layers"), ("n_head", "{} heads"), ("n_embd", "{} channels")),
+        ("n_layer", "{} layers"),
+        ("n_head", "{} heads"),
+        ("n_embd", "{} channels"),
         ("block_size", "context {}"),
     ):
         if (value := run.config.get(f"model.{key}")) is not None:

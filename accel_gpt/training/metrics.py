@@ -30,13 +30,31 @@ from accel_gpt.training.run_folder import RunFolder, is_number
 # metrics.csv, and with it the keys of metrics.jsonl; progress in percent of the run. Mixtures have
 # data/epochs/NAME and eval/val_loss/NAME in metrics.jsonl besides; log.batch_hash, data/batch_hash.
 COLUMNS = (
-    *("step", "progress", "tokens", "tokens_this_launch", "time"),
-    *("train/loss", "train/perplexity", "train/lr", "train/grad_norm"),
-    *("train/skipped", "train/spikes", "data/epochs"),
-    *("perf/tokens_per_second", "perf/step_ms", "perf/mfu", "perf/memory_gb"),
-    *("eval/train_loss", "eval/val_loss", "eval/val_perplexity", "eval/val_bits_per_byte"),
-    *("eval/train_loss_se", "eval/val_loss_se", "eval/val_bits_per_byte_se"),
-    *("eval/hellaswag_acc", "eval/hellaswag_acc_norm"),
+    "step",
+    "progress",
+    "tokens",
+    "tokens_this_launch",
+    "time",
+    "train/loss",
+    "train/perplexity",
+    "train/lr",
+    "train/grad_norm",
+    "train/skipped",
+    "train/spikes",
+    "data/epochs",
+    "perf/tokens_per_second",
+    "perf/step_ms",
+    "perf/mfu",
+    "perf/memory_gb",
+    "eval/train_loss",
+    "eval/val_loss",
+    "eval/val_perplexity",
+    "eval/val_bits_per_byte",
+    "eval/train_loss_se",
+    "eval/val_loss_se",
+    "eval/val_bits_per_byte_se",
+    "eval/hellaswag_acc",
+    "eval/hellaswag_acc_norm",
 )
 Record = dict[str, float]
 

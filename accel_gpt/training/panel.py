@@ -30,8 +30,12 @@ BLOCKS = " ▁▂▃▄▅▆▇█"  # from nothing to full, in eighths of a ro
 CURVE_ROWS = 3
 SMALLEST_LOSS = 1e-3  # of a curve, as its axis is logarithmic
 LOSSES = (
-    *("train/loss", "eval/val_loss", "eval/val_bits_per_byte"),
-    *("train/lr", "train/grad_norm", "train/skipped"),
+    "train/loss",
+    "eval/val_loss",
+    "eval/val_bits_per_byte",
+    "train/lr",
+    "train/grad_norm",
+    "train/skipped",
 )
 SPEEDS = ("perf/tokens_per_second", "perf/mfu", "perf/memory_gb", "perf/step_ms", "tokens")
 

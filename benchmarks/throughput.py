@@ -281,6 +281,7 @@ def checkpoint(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     for name, asynchronous in (("accel_gpt", False), ("accel_gpt, async_save", True)):
         settings = CheckpointConfig(async_save=asynchronous, keep_last=1)
         config = Config(out_dir=str(work / name), checkpoint=settings)
+        Path(config.out_dir).mkdir()
         writers[name] = CheckpointWriter(accelerator, config, BytesTokenizer(), print)
         subjects[name] = partial(save_with, writers[name], state, gpt, optimizer)
     found = interleave(subjects, args.rounds + 1)

@@ -190,7 +190,8 @@ def test_the_interrupt_button_saves_and_the_kernel_survives(
         cells += [
             "import accel_gpt, os, signal, threading, time\n"
             "def press():\n"
-            f"    while not os.path.exists('{name}/metrics.jsonl'): time.sleep(0.01)\n"
+            f"    while not (os.path.exists('{name}/metrics.jsonl')\n"
+            f"        and os.path.getsize('{name}/metrics.jsonl')): time.sleep(0.01)\n"
             f"    for _ in range({presses}):\n"
             "        os.kill(os.getpid(), signal.SIGINT)\n"
             f"        time.sleep({SAME_PRESS_SECONDS + 0.5})\n"

@@ -173,6 +173,7 @@ def test_a_broken_compiler_is_one_sentence(
         "from accel_gpt.train import main, run_main\nsys.exit(run_main(main, sys.argv[1:]))"
     )
     words = small_run("--train.compile", requested, "--train.max_steps", "4")
+    words += ["--train.mixed_precision", "bf16"]
     broken = {**os.environ, "CXX": "/bin/false", precision.CACHE: str(tmp_path / "c")}
     command = [sys.executable, "-c", script, *words]
     done = subprocess.run(command, env=broken, capture_output=True, text=True, check=False)

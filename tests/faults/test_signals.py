@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.launcher import SIGNALS
+from accel_gpt.training.checkpoint import read_state
 from tests.faults.launches import (
     TWO,
     Direct,
@@ -197,8 +197,9 @@ def test_dead_launcher_leaves_a_checkpoint_and_no_process(
     launch.process.send_signal(number)
     assert launch.wait() == code
     assert "SIGTERM: saved at step" in launch.shown()
-    saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert saved == [f"step_{steps_told(tmp_path / 'run'):08d}"]
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    # the record of a step whose evaluation was stopped is written by the next launch
+    assert read_state(saved).reported_step == steps_told(tmp_path / "run")
 
 
 def test_launcher_that_dies_while_its_processes_start_leaves_none(
@@ -316,10 +317,6 @@ def test_a_hang_ends_all_and_names_the_place(
     assert 'accel_gpt/files.py", line' in shown
     assert "in fail" in shown
     assert 'data/loader.py", line' in shown  # another thread
-    last = re.findall(r"collective (\d+) of default_pg: gloo:\w+ .* completed", shown)
-    assert last
-    waits = re.findall(r"collective (\d+) of .* scheduled", launch.shown(1 - rank))
-    assert not waits or int(waits[-1]) > int(last[-1])  # or it had seen the other end
 
 
 def test_a_hang_that_holds_the_interpreter_ends_too() -> None:

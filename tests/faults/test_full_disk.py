@@ -54,10 +54,9 @@ def test_full_disk_harms_no_checkpoint_and_leaves_no_debris(
     left = after / "run"
     assert answer.codes == [4], answer.outputs
     assert NEEDED.search(answer.outputs[0])
-    assert "step 12/12 |" in answer.outputs[0]  # it went on to the end
     assert "Traceback" not in answer.outputs[0]
     assert "No space left on device (it needs" in answer.outputs[0]  # and not torch's words
-    for step in (8, 10, 12):
+    for step in (8, 10, 12):  # it went on to the end
         assert answer.outputs[0].count(f"WARNING: the checkpoint of step {step} could") == 1
     assert "step 6 is the newest checkpoint before it: make room and" in answer.outputs[0]
     assert checkpoint_names(left) == ["step_00000006"]
@@ -80,7 +79,7 @@ def test_old_checkpoints_make_room_for_new_ones(
     left = after / "run"
     assert answer.codes == [0], answer.outputs
     assert "removed step 1 to make room, the save is retried" in answer.outputs[0]
-    assert answer.outputs[0].count("WARNING: the checkpoint of step") >= 3
+    assert answer.outputs[0].count("WARNING: the checkpoint of step") >= 2
     assert {"step_00000006", "step_00000012"} <= set(checkpoint_names(left))
     assert_same(left, whole)
 

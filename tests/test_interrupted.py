@@ -260,3 +260,21 @@ def test_a_signal_during_the_preparation_ends_it_too(small_run: Arguments, tmp_p
         process.communicate(timeout=60)
     assert process.returncode == 75
     assert not psutil.wait_procs(children, timeout=10)[1]
+
+
+def test_the_clock_of_a_run_counts_the_evaluation_after_a_save(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first records after a resume would lie before the record of the evaluation."""
+    collate = validation.collate
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.1)
+        return collate(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(validation, "collate", slowly)
+        assert launch(small_run("--train.stop_at", "4")) == 0
+    assert launch(small_run()) == 0
+    times = [record["time"] for record in RunFolder(tmp_path / "run").records()]
+    assert times == sorted(times)

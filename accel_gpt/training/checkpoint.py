@@ -208,6 +208,9 @@ def read_evaluated(path: Path) -> TrainState:
         complete = state.awaits_evaluation.keys() <= record.keys()
         if record["step"] == state.step and complete and "eval/val_loss" in record:
             state.note_evaluation(number(record["eval/val_loss"]))
+            published = number(record.get("time"))
+            if published > state.seconds:  # the evaluation took time after the save
+                state.seconds = published
             break
     return state
 

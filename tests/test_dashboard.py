@@ -54,6 +54,15 @@ def soon(check: Callable[[], Any], seconds: float = 30) -> Any:
     return found
 
 
+def ended(shell: Terminal) -> bool:
+    """Whether a shell has ended; types `end`, of which a Ctrl-C just before may have taken one."""
+    if shell.process.poll() is None:
+        with contextlib.suppress(OSError):  # it has just ended
+            shell.press(b"end\n")
+        time.sleep(0.5)
+    return shell.process.poll() is not None
+
+
 def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
     """Another program in the place of TensorBoard."""
     path = tmp_path / "pretend"
@@ -147,7 +156,7 @@ def test_it_ends_however_the_run_ends_and_outlives_a_ctrl_c(tmp_path: Path) -> N
             shell.press(b"\x03")
             shell.wait_for("Ctrl-C was heard")
             assert fetch(url), end
-            shell.press(b"end\n")
+            soon(lambda shell=shell: ended(shell), 60)  # type: ignore[misc]
             shell.finish()
-            soon(lambda url=url: fetch(url) is None, 10)  # type: ignore[misc]
+            soon(lambda url=url: fetch(url) is None)  # type: ignore[misc]
             assert b"WARNING" not in shell.written

@@ -38,11 +38,12 @@ def faults() -> int:
 def work() -> None:
     torch.empty(20 * 2**20).fill_(1)  # 80 MiB: beyond every threshold of glibc, which would map it
 
-work()
-before = faults()
+each = []
 for _ in range(10):
+    before = faults()
     work()
-print(faults() - before)
+    each.append(faults() - before)
+print(sorted(each)[5])
 """
 
 
@@ -69,8 +70,8 @@ def test_memory_that_a_step_frees_is_used_again_without_page_faults(small_run: A
     command = [sys.executable, "-c", MEASURE_FAULTS, *small_run(*QUIET)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    # with huge pages 400 if each block is mapped anew, else 200,000
-    assert int(done.stdout.splitlines()[-1]) < 100
+    # the median of ten blocks; if each is mapped anew, 40 with huge pages, else 20,480
+    assert int(done.stdout.splitlines()[-1]) < 10
 
 
 # --------------------------------------------------------------------------- two ranks

@@ -177,8 +177,8 @@ def run_of(source: Pretrained) -> Path | None:
 def evaluated_config(options: EvaluateCommand, source: Pretrained, run: Path | None) -> Config:
     """Return the config of the run's last launch, or a default one, with the options over it.
 
-    Data without a tokenizer of its own is taken to have the model's. Raises `UserError` if there is
-    nothing to evaluate on.
+    For data without a tokenizer the model's is used. Raises `UserError` if there is nothing to
+    evaluate on.
     """
     require(
         bool(run or options.data or options.hellaswag or options.tasks),

@@ -67,11 +67,11 @@ class LadderCommand(Section, prefix="--"):
     )
     seeds: tuple[int, ...] = option(
         (),
-        "Seeds of each size and length; empty: that of the config.",
+        "Seeds of each size and length; empty: the seed of the config.",
     )
     out: str | None = option(
         None,
-        "Folder of the rungs; null: that of the config's runs, with _ladder behind it.",
+        "Folder of the rungs; null: out_dir of the config with _ladder behind it.",
     )
 
     def __post_init__(self) -> None:

@@ -87,12 +87,12 @@ class PlanCommand(
     )
     gpus: int | None = option(
         None,
-        "Devices of all nodes, one process each; null: those of --config_file, else 1.",
+        "Devices of all nodes, one process each; null: as --config_file says, else 1.",
         above=0,
     )
     nodes: int | None = option(
         None,
-        "Machines; null: those of --config_file, else enough for 8 GPUs in each.",
+        "Machines; null: as --config_file says, else enough for 8 GPUs in each.",
         above=0,
     )
     gpus_per_node: int | None = option(
@@ -106,7 +106,7 @@ class PlanCommand(
     )
     memory_gb: float | None = option(
         None,
-        "Memory of a device in 1e9 bytes; null: that of its kind.",
+        "Memory of a device in 1e9 bytes; null: the memory of --gpu.",
         above=0,
     )
     distribution: Literal["ddp", "fsdp", "hsdp"] | None = option(
@@ -177,7 +177,7 @@ def plan_a_budget(options: PlanCommand, keys: Sequence[str]) -> int:
 
     if keys:
         raise UserError(
-            f"{keys[0]} has no effect with --budget and --hours, whose config is that of the "
+            f"{keys[0]} has no effect with --budget and --hours, which take the config of the "
             "ladder; set it when the ladder is trained"
         )
     ladder, config = open_budget(options)

@@ -76,12 +76,13 @@ class VerifyResumeCommand(Section, prefix="verify-resume."):
     )
     processes: tuple[int, ...] = option(
         (1,),
-        "Numbers of processes, separated by commas, of which each launch has one at random; the "
-        "run that is never stopped has the first.",
+        "Numbers of processes, separated by commas. Each launch uses one of them, chosen at "
+        "random; the run that is never stopped uses the first.",
     )
     seed: int = option(
         0,
-        "Of the moments and of the numbers of processes; that of the run stays the config's.",
+        "Seed that chooses the moments of the stops and the numbers of processes. train.seed, the "
+        "seed of the run, stays as it is.",
     )
     keep: bool = option(
         False,

@@ -69,7 +69,7 @@ class PrepareConfig(Section, prefix="data.prepare.", resume="free", per_machine=
     )
     keep_crlf: bool = option(
         False,
-        "Keep the line ends of Windows. false: they become those of Unix.",
+        "Keep the line ends of Windows (CR LF). false: they become LF.",
     )
     skip_invalid: bool = option(
         False,

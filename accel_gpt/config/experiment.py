@@ -87,8 +87,9 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
     )
     sync_each_batch: bool = option(
         False,
-        "Reduce gradients after every micro-batch. Under FSDP no rank then holds those of the "
-        "whole model, 4 bytes a parameter; costs a reduce-scatter more per micro-batch.",
+        "Reduce gradients after every micro-batch. Under FSDP a rank then holds its share of the "
+        "gradients, not all of them at 4 bytes a parameter; each micro-batch then costs a "
+        "reduce-scatter.",
         resume="free",
     )
     cpu_threads: int | None = option(

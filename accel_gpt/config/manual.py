@@ -71,7 +71,9 @@ def dump(value: Any) -> str:
 
 def comment(text: str) -> list[str]:
     """`text` as lines of comments."""
-    return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ")
+    return textwrap.wrap(
+        text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+    )
 
 
 def indented(lines: Iterator[str]) -> Iterator[str]:

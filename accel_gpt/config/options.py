@@ -4,7 +4,7 @@
         max_steps: int | None = option(None, "Number of optimizer steps in the run.", above=0)
 
 Help, docs/keys.md, `--dump_config`, the checks of bounds and every comparison of two configs read
-these descriptions. No other list of option names exists.
+these descriptions; none of them has a list of option names of its own.
 """
 
 import dataclasses
@@ -109,9 +109,8 @@ class Section:
     """Base of a class of options, which checks their bounds.
 
     `prefix` stands before the names in messages. At most one of each group in `exclusive` may be
-    set. `resume` and `per_machine` of the class statement hold for
-    options that do not say it themselves. Raises
-    `UserError` that names the option and its value.
+    set. `resume` and `per_machine` of the class statement hold for options that do not say it
+    themselves. Raises `UserError` that names the option and its value.
     """
 
     prefix: ClassVar[str] = ""

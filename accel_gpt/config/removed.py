@@ -22,6 +22,15 @@ FINETUNE_WITH_TRL = (
     "export the model with accel-gpt export, then finetune it with TRL's SFTTrainer; docs/hub.md "
     "has an example"
 )
+SAVE_AS_SAFETENSORS = (
+    "open the model with transformers and write it with save_pretrained, which writes safetensors"
+)
+DEDUPLICATE_FIRST = "drop duplicates with datatrove before you prepare the text"
+PREPARE_SHARES = (
+    "prepare a share of the files on each machine, each into a folder of its own, and list the "
+    "folders in data.train"
+)
+COMPARE_BITS_PER_BYTE = "tokenize the text with accel-gpt prepare and compare bits per byte"
 AFTER_TRAINING = "run accel-gpt evaluate RUN --tasks TASK,... after the training"
 
 REMOVED: Mapping[str, Removed] = MappingProxyType(
@@ -30,10 +39,7 @@ REMOVED: Mapping[str, Removed] = MappingProxyType(
             default=False,
             advice="list data.train in checkpoint.allow_change",
         ),
-        "data.prepare.dedupe": Removed(
-            default=False,
-            advice="drop duplicates with datatrove before you prepare the text",
-        ),
+        "data.prepare.dedupe": Removed(default=False, advice=DEDUPLICATE_FIRST),
         "data.prepare.loss_on": Removed(default="text", advice=FINETUNE_WITH_TRL),
         "eval.tasks": Removed(default=[], advice=AFTER_TRAINING),
         "eval.tasks_every": Removed(default=0, advice=AFTER_TRAINING),
@@ -47,35 +53,29 @@ REMOVED: Mapping[str, Removed] = MappingProxyType(
             default=0,
             advice="log norms from a forward hook in a script of your own",
         ),
-        "model.allow_pickle": Removed(
-            default=False,
-            advice="open the model with transformers and write it with save_pretrained, which "
-            "writes safetensors",
-        ),
+        "model.allow_pickle": Removed(default=False, advice=SAVE_AS_SAFETENSORS),
     }
 )
 
 # Options of commands, by name
 REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
-        "allow_pickle": "open the model with transformers and write it with save_pretrained, which "
-        "writes safetensors",
+        "allow_pickle": SAVE_AS_SAFETENSORS,
         "limit": "use --hellaswag_limit or --tasks_limit",
         "include_path": "use --tasks_path",
-        "dedupe": "drop duplicates with datatrove before you prepare the text",
+        "dedupe": DEDUPLICATE_FIRST,
         "loss_on": FINETUNE_WITH_TRL,
         "measure": "measure the speed of this machine with accel-gpt bench CONFIG",
         "merge": "list the folders in data.train, which trains on a mixture of them",
-        "rank": "prepare a share of the files on each machine, each into a folder of its own, and "
-        "list the folders in data.train",
-        "world": "prepare a share of the files on each machine, each into a folder of its own, and "
-        "list the folders in data.train",
+        "rank": PREPARE_SHARES,
+        "world": PREPARE_SHARES,
         "csv": "metrics.csv in the folder of each run has the metrics",
         "png": "take a screenshot of the page",
-        "text": "tokenize the text with accel-gpt prepare and compare bits per byte",
-        "tokenizers": "tokenize the text with accel-gpt prepare and compare bits per byte",
+        "text": COMPARE_BITS_PER_BYTE,
+        "tokenizers": COMPARE_BITS_PER_BYTE,
     }
 )
+
 # Values of options, by the last part of the key and the value
 REMOVED_VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
     {

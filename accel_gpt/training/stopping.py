@@ -236,9 +236,9 @@ def die_with_launcher() -> None:
 class Watchdog:
     """Dumps the stacks of all threads and ends the process after `limit`, as `30m`, without a beat.
 
-    `key`: of the config, where `limit` is set; `problem`: what it writes then. A
-    thread checks the clock; None: no limit. If the thread itself did not run for several of its
-    intervals, the process was paused (SIGSTOP, Ctrl-Z, a frozen container); a pause does not count.
+    `limit` None: no limit. `key`: of the config, where `limit` is set; `problem`: what is written
+    then. A thread checks the clock. If the thread itself did not run for several of its intervals,
+    the process was paused (SIGSTOP, Ctrl-Z, a frozen container); a pause does not count.
 
     If a hanging call holds the interpreter, the thread cannot run either. faulthandler needs no
     interpreter and ends the process with exit code 1, but it cannot tell a pause: it waits for the

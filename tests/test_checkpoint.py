@@ -12,10 +12,10 @@ import torch
 from accel_gpt.cli import dispatch
 from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
+from accel_gpt.hub.load import load_checkpoint
 from accel_gpt.training.checkpoint import (
     FORMAT,
     find_checkpoint,
-    load_model,
     read_state,
     verify,
     write_json,
@@ -82,7 +82,7 @@ def test_a_copy_under_the_name_of_another_step_is_set_aside(run: Path) -> None:
     root = run / "checkpoints"
     shutil.copytree(root / "step_00000008", root / "step_00000100")
     with pytest.raises(CheckpointError, match=r"step_00000100 holds step 8, .* step_00000008"):
-        load_model(find_checkpoint(run))
+        load_checkpoint(find_checkpoint(run))
     said: list[str] = []
     assert find_resume(run, "auto", said.append) == root / "step_00000012"
     assert "step_00000100 holds step 8" in said[0]
@@ -174,7 +174,7 @@ def test_manifest_that_says_nothing_is_damage(run: Path, text: str) -> None:
 
 
 def test_loaded_model_is_the_saved_one(run: Path) -> None:
-    model, tokenizer = load_model(find_checkpoint(run))
+    model, tokenizer = load_checkpoint(find_checkpoint(run))
     assert not model.training
     assert tokenizer.kind == "bytes"
     ids = torch.tensor([tokenizer.encode("the king of")])

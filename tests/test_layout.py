@@ -251,6 +251,7 @@ def test_packages_hold_nothing_but_the_python_interface() -> None:
 def test_command_line_and_config_need_no_torch() -> None:
     code = (
         "import sys, accel_gpt.cli, accel_gpt.commands.report, accel_gpt.prepare.prepare\n"
+        "import accel_gpt.hub.pretrained\n"
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'datasets')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -20,9 +20,9 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.evals.evaluation import Evaluation
+from accel_gpt.hub.load import load_checkpoint
 from accel_gpt.optim.schedule import lr_fraction
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.training.checkpoint import load_model
 from accel_gpt.training.tensor_files import weights_of
 from tests.conftest import QUIET, launch, text_of
 
@@ -40,7 +40,7 @@ def records(run: Path) -> list[dict[str, float]]:
 
 
 def weights(run: Path, step: int = 12) -> dict[str, Tensor]:
-    return weights_of(load_model(run / "checkpoints" / f"step_{step:08d}")[0])
+    return weights_of(load_checkpoint(run / "checkpoints" / f"step_{step:08d}")[0])
 
 
 def assert_same_weights(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:

@@ -1,8 +1,10 @@
 """Load a pretrained model with its weights: from a run or checkpoint, a transformers folder, or
 the Hub.
+
+Reads the files of a checkpoint, or config.json, the safetensors files and the tokenizer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +25,15 @@ from accel_gpt.files import read_json
 from accel_gpt.hub.hf_weights import Tensors, load_weights
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.checkpoint import is_checkpoint, load_model, read_weights, verify
+from accel_gpt.training.checkpoint import (
+    intact_hint,
+    is_checkpoint,
+    read_shape,
+    verify,
+    weight_parts,
+)
 from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.tensor_files import read_weights
 
 STATE = "checkpoint"  # folder of a repository that holds a whole checkpoint
 SAFETENSORS = "model.safetensors"
@@ -47,7 +56,7 @@ def load_pretrained(
             f"{name} has no tokenizer; put the tokenizer.json of the model beside its weights"
         )
     if pretrained.is_checkpoint:
-        return load_model(pretrained.folder, device)
+        return load_checkpoint(pretrained.folder, device)
     try:
         config = ModelConfig(**pretrained.shape())
     except UserError as error:
@@ -59,17 +68,37 @@ def load_pretrained(
     return model.to(device).eval(), load_tokenizer(pretrained.tokenizer)
 
 
+def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
+    """Load the model of a checkpoint, in evaluation mode, and its tokenizer; verify both first.
+
+    Raises `CheckpointError` if the checkpoint is damaged, and names an intact one of its run.
+    """
+    try:
+        verify(path, model_only=True)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{intact_hint(path)}") from None
+    config, vocab_size = read_shape(path)
+    check_weight_size(str(path / "model.json"), config, vocab_size, weight_parts(path))
+    model = GPT.allocate(config, vocab_size)
+    read_weights(path, model)
+    return model.to(device).eval(), load_tokenizer(path)
+
+
 def open_initial_weights(
     config: Config, corpus: Corpus, log: Callable[[str], None]
 ) -> Callable[[GPT], None]:
-    """Open the model of `model.init_from`; returns what loads its weights, a tensor at a time.
+    """Open the model of `model.init_from`; return a function that loads its weights.
 
-    Raises `UserError` if its tokenizer is not the tokenizer of the data.
+    Raises `UserError` if the tokenizer of the model is not the tokenizer of the data.
     """
     pretrained = find_pretrained(config.model.init_from)
     if pretrained.tokenizer:
-        names = f"model.init_from {pretrained.name}", "the data"
-        load_tokenizer(pretrained.tokenizer).require_same(corpus.tokenizer, *names, UserError)
+        load_tokenizer(pretrained.tokenizer).require_same(
+            corpus.tokenizer,
+            f"model.init_from {pretrained.name}",
+            "the data",
+            UserError,
+        )
     else:
         kind = corpus.tokenizer.kind
         log(f"{pretrained.name} has no tokenizer: assuming the tokenizer of the data ({kind})")
@@ -77,30 +106,48 @@ def open_initial_weights(
         verify(pretrained.folder, model_only=True)
         return partial(read_weights, pretrained.folder)
     tensors = open_transformers(pretrained, config.model, corpus.vocab_size)
-    return lambda gpt: load_weights(gpt, config.model.preset, tensors, pretrained.name)
+
+    def load(gpt: GPT) -> None:
+        load_weights(gpt, config.model.preset, tensors, pretrained.name)
+
+    return load
+
+
+def check_weight_size(
+    source: str, config: ModelConfig, vocab_size: int, weight_files: Sequence[Path]
+) -> None:
+    """Raise `CheckpointError` if a model has more parameters than its files can hold.
+
+    A huge shape is found before memory is allocated. A parameter takes a byte at least; the
+    context counts as one token, because it may be longer than in the files.
+    """
+    parameters = parameter_counts(replace(config, block_size=1), vocab_size)["total_unpadded"]
+    size = sum(file.stat().st_size for file in weight_files)
+    if size < parameters:
+        raise CheckpointError(
+            f"{source} describes {parameters:,} parameters, more than the {size:,} bytes of its "
+            "weights can hold"
+        )
+
+
+# --------------------------------------------------------------------------- transformers
 
 
 def open_transformers(pretrained: Pretrained, config: ModelConfig, vocab_size: int) -> Tensors:
     """Open the weights of a transformers model, which must hold a GPT of shape `config`."""
-    files = weight_files(pretrained)
+    files = find_weight_files(pretrained)
     tensors: dict[str, Callable[[], Tensor]] = {}
     for file in files:
         try:
             tensors |= open_weights(file)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from None
-    parameters = parameter_counts(replace(config, block_size=1), vocab_size)["total_unpadded"]
-    size = sum(file.stat().st_size for file in files)
-    if size < parameters:  # checked before memory is allocated: a number takes a byte at least
-        raise CheckpointError(
-            f"config.json of {pretrained.name} describes {parameters:,} parameters, more than the "
-            f"{size:,} bytes of its weights can hold"
-        )
+    check_weight_size(f"config.json of {pretrained.name}", config, vocab_size, files)
     return tensors
 
 
-def weight_files(pretrained: Pretrained) -> list[Path]:
-    """Return the weight files of a transformers model, downloaded if need be.
+def find_weight_files(pretrained: Pretrained) -> list[Path]:
+    """Return the weight files of a transformers model; download them first if it is on the Hub.
 
     Raises `UserError` if there are no safetensors files.
     """
@@ -119,30 +166,32 @@ def weight_files(pretrained: Pretrained) -> list[Path]:
 
 
 def listed_files(index: Path) -> list[Path]:
-    """Return the files that an index of weights in several files names."""
+    """Return the files that the index of a split model names."""
     try:
         listed = set(read_json(index)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{index} is damaged; download it again") from None
     for name in listed:
-        plain = isinstance(name, str) and Path(name).name == name
-        if not (plain and index.with_name(name).is_file()):
+        in_folder = isinstance(name, str) and Path(name).name == name
+        if not in_folder or not index.with_name(name).is_file():
             raise CheckpointError(f"{index} names {name}, which is not beside it")
     return [index.with_name(name) for name in sorted(listed)]
 
 
 def open_weights(file: Path) -> Tensors:
-    """Open a safetensors file: name -> what returns the tensor."""
+    """Open a safetensors file; map each name to a function that reads the tensor."""
     opened: Any = safe_open(str(file), framework="pt")
     return {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118
 
 
-def download_checkpoint(config: Config) -> Config:
-    """Download the checkpoint that `checkpoint.resume` names on the Hub, and return the config
-    with its folder there.
+# --------------------------------------------------------------------------- whole checkpoints
 
-    A run that has checkpoints already resumes from those. Raises `UserError` if the repository has
-    no checkpoint.
+
+def download_checkpoint(config: Config) -> Config:
+    """Download the checkpoint that `checkpoint.resume` names on the Hub.
+
+    Returns the config with the downloaded folder in its place. A run that has checkpoints already
+    resumes from those. Raises `UserError` if the repository has no checkpoint.
     """
     if RunFolder(config.out_dir).checkpoints:
         return config

@@ -19,6 +19,8 @@ from accel_gpt.data.tokenizer_json import HUB_FILES
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import read_json
 from accel_gpt.hub.hf_config import read_hf_config
+from accel_gpt.training.checkpoint import find_checkpoint, is_checkpoint, read_shape
+from accel_gpt.training.run_folder import RunFolder
 
 SMALL_FILES = ("config.json", *HUB_FILES)
 MADE_FROM_TEXT = ("bpe", "chars")  # tokenizers that no other text has
@@ -57,8 +59,6 @@ class Pretrained:
     def shape(self) -> dict[str, Any]:
         """Read the fields of `ModelConfig` that describe its shape, `vocab_size` among them."""
         if self.is_checkpoint:
-            from accel_gpt.training.checkpoint import read_shape
-
             config, vocab_size = read_shape(self.folder)
             fields = {key: v for key, v in asdict(config).items() if key not in NOT_SHAPE}
             return fields | {"vocab_size": vocab_size}
@@ -84,8 +84,6 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
         )
         return Pretrained(name, folder, is_checkpoint=False, on_hub=True)
     require(folder.is_dir(), f"{name} is a file; give the folder of a run or of a model")
-    from accel_gpt.training.checkpoint import find_checkpoint, is_checkpoint
-
     if is_checkpoint(folder) or (folder / "checkpoints").is_dir():
         return Pretrained(name, find_checkpoint(folder, checkpoint), is_checkpoint=True)
     require(
@@ -103,8 +101,6 @@ def check_initial_tokenizer(config: Config) -> None:
     folder. A run that has checkpoints starts from those. Raises `UserError` if the tokenizers
     differ, or if the weights have fewer tokens than the tokenizer.
     """
-    from accel_gpt.training.run_folder import RunFolder
-
     name, prepare, folder = config.model.init_from, config.data.prepare, config.data.folder
     if name == "scratch" or not folder or RunFolder(config.out_dir).checkpoints:
         return
@@ -150,8 +146,6 @@ def inherit(given: Mapping[str, Any]) -> dict[str, Any]:
 
     `given`: the keys that the user set, dotted. Raises `UserError` if one contradicts the shape.
     """
-    from accel_gpt.training.run_folder import RunFolder
-
     name, run = given["model.init_from"], RunFolder(given.get("out_dir", Config.out_dir))
     if run.checkpoints and run.config.get("model.init_from") == name:
         # the run resumes even if the model that it started from is gone or out of reach

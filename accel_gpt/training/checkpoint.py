@@ -1,4 +1,4 @@
-"""Read a checkpoint: its files, whether it is intact, and the model in it. `saving.py` writes it.
+"""Read a checkpoint: its files, whether it is intact, its state and the shape of its model.
 
     step_00001000/
         model.safetensors            the weights
@@ -12,27 +12,20 @@
         manifest.json                written last: size and SHA-256 of each file above
 
 A folder without a valid manifest is not a checkpoint. Accelerate loads pickles with
-`weights_only=True`; nothing else is unpickled.
+`weights_only=True`; nothing else is unpickled. `saving.py` writes it, `tensor_files.py` reads its
+weights, `resume.py` the rest. Needs no torch.
 """
 
 import contextlib
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate.utils.constants import SAFE_WEIGHTS_NAME
-from safetensors import SafetensorError
-
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import from_mapping, leaves
-from accel_gpt.cost.flops import parameter_counts
-from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import AccelGPTError, CheckpointError, NewerFormatError, require
 from accel_gpt.files import read_json, sha256, strict_json, write_file
-from accel_gpt.model.gpt import GPT
 from accel_gpt.training.run_folder import (
     CHECKPOINT,
     RunFolder,
@@ -40,9 +33,9 @@ from accel_gpt.training.run_folder import (
     step_name,
 )
 from accel_gpt.training.state import TrainState
-from accel_gpt.training.tensor_files import read_tensors, weights_of
 
 FORMAT = 1
+SAFE_WEIGHTS = "model.safetensors"  # as Accelerate names them
 REQUIRED = ("model.json", "tokenizer.json", "trainer_state.json")
 WEIGHTS = re.compile(r"model\.safetensors|weights_\d+\.safetensors")
 # files that Accelerate or torch might load, and those of them that a checkpoint has
@@ -103,7 +96,7 @@ def verify(path: Path, model_only: bool = False) -> None:
     if missing := [name for name in REQUIRED if name not in listed]:
         raise CheckpointError(f"{manifest} does not list {missing[0]}")
     if not weights:
-        raise CheckpointError(f"{manifest} does not list {SAFE_WEIGHTS_NAME}")
+        raise CheckpointError(f"{manifest} does not list {SAFE_WEIGHTS}")
     wanted = {n: listed[n] for n in (*REQUIRED, *weights)} if model_only else listed
     for name, (size, _) in wanted.items():
         if not FILE_NAME.fullmatch(name):
@@ -240,41 +233,6 @@ def read_shape(path: Path) -> tuple[ModelConfig, int]:
         raise CheckpointError(f"{path / 'model.json'} is damaged: {error!r}") from None
 
 
-def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
-    """The model (in evaluation mode) and the tokenizer of a checkpoint, which is verified first.
-
-    Raises `CheckpointError` if it is damaged, with the intact one of its run before it.
-    """
-    try:
-        verify(path, model_only=True)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}{intact_hint(path)}") from None
-    config, vocab_size = read_shape(path)
-    least = parameter_counts(replace(config, block_size=1), vocab_size)["total_unpadded"]
-    files = weight_parts(path)
-    if least > sum(file.stat().st_size for file in files):  # before memory is allocated
-        more = f", ... {files[-1].name} hold" if files[1:] else " holds"
-        raise CheckpointError(
-            f"{path / 'model.json'} asks for {least:,} parameters, more than {files[0].name}{more}"
-        )
-    model = GPT.allocate(config, vocab_size)
-    read_weights(path, model)
-    return model.to(device).eval(), load_tokenizer(path)
-
-
 def weight_parts(path: Path) -> list[Path]:
     """The files of a checkpoint that hold the weights: one, or one of each rank."""
     return sorted(file for file in path.iterdir() if WEIGHTS.fullmatch(file.name))
-
-
-def read_weights(path: Path, gpt: GPT) -> None:
-    """Read the weights of a verified checkpoint, or those that `gpt` has of a longer context; under
-    FSDP this rank's shards.
-    """
-    weights, files = weights_of(gpt), weight_parts(path)
-    try:
-        unknown = read_tensors(files, weights) - weights.keys()
-        if unknown:
-            raise CheckpointError(f"it has {min(unknown)}, which is not in the model")
-    except (CheckpointError, OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{files[0]} does not fit: {error}") from None

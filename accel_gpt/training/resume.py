@@ -34,7 +34,6 @@ from accel_gpt.training.checkpoint import (
     is_checkpoint,
     read_evaluated,
     read_states,
-    read_weights,
     set_aside,
     verify,
 )
@@ -42,7 +41,7 @@ from accel_gpt.training.ranks import on_main
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.saving import remove_checkpoint, remove_debris
 from accel_gpt.training.state import TrainState
-from accel_gpt.training.tensor_files import moments_of, read_tensors
+from accel_gpt.training.tensor_files import moments_of, read_tensors, read_weights
 
 NOT_TOLD = "not told"  # stands for a path in the config of a checkpoint from the Hub
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from accel_gpt.errors import CheckpointError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.sharding import first_row, is_sharded, local_shard
 from accel_gpt.optim.groups import state_names
+from accel_gpt.training.checkpoint import weight_parts
 
 OFFSETS = "DCP_SHARDING_INFO"  # key of the header
 
@@ -114,3 +115,18 @@ def read_local_rows(name: str, tensor: Tensor, parts: list[tuple[int, Any]]) -> 
             found += high - low
     if found != len(local):
         raise CheckpointError(f"it lacks {len(local) - found:,} of the rows of {name}")
+
+
+def read_weights(path: Path, gpt: GPT) -> None:
+    """Read the weights of a verified checkpoint into `gpt`, whose context may be shorter.
+
+    Under FSDP it reads this rank's shards.
+    """
+    weights = weights_of(gpt)
+    files = weight_parts(path)
+    try:
+        unknown = read_tensors(files, weights) - weights.keys()
+        if unknown:
+            raise CheckpointError(f"it has {min(unknown)}, which is not in the model")
+    except (CheckpointError, OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{files[0]} does not fit: {error}") from None

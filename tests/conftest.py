@@ -32,6 +32,8 @@ from accel_gpt.launcher import shared_cores
 from accel_gpt.prepare.prepare import prepare
 
 THREADS = int(os.environ.get("ACCEL_GPT_TEST_THREADS", "1"))
+# 0: as often and as large as `.ci/run` has time for; 1 and more: as `.ci/release` runs it
+THOROUGH = int(os.environ.get("ACCEL_GPT_THOROUGH", "0"))
 QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
 # what is compiled goes where torch puts it, not into the user's cache
 PLACE = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"

@@ -25,6 +25,7 @@ from accel_gpt.config.names import HF_TRAINER, LLM_C, NANOGPT
 from accel_gpt.config.options import field_types, own_options
 from accel_gpt.config.parse import leaves, load_config
 from accel_gpt.config.plan import make_plan
+from tests.conftest import THOROUGH
 from tests.hub_server import HubServer, environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -236,14 +237,14 @@ def run(command: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_quickstart_reaches_what_the_readme_claims(elsewhere: Path) -> None:
-    """Everything but the installation, which whoever runs this has done."""
+    """Everything but the installation, which whoever runs this has done; 60 steps, or all."""
     install, sample, *_ = commands("README.md", "Five minutes on a CPU")
-    shown = run(install.rpartition("&& ")[2], elsewhere)
+    fewer = "" if THOROUGH else " --train.max_steps 60"
+    shown = run(install.rpartition("&& ")[2] + fewer, elsewhere)
     assert "accel-gpt sample runs/quickstart" in shown
     last = json.loads((elsewhere / "runs/quickstart/metrics.jsonl").read_text().splitlines()[-1])
-    assert last["eval/val_bits_per_byte"] <= 1.65  # the README says 1.59
+    assert last["eval/val_bits_per_byte"] <= (1.65 if THOROUGH else 3.5)  # the README says 1.59
     assert run(sample, elsewhere).count("def read(") == 3
 
 

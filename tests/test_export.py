@@ -206,7 +206,6 @@ def finish(*command: str, cwd: Path, timeout: float = 300) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_shakespeare_is_exported_and_continued_by_a_pipeline(
     shakespeare: Path, tmp_path: Path
 ) -> None:

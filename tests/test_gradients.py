@@ -281,7 +281,7 @@ def assert_same_run(a: Path, b: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "documents",
-    [pytest.param(False, id="whole"), pytest.param(True, id="documents", marks=pytest.mark.long)],
+    [pytest.param(False, id="whole"), pytest.param(True, id="documents")],
 )
 def test_one_two_and_four_processes_give_the_same_bits(
     documents: bool, small_run: Arguments, masked: list[str], tmp_path: Path
@@ -295,7 +295,6 @@ def test_one_two_and_four_processes_give_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_another_number_of_processes_at_every_restart_equals_never_stopping(
     small_run: Arguments, masked: list[str], tmp_path: Path
 ) -> None:

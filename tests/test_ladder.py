@@ -23,6 +23,7 @@ from accel_gpt.cost.scaling_fit import HUBER, fit_law, minimize
 from accel_gpt.errors import UserError
 from accel_gpt.report.plots import ladder_png
 from accel_gpt.training.run_folder import RunFolder, step_name
+from tests.conftest import THOROUGH
 from tests.runs import LAUNCH, make_run, record
 
 # of rungs so short that no law holds
@@ -103,7 +104,6 @@ def test_one_ratio_has_a_law_in_compute() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize("sizes", [GRID, MORE])
 def test_intervals_hold_nine_of_ten_runs(sizes: list[Size]) -> None:
     target = TARGET if sizes is GRID else size(8.5e6, 17e6)
@@ -341,7 +341,6 @@ def test_the_quickstart_has_a_shipped_ladder(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_killed_at_random_moments_it_is_the_same_ladder(
     small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -354,7 +353,7 @@ def test_killed_at_random_moments_it_is_the_same_ladder(
     generator, kills = random.Random(1), 0
     while not (killed / "ladder.json").exists():
         process = subprocess.Popen([*command, str(killed)], stderr=subprocess.DEVNULL)
-        with_time = generator.uniform(4, 14) if kills < 5 else 600
+        with_time = generator.uniform(4, 14) if kills < (5 * THOROUGH or 2) else 600
         try:
             assert process.wait(with_time) == 0
         except subprocess.TimeoutExpired:

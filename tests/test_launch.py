@@ -74,9 +74,7 @@ def test_another_number_of_processes_goes_on(small_run: Arguments, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_to_the_launcher_saves_and_the_same_command_continues(
     number: signal.Signals, small_run: Arguments, tmp_path: Path
 ) -> None:

@@ -391,7 +391,6 @@ def test_private_paths_and_names_planted_in_a_run_are_not_pushed(
     assert launch(small_run(*elsewhere, "--checkpoint.resume", f"hf://{REPO}")) == 0
 
 
-@pytest.mark.serial  # uploads get the cores that nobody uses
 @pytest.mark.slow
 def test_uploads_run_beside_the_training_and_survive_its_signals(
     small_run: Arguments, tmp_path: Path

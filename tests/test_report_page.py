@@ -15,7 +15,7 @@ from tests.conftest import run_here
 from tests.runs import LAUNCH, make_run, record
 
 pytestmark = [
-    pytest.mark.extras,
+    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium"),
 ]
 PANELS = ["loss", "val_sets", "bits_per_byte", "hellaswag", "lr", "grad_norm", "throughput", "mfu"]

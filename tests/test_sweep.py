@@ -15,7 +15,7 @@ from accel_gpt.commands import sweep
 from accel_gpt.commands.series import SeriesRun
 from accel_gpt.commands.sweep import draw_settings, split_values
 from accel_gpt.config.parse import load_config
-from tests.conftest import run_here
+from tests.conftest import THOROUGH, run_here
 from tests.runs import LAUNCH, make_run, record
 
 LOSSES = {"1e-3": 3.0, "3e-3": 2.0, "1e-2": 2.5, "1": float("inf")}
@@ -170,7 +170,6 @@ def test_a_sweep_of_which_no_run_starts(
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_killed_and_started_again_gives_the_same_file(
     small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -182,7 +181,7 @@ def test_killed_and_started_again_gives_the_same_file(
     began = time.monotonic()
     assert start("whole").wait() == 0
     whole, draw = time.monotonic() - began, random.Random(0)
-    for _ in range(3):
+    for _ in range(3 * THOROUGH or 1):
         killed = start("killed")
         time.sleep(draw.uniform(0.2, 0.7) * whole)
         killed.kill()

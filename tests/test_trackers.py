@@ -176,7 +176,7 @@ def train_alone(arguments: list[str], folder: Path, **environment: str) -> None:
     assert "LEAVES" not in done.stderr
 
 
-@pytest.mark.extras
+@pytest.mark.slow
 def test_trackio_on_this_machine(small_run: Arguments, tmp_path: Path) -> None:
     pytest.importorskip("trackio")
     place = {"TRACKIO_DIR": str(tmp_path / "trackio")}
@@ -194,7 +194,7 @@ def test_trackio_on_this_machine(small_run: Arguments, tmp_path: Path) -> None:
     assert any("samples" in text and "--- " in text for _, _, text in rows)
 
 
-@pytest.mark.extras
+@pytest.mark.slow
 def test_wandb_offline(small_run: Arguments, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     for options in (SHORT, LONGER):

@@ -21,7 +21,7 @@ from tests.faults.harness import (
     rewound,
 )
 
-pytestmark = pytest.mark.extras
+pytestmark = pytest.mark.slow
 SIZE = 16 * 2**20  # bytes of the disk
 TIGHT = 200_000  # bytes: less than a checkpoint takes
 STEPS = 40  # there is time to make room

@@ -14,7 +14,7 @@ from tests.faults.launches import config, steps_told, until
 from tests.test_accelerate_configs import FOLDER
 from tests.test_launch import ACCELERATE, PLAIN, TRAIN, finish
 
-pytestmark = [pytest.mark.slow, pytest.mark.extras]
+pytestmark = pytest.mark.slow
 LAUNCH = [*ACCELERATE, "--config_file", str(FOLDER / "multinode_ddp.yaml"), "--num_processes", "2"]
 LAUNCH += ["--mixed_precision", "no"]
 MAIN = "10.77.0.1"

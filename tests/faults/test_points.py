@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import THOROUGH
 from tests.faults.harness import FSDP, KILLED, Server, Tiny, assert_same, finish
 
 STEPS = 6  # three checkpoints and those of the best; two are kept and the best
@@ -126,13 +127,14 @@ def test_failure_of_one_of_two_that_fsdp_shards(
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize("short", ["saved_0", "copied_0", *SHARDED], indirect=True)
 @pytest.mark.parametrize("action", ["kill", "half"])
 def test_kill_at_every_point(
     action: str, server: Server, tiny: Tiny, short: Path, tmp_path: Path
 ) -> None:
-    fail_at(range(1, len(points(short)) + 1), action, server, tiny, short, tmp_path)
+    """Every point if thorough, else every fifth."""
+    step = 1 if THOROUGH else 5
+    fail_at(range(1, len(points(short)) + 1, step), action, server, tiny, short, tmp_path)
 
 
 @pytest.mark.slow

@@ -59,7 +59,6 @@ def alone(run: Path, step: int, rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_sharded_processes_write_what_each_would_write_alone(
     small_run: Arguments,

@@ -1,7 +1,4 @@
-"""Signals, dead launchers, hangs and the wall clock, with real processes at random moments.
-
-ACCEL_GPT_SIGNALS=20 sends each signal so often to two processes, and to each launcher.
-"""
+"""Signals, dead launchers, hangs and the wall clock, with real processes at random moments."""
 
 import contextlib
 import json
@@ -18,6 +15,7 @@ import pytest
 
 from accel_gpt.launcher import SIGNALS
 from accel_gpt.training.checkpoint import read_state
+from tests.conftest import THOROUGH
 from tests.faults.launches import (
     TWO,
     Direct,
@@ -32,7 +30,8 @@ from tests.test_train import assert_same_weights, records, weights
 
 pytestmark = pytest.mark.slow
 STEPS, PATIENCE = 40, ["--train.step_timeout", "15s"]
-DIRECT, LAUNCHES = (int(os.environ.get("ACCEL_GPT_SIGNALS", often)) for often in ("5", "1"))
+DIRECT = 20 * THOROUGH or 3  # signals of each kind to two processes
+LAUNCHES = 20 * THOROUGH or 1  # and to each launcher
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +83,6 @@ def until_steps_change(run: Path) -> None:
     until(lambda: steps_told(run) != before, 120)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signals_at_random_moments(
     number: int,

@@ -1,11 +1,10 @@
 """Files changed at random: each command ends well, or with one sentence and an exit code of ours.
 
-`ACCEL_GPT_FUZZ=2000 pytest -n 0 -m slow tests/faults/test_fuzz.py` tries so many, a night's worth;
+`ACCEL_GPT_THOROUGH=1 pytest -n 0 -m slow tests/faults/test_fuzz.py` tries 2,000, a night's worth;
 a case has the same number, and does the same, on every machine.
 """
 
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from tests.conftest import text_of
+from tests.conftest import THOROUGH, text_of
 from tests.faults.attack import pickled
 from tests.faults.harness import Server, Tiny, finish, records
 from tests.test_tokenizer_files import other
 
-CASES, PARTS = int(os.environ.get("ACCEL_GPT_FUZZ", "100")), 10
+CASES, PARTS = 2000 * THOROUGH or 100, 10
 SECONDS = 60.0  # of a command; the slowest takes 3
 OURS = {0, 2, 3, 4, 5}
 VALUES = (None, True, 0, -1, 0.5, 10**30, float("nan"), float("inf"), "", "\u00b2", [], {}, [[]])

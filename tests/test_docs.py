@@ -1,6 +1,6 @@
 """README.md and docs/: their commands run as written, and what they name exists.
 
-The tree and the evening's list in the README, and docs/keys.md, are made from the code;
+The tree and the reading order in docs/architecture.md, and docs/keys.md, are made from the code;
 `ACCEL_GPT_DOCS=write pytest tests/test_docs.py` renews them.
 """
 
@@ -30,8 +30,12 @@ from tests.hub_server import HubServer, environment
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "accel_gpt"
-PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
-EVENING = (
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+)
+READING_ORDER = (
     *("train", "config/experiment", "config/plan"),
     *("model/gpt", "model/layers", "model/documents", "model/loss"),
     *("optim/groups", "optim/adamw", "optim/muon", "optim/schedule"),
@@ -75,8 +79,8 @@ def tree() -> Iterator[str]:
 INDENT = {"initial_indent": " " * 14, "subsequent_indent": " " * 14}
 
 
-def evening() -> Iterator[str]:
-    names = ", ".join(f"`{name}`" for name in EVENING)
+def reading_order() -> Iterator[str]:
+    names = ", ".join(f"`{name}`" for name in READING_ORDER)
     yield from textwrap.wrap(f"{names}.", 120)
     yield ""
 
@@ -135,8 +139,9 @@ def check(page: str, made: str, pattern: str = "(.*)") -> None:
 
 
 def test_what_is_made_from_the_code_is_up_to_date() -> None:
-    check("README.md", "".join(f"{line}\n" for line in tree()), r"<!-- tree -->\n```\n(.*?)```")
-    check("README.md", "\n".join(evening()), r"<!-- evening -->\n(.*?)\n## ")
+    page = "docs/architecture.md"
+    check(page, "".join(f"{line}\n" for line in tree()), r"<!-- tree -->\n```\n(.*?)```")
+    check(page, "\n".join(reading_order()), r"<!-- order -->\n(.*?)\n## ")
     check("docs/keys.md", "\n".join(page_of_keys()).rstrip() + "\n")
     for page, mark, trainer, table in (
         ("docs/nanogpt.md", "nanogpt", "nanoGPT", NANOGPT),
@@ -206,7 +211,7 @@ def test_what_is_named_exists(page: str) -> None:
     text, known = (ROOT / page).read_text(encoding="utf-8"), leaves(Config)
     sections = {key.partition(".")[0] for key in known if "." in key}
     for name in re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_0-9.]+)", text):
-        assert name in {*known, "data.prepare"} or name.endswith((".py", ".bin")), name
+        assert name in {*known, "data.prepare"} or name.endswith((".py", ".bin", ".json")), name
     for link in re.findall(r"\]\(([\w./]+)\)", text):
         assert (ROOT / page).parent.joinpath(link).exists(), link
     for file, test in re.findall(r"([\w/]*\btest_\w+\.py)(?:::(\w+))?", text):
@@ -239,7 +244,7 @@ def run(command: str, folder: Path) -> str:
 @pytest.mark.slow
 def test_quickstart_reaches_what_the_readme_claims(elsewhere: Path) -> None:
     """Everything but the installation, which whoever runs this has done; 60 steps, or all."""
-    install, sample, *_ = commands("README.md", "Five minutes on a CPU")
+    install, sample, *_ = commands("README.md", "Quickstart")
     fewer = "" if THOROUGH else " --train.max_steps 60"
     shown = run(install.rpartition("&& ")[2] + fewer, elsewhere)
     assert "accel-gpt sample runs/quickstart" in shown

@@ -14,17 +14,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils.memory import clear_device_cache
+
+from accel_gpt.commands.evaluate import evaluate_named
+from accel_gpt.commands.export import export_model
+from accel_gpt.commands.options import EvaluateCommand, ExportCommand, SampleCommand
+from accel_gpt.commands.sample import continue_prompt
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import load_config, parse_command, sections
+from accel_gpt.config.parse import load_config, sections
+from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import PeerError, UserError, require
-from accel_gpt.launcher import PREEMPTED, is_main, launch_child
+from accel_gpt.hub.load import load_pretrained
+from accel_gpt.hub.pretrained import inherit
+from accel_gpt.launcher import PREEMPTED, SIGNALS, is_main, launch_child
+from accel_gpt.model.gpt import GPT
+from accel_gpt.report.plots import loss_curves
+from accel_gpt.report.runs import open_runs
+from accel_gpt.train import launch
+from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.terminal import in_notebook
 
 if TYPE_CHECKING:
-    import torch
     from pandas import DataFrame
-
-    from accel_gpt.data.tokenizer import Tokenizer
-    from accel_gpt.model.gpt import GPT
 
 
 @dataclass(frozen=True)
@@ -38,54 +51,41 @@ class Run:
         """The records of metrics.jsonl, a row each, by step; NaN where one lacks a metric."""
         from pandas import DataFrame
 
-        from accel_gpt.report.runs import open_runs
-
         (run,) = open_runs([str(self.path)])
         return DataFrame(list(run.records()) or {"step": []}).set_index("step")
 
     def sample(self, prompt: str = "", **options: object) -> list[str]:
         """Continue a prompt; `options` as of `accel-gpt sample`: num, temperature, seed, ..."""
-        from accel_gpt.commands.sample import SampleCommand, continue_prompt
-
         require(isinstance(prompt, str), f"the prompt is {prompt!r}; expected text")
         words = to_words({"prompt": prompt, **options})
-        return continue_prompt(parse_command(SampleCommand, [str(self.path), *words], "sample"))
+        return continue_prompt(SampleCommand.parse([str(self.path), *words]))
 
     def evaluate(self, **options: object) -> dict[str, float]:
         """Measure the model; `options` as of `accel-gpt evaluate`: data, tokens, hellaswag, ..."""
-        from accel_gpt.commands.evaluate import EvaluateCommand, evaluate_named
-
         words = [str(self.path), *to_words(options)]
         with as_command(["evaluate", *words]):
-            report = evaluate_named(parse_command(EvaluateCommand, words, "evaluate"))
+            report = evaluate_named(EvaluateCommand.parse(words))
         return dict(report.metrics)
 
     def export(self, to: str | Path, **options: object) -> Path:
         """Write a folder that transformers opens, proven equal; `options` as of the command."""
-        from accel_gpt.commands.export import ExportCommand, export_model
-
         words = to_words({"to": to, **options})
-        export_model(parse_command(ExportCommand, [str(self.path), *words], "export"))
+        export_model(ExportCommand.parse([str(self.path), *words]))
         return Path(to)
 
     def _repr_png_(self) -> bytes:
-        from accel_gpt.report.plots import loss_curves
-        from accel_gpt.training.run_folder import RunFolder
-
         with tempfile.TemporaryDirectory() as folder:
             loss_curves(RunFolder(self.path).records(), Path(folder, "loss.png"))
             return Path(folder, "loss.png").read_bytes()
 
 
 def load(
-    name: str | Path, checkpoint: str | int = "last", device: "torch.device | str" = "cpu"
-) -> "tuple[GPT, Tokenizer]":
+    name: str | Path, checkpoint: str | int = "last", device: torch.device | str = "cpu"
+) -> tuple[GPT, Tokenizer]:
     """Load the model, in evaluation mode, and the tokenizer of a run, a folder or a Hub id.
 
     `checkpoint`, of a run: last, best, or a step.
     """
-    from accel_gpt.hub.load import load_pretrained
-
     return load_pretrained(str(name), str(checkpoint), device=device)
 
 
@@ -97,9 +97,6 @@ def run(config: str | Path, options: Mapping[str, object] | None = None, process
     saves the run and returns it. Raises `UserError` for a mistake, other classes of
     accel_gpt/errors.py for other failures.
     """
-    from accel_gpt.hub.pretrained import inherit
-    from accel_gpt.training.terminal import in_notebook
-
     require(
         isinstance(processes, int) and processes > 0,
         f"processes is {processes!r}; expected a whole number above 0",
@@ -110,8 +107,6 @@ def run(config: str | Path, options: Mapping[str, object] | None = None, process
     if processes > 1:
         train_processes(words, processes)
     else:
-        from accel_gpt.train import launch
-
         with as_command(["train", *words]):
             launch(parsed, str(config))
     if in_notebook() and is_main() and not parsed.eval.only:
@@ -173,12 +168,6 @@ def as_command(words: list[str]) -> Iterator[None]:
     """Let a command, which `words` name, do what ends with its process: afterwards the signals,
     the environment and Accelerate are as before.
     """
-    import torch
-    from accelerate.state import AcceleratorState, GradientState
-    from accelerate.utils.memory import clear_device_cache
-
-    from accel_gpt.launcher import SIGNALS
-
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     argv, environment = sys.argv, dict(os.environ)
     deterministic, wakeup = torch.are_deterministic_algorithms_enabled(), signal.set_wakeup_fd(-1)

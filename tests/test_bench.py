@@ -115,7 +115,7 @@ def test_the_table_names_the_formula_of_mfu(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--steps", "0"], "bench.steps is 0; it must be above 0"),
+        (["--steps", "0"], "--steps is 0; it must be above 0"),
         (["--train.micro_batch", "2"], "did you mean train.micro_batch_size?"),
         (["--train.micro_batch_size", "3"], "train.tokens_per_step is 256, not a multiple"),
         (["--data.train", "nowhere"], "nowhere"),

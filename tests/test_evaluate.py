@@ -158,7 +158,7 @@ def test_mistakes_of_the_command(
     bad.write_text('{"ctx": "a", "label": 0}\n')
     for words, code, message in (
         ([lone], 2, "is no run, so its val data is not known; give --data"),
-        ([trained, "--hellaswag_limit", "0"], 2, "evaluate.hellaswag_limit is 0"),
+        ([trained, "--hellaswag_limit", "0"], 2, "--hellaswag_limit is 0"),
         ([trained, "--checkpoint", "3"], 2, "has no checkpoint '3'; choose last or one of"),
         ([trained, "--hellaswag", bad], 3, "line 1: not a question"),
         ([trained, "--data", tmp_path / "none"], 2, "none does not exist"),

@@ -24,6 +24,7 @@ import pytest
 import yaml
 
 from accel_gpt import cli, train
+from accel_gpt.commands.options import COMMANDS
 from accel_gpt.config.parse import load_config
 from tests.conftest import text_of
 from tests.hermetic import kept_settings
@@ -87,7 +88,7 @@ def shown_help(*words: str) -> list[str]:
         return out.read().splitlines()
 
 
-@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help(command: str, room: Path) -> None:
     check(f"help/{command or 'accel-gpt'}.txt", shown_help(*command.split()))
 

@@ -232,7 +232,7 @@ def test_data_behind_a_url(data: Path, capsys: Printed, monkeypatch: pytest.Monk
     ("words", "message"),
     [
         (["x", "--tokenizers", "gpt2"], "--tokenizers no longer exists; tokenize the text with"),
-        (["x", "--block-size", "0"], "inspect.block_size is 0; it must be above 0"),
+        (["x", "--block-size", "0"], "--block_size is 0; it must be above 0"),
         (["nowhere"], "nowhere does not exist; give a data folder"),
         (["input.txt"], "input.txt is a file; give a data folder"),
         (["/dev/null"], "/dev/null is neither a file nor a folder; give a data folder"),

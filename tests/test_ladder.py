@@ -29,7 +29,7 @@ from tests.runs import LAUNCH, make_run, record
 # of rungs so short that no law holds
 ANY_FIT = (
     "import sys, accel_gpt.cost.scaling_fit as fit; fit.FLAT, fit.STEEPEST = -1.0, 1e9\n"
-    "from accel_gpt.commands.ladder import main; sys.exit(main(sys.argv[1:]))\n"
+    "from accel_gpt.cli import dispatch; sys.exit(dispatch(['ladder', *sys.argv[1:]]))\n"
 )
 GIVEN = {"data.tokenizer": "bytes", "train.tokens_per_step": 512, "model.block_size": 64}
 WIDTHS = (0.7e6, 0.9e6, 3.4e6, 4.2e6)  # parameters

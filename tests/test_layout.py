@@ -161,7 +161,8 @@ def test_a_name_is_defined_once() -> None:
         for node in tree(path).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 files.setdefault(node.name, set()).add(path)
-    files.pop("main")  # of each command
+    for name in ("main", "run"):  # of each program; of each command
+        files.pop(name)
     ambiguous = sorted(name for name, paths in files.items() if len(paths) > 1)
     assert not ambiguous
 

@@ -1,7 +1,6 @@
 """YAML and command line: precedence, conversion, and the sentences that users read."""
 
 import errno
-import importlib
 import math
 import re
 import resource
@@ -13,12 +12,12 @@ from typing import get_args
 
 import pytest
 
-from accel_gpt.cli import COMMANDS
-from accel_gpt.commands.bench import BenchCommand
+from accel_gpt.cli import dispatch
+from accel_gpt.commands.options import COMMANDS, BenchCommand
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.options import all_options
-from accel_gpt.config.parse import leaves, load_config, parse_command, to_flat, to_yaml
+from accel_gpt.config.parse import leaves, load_config, to_flat, to_yaml
 from accel_gpt.console import run_main
 from accel_gpt.errors import UserError
 
@@ -138,13 +137,13 @@ def test_yaml_mistake_is_told_in_one_sentence(tmp_path: Path, text: str, message
     assert "\n" not in str(error.value)
 
 
-def test_options_of_a_command_come_before_those_of_its_config() -> None:
-    words = "c.yaml --steps 9 --optim.lr 1e-3 --parts=2 --train.compile --model.dropout=0 --json"
-    others: list[str] = []
-    options = parse_command(BenchCommand, words.split(), "", others)
-    assert options == BenchCommand("c.yaml", steps=9, parts=2, json=True)
-    assert others == ["--optim.lr", "1e-3", "--train.compile", "--model.dropout=0"]
-    assert parse_command(BenchCommand, ["--steps", "9", "c.yaml"], "").steps == 9
+def test_a_command_takes_its_options_and_the_keys_of_its_config(config_file: str) -> None:
+    words = "--steps 9 --optim.lr 1e-3 --parts=2 --train.compile --model.dropout=0 --json"
+    options = BenchCommand.parse([config_file, *words.split()])
+    assert (options.steps, options.parts, options.json) == (9, 2, True)
+    assert options.keys == ("--optim.lr", "1e-3", "--train.compile", "--model.dropout=0")
+    assert options.loaded == load(config_file, *options.keys)
+    assert BenchCommand.parse(["--steps", "9", config_file]).steps == 9
 
 
 def test_missing_config_file_names_the_nearest(config_file: str) -> None:
@@ -189,23 +188,15 @@ def test_help_shows_twenty_keys(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_has_three_examples_that_parse(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module(f"accel_gpt.commands.{command.replace('-', '_')}")
     with pytest.raises(SystemExit):
-        module.main(["--help"])
+        dispatch([command, "--help"])
     start = rf"(?:accel-gpt {command}|accelerate launch accel_gpt/train.py)"
     shown = capsys.readouterr().out
     examples = re.findall(rf"^  {start} (.*)", shown, re.MULTILINE)
     assert len(examples) == 3
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    kind = next((each for name, each in vars(module).items() if name.endswith("Command")), None)
     for example in examples:
-        words = shlex.split(example.partition(" > ")[0])
-        if command == "prepare":
-            module.parse_recipe(words)
-        elif kind:
-            parse_command(kind, words, "", [])
-        else:
-            load_config(words, "")
+        COMMANDS[command].parse(shlex.split(example.partition(" > ")[0]))
 
 
 # what users of other trainers type first, and the words that the answer must hold

@@ -9,7 +9,7 @@ import pytest
 
 from accel_gpt.cli import dispatch
 from accel_gpt.commands import prepare as command
-from accel_gpt.commands.prepare import PrepareCommand, parse_recipe
+from accel_gpt.commands.options import PrepareCommand
 from accel_gpt.console import run_main
 from accel_gpt.data.shards import open_split, read_index
 from accel_gpt.errors import UserError
@@ -18,7 +18,7 @@ RECIPES = sorted((Path(__file__).parents[1] / "configs/data").glob("*.yaml"))
 
 
 def load(path: Path, *words: str) -> PrepareCommand:
-    return parse_recipe([str(path), *words])
+    return PrepareCommand.parse([str(path), *words])
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -109,12 +109,15 @@ def test_a_recipe_of_an_earlier_version_is_read(
     assert "--dedupe in " in capsys.readouterr().err
 
 
-def test_an_error_without_any_word_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: Any) -> int:
+def test_an_error_names_options_and_to_a_run_the_keys_of_its_config(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> bool:
         raise UserError("data.prepare.tokenizer is gone")
 
-    monkeypatch.setattr(command, "prepare_folder", fail)
-    with pytest.raises(UserError, match="--tokenizer is gone"):
-        command.main([])
-    with pytest.raises(UserError, match=r"data.prepare.tokenizer is"):  # of training
-        command.main(["/dev/fd/9"])
+    monkeypatch.setattr(command, "prepare", fail)
+    assert call(recipe) == 2
+    assert "error: --tokenizer is gone" in capsys.readouterr().err
+    with recipe.open() as settings:  # through a pipe, as a run gives them
+        assert call(f"/dev/fd/{settings.fileno()}") == 2
+    assert "error: data.prepare.tokenizer is gone" in capsys.readouterr().err

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from accel_gpt.commands import sweep
+from accel_gpt.cli import dispatch
+from accel_gpt.commands import grid, sweep
+from accel_gpt.commands.grid import draw_settings, split_values
 from accel_gpt.commands.series import SeriesRun
-from accel_gpt.commands.sweep import draw_settings, split_values
 from accel_gpt.config.parse import load_config
 from tests.conftest import THOROUGH, run_here
 from tests.runs import LAUNCH, make_run, record
@@ -51,7 +52,7 @@ def made(
     Trained.launched = []
     monkeypatch.setattr(sweep, "Series", Trained)
     folder = str(tmp_path / "sweep")
-    return lambda *words: run_here(sweep.main, [*small_run(), "--out_dir", folder, *words])
+    return lambda *words: run_here(dispatch, ["sweep", *small_run(), "--out_dir", folder, *words])
 
 
 def test_the_best_setting_stands_first_with_its_spread_over_seeds(
@@ -89,7 +90,7 @@ def test_values_that_no_folder_can_be_named_by(
     made: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = ["a/b", "a b", f"{'x' * 300}1", f"{'x' * 300}2"]
-    monkeypatch.setattr(sweep, "split_values", lambda key, text: text.split(","))
+    monkeypatch.setattr(grid, "split_values", lambda key, text: text.split(","))
     assert made("--optim.lr", "1", "--sample.prompts", ",".join(prompts)) == 0
     found = (tmp_path / "sweep").glob("sample.prompts=*")
     names = [path.name for path in found if path.is_dir()]

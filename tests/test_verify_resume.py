@@ -24,10 +24,9 @@ from accel_gpt.commands.verify_resume import (
     Trial,
     VerifyResumeCommand,
     run_values,
-    shortened,
 )
 from accel_gpt.config.parse import load_config, to_flat
-from accel_gpt.config.plan import make_plan
+from accel_gpt.config.plan import make_plan, shorten
 from accel_gpt.errors import UserError
 from tests.conftest import run_here
 
@@ -89,7 +88,7 @@ def test_a_long_run_is_shortened_to_one_that_fits(
     null += ["--train.max_tokens", "1e9", "--optim.lr", "3e-3"]
     null += ["--log.trackers", "tensorboard"]
     given = load_config(small_run(*null, *schedule), "test")
-    config = shortened(given, 8)
+    config = shorten(given, 8)
     plan = make_plan(config, 1)
     assert (plan.max_steps, config.checkpoint.every, config.log.every) == (8, 1, 1)
     assert plan.warmup_steps == (6 if "wsd" in schedule else 7)

@@ -11,115 +11,71 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from accel_gpt import train
+from accel_gpt.commands.options import BenchCommand
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.options import REQUIRED, Section, option
-from accel_gpt.config.parse import load_config, parse_command
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import exit_on_sigterm, format_hours, table, write_out
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.cost.forecast import evaluation_count, evaluation_hours
 from accel_gpt.errors import UserError, require
+from accel_gpt.hub.pretrained import check_initial_tokenizer
 from accel_gpt.launcher import child_error, is_main, run_child, world_size
-
-if TYPE_CHECKING:  # torch is imported once the options are right
-    import torch
-
-    from accel_gpt.train import Training
+from accel_gpt.train import Training
+from accel_gpt.training.accelerator import resolve_auto, start_accelerator, start_processes
+from accel_gpt.training.machine import code_versions, describe_machine, memory_gb
+from accel_gpt.training.ranks import peers
+from accel_gpt.training.setup import ensure_data
+from accel_gpt.training.stopping import die_with_launcher
+from accel_gpt.training.terminal import Display
 
 PARTS = ("data", "forward and loss", "backward", "clip and optimizer")
 Report = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class BenchCommand(Section, prefix="bench."):
-    """Measure the training step of a config: tokens a second, hours of the whole run, MFU, memory.
-
-    Any --section.key of the config may be set as well. No run is kept. On several processes:
-    accelerate launch -m accel_gpt.cli bench CONFIG ... Examples:
-      accel-gpt bench quickstart
-      accel-gpt bench quickstart --compare
-      accel-gpt bench gpt2_124m --train.mixed_precision bf16 --steps 50
-    """
-
-    config: str = option(
-        REQUIRED,
-        "YAML file, or name of a shipped config, as for train.",
-        positional=True,
-    )
-    warmup: int = option(
-        5,
-        "Steps before those that are measured.",
-        above=0,
-    )
-    steps: int = option(
-        20,
-        "Steps that are measured.",
-        above=0,
-    )
-    parts: int = option(
-        5,
-        "Further steps, in which each part is waited for and timed by itself; 0: none.",
-        at_least=0,
-    )
-    compare: bool = option(
-        False,
-        "Measure float32 and bf16, compiled or not, side by side: what auto chooses between.",
-    )
-    json: bool = option(
-        False,
-        "One JSON object in place of text.",
-    )
-
-
-def main(argv: Sequence[str]) -> int:
+def run(options: BenchCommand) -> int:
     """Measure the training step of a config on this machine."""
-    from accel_gpt.hub.pretrained import check_initial_tokenizer, inherit
-
-    keys: list[str] = []
-    options = parse_command(BenchCommand, argv, "accel-gpt bench", keys)
-    config = load_config([options.config, *keys], "accel-gpt bench", inherit)
     exit_on_sigterm()
-    check_initial_tokenizer(config)
+    check_initial_tokenizer(options.loaded)
     if options.compare:
-        write_out(compare_precisions(options, keys))
+        write_out(compare_precisions(options))
         return 0
-    report = bench(options, config)
+    report = bench(options)
     if report is not None:
         write_out(json.dumps(report, indent=1) + "\n" if options.json else bench_text(report))
     return 0
 
 
-def bench(options: BenchCommand, config: Config) -> Report | None:
+def bench(options: BenchCommand) -> Report | None:
     """Measure the training step; returns None on all ranks but 0."""
-    from accel_gpt.train import start
-    from accel_gpt.training.accelerator import resolve_auto, start_accelerator, start_processes
-    from accel_gpt.training.ranks import peers
-    from accel_gpt.training.setup import ensure_data
-    from accel_gpt.training.stopping import die_with_launcher
-    from accel_gpt.training.terminal import Display
-
+    config = options.loaded
     die_with_launcher()
     measured = step_alone(config)
     run_steps = make_plan(measured, 1).max_steps
     steps = max(run_steps, options.warmup + options.steps + options.parts)
     with peers(world_size()), tempfile.TemporaryDirectory() as out:
-        train = replace(measured.train, max_steps=steps, max_tokens=None)
-        measured = replace(measured, out_dir=out, train=train)
+        measured = replace(
+            measured,
+            out_dir=out,
+            train=replace(measured.train, max_steps=steps, max_tokens=None),
+        )
         plan = make_plan(measured, world_size())
         start_processes(measured)
         ensure_data(config, stdout=sys.stderr)  # the report alone goes to standard output
         measured, accelerator = start_accelerator(measured, plan)
         measured, plan = resolve_auto(measured, plan, accelerator)
         with Display(False, measured, plan) as display:
-            run = start(measured, plan, accelerator, display)
-        with contextlib.closing(run.loader), contextlib.closing(run.writer):
-            report = measure_steps(options, run)
-        report |= whole_run(config, run, run_steps, report["tokens_per_second"])
+            training = train.start(measured, plan, accelerator, display)
+        with contextlib.closing(training.loader), contextlib.closing(training.writer):
+            report = measure_steps(options, training)
+        report |= whole_run(config, training, run_steps, report["tokens_per_second"])
         accelerator.end_training()
     return report if is_main() else None
 
@@ -150,7 +106,7 @@ def step_alone(config: Config) -> Config:
     )
 
 
-def whole_run(config: Config, run: "Training", steps: int, tokens_per_second: float) -> Report:
+def whole_run(config: Config, run: Training, steps: int, tokens_per_second: float) -> Report:
     """Return the hours of the whole run of `config`, `steps` steps, at the measured speed.
 
     Evaluations are counted; saves, samples and HellaSwag are not.
@@ -167,10 +123,8 @@ def whole_run(config: Config, run: "Training", steps: int, tokens_per_second: fl
     }
 
 
-def measure_steps(options: BenchCommand, run: "Training") -> Report:
+def measure_steps(options: BenchCommand, run: Training) -> Report:
     """Warm up, time whole steps, then the parts of further ones."""
-    from accel_gpt import train
-    from accel_gpt.training.machine import code_versions, describe_machine, memory_gb
 
     def step() -> None:
         train.update(run)
@@ -214,15 +168,13 @@ def measure_steps(options: BenchCommand, run: "Training") -> Report:
     }
 
 
-def synchronize(device: "torch.device") -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until the device has finished its work."""
-    import torch
-
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
 
-def timed(work: Callable[[], object], device: "torch.device") -> float:
+def timed(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds that `work` takes, the device included."""
     synchronize(device)
     start = time.perf_counter()
@@ -231,10 +183,8 @@ def timed(work: Callable[[], object], device: "torch.device") -> float:
     return time.perf_counter() - start
 
 
-def seconds_of_each(step: Callable[[], None], device: "torch.device", steps: int) -> list[float]:
+def seconds_of_each(step: Callable[[], None], device: torch.device, steps: int) -> list[float]:
     """Return the seconds of each of `steps` steps in a row; on CUDA nothing waits between them."""
-    import torch
-
     if device.type != "cuda":
         return [timed(step, device) for _ in range(steps)]
     marks: list[Any] = [
@@ -264,13 +214,11 @@ class TimedLoader:
         return getattr(self.loader, name)
 
 
-def part_seconds(run: "Training", steps: int) -> dict[str, float]:
+def part_seconds(run: Training, steps: int) -> dict[str, float]:
     """Return mean seconds of each part of a step, and of the rest, over `steps` steps of a run.
 
     Each part is waited for: the objects of `run` get methods that do so.
     """
-    from accel_gpt import train
-
     seconds = dict.fromkeys(PARTS, 0.0)
     device = run.accelerator.device
 
@@ -295,10 +243,10 @@ def part_seconds(run: "Training", steps: int) -> dict[str, float]:
     return {name: spent / steps for name, spent in seconds.items()}
 
 
-def compare_precisions(options: BenchCommand, keys: Sequence[str]) -> str:
+def compare_precisions(options: BenchCommand) -> str:
     """Return the speed in float32 and bf16, compiled or not, each measured in its own process.
 
-    A table, or with `--json` one object. `keys` are the options set over the config.
+    A table, or with `--json` one object.
     """
     require(world_size() == 1, "--compare measures one process; start it without a launcher")
     reports: dict[str, Report] = {}
@@ -306,7 +254,7 @@ def compare_precisions(options: BenchCommand, keys: Sequence[str]) -> str:
         for compiled in (False, True):
             name = f"{shown}, compiled" if compiled else shown
             sys.stderr.write(f"measuring {name}\n")
-            reports[name] = report_of_process(options, keys, precision, compiled)
+            reports[name] = report_of_process(options, precision, compiled)
     if all("error" in report for report in reports.values()):
         raise UserError(reports["bf16, compiled"]["error"])
     if options.json:
@@ -322,11 +270,9 @@ def compare_precisions(options: BenchCommand, keys: Sequence[str]) -> str:
     return table(rows, "<18", ">12", ">10")
 
 
-def report_of_process(
-    options: BenchCommand, keys: Sequence[str], precision: str, compiled: bool
-) -> Report:
+def report_of_process(options: BenchCommand, precision: str, compiled: bool) -> Report:
     """Return what `accel-gpt bench --json` prints in another process, or its error."""
-    words = ["bench", options.config, *keys, "--json"]
+    words = ["bench", options.config, *options.keys, "--json"]
     words += ["--warmup", str(options.warmup)]
     words += ["--steps", str(options.steps)]
     words += ["--parts", "0"]

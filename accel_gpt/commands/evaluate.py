@@ -1,92 +1,31 @@
 """`accel-gpt evaluate RUN`: losses and benchmark scores of a model."""
 
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
+from accel_gpt.commands.options import EvaluateCommand
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.options import REQUIRED, Section, option
-from accel_gpt.config.parse import load_config, parse_command
+from accel_gpt.config.parse import load_config
 from accel_gpt.console import exit_on_sigterm, write_out
 from accel_gpt.data.sources import is_url, train_paths
+from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import require
+from accel_gpt.evals.standalone import Report, batch_size_of, evaluate_model, start_evaluation
+from accel_gpt.evals.tasks import open_tasks, score_tasks
+from accel_gpt.hub.export import export
+from accel_gpt.hub.hf_config import matching_preset
+from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.launcher import is_main, world_size
-
-if TYPE_CHECKING:  # torch is imported once the options are right
-    from accel_gpt.data.tokenizer import Tokenizer
-    from accel_gpt.evals.standalone import Report
-    from accel_gpt.model.gpt import GPT
+from accel_gpt.model.gpt import GPT
+from accel_gpt.training.checkpoint import read_state
+from accel_gpt.training.ranks import peers, require_all
 
 
-@dataclass(frozen=True)
-class EvaluateCommand(Section, prefix="evaluate."):
-    """Measure a model on held-out data and on questions; print the metrics, change no file.
-
-    On several processes: accelerate launch -m accel_gpt.cli evaluate RUN ... Examples:
-      accel-gpt evaluate runs/quickstart
-      accel-gpt evaluate runs/quickstart --checkpoint best --tokens null
-      accel-gpt evaluate gpt2 --data data/web --hellaswag hellaswag_val.jsonl
-    """
-
-    run: str = option(
-        REQUIRED,
-        "Folder of a run, of one checkpoint, or in transformers format; or a Hub id, as gpt2.",
-        positional=True,
-    )
-    checkpoint: str = option(
-        "last",
-        "Of a run: last, best, or a step.",
-    )
-    data: str | None = option(
-        None,
-        "Data folder, or its URL, whose val split is measured; null: the data of the run.",
-    )
-    tokens: int | Literal["run"] | None = option(
-        "run",
-        "Tokens of each split, spread over it; null: all; run: as many as the run's eval.tokens.",
-        above=0,
-    )
-    hellaswag: str | None = option(
-        None,
-        "JSONL file in the original format, or Hub id, as Rowan/hellaswag; null: the run's, if "
-        "any.",
-    )
-    hellaswag_limit: int | None = option(
-        None,
-        "Number of questions of hellaswag, from the first. null: as many as in the run, else all.",
-        above=0,
-    )
-    tasks: tuple[str, ...] = option(
-        (),
-        "Tasks of lm-evaluation-harness, separated by commas, such as arc_easy,piqa; needs lm-eval "
-        "and a single process.",
-    )
-    tasks_limit: int | None = option(
-        None,
-        "Number of questions of each task, from the first. null: all.",
-        above=0,
-    )
-    tasks_path: str | None = option(
-        None,
-        "Folder with YAML files of more tasks.",
-    )
-    batch_size: int | None = option(
-        None,
-        "Windows per process and forward; null: the run's train.micro_batch_size, else 8.",
-        above=0,
-    )
-    json: bool = option(
-        False,
-        "One JSON object in place of a table.",
-    )
-
-
-def main(argv: Sequence[str]) -> int:
+def run(options: EvaluateCommand) -> int:
     """Print the metrics of a model."""
-    options = parse_command(EvaluateCommand, argv, "accel-gpt evaluate")
     exit_on_sigterm()
     report = evaluate_named(options)
     if is_main():
@@ -94,18 +33,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def evaluate_named(options: EvaluateCommand) -> "Report":
+def evaluate_named(options: EvaluateCommand) -> Report:
     """Find, load and evaluate the model that the options name; a collective."""
-    from accel_gpt.evals.standalone import (
-        Report,
-        batch_size_of,
-        evaluate_model,
-        start_evaluation,
-    )
-    from accel_gpt.hub.load import load_pretrained
-    from accel_gpt.training.checkpoint import read_state
-    from accel_gpt.training.ranks import peers
-
     with peers(world_size()):
         source = find_pretrained(options.run, options.checkpoint)
         run = run_of(source)
@@ -123,9 +52,6 @@ def evaluate_named(options: EvaluateCommand) -> "Report":
             data=options.data,
         )
         if tasks:
-            from accel_gpt.evals.tasks import score_tasks
-            from accel_gpt.hub.export import export
-
             with tempfile.TemporaryDirectory() as folder:
                 exported = Path(folder, "model")
                 export(name, exported)
@@ -142,17 +68,13 @@ def evaluate_named(options: EvaluateCommand) -> "Report":
         return Report(options.run, step, accelerator.mixed_precision, metrics)
 
 
-def open_tasks_of(options: EvaluateCommand, model: "GPT", tokenizer: "Tokenizer") -> list[Any]:
+def open_tasks_of(options: EvaluateCommand, model: GPT, tokenizer: Tokenizer) -> list[Any]:
     """Open the tasks of the options, if any, before anything is computed.
 
     Raises `UserError` if lm-evaluation-harness cannot evaluate the model on them.
     """
     if not options.tasks:
         return []
-    from accel_gpt.evals.tasks import open_tasks
-    from accel_gpt.hub.hf_config import matching_preset
-    from accel_gpt.training.ranks import require_all
-
     require_all(
         world_size() == 1,
         f"tasks run in one process, not in {world_size()}; start without a launcher, or export "

@@ -13,16 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accel_gpt.commands.options import LadderCommand
 from accel_gpt.commands.series import Series, series_run
-from accel_gpt.config.compare import differences, option_of
-from accel_gpt.config.depth import HEAD_DIM, scaling_parameters, width
+from accel_gpt.config.depth import scaling_parameters
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.options import REQUIRED, Section, option
-from accel_gpt.config.parse import config_of, parse_command, read_values, to_flat
+from accel_gpt.config.parse import config_of
 from accel_gpt.config.plan import LENGTH, plural
-from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import table, write_err, write_out
-from accel_gpt.cost.flops import flops_per_token
+from accel_gpt.cost.rungs import config_at, recipe_differences, run_size, shape_keys
 from accel_gpt.cost.scaling import FILE, LEVEL, SIZES, Ladder, Size
 from accel_gpt.cost.scaling_fit import FEWEST as FEWEST_FOR_TWO
 from accel_gpt.cost.scaling_fit import NoLawError, fit_law, law_terms
@@ -38,48 +36,6 @@ from accel_gpt.training.setup import ensure_data
 NAME = re.compile(r"depth_(\d+)_ratio_(\d+(?:\.\d+)?(?:e-?\d+)?)(?:_seed_(\d+))?")
 FEWEST = 3  # rungs
 MEASURED = ("rung", "parameters", "tokens", "FLOPs", "loss", "bits per byte")  # columns
-
-
-@dataclass(frozen=True)
-class LadderCommand(Section, prefix="--"):
-    """Train small sizes of a config, one after another, and fit how the loss falls with size.
-
-    Any --section.key of the config may be set as well, for all rungs alike. Stopped, it resumes;
-    with other depths or ratios it adds rungs to those in the folder. Examples:
-      accel-gpt ladder quickstart --depths 1,2,3
-      accel-gpt ladder quickstart --depths 1,2 --ratios 5,10,20 --out runs/ladder
-      accel-gpt ladder gpt2_124m --depths 4,6,8 --seeds 1,2
-    """
-
-    config: str = option(
-        REQUIRED,
-        "YAML file, or name of a shipped config, as for train. With model.depth in it all that "
-        "follows from the depth is the rung's own; else its shape alone.",
-        positional=True,
-    )
-    depths: tuple[int, ...] = option(
-        (1, 2, 3, 4),
-        "Sizes: layers, at 64 channels each, up to a multiple of 128.",
-    )
-    ratios: tuple[float, ...] = option(
-        (10.5,),
-        "Lengths: tokens for each parameter of blocks and head.",
-    )
-    seeds: tuple[int, ...] = option(
-        (),
-        "Seeds of each size and length; empty: the seed of the config.",
-    )
-    out: str | None = option(
-        None,
-        "Folder of the rungs; null: out_dir of the config with _ladder behind it.",
-    )
-
-    def __post_init__(self) -> None:
-        for name, values in (("depths", self.depths), ("ratios", self.ratios)):
-            require(
-                all(0 < value < 1e6 for value in values) and len(values) > 0,
-                f"--{name} is {','.join(map(str, values))}; expected numbers above 0",
-            )
 
 
 @dataclass(frozen=True)
@@ -99,20 +55,13 @@ class Rung:
         return f"depth_{self.depth}_ratio_{repr(self.ratio).removesuffix('.0')}{seed}"
 
 
-def main(argv: Sequence[str]) -> int:
+def run(options: LadderCommand) -> int:
     """Train the rungs, fit the law, write ladder.json, the page and a table; 1 if a rung failed.
 
     Rungs that give no law are written without one; then raises `UserError`, which says what to add.
     """
-    keys: list[str] = []
-    options = parse_command(LadderCommand, argv, "accel-gpt ladder", keys)
-    given = read_values(Config, str(resolve_config(options.config)), keys)
-    base = config_of(given)
-    require(
-        base.model.init_from == "scratch",
-        f"model.init_from is {base.model.init_from}, but the rungs of a ladder are trained from "
-        "scratch; leave it out",
-    )
+    given = dict(options.given)
+    base = options.base
     out = Path(options.out or f"{base.out_dir.rstrip('/')}_ladder")
     if base.data.train == str(Path(base.out_dir, "data")):  # of data.text: not in another run
         given["data.train"] = str(out / "data")
@@ -160,39 +109,14 @@ def all_rungs(options: LadderCommand, given: Mapping[str, Any], out: Path) -> li
 
 def make_rung(given: Mapping[str, Any], depth: int, ratio: float, seed: int | None = None) -> Rung:
     """The rung of that depth and ratio of the config in which `given` is set."""
-    config = sized(given, depth, 1, seed)
+    config = config_at(given, depth, max_steps=1, seed=seed)
     vocab_size, _ = vocabulary_size(config, None)
-    N, B = scaling_parameters(config.model, vocab_size), config.train.tokens_per_step
-    count = max(1, round(ratio * N / B))
-    config = sized(given, depth, count, seed)
-    tokens = count * B
-    size = Size(N, tokens, flops_per_token(config.model, vocab_size) * tokens)
+    parameters = scaling_parameters(config.model, vocab_size)
+    tokens_per_step = config.train.tokens_per_step
+    count = max(1, round(ratio * parameters / tokens_per_step))
+    config = config_at(given, depth, max_steps=count, seed=seed)
+    size = run_size(config, vocab_size, tokens=count * tokens_per_step)
     return Rung(depth, ratio, seed, config, size)
-
-
-def sized(given: Mapping[str, Any], depth: int, steps: int, seed: int | None = None) -> Config:
-    """The config in which `given` is set, at another depth and length."""
-    varied = {"model.depth", *shape_keys(depth), *LENGTH}
-    rest = {key: value for key, value in given.items() if key not in varied}
-    own = {"train.max_steps": steps} | ({} if seed is None else {"seed": seed})
-    return config_of(rest | depth_keys(given, depth) | own)
-
-
-def depth_keys(given: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """The keys of a size: the depth dial where the config has it, else its shape alone."""
-    if given.get("model.depth") is not None:
-        return {"model.depth": depth}
-    return shape_keys(depth)
-
-
-def shape_keys(depth: int) -> dict[str, Any]:
-    """The keys of the shape that a depth has."""
-    channels = width(depth)
-    return {
-        "model.n_layer": depth,
-        "model.n_head": channels // HEAD_DIM,
-        "model.n_embd": channels,
-    }
 
 
 def steps(rung: Rung) -> int:
@@ -208,18 +132,6 @@ def check_rung(rung: Rung, run: RunFolder) -> None:
             f"the rung {run.path} was trained with {key} {then}, and this ladder has {now}; rungs "
             "differ in depth and length alone: set it to the same, or another --out"
         )
-
-
-def recipe_differences(config: Config, other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What a config and one by dotted keys set differently, of what changes the loss.
-
-    The data are compared by their fingerprint.
-    """
-    return {
-        key: (now, then)
-        for key, (then, now) in differences(other, to_flat(config)).items()
-        if key in other and now != "auto" and option_of(key).resume != "free"
-    }
 
 
 # --------------------------------------------------------------------------- the law

@@ -6,19 +6,23 @@ of `cost/`, and docs/cost.md derives it.
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from accel_gpt.commands.options import PlanCommand
+from accel_gpt.commands.plan_ladder import (
+    budget_text,
+    loss_rows,
+    open_budget,
+    plan_budget,
+    plan_loss,
+)
 from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.options import Section, option
-from accel_gpt.config.parse import load_config, parse_command, read_yaml, to_flat
+from accel_gpt.config.parse import read_yaml, to_flat
 from accel_gpt.config.plan import Plan, make_plan, plural
-from accel_gpt.config.shipped import shipped_folder
 from accel_gpt.console import format_hours, table, write_out
-from accel_gpt.cost.cluster import NODE_LATENCY, Network
+from accel_gpt.cost.cluster import Network
 from accel_gpt.cost.devices import (
     DEVICES,
     FAST_BF16,
@@ -39,7 +43,7 @@ from accel_gpt.cost.forecast import (
 from accel_gpt.cost.memory import Machine, largest_size, with_size
 from accel_gpt.data.planning import evaluation_tokens, vocabulary_size
 from accel_gpt.errors import UserError, require
-from accel_gpt.files import read_json
+from accel_gpt.training.run_folder import RunFolder
 
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
@@ -47,123 +51,11 @@ NODE = 8  # GPUs of a node where nothing says it: assumption, as in HGX and OAM 
 UNKNOWN_SPEED = "not known; measure it here with accel-gpt bench, or give --tokens_per_second"
 
 
-@dataclass(frozen=True)
-class PlanCommand(
-    Section,
-    prefix="--",
-    exclusive=(("mfu", "tokens_per_second"), ("config", "budget", "hours")),
-):
-    """Tell what a config will take: size, FLOPs, memory, steps, hours, disk, and whether it fits.
-
-    Any --section.key of the config may be set as well. Nothing is trained; a GPU is not needed.
-    Examples:
-      accel-gpt plan quickstart
-      accel-gpt plan gpt2_124m --gpus 8 --gpu h100 --train.mixed_precision bf16 --price 2.5
-      accel-gpt plan llama_7b --nodes 8 --gpus_per_node 8 --gpu h100 --distribution fsdp
-    """
-
-    config: str | None = option(
-        None,
-        "YAML file, or name of a shipped config, as for train; none with --budget or --hours.",
-        positional=True,
-    )
-    ladder: str | None = option(
-        None,
-        "Folder of accel-gpt ladder, for the expected loss; null: a shipped one that matches.",
-    )
-    budget: float | None = option(
-        None,
-        "What a run may cost, at --price: tells what to train for it, by the ladder.",
-        above=0,
-    )
-    hours: float | None = option(
-        None,
-        "The same by the hours that it may take.",
-        above=0,
-    )
-    out: str = option(
-        "budget.yaml",
-        "Config to write, which trains what a budget or hours are best spent on.",
-    )
-    gpus: int | None = option(
-        None,
-        "Devices of all nodes, one process each; null: as --config_file says, else 1.",
-        above=0,
-    )
-    nodes: int | None = option(
-        None,
-        "Machines; null: as --config_file says, else enough for 8 GPUs in each.",
-        above=0,
-    )
-    gpus_per_node: int | None = option(
-        None,
-        "Devices of a machine; null: --gpus divided by --nodes.",
-        above=0,
-    )
-    gpu: str | None = option(
-        None,
-        "Their kind: h100, h200, b200, a100-80gb, l40s, 'rtx 4090', ...; null: CPUs.",
-    )
-    memory_gb: float | None = option(
-        None,
-        "Memory of a device in 1e9 bytes; null: the memory of --gpu.",
-        above=0,
-    )
-    distribution: Literal["ddp", "fsdp", "hsdp"] | None = option(
-        None,
-        "ddp: each device holds all; fsdp: its share; hsdp: the devices of a node share, each node "
-        "holds all; null: what --config_file says, else ddp.",
-    )
-    config_file: str | None = option(
-        None,
-        "What `accelerate config` wrote: number of processes, precision, FSDP.",
-    )
-    mfu: float | None = option(
-        None,
-        "Share of the peak FLOP/s that is reached, 0 to 1, for the hours.",
-        above=0,
-        at_most=1,
-    )
-    tokens_per_second: float | None = option(
-        None,
-        "Of all devices together, in place of mfu; like it without waiting for other devices.",
-        above=0,
-    )
-    bandwidth: float | None = option(
-        None,
-        "Of the network of a node in Gbit/s, one direction, all its cards together: 8 of 400 are "
-        "3200.",
-        above=0,
-    )
-    latency: float = option(
-        NODE_LATENCY * 1e3,
-        "Of a message from node to node in milliseconds.",
-        at_least=0,
-    )
-    price: float | None = option(
-        None,
-        "Of a device for an hour, in any currency.",
-        above=0,
-    )
-    vocab_size: int | None = option(
-        None,
-        "Tokens in the vocabulary, where neither data nor tokenizer tell.",
-        above=0,
-    )
-    json: bool = option(
-        False,
-        "One JSON object in place of text.",
-    )
-
-
-def main(argv: Sequence[str]) -> int:
+def run(options: PlanCommand) -> int:
     """Print what a config will take, and whether it fits; return 1 if it does not."""
-    keys: list[str] = []
-    options = parse_command(PlanCommand, argv, "accel-gpt plan", keys)
-    if options.budget or options.hours:
-        return plan_a_budget(options, keys)
-    config = load_config([options.config or "", *keys], "accel-gpt plan", inherit_shape_of)
-    report = forecast(options, config)
+    if options.loaded is None:
+        return plan_a_budget(options)
+    report = forecast(options, options.loaded)
     if options.json:
         write_out(json.dumps(report, indent=1) + "\n")
     else:
@@ -171,15 +63,8 @@ def main(argv: Sequence[str]) -> int:
     return 1 if report["memory"]["fits"] is False else 0
 
 
-def plan_a_budget(options: PlanCommand, keys: Sequence[str]) -> int:
+def plan_a_budget(options: PlanCommand) -> int:
     """Print what to train for a budget or in some hours, by a ladder."""
-    from accel_gpt.commands.plan_ladder import budget_text, open_budget, plan_budget
-
-    if keys:
-        raise UserError(
-            f"{keys[0]} has no effect with --budget and --hours, which take the config of the "
-            "ladder; set it when the ladder is trained"
-        )
     ladder, config = open_budget(options)
     machine = make_machine(options, config)
     answer = plan_budget(options, ladder, make_network(options, config, machine))
@@ -188,13 +73,6 @@ def plan_a_budget(options: PlanCommand, keys: Sequence[str]) -> int:
     else:
         write_out(budget_text(answer))
     return 0
-
-
-def inherit_shape_of(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what `model.init_from` brings; called only if it is set, since it imports numpy."""
-    from accel_gpt.hub.pretrained import inherit_published
-
-    return inherit_published(given)
 
 
 def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
@@ -212,23 +90,11 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
         "parameters": parameter_counts(config.model, vocab_size),
         "length": run_length(config, vocab_size, plan),
         "depth": list(describe_depth(to_flat(config))),
-        "loss": expected_loss(options, config, vocab_size),
+        "loss": plan_loss(options, config, vocab_size),
         "memory": run_memory(config, vocab_size, machine),
         "time": plan_time(options, config, vocab_size, machine, plan),
         "disk": run_disk(config, vocab_size, machine, plan),
     }
-
-
-def expected_loss(options: PlanCommand, config: Config, vocab_size: int) -> dict[str, Any] | None:
-    """Return what a ladder predicts, see `plan_loss`; None without a ladder for this data."""
-    if not options.ladder:
-        name = Path(config.data.folder or "").name
-        shipped = (shipped_folder() / "references").glob("*_ladder.json")
-        if all(read_json(path)["data"]["folder"] != name for path in shipped):
-            return None  # without loading numpy
-    from accel_gpt.commands.plan_ladder import plan_loss
-
-    return plan_loss(options, config, vocab_size)
 
 
 # --------------------------------------------------------------------------- time
@@ -303,8 +169,6 @@ def trained_speed(config: Config, flops: float, processes: int) -> float | None:
 
     None if that run has another number of processes, or trained on GPUs.
     """
-    from accel_gpt.training.run_folder import RunFolder  # imports numpy
-
     run = RunFolder(config.out_dir)
     if run.last_launch("processes") != processes:
         return None
@@ -481,8 +345,6 @@ def resumed_precision(config: Config, gpu: str | None) -> str | None:
     """Return the precision of the run in `out_dir`, if a launch on this machine resumes it."""
     if gpu:
         return None
-    from accel_gpt.training.run_folder import RunFolder  # imports numpy
-
     found = RunFolder(config.out_dir).config.get("train.mixed_precision")
     return str(found) if found in PRECISIONS else None
 
@@ -550,8 +412,6 @@ def size_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     yield "  of the run", f"{length['flops']:.3e}", ""
     yield ()
     if report["loss"]:
-        from accel_gpt.commands.plan_ladder import loss_rows
-
         yield from loss_rows(report["loss"])
 
 

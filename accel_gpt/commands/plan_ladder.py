@@ -5,30 +5,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
-from accel_gpt.commands.ladder import depth_keys, recipe_differences, sized
-from accel_gpt.config.compare import option_of
-from accel_gpt.config.depth import scaling_parameters
+from accel_gpt.commands.options import PlanCommand
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_nested
-from accel_gpt.config.plan import LENGTH, make_plan
+from accel_gpt.config.plan import make_plan
 from accel_gpt.config.shipped import shipped_folder
 from accel_gpt.console import table
 from accel_gpt.cost.cluster import Network
 from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.cost.forecast import assumed_mfu, run_time, speed_at
 from accel_gpt.cost.memory import footprint, largest_size, with_size
+from accel_gpt.cost.rungs import config_at, depth_keys, other_recipe, run_size
 from accel_gpt.cost.scaling import LEVEL, Ladder, Prediction, Size, read_ladder
 from accel_gpt.data.planning import data_folders, evaluation_tokens
+from accel_gpt.data.sources import open_data
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.training.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from accel_gpt.commands.plan import PlanCommand
 
 SHIPPED = "_ladder.json"  # how the shipped ones end, in configs/references
 DEEPEST = 200  # of the sizes that are tried
@@ -56,7 +53,7 @@ WORSE = 3  # sizes in a row that are worse end the search
 # --------------------------------------------------------------------------- the loss of a config
 
 
-def plan_loss(options: "PlanCommand", config: Config, vocab_size: int) -> dict[str, Any] | None:
+def plan_loss(options: PlanCommand, config: Config, vocab_size: int) -> dict[str, Any] | None:
     """Predict the loss of a config by the ladder that is given or shipped; None without one."""
     fingerprint = data_fingerprint(config)
     if options.ladder is None:
@@ -99,20 +96,6 @@ def expected(ladder: Ladder, config: Config, vocab_size: int) -> dict[str, Any]:
     return {"ladder": ladder.title, **law._asdict(), **bits(ladder, law), "doubts": doubts}
 
 
-def other_recipe(config: Config, rung: Mapping[str, Any]) -> list[str]:
-    """The keys that differ between a config and a rung, without those that a ladder varies: size,
-    length, seed, and how the loss is evaluated.
-    """
-    return [
-        key
-        for key in recipe_differences(config, rung)
-        if not option_of(key).size
-        and key not in LENGTH
-        and key != "seed"
-        and not key.startswith("eval.")
-    ]
-
-
 def bits(ladder: Ladder, law: Prediction) -> dict[str, Any]:
     """Return a prediction in bits per byte."""
     factor = ladder.bits_per_byte
@@ -126,17 +109,13 @@ def law_size(config: Config, vocab_size: int) -> Size:
     if config.train.micro_batch_size == "auto":
         config = with_size(config, 1)
     plan = make_plan(config, 1)
-    tokens = plan.max_steps * plan.tokens_per_step
-    return Size(
-        parameters=scaling_parameters(config.model, vocab_size),
-        tokens=tokens,
-        flops=flops_per_token(config.model, vocab_size) * tokens,
-    )
+    return run_size(config, vocab_size, plan.max_steps * plan.tokens_per_step)
 
 
 def ladder_config(ladder: Ladder, config: Config) -> Config:
     """Return the config that the rungs would have at the depth of `config`."""
-    return sized(given_keys(ladder), config.model.depth or config.model.n_layer, steps=1)
+    depth = config.model.depth or config.model.n_layer
+    return config_at(given_keys(ladder), depth, max_steps=1)
 
 
 def shipped_ladder(config: Config, vocab_size: int) -> Ladder | None:
@@ -156,8 +135,6 @@ def data_fingerprint(config: Config) -> str | None:
     folders = [folder for folder in data_folders(config) if (folder / "dataset.json").is_file()]
     if len(folders) != 1:
         return None
-    from accel_gpt.data.sources import open_data
-
     return open_data(str(folders[0]), "train", config.data)[0].fingerprint
 
 
@@ -176,7 +153,7 @@ def loss_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 # --------------------------------------------------------------------------- a budget
 
 
-def open_budget(options: "PlanCommand") -> tuple[Ladder, Config]:
+def open_budget(options: PlanCommand) -> tuple[Ladder, Config]:
     """Return the ladder by which a budget is spent, and its config at its deepest rung."""
     require(options.ladder is not None, "--budget and --hours need --ladder")
     require(
@@ -193,10 +170,10 @@ def open_budget(options: "PlanCommand") -> tuple[Ladder, Config]:
             "--gpu, or of the ladder's rungs; leave it out",
         )
     ladder = read_ladder(options.ladder or "")
-    return ladder, sized(given_keys(ladder), ladder.depths[-1], steps=1)
+    return ladder, config_at(given_keys(ladder), ladder.depths[-1], max_steps=1)
 
 
-def plan_budget(options: "PlanCommand", ladder: Ladder, network: Network) -> dict[str, Any]:
+def plan_budget(options: PlanCommand, ladder: Ladder, network: Network) -> dict[str, Any]:
     """Find the depth that reaches the lowest loss in the hours of a budget, and its neighbors.
 
     One whose loss is a guess is the best only if all are.
@@ -232,12 +209,12 @@ def plan_budget(options: "PlanCommand", ladder: Ladder, network: Network) -> dic
 
 
 def candidate(
-    options: "PlanCommand", ladder: Ladder, network: Network, depth: int, hours: float
+    options: PlanCommand, ladder: Ladder, network: Network, depth: int, hours: float
 ) -> dict[str, Any] | None:
     """Return what a depth reaches in the hours; None if it does not fit, or is all warm-up."""
     machine = network.machine
     vocab_size = int(ladder.data["vocab_size"])
-    config = sized(given_keys(ladder), depth, steps=1)
+    config = config_at(given_keys(ladder), depth, max_steps=1)
     if machine.memory is not None or config.train.micro_batch_size == "auto":
         largest = largest_size(config, vocab_size, machine)
         if largest is None:

@@ -8,72 +8,29 @@ import hashlib
 import itertools
 import json
 import math
-import random
 import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
+from accel_gpt.commands.options import SweepCommand
 from accel_gpt.commands.series import Series, SeriesRun, series_run
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.options import REQUIRED, Section, option
-from accel_gpt.config.parse import (
-    alternatives,
-    check_key,
-    load_config,
-    parse_command,
-    read_options,
-    read_values,
-)
+from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import make_plan
-from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import table, write_out
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import read_json, write_file
+from accel_gpt.hub.pretrained import inherit
 from accel_gpt.report.page import build_page
 from accel_gpt.report.runs import open_runs
 from accel_gpt.training.run_folder import RunFolder, locked
+from accel_gpt.training.setup import ensure_data
 
-MOST_RUNS = 1000
 MOST_LETTERS = 200  # of the name of a folder, of which file systems take 255
 MOST_CURVES = 16  # runs that the report draws, of the best settings
-
-
-@dataclass(frozen=True)
-class SweepCommand(Section, prefix="--"):
-    """Train a run for each combination of values, listed with commas in --section.key options.
-
-    One after another on a CPU, one on each GPU. The same command continues a sweep that was
-    stopped; more values may then be added. Examples:
-      accel-gpt sweep quickstart --optim.lr 3e-3,1e-2,3e-2 --seed 1,2 --out_dir runs/rates
-      accel-gpt sweep quickstart --optim.lr 3e-3,1e-2 --schedule.decay_share 0.3,0.7
-      accel-gpt sweep quickstart --optim.lr 1e-3,3e-3,1e-2,3e-2 --random 3 --halve_at 0.25,0.5
-    """
-
-    config: str = option(
-        REQUIRED,
-        "YAML file, or name of a shipped config, as for train.",
-        positional=True,
-    )
-    random: int | None = option(
-        None,
-        "Number of settings to draw from all combinations, each trained with every seed; null: "
-        "all.",
-        above=0,
-    )
-    halve_at: tuple[float, ...] = option(
-        (),
-        "Shares of the steps, as 0.25,0.5; after each only the better half of the settings goes "
-        "on.",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        shares = [0.0, *self.halve_at, 1.0]
-        ascending = all(a < b for a, b in itertools.pairwise(shares))
-        self.require(ascending, "halve_at", "expected shares between 0 and 1, ascending")
 
 
 @dataclass(frozen=True)
@@ -105,21 +62,14 @@ class Setting:
         }
 
 
-def main(argv: Sequence[str]) -> int:
+def run(options: SweepCommand) -> int:
     """Train the runs of a sweep and compare them; 1 if one of them failed."""
-    words: list[str] = []
-    options = parse_command(SweepCommand, argv, "accel-gpt sweep", words)
-    given = read_words(words)
-    out_dir, swept = given.pop("out_dir", None), dict[str, list[str]]()
-    for key in [*given]:
-        if len(values := split_values(key, given[key])) > 1:
-            swept[key] = values
-            del given[key]
-    require(bool(swept), "no option has several values; write them as --optim.lr 1e-3,3e-3")
-    fixed = [f"--{key}={text}" for key, text in given.items()]
-    base = read_values(Config, str(resolve_config(options.config)), fixed)
-    folder = Path(out_dir or f"{base.pop('out_dir', Config.out_dir)}_sweep")
-    settings = make_settings([options.config, *fixed], draw_settings(swept, options.random), folder)
+    swept = options.grid.swept
+    base = dict(options.given)
+    out_dir = base.pop("out_dir", Config.out_dir)
+    folder = Path(options.grid.out_dir or f"{out_dir}_sweep")
+    words = [options.config, *options.grid.fixed]
+    settings = make_settings(words, options.grid.settings, folder)
     with locked(folder):
         check_same_sweep(folder, base | {"halve_at": options.halve_at, "swept": sorted(swept)})
         shares, alive, failed = (*options.halve_at, 1.0), settings, False
@@ -142,53 +92,10 @@ def main(argv: Sequence[str]) -> int:
     return int(failed)
 
 
-def read_words(words: Sequence[str]) -> dict[str, str]:
-    """The text of each option by its key, in `--key text`, `--key=text` and `--flag`."""
-    given, rest = dict[str, str](), [*words]
-    while rest:
-        key, equals, text = rest.pop(0)[2:].partition("=")
-        flag = not equals and (not rest or rest[0].startswith("--"))
-        given[key.replace("-", "_")] = "true" if flag else text if equals else rest.pop(0)
-    return given
-
-
-def split_values(key: str, text: str) -> list[str]:
-    """The values that a text lists; one where the comma belongs to the value, a list or mapping.
-
-    Raises `UserError` for an unknown key, and for a value that the key cannot have.
-    """
-    hint = check_key(Config, key, "on the command line")
-    kinds = [get_origin(kind) in (tuple, Mapping) for kind in alternatives(hint)]
-    whole = all(kinds) or (any(kinds) and text.startswith(("[", "{")))
-    values = [text] if whole else [value.strip() for value in text.split(",")]
-    converted = {repr([*read_options(Config, [f"--{key}={value}"])]) for value in values}
-    require(len(converted) == len(values), f"{key} is {text}, where a value stands twice")
-    return values
-
-
-def draw_settings(swept: Mapping[str, list[str]], count: int | None) -> list[list[dict[str, str]]]:
-    """The values of each run, grouped by setting; `count`: of so many settings, drawn at random."""
-    keys = [key for key in swept if key != "seed"]
-    total = math.prod(len(swept[key]) for key in keys)
-    seeds = [{"seed": seed} for seed in swept.get("seed", [])] or [{}]
-    problem = f"--random is {count}, but the values have only {total:,} combinations; leave it out"
-    require(count is None or count <= total, problem)
-    runs = (count or total) * len(seeds)
-    problem = f"these are {runs:,} runs, more than {MOST_RUNS:,}; list fewer values, or draw some "
-    require(runs <= MOST_RUNS, problem + "with --random 50")
-    chosen = set(random.Random(0).sample(range(total), count or total))
-    product = enumerate(itertools.product(*(swept[key] for key in keys)))
-    settings = [dict(zip(keys, values, strict=True)) for i, values in product if i in chosen]
-    return [[setting | seed for seed in seeds] for setting in settings]
-
-
 def make_settings(
     arguments: Sequence[str], grid: Sequence[Sequence[Mapping[str, str]]], folder: Path
 ) -> list[Setting]:
     """The runs of each setting, their configs checked and their data prepared."""
-    from accel_gpt.hub.pretrained import inherit
-    from accel_gpt.training.setup import ensure_data
-
     settings, prepared = [], list[Config]()
     for group in grid:
         runs = []

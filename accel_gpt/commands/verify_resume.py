@@ -15,23 +15,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+import torch
+from safetensors.torch import load_file
 
-from accel_gpt.config.experiment import Config, LogConfig
-from accel_gpt.config.options import REQUIRED, Section, option
-from accel_gpt.config.parse import load_config, parse_command, to_yaml
-from accel_gpt.config.plan import in_steps, make_plan, plural
+from accel_gpt.commands.options import VerifyResumeCommand
+from accel_gpt.config.parse import to_yaml
+from accel_gpt.config.plan import make_plan, plural, shorten
 from accel_gpt.console import exit_on_sigterm, table, write_err
-from accel_gpt.errors import AccelGPTError, require
+from accel_gpt.errors import AccelGPTError
 from accel_gpt.files import write_file
 from accel_gpt.launcher import launch_child
+from accel_gpt.training.checkpoint import find_checkpoint
 from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.setup import ensure_data
 
 LAST_LINES = 30  # of a launch that failed; torchrun adds some 20 to the trainer's
 TOLERANCE = 1e-3  # relative, of losses on several numbers of processes; assumption
@@ -48,70 +51,14 @@ ROUNDED = ("losses", "gradient norms", "evaluations", "weights", "optimizer stat
 JUDGED = ("losses", "evaluations")
 
 
-@dataclass(frozen=True)
-class VerifyResumeCommand(Section, prefix="verify-resume."):
-    """Prove that a config's runs, killed and launched again, equal one that was never stopped.
-
-    Any --section.key of the config may be set as well, but the length of the run and where it
-    writes. Exit code 1 when something differs. Examples:
-      accel-gpt verify-resume shakespeare_char_cpu
-      accel-gpt verify-resume quickstart --steps 40 --kills 20
-      accel-gpt verify-resume quickstart --processes 1,2 --train.reproducible true
-    """
-
-    config: str = option(
-        REQUIRED,
-        "YAML file, or name of a shipped config, as for train.",
-        positional=True,
-    )
-    steps: int = option(
-        20,
-        "Steps of each run.",
-    )
-    kills: int = option(
-        5,
-        "Launches that end with SIGKILL to all their processes at a random moment; 0: one run "
-        "more, not stopped, tells whether the machine repeats itself.",
-        at_least=0,
-    )
-    processes: tuple[int, ...] = option(
-        (1,),
-        "Numbers of processes, separated by commas. Each launch uses one of them, chosen at "
-        "random; the run that is never stopped uses the first.",
-    )
-    seed: int = option(
-        0,
-        "Seed that chooses the moments of the stops and the numbers of processes. train.seed, the "
-        "seed of the run, stays as it is.",
-    )
-    keep: bool = option(
-        False,
-        "Keep the temporary folder of the runs also when all is equal.",
-    )
-
-    def __post_init__(self) -> None:
-        require(self.steps >= 2, f"steps is {self.steps}; it must be 2 or more, to stop between")
-        super().__post_init__()
-        require(
-            bool(self.processes) and min(self.processes) > 0,
-            f"processes is {','.join(map(str, self.processes))}; expected numbers above 0",
-        )
-
-
-def main(argv: Sequence[str]) -> int:
+def run(options: VerifyResumeCommand) -> int:
     """Kill and resume runs of a config; 1 where they differ from one that was never stopped.
 
     Raises `UserError` if the config does not fit the numbers of processes, `LaunchFailed` if a
     launch ends by itself.
     """
-    from accel_gpt.hub.pretrained import inherit
-    from accel_gpt.training.setup import ensure_data
-
-    keys: list[str] = []
-    options = parse_command(VerifyResumeCommand, argv, "accel-gpt verify-resume", keys)
-    config = load_config([options.config, *keys], "accel-gpt verify-resume", inherit)
     exit_on_sigterm()
-    config = shortened(config, options.steps)
+    config = shorten(options.loaded, options.steps)
     for world_size in options.processes:
         make_plan(config, world_size)
     one_size = len(set(options.processes)) == 1
@@ -133,28 +80,6 @@ def main(argv: Sequence[str]) -> int:
         else:
             shutil.rmtree(folder, ignore_errors=True)
     return 0 if trial.equal else 1
-
-
-def shortened(config: Config, steps: int) -> Config:
-    """`config` as a run of `steps` steps that logs each, saves often and uploads nothing."""
-    schedule, tokens = config.schedule, config.train.tokens_per_step
-    warmup = in_steps(schedule.warmup_tokens, tokens) or schedule.warmup_steps
-    decay = in_steps(schedule.decay_tokens, tokens) or schedule.decay_steps or 0
-    if warmup >= steps and schedule.name != "constant":
-        warmup = steps - 1
-        schedule = replace(schedule, warmup_steps=warmup, warmup_tokens=None)
-    if schedule.name == "wsd" and decay > steps - warmup:
-        schedule = replace(schedule, decay_steps=steps - warmup, decay_tokens=None)
-    checkpoint = replace(config.checkpoint, every=max(1, steps // 10), every_tokens=None)
-    return replace(
-        config,
-        schedule=schedule,
-        train=replace(config.train, max_steps=steps, max_tokens=None, stop_at=None),
-        sample=replace(config.sample, every=0),
-        log=LogConfig(every=1, trackers=(), batch_hash=True),
-        hub=replace(config.hub, push="never"),
-        checkpoint=replace(checkpoint, keep_last=2, resume="auto"),
-    )
 
 
 # --------------------------------------------------------------------------- launches
@@ -318,10 +243,6 @@ def run_values(folder: Path, steps: int) -> list[dict[Any, Any]]:
     """What is compared of a run, a dictionary for each `Finding`: tensors and plain values by their
     name, or (step, key). Raises `UserError` if it lacks its last checkpoint.
     """
-    import torch
-    from safetensors.torch import load_file
-
-    from accel_gpt.training.checkpoint import find_checkpoint
 
     def flat(value: Any, name: str) -> dict[str, Any]:
         parts = dict(enumerate(value)) if isinstance(value, list | tuple) else value
@@ -359,7 +280,6 @@ class Finding:
         """Add the values of two runs by their names, see `run_values`. One that is missing on one
         side, or of another shape, differs.
         """
-        import torch
 
         def as_tensor(value: Any) -> torch.Tensor:
             if torch.is_tensor(value):

@@ -53,6 +53,8 @@ def add_options(
     """
     hints = field_types(cls)
     for field in dataclasses.fields(cls):
+        if field.name not in hints:
+            continue
         key = f"{prefix}{field.name}"
         hint = hints[field.name]
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):

@@ -105,6 +105,11 @@ def option(
     return dataclasses.field(default=default, metadata={"option": described})
 
 
+def internal(default: Any) -> Any:
+    """Return a dataclass field that is no option: a command fills it from its command line."""
+    return dataclasses.field(default=default, kw_only=True, metadata={"internal": True})
+
+
 class Section:
     """Base of a class of options, which checks their bounds.
 
@@ -155,11 +160,13 @@ class Section:
 
 @functools.cache
 def field_types(cls: Any) -> Mapping[str, Any]:
-    """Map the name of each field of a dataclass to its type."""
+    """Map the name of each field of a dataclass, without the `internal` ones, to its type."""
     hints = typing.get_type_hints(cls)
-    return types.MappingProxyType(
-        {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-    )
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if "internal" not in field.metadata:
+            found[field.name] = hints[field.name]
+    return types.MappingProxyType(found)
 
 
 @functools.cache

@@ -76,15 +76,20 @@ def config_of(
     return build(Config, values)
 
 
-def parse_command(
-    cls: type[T], argv: Sequence[str], prog: str, others: list[str] | None = None
-) -> T:
-    """Parse the options of one command into its dataclass `cls`; positional fields come first.
+def parse_command(cls: type[T], argv: Sequence[str], prog: str) -> T:
+    """Parse the options of a command into its dataclass `cls`; positional fields come first."""
+    show_help_if_asked(cls, argv, prog)
+    return build(cls, dict(read_options(cls, argv)))
 
-    Words of options that `cls` does not have are appended to `others`, where it is given.
+
+def parse_with_keys(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[str]]:
+    """Parse the options of a command that also sets keys of a config.
+
+    Returns its dataclass `cls`, and the words of all options that `cls` does not have.
     """
     show_help_if_asked(cls, argv, prog)
-    return build(cls, dict(read_options(cls, argv, others)))
+    keys: list[str] = []
+    return build(cls, dict(read_options(cls, argv, keys))), keys
 
 
 def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:

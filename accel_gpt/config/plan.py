@@ -1,9 +1,9 @@
 """Batch and length of a run, derived from the config and the number of processes. No torch."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import Config, LogConfig
 from accel_gpt.errors import UserError, require
 
 LENGTH = ("train.max_steps", "train.max_tokens")  # keys that set the length of a run
@@ -94,6 +94,34 @@ def make_plan(config: Config, world_size: int) -> Plan:
         warmup_steps=warmup,
         decay_steps=decay,
         stop_at=train.stop_at,
+    )
+
+
+def shorten(config: Config, steps: int) -> Config:
+    """Return `config` as a run of `steps` steps that logs each, saves often and uploads nothing."""
+    tokens_per_step = config.train.tokens_per_step
+    schedule = config.schedule
+    warmup = in_steps(schedule.warmup_tokens, tokens_per_step) or schedule.warmup_steps
+    decay = in_steps(schedule.decay_tokens, tokens_per_step) or schedule.decay_steps or 0
+    if warmup >= steps and schedule.name != "constant":
+        warmup = steps - 1
+        schedule = replace(schedule, warmup_steps=warmup, warmup_tokens=None)
+    if schedule.name == "wsd" and decay > steps - warmup:
+        schedule = replace(schedule, decay_steps=steps - warmup, decay_tokens=None)
+    return replace(
+        config,
+        schedule=schedule,
+        train=replace(config.train, max_steps=steps, max_tokens=None, stop_at=None),
+        sample=replace(config.sample, every=0),
+        log=LogConfig(every=1, trackers=(), batch_hash=True),
+        hub=replace(config.hub, push="never"),
+        checkpoint=replace(
+            config.checkpoint,
+            every=max(1, steps // 10),
+            every_tokens=None,
+            keep_last=2,
+            resume="auto",
+        ),
     )
 
 

@@ -1,0 +1,829 @@
+"""The options of every command, and the check of its command line.
+
+`cli.py` parses with these classes and imports the command afterwards, so that `--help` and a
+mistake cost no import of torch. A class lists the options as fields; other fields, made with
+`internal`, hold what `parse` makes of the command line.
+"""
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from glob import has_magic
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, Self
+
+from accel_gpt.commands.grid import Grid, read_grid
+from accel_gpt.config.data import PrepareConfig, SourceKind
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.manual import named_config
+from accel_gpt.config.options import REQUIRED, Section, internal, option
+from accel_gpt.config.parse import (
+    build,
+    check_utf8,
+    config_of,
+    load_config,
+    parse_command,
+    parse_with_keys,
+    read_values,
+)
+from accel_gpt.config.shipped import resolve_config, shipped_configs
+from accel_gpt.cost.cluster import NODE_LATENCY
+from accel_gpt.data.sources import is_url
+from accel_gpt.errors import UserError, require
+from accel_gpt.hub.pretrained import inherit, inherit_published
+
+
+class Command(Section, prefix="--"):
+    """Base of the options of a command; `accel_gpt.commands.MODULE.run` takes them."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]  # in `accel-gpt --help`
+
+    @classmethod
+    def module(cls) -> str:
+        """Return the name of the module in `accel_gpt.commands` that runs the command."""
+        return cls.name.replace("-", "_")
+
+    @classmethod
+    def parse(cls, argv: Sequence[str]) -> Self:
+        """Parse and check a command line; print the help and exit if it asks for it."""
+        return parse_command(cls, argv, f"accel-gpt {cls.name}")
+
+
+@dataclass(frozen=True)
+class KeysCommand(Command):
+    """Base of commands that take CONFIG and set any of its keys, as `--section.key value`."""
+
+    config: str = option(
+        REQUIRED,
+        "YAML file, or name of a shipped config, as for train.",
+        positional=True,
+    )
+    keys: tuple[str, ...] = internal(())  # words of the command line
+
+    @classmethod
+    def parse(cls, argv: Sequence[str]) -> Self:
+        """Parse the options; all other words are keys of the config."""
+        options, keys = parse_with_keys(cls, argv, f"accel-gpt {cls.name}")
+        return replace(options, keys=tuple(keys))
+
+
+@dataclass(frozen=True)
+class ConfigCommand(KeysCommand):
+    """Base of commands that load one config."""
+
+    loaded: Config = internal(Config())
+
+    @classmethod
+    def parse(cls, argv: Sequence[str]) -> Self:
+        """Parse the options and load the config."""
+        options = super().parse(argv)
+        words = [options.config, *options.keys]
+        return replace(options, loaded=load_config(words, f"accel-gpt {cls.name}", inherit))
+
+
+@dataclass(frozen=True)
+class TrainCommand(Command):
+    """Train as a config says; the options are those of `Config`."""
+
+    name: ClassVar[str] = "train"
+    summary: ClassVar[str] = "train a GPT as a config says, or go on with its run"
+
+    config: str = internal("")
+    loaded: Config = internal(Config())
+
+    @classmethod
+    def parse(cls, argv: Sequence[str]) -> "TrainCommand":
+        """Load the config; `--smoke` and `--dump_config` ask for another command."""
+        words = [word for word in argv if word not in ("--smoke", "--dump_config")]
+        if "--dump_config" in argv:
+            return DumpConfigCommand(loaded=named_config(words, inherit))
+        kind = SmokeCommand if "--smoke" in argv else TrainCommand
+        loaded = load_config(words, "accel-gpt train", inherit)
+        return kind(config=words[0], loaded=loaded)
+
+
+@dataclass(frozen=True)
+class SmokeCommand(TrainCommand):
+    """Try a config in four steps."""
+
+    name: ClassVar[str] = "smoke"
+
+
+@dataclass(frozen=True)
+class DumpConfigCommand(TrainCommand):
+    """Write a config, every key with its meaning."""
+
+    name: ClassVar[str] = "dump_config"
+
+
+@dataclass(frozen=True)
+class PrepareCommand(PrepareConfig, Command):
+    """Turn text into token shards; if it is stopped, the same command resumes.
+
+    PATH is as --path. RECIPE, a YAML file or the name of a shipped one, holds any of these options
+    as `key: value`; those of the command line go first. Examples:
+      accel-gpt prepare 'notes/**/*.md' --tokenizer bpe --out data/notes
+      accel-gpt prepare fineweb_edu_10bt --workers 8
+      accel-gpt prepare --path crawl.jsonl --tokenizer gpt2 --out data/crawl
+    """
+
+    name: ClassVar[str] = "prepare"
+    summary: ClassVar[str] = "text -> tokenized shards"
+
+    source: SourceKind | None = option(
+        None,
+        "What path or dataset holds; null or auto: what the endings of path's files tell, dataset "
+        "with --dataset, else stdlib, the library of this Python.",
+    )
+    out: str = option(
+        "",
+        "Folder to make; empty: data/<name of path, or source>_<tokenizer>.",
+    )
+    from_config: bool = internal(False)  # a run prepares its data
+
+    @classmethod
+    def parse(cls, argv: Sequence[str]) -> "PrepareCommand":
+        """Parse `[PATH|RECIPE] --key value ...`; a recipe and the options may set any option."""
+        from_config = bool(argv) and is_pipe(argv[0])
+        with errors_name_options(from_config):
+            return replace(parse_recipe(argv), from_config=from_config)
+
+
+def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
+    """Parse `[PATH|RECIPE] --key value ...`."""
+    words = list(argv)
+    named = bool(words) and (words[0] == "-" or not words[0].startswith("-"))
+    word = words.pop(0) if named else None
+    if word is None or {"-h", "--help"} & set(words):
+        return parse_command(PrepareCommand, words, "accel-gpt prepare [PATH|RECIPE]")
+    if is_text_path(word):
+        twice = any(option.partition("=")[0] == "--path" for option in words)
+        require(not twice, f"both the path {word} and --path are given; give one")
+        return parse_command(PrepareCommand, ["--path", word, *words], "accel-gpt prepare PATH")
+    check_utf8("RECIPE", word)
+    values = read_values(PrepareCommand, str(resolve_config(word, "data")), words)
+    return build(PrepareCommand, values)
+
+
+def is_text_path(word: str) -> bool:
+    """Return whether a word names text: a file, folder, glob or URL, and no recipe."""
+    shipped = word in shipped_configs("data") and not Path(word).is_file()
+    if shipped or word.endswith((".yaml", ".yml")) or is_pipe(word):
+        return False
+    return Path(word).expanduser().exists() or word == "-" or is_url(word) or has_magic(word)
+
+
+def is_pipe(word: str) -> bool:
+    """Return whether a word names the pipe through which a run gives the settings of its data."""
+    return word.startswith("/dev/fd/")
+
+
+@contextlib.contextmanager
+def errors_name_options(from_config: bool) -> Iterator[None]:
+    """Name the options of `accel-gpt prepare` in errors, in place of the keys of a config.
+
+    Errors keep the keys if the settings come `from_config`.
+    """
+    try:
+        yield
+    except UserError as error:
+        if from_config:
+            raise
+        raise type(error)(str(error).replace("data.prepare.", "--")) from None
+
+
+@dataclass(frozen=True)
+class SampleCommand(Command):
+    """Write text with a model: a run's, a checkpoint's, an exported one or one of the Hub.
+
+    Examples:
+      accel-gpt sample runs/quickstart --prompt "def read(" --num 3
+      accel-gpt sample runs/quickstart --checkpoint best --temperature 0
+      accel-gpt sample runs/quickstart --interactive
+    """
+
+    name: ClassVar[str] = "sample"
+    summary: ClassVar[str] = "text from a run, an exported folder or a Hub id"
+
+    run: str = option(
+        REQUIRED,
+        "Folder of a run, of one checkpoint, or in transformers format; or a Hub id, as gpt2.",
+        positional=True,
+    )
+    prompt: str = option(
+        "",
+        "Text to continue; empty: the start of a document.",
+    )
+    num: int = option(
+        1,
+        "Samples.",
+    )
+    max_new_tokens: int = option(
+        200,
+        "Tokens per sample.",
+    )
+    temperature: float = option(
+        0.8,
+        "0: greedy.",
+    )
+    top_k: int | None = option(
+        50,
+        "Tokens to choose from; null: all.",
+    )
+    top_p: float = option(
+        1.0,
+        "Probability mass to choose from.",
+    )
+    seed: int = option(
+        1337,
+        "Of the draws.",
+    )
+    checkpoint: str = option(
+        "last",
+        "Of a run: last, best, or a step.",
+    )
+    interactive: bool = option(
+        False,
+        "Type prompts on a terminal, a line each; \\n in one is a line end; texts as they come.",
+    )
+
+    def __post_init__(self) -> None:
+        require(
+            not (self.interactive and self.prompt),
+            f"--interactive asks for prompts, so --prompt {self.prompt!r} is one too many",
+        )
+        require(
+            not self.interactive or sys.stdin.isatty(),
+            "--interactive needs a terminal; give a prompt with --prompt",
+        )
+
+
+@dataclass(frozen=True)
+class EvaluateCommand(Command):
+    """Measure a model on held-out data and on questions; print the metrics, change no file.
+
+    On several processes: accelerate launch -m accel_gpt.cli evaluate RUN ... Examples:
+      accel-gpt evaluate runs/quickstart
+      accel-gpt evaluate runs/quickstart --checkpoint best --tokens null
+      accel-gpt evaluate gpt2 --data data/web --hellaswag hellaswag_val.jsonl
+    """
+
+    name: ClassVar[str] = "evaluate"
+    summary: ClassVar[str] = "loss, bits per byte and questions, with standard errors"
+
+    run: str = option(
+        REQUIRED,
+        "Folder of a run, of one checkpoint, or in transformers format; or a Hub id, as gpt2.",
+        positional=True,
+    )
+    checkpoint: str = option(
+        "last",
+        "Of a run: last, best, or a step.",
+    )
+    data: str | None = option(
+        None,
+        "Data folder, or its URL, whose val split is measured; null: the data of the run.",
+    )
+    tokens: int | Literal["run"] | None = option(
+        "run",
+        "Tokens of each split, spread over it; null: all; run: as many as the run's eval.tokens.",
+        above=0,
+    )
+    hellaswag: str | None = option(
+        None,
+        "JSONL file in the original format, or Hub id, as Rowan/hellaswag; null: the run's, if "
+        "any.",
+    )
+    hellaswag_limit: int | None = option(
+        None,
+        "Number of questions of hellaswag, from the first. null: as many as in the run, else all.",
+        above=0,
+    )
+    tasks: tuple[str, ...] = option(
+        (),
+        "Tasks of lm-evaluation-harness, separated by commas, such as arc_easy,piqa; needs lm-eval "
+        "and a single process.",
+    )
+    tasks_limit: int | None = option(
+        None,
+        "Number of questions of each task, from the first. null: all.",
+        above=0,
+    )
+    tasks_path: str | None = option(
+        None,
+        "Folder with YAML files of more tasks.",
+    )
+    batch_size: int | None = option(
+        None,
+        "Windows per process and forward; null: the run's train.micro_batch_size, else 8.",
+        above=0,
+    )
+    json: bool = option(
+        False,
+        "One JSON object in place of a table.",
+    )
+
+
+@dataclass(frozen=True)
+class ExportCommand(Command):
+    """Write a model as a folder that `transformers` opens, and prove that it computes the same.
+
+    Examples:
+      accel-gpt export runs/quickstart --to exported
+      accel-gpt export runs/quickstart --to exported --checkpoint best --overwrite
+      accel-gpt export runs/quickstart --to exported --dtype bf16
+    """
+
+    name: ClassVar[str] = "export"
+    summary: ClassVar[str] = "a folder that transformers opens, proven equal"
+
+    run: str = option(
+        REQUIRED,
+        "Folder of a run, of one checkpoint, or in transformers format; or a Hub id.",
+        positional=True,
+    )
+    to: str = option(
+        "",
+        "Folder to make.",
+    )
+    checkpoint: str = option(
+        "last",
+        "Of a run: last, best, or a step.",
+    )
+    dtype: Literal["fp32", "bf16", "fp16"] = option(
+        "fp32",
+        "Of the weights.",
+    )
+    overwrite: bool = option(
+        False,
+        "Replace an exported model that is at `to`.",
+    )
+
+    def __post_init__(self) -> None:
+        require(bool(self.to), "--to is missing; give the folder to make")
+
+
+@dataclass(frozen=True)
+class PushCommand(Command):
+    """Export a run and upload it to the Hub with a model card, its metrics and its curves.
+
+    Examples:
+      accel-gpt push runs/quickstart --repo user/quickstart
+      accel-gpt push runs/quickstart --repo user/quickstart --checkpoint best --private
+      accel-gpt push runs/quickstart --repo user/quickstart --include_state --license mit
+    """
+
+    name: ClassVar[str] = "push"
+    summary: ClassVar[str] = "the same to the Hub, with a model card"
+
+    run: str = option(
+        REQUIRED,
+        "Folder of a run, or of one checkpoint.",
+        positional=True,
+    )
+    repo: str = option(
+        "",
+        "Repository, user/name; made if it is missing.",
+    )
+    checkpoint: str | None = option(
+        None,
+        "last, best, or a step; null: the one that --revision step-N names, else last.",
+    )
+    revision: str | None = option(
+        None,
+        "Branch to upload to, made if it is missing; null: main, with a tag step-N.",
+    )
+    private: bool = option(
+        False,
+        "Make the repository a private one.",
+    )
+    dtype: Literal["fp32", "bf16", "fp16"] = option(
+        "fp32",
+        "Of the weights.",
+    )
+    include_state: bool = option(
+        False,
+        "Upload the whole checkpoint too, so that training can resume from hf://user/name@step-N.",
+    )
+    license: str | None = option(
+        None,
+        "Of the weights, as the Hub spells it: apache-2.0, mit, cc-by-4.0, ...",
+    )
+    data_license: str | None = option(
+        None,
+        "Of the data, for the model card.",
+    )
+
+    def __post_init__(self) -> None:
+        require(bool(self.repo), "--repo is missing; give the repository as user/name")
+
+
+@dataclass(frozen=True)
+class InspectCommand(Command):
+    """Show and verify what data, a run or a checkpoint holds.
+
+    Exit code 3 when data is damaged, 4 when a checkpoint is. Examples:
+      accel-gpt inspect data/stdlib_bpe4096
+      accel-gpt inspect runs/quickstart --quick
+      accel-gpt inspect runs/quickstart/checkpoints/step_00001000 --json
+    """
+
+    name: ClassVar[str] = "inspect"
+    summary: ClassVar[str] = "verify data or a checkpoint"
+
+    path: str = option(
+        REQUIRED,
+        "Data folder, of any project, or its URL; or folder of a run or of a checkpoint.",
+        positional=True,
+    )
+    json: bool = option(
+        False,
+        "One JSON object in place of text.",
+    )
+    quick: bool = option(
+        False,
+        "Read no shard and hash no checkpoint.",
+    )
+    tokenizer: str | None = option(
+        None,
+        "gpt2, bytes or the path of a tokenizer.json, for shards that do not name theirs.",
+    )
+    windows: int = option(
+        2,
+        "First sequences of each split that are shown as text.",
+        at_least=0,
+    )
+    block_size: int = option(
+        64,
+        "Tokens in such a sequence.",
+        above=0,
+    )
+
+
+@dataclass(frozen=True)
+class PlanCommand(Command, exclusive=(("mfu", "tokens_per_second"), ("config", "budget", "hours"))):
+    """Tell what a config will take: size, FLOPs, memory, steps, hours, disk, and whether it fits.
+
+    Any --section.key of the config may be set as well. Nothing is trained; a GPU is not needed.
+    Examples:
+      accel-gpt plan quickstart
+      accel-gpt plan gpt2_124m --gpus 8 --gpu h100 --train.mixed_precision bf16 --price 2.5
+      accel-gpt plan llama_7b --nodes 8 --gpus_per_node 8 --gpu h100 --distribution fsdp
+    """
+
+    name: ClassVar[str] = "plan"
+    summary: ClassVar[str] = "size, FLOPs, memory, hours and cost of a config; does it fit?"
+
+    config: str | None = option(
+        None,
+        "YAML file, or name of a shipped config, as for train; none with --budget or --hours.",
+        positional=True,
+    )
+    ladder: str | None = option(
+        None,
+        "Folder of accel-gpt ladder, for the expected loss; null: a shipped one that matches.",
+    )
+    budget: float | None = option(
+        None,
+        "What a run may cost, at --price: tells what to train for it, by the ladder.",
+        above=0,
+    )
+    hours: float | None = option(
+        None,
+        "The same by the hours that it may take.",
+        above=0,
+    )
+    out: str = option(
+        "budget.yaml",
+        "Config to write, which trains what a budget or hours are best spent on.",
+    )
+    gpus: int | None = option(
+        None,
+        "Devices of all nodes, one process each; null: as --config_file says, else 1.",
+        above=0,
+    )
+    nodes: int | None = option(
+        None,
+        "Machines; null: as --config_file says, else enough for 8 GPUs in each.",
+        above=0,
+    )
+    gpus_per_node: int | None = option(
+        None,
+        "Devices of a machine; null: --gpus divided by --nodes.",
+        above=0,
+    )
+    gpu: str | None = option(
+        None,
+        "Their kind: h100, h200, b200, a100-80gb, l40s, 'rtx 4090', ...; null: CPUs.",
+    )
+    memory_gb: float | None = option(
+        None,
+        "Memory of a device in 1e9 bytes; null: the memory of --gpu.",
+        above=0,
+    )
+    distribution: Literal["ddp", "fsdp", "hsdp"] | None = option(
+        None,
+        "ddp: each device holds all; fsdp: its share; hsdp: the devices of a node share, each node "
+        "holds all; null: what --config_file says, else ddp.",
+    )
+    config_file: str | None = option(
+        None,
+        "What `accelerate config` wrote: number of processes, precision, FSDP.",
+    )
+    mfu: float | None = option(
+        None,
+        "Share of the peak FLOP/s that is reached, 0 to 1, for the hours.",
+        above=0,
+        at_most=1,
+    )
+    tokens_per_second: float | None = option(
+        None,
+        "Of all devices together, in place of mfu; like it without waiting for other devices.",
+        above=0,
+    )
+    bandwidth: float | None = option(
+        None,
+        "Of the network of a node in Gbit/s, one direction, all its cards together: 8 of 400 are "
+        "3200.",
+        above=0,
+    )
+    latency: float = option(
+        NODE_LATENCY * 1e3,
+        "Of a message from node to node in milliseconds.",
+        at_least=0,
+    )
+    price: float | None = option(
+        None,
+        "Of a device for an hour, in any currency.",
+        above=0,
+    )
+    vocab_size: int | None = option(
+        None,
+        "Tokens in the vocabulary, where neither data nor tokenizer tell.",
+        above=0,
+    )
+    json: bool = option(
+        False,
+        "One JSON object in place of text.",
+    )
+    loaded: Config | None = internal(None)  # None with --budget and --hours
+
+    @classmethod
+    def parse(cls, argv: Sequence[str]) -> "PlanCommand":
+        """Parse the options and load the config, unless a budget chooses it."""
+        options, keys = parse_with_keys(cls, argv, "accel-gpt plan")
+        if options.budget or options.hours:
+            require(
+                not keys,
+                f"{''.join(keys[:1])} has no effect with --budget and --hours, which take the "
+                "config of the ladder; set it when the ladder is trained",
+            )
+            return options
+        words = [options.config or "", *keys]
+        return replace(options, loaded=load_config(words, "accel-gpt plan", inherit_published))
+
+
+@dataclass(frozen=True)
+class SweepCommand(KeysCommand):
+    """Train a run for each combination of values, listed with commas in --section.key options.
+
+    One after another on a CPU, one on each GPU. The same command continues a sweep that was
+    stopped; more values may then be added. Examples:
+      accel-gpt sweep quickstart --optim.lr 3e-3,1e-2,3e-2 --seed 1,2 --out_dir runs/rates
+      accel-gpt sweep quickstart --optim.lr 3e-3,1e-2 --schedule.decay_share 0.3,0.7
+      accel-gpt sweep quickstart --optim.lr 1e-3,3e-3,1e-2,3e-2 --random 3 --halve_at 0.25,0.5
+    """
+
+    name: ClassVar[str] = "sweep"
+    summary: ClassVar[str] = "a run for each combination of values, compared over seeds"
+
+    random: int | None = option(
+        None,
+        "Number of settings to draw from all combinations, each trained with every seed; null: "
+        "all.",
+        above=0,
+    )
+    halve_at: tuple[float, ...] = option(
+        (),
+        "Shares of the steps, as 0.25,0.5; after each only the better half of the settings goes "
+        "on.",
+    )
+    grid: Grid = internal(None)
+    given: Mapping[str, Any] = internal(None)  # keys that all runs share
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shares = [0.0, *self.halve_at, 1.0]
+        ascending = all(a < b for a, b in itertools.pairwise(shares))
+        self.require(ascending, "halve_at", "expected shares between 0 and 1, ascending")
+
+    @classmethod
+    def parse(cls, argv: Sequence[str]) -> Self:
+        """Parse the options, the values to combine, and the keys that all runs share."""
+        options = super().parse(argv)
+        grid = read_grid(options.keys, options.random)
+        given = read_values(Config, str(resolve_config(options.config)), grid.fixed)
+        return replace(options, grid=grid, given=given)
+
+
+@dataclass(frozen=True)
+class LadderCommand(KeysCommand):
+    """Train small sizes of a config, one after another, and fit how the loss falls with size.
+
+    Any --section.key of the config may be set as well, for all rungs alike. Stopped, it resumes;
+    with other depths or ratios it adds rungs to those in the folder. Examples:
+      accel-gpt ladder quickstart --depths 1,2,3
+      accel-gpt ladder quickstart --depths 1,2 --ratios 5,10,20 --out runs/ladder
+      accel-gpt ladder gpt2_124m --depths 4,6,8 --seeds 1,2
+    """
+
+    name: ClassVar[str] = "ladder"
+    summary: ClassVar[str] = "train small sizes; a law of the loss, for plan to predict with"
+
+    config: str = option(
+        REQUIRED,
+        "YAML file, or name of a shipped config, as for train. With model.depth in it all that "
+        "follows from the depth is the rung's own; else its shape alone.",
+        positional=True,
+    )
+    depths: tuple[int, ...] = option(
+        (1, 2, 3, 4),
+        "Sizes: layers, at 64 channels each, up to a multiple of 128.",
+    )
+    ratios: tuple[float, ...] = option(
+        (10.5,),
+        "Lengths: tokens for each parameter of blocks and head.",
+    )
+    seeds: tuple[int, ...] = option(
+        (),
+        "Seeds of each size and length; empty: the seed of the config.",
+    )
+    out: str | None = option(
+        None,
+        "Folder of the rungs; null: out_dir of the config with _ladder behind it.",
+    )
+    given: Mapping[str, Any] = internal(None)  # keys of the config and the command line
+    base: Config = internal(None)  # the config in which they are set
+
+    def __post_init__(self) -> None:
+        for name, values in (("depths", self.depths), ("ratios", self.ratios)):
+            require(
+                all(0 < value < 1e6 for value in values) and len(values) > 0,
+                f"--{name} is {','.join(map(str, values))}; expected numbers above 0",
+            )
+
+    @classmethod
+    def parse(cls, argv: Sequence[str]) -> Self:
+        """Parse the options and read the config, whose model must be trained from scratch."""
+        options = super().parse(argv)
+        given = read_values(Config, str(resolve_config(options.config)), options.keys)
+        base = config_of(given)
+        require(
+            base.model.init_from == "scratch",
+            f"model.init_from is {base.model.init_from}, but the rungs of a ladder are trained "
+            "from scratch; leave it out",
+        )
+        return replace(options, given=given, base=base)
+
+
+@dataclass(frozen=True)
+class BenchCommand(ConfigCommand):
+    """Measure the training step of a config: tokens a second, hours of the whole run, MFU, memory.
+
+    Any --section.key of the config may be set as well. No run is kept. On several processes:
+    accelerate launch -m accel_gpt.cli bench CONFIG ... Examples:
+      accel-gpt bench quickstart
+      accel-gpt bench quickstart --compare
+      accel-gpt bench gpt2_124m --train.mixed_precision bf16 --steps 50
+    """
+
+    name: ClassVar[str] = "bench"
+    summary: ClassVar[str] = "tokens/s, MFU, memory of a config; where a step's time goes"
+
+    warmup: int = option(
+        5,
+        "Steps before those that are measured.",
+        above=0,
+    )
+    steps: int = option(
+        20,
+        "Steps that are measured.",
+        above=0,
+    )
+    parts: int = option(
+        5,
+        "Further steps, in which each part is waited for and timed by itself; 0: none.",
+        at_least=0,
+    )
+    compare: bool = option(
+        False,
+        "Measure float32 and bf16, compiled or not, side by side: what auto chooses between.",
+    )
+    json: bool = option(
+        False,
+        "One JSON object in place of text.",
+    )
+
+
+@dataclass(frozen=True)
+class ReportCommand(Command):
+    """Write curves, samples and configs of runs as one HTML file, which needs no network.
+
+    Works while a run is training. The runs may be anybody's: all that is in them is shown as text.
+    Examples:
+      accel-gpt report runs/quickstart
+      accel-gpt report runs/a runs/b --out compared.html
+      accel-gpt report runs/quickstart --reference none
+    """
+
+    name: ClassVar[str] = "report"
+    summary: ClassVar[str] = "curves and samples of runs, one HTML file"
+
+    run: tuple[str, ...] = option(
+        REQUIRED,
+        "Folders of runs.",
+        positional=True,
+    )
+    out: str | None = option(
+        None,
+        "HTML file; null: report.html in the run, or for several runs in the current folder.",
+    )
+    reference: str = option(
+        "auto",
+        "Grey curve to compare with: a name in configs/references, a .json file, or none; auto: "
+        "the one for the same model, vocabulary and data.",
+    )
+
+
+@dataclass(frozen=True)
+class VerifyResumeCommand(ConfigCommand):
+    """Prove that a config's runs, killed and launched again, equal one that was never stopped.
+
+    Any --section.key of the config may be set as well, but the length of the run and where it
+    writes. Exit code 1 when something differs. Examples:
+      accel-gpt verify-resume shakespeare_char_cpu
+      accel-gpt verify-resume quickstart --steps 40 --kills 20
+      accel-gpt verify-resume quickstart --processes 1,2 --train.reproducible true
+    """
+
+    name: ClassVar[str] = "verify-resume"
+    summary: ClassVar[str] = "kill and continue runs: equal to never stopping?"
+
+    steps: int = option(
+        20,
+        "Steps of each run.",
+    )
+    kills: int = option(
+        5,
+        "Launches that end with SIGKILL to all their processes at a random moment; 0: one run "
+        "more, not stopped, tells whether the machine repeats itself.",
+        at_least=0,
+    )
+    processes: tuple[int, ...] = option(
+        (1,),
+        "Numbers of processes, separated by commas. Each launch uses one of them, chosen at "
+        "random; the run that is never stopped uses the first.",
+    )
+    seed: int = option(
+        0,
+        "Seed that chooses the moments of the stops and the numbers of processes. train.seed, the "
+        "seed of the run, stays as it is.",
+    )
+    keep: bool = option(
+        False,
+        "Keep the temporary folder of the runs also when all is equal.",
+    )
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 2, f"--steps is {self.steps}; it must be 2 or more, to stop between")
+        super().__post_init__()
+        require(
+            bool(self.processes) and min(self.processes) > 0,
+            f"--processes is {','.join(map(str, self.processes))}; expected numbers above 0",
+        )
+
+
+COMMANDS: Mapping[str, type[Command]] = MappingProxyType(
+    {
+        command.name: command
+        for command in (
+            TrainCommand,
+            PrepareCommand,
+            SampleCommand,
+            EvaluateCommand,
+            ExportCommand,
+            PushCommand,
+            InspectCommand,
+            PlanCommand,
+            SweepCommand,
+            LadderCommand,
+            BenchCommand,
+            ReportCommand,
+            VerifyResumeCommand,
+        )
+    }
+)

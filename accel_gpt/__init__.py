@@ -3,7 +3,7 @@
     run = accel_gpt.run("quickstart", {"train.max_steps": 100})
     model, tokenizer = accel_gpt.load("runs/quickstart")
 
-docs/python.md describes both. Importing this package imports no torch.
+docs/reference/python.md describes both. Importing this package imports no torch.
 """
 
 import importlib

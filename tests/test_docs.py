@@ -1,7 +1,7 @@
 """README.md and docs/: their commands run as written, and what they name exists.
 
-The tree and the reading order in docs/architecture.md, and docs/keys.md, are made from the code;
-`ACCEL_GPT_DOCS=write pytest tests/test_docs.py` renews them.
+The tree and the reading order in docs/explanation/architecture.md, and docs/reference/keys.md, are
+made from the code; `ACCEL_GPT_DOCS=write pytest tests/test_docs.py` renews them.
 """
 
 import ast
@@ -33,7 +33,7 @@ PACKAGE = ROOT / "accel_gpt"
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
-    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 )
 READING_ORDER = (
     *("train", "config/experiment", "config/plan"),
@@ -51,7 +51,7 @@ MANUAL = textwrap.dedent(
       preset of the model. The file loads as the config it was made from."""
 ).splitlines()
 # pages that name files of other projects
-FOREIGN_FILES = ("fast.md", "nanogpt.md", "hf_trainer.md", "hub.md", "evaluation.md")
+FOREIGN_FILES = ("fast.md", "from-nanogpt.md", "from-hf-trainer.md", "export.md", "evaluation.md")
 SECTIONS = ("train", "data", "model", "optim", "schedule", "eval", "checkpoint", "sample", "log")
 
 
@@ -139,14 +139,14 @@ def check(page: str, made: str, pattern: str = "(.*)") -> None:
 
 
 def test_what_is_made_from_the_code_is_up_to_date() -> None:
-    page = "docs/architecture.md"
+    page = "docs/explanation/architecture.md"
     check(page, "".join(f"{line}\n" for line in tree()), r"<!-- tree -->\n```\n(.*?)```")
     check(page, "\n".join(reading_order()), r"<!-- order -->\n(.*?)\n## ")
-    check("docs/keys.md", "\n".join(page_of_keys()).rstrip() + "\n")
+    check("docs/reference/keys.md", "\n".join(page_of_keys()).rstrip() + "\n")
     for page, mark, trainer, table in (
-        ("docs/nanogpt.md", "nanogpt", "nanoGPT", NANOGPT),
-        ("docs/nanogpt.md", "llm.c", "llm.c", LLM_C),
-        ("docs/hf_trainer.md", "names", "Trainer, run_clm.py", HF_TRAINER),
+        ("docs/how-to/from-nanogpt.md", "nanogpt", "nanoGPT", NANOGPT),
+        ("docs/how-to/from-nanogpt.md", "llm.c", "llm.c", LLM_C),
+        ("docs/how-to/from-hf-trainer.md", "names", "Trainer, run_clm.py", HF_TRAINER),
     ):
         made = "".join(f"{line}\n" for line in table_of_names(trainer, table))
         check(page, made, rf"<!-- {mark} -->\n(.*?)<!-- end -->")
@@ -167,7 +167,7 @@ def test_the_plan_shown_is_the_one_printed(
     plans = (line for line in commands("README.md") if line.startswith("accel-gpt plan"))
     assert dispatch(next(plans).partition("#")[0].split()[1:]) == 0
     check(
-        "docs/cost.md",
+        "docs/explanation/cost.md",
         capsys.readouterr().out.rstrip(),
         r"```\n(configs/gpt2_124m\.yaml on.*?)\n```",
     )
@@ -202,7 +202,7 @@ def test_the_runs_worked_out_are_those_planned(capsys: pytest.CaptureFixture[str
         seconds = (step["total"], step["compute"], together, step["exposed"])
         cells = [f"`{words}`", f"{gb:.1f}", *(f"{1e3 * part:,.0f}" for part in seconds)]
         rows += ["| " + " | ".join([*cells, step["limit"], f"{time['hours']:,.1f}"]) + " |"]
-    check("docs/cost.md", "\n".join(rows), r"<!-- runs -->\n(.*?)\n\n")
+    check("docs/explanation/cost.md", "\n".join(rows), r"<!-- runs -->\n(.*?)\n\n")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -212,7 +212,7 @@ def test_what_is_named_exists(page: str) -> None:
     sections = {key.partition(".")[0] for key in known if "." in key}
     for name in re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_0-9.]+)", text):
         assert name in {*known, "data.prepare"} or name.endswith((".py", ".bin", ".json")), name
-    for link in re.findall(r"\]\(([\w./]+)\)", text):
+    for link in re.findall(r"\]\((?!https?:)([^)#\s]+)[^)]*\)", text):
         assert (ROOT / page).parent.joinpath(link).exists(), link
     for file, test in re.findall(r"([\w/]*\btest_\w+\.py)(?:::(\w+))?", text):
         content = (ROOT / "tests" / file.removeprefix("tests/")).read_text()
@@ -268,7 +268,7 @@ def test_own_data_as_the_page_says(elsewhere: Path) -> None:
     texts = pyarrow.table({"text": [row["content"] for row in rows]})
     pyarrow.parquet.write_table(texts, elsewhere / "wiki.parquet")
     (elsewhere / "input.txt").write_text(text)
-    own = commands("docs/data.md", "Text to shards")
+    own = commands("docs/how-to/data.md", "Text to shards")
     for command in own:
         short = " --train.max_steps 3 --schedule.warmup_steps 1 --train.cpu_threads 1"
         run(command.replace("4096", "512") + short * ("train " in command), elsewhere)
@@ -288,7 +288,7 @@ def test_the_round_trip_as_the_page_says(elsewhere: Path) -> None:
     with HubServer() as hub:
         known = " ".join(f"{k}={v}" for k, v in environment(hub, elsewhere / "home").items())
         shown = []
-        for command in commands("docs/hub.md"):
+        for command in commands("docs/how-to/export.md"):
             mine = command.replace("user/", "tester/").replace("step-840", "step-20")
             if mine.startswith("accel-gpt train"):
                 mine += f" {short} --train.max_steps 22 --checkpoint.allow_change train.max_steps"

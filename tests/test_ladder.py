@@ -332,7 +332,7 @@ def test_the_quickstart_has_a_shipped_ladder(capsys: pytest.CaptureFixture[str])
     assert dispatch(["plan", "quickstart", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["loss"]
     value, low, high = found["bits_per_byte"]
-    assert value == pytest.approx(1.5909, rel=0.01)  # docs/fast.md: measured
+    assert value == pytest.approx(1.5909, rel=0.01)  # docs/explanation/fast.md: measured
     assert low < 1.5909 < high
     assert found["doubts"] == []
 

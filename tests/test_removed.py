@@ -58,4 +58,4 @@ def test_a_folder_of_prompts_is_refused(
     assert code == 3
     (sentence,) = capsys.readouterr().err.splitlines()
     assert f"{corpus} holds prompts and completions, and accel_gpt no longer trains" in sentence
-    assert "SFTTrainer; docs/hub.md has an example" in sentence
+    assert "SFTTrainer; docs/how-to/finetune.md has an example" in sentence

@@ -271,7 +271,7 @@ def test_the_commands_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     for name in ("shakespeare_char_cpu", "shakespeare_seed7"):
         make_run(tmp_path / "runs" / name)
-    shown = commands("docs/report.md", "The report")
+    shown = commands("docs/how-to/watch.md", "The report")
     own = [command for command in shown if command.startswith("accel-gpt report")]
     assert len(own) == 2
     assert all(run_main(cli.dispatch, line.split()[1:]) == 0 for line in own)

@@ -1,7 +1,7 @@
 """`accel-gpt ladder CONFIG --depths 1,2,3`: train small sizes, fit how the loss falls with size.
 
 Each rung is an ordinary run in its own folder. Writes ladder.json, which `accel-gpt plan --ladder`
-reads, and report.html. docs/ladder.md.
+reads, and report.html. docs/explanation/ladder.md.
 """
 
 import base64

@@ -1,7 +1,7 @@
 """`accel-gpt plan CONFIG`: size, FLOPs, memory, hours and cost of a config; does it fit?
 
 Reads the config, and the index of its data if it is there; needs no torch. The arithmetic is that
-of `cost/`, and docs/cost.md derives it.
+of `cost/`, and docs/explanation/cost.md derives it.
 """
 
 import difflib

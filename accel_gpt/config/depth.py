@@ -1,8 +1,8 @@
 """Options that follow from `model.depth`, where the config does not set them. No torch.
 
 Rules and reference values are those of nanochat (Karpathy 2025-26, scripts/base_train.py) and of
-modded-nanogpt's track 3 (Jordan and others 2026, start 36); docs/fast.md has them as a table. The
-reference is depth 12 with batches of 2^19 tokens, for which these values were found.
+modded-nanogpt's track 3 (Jordan and others 2026, start 36); docs/explanation/fast.md has them as a
+table. The reference is depth 12 with batches of 2^19 tokens, for which these values were found.
 
 Legend: N parameters of blocks and head, D tokens of the run, B tokens of a step.
 """

@@ -1,6 +1,6 @@
 """The config as its own manual: every key with its docstring, as YAML.
 
-docs/keys.md is made of the same docstrings.
+docs/reference/keys.md is made of the same docstrings.
 """
 
 import textwrap

@@ -21,7 +21,8 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
     depth: int | None = option(
         None,
         "Number of blocks of the fast recipe. Width, heads, batch size, length, learning rates and "
-        "schedule follow from it where they are not set (docs/fast.md). null: nothing follows.",
+        "schedule follow from it where they are not set (docs/explanation/fast.md). "
+        "null: nothing follows.",
         above=0,
         at_most=2**14,
         essential=True,

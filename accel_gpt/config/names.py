@@ -1,6 +1,7 @@
 """The option names of nanoGPT, llm.c and Hugging Face's Trainer, each with the key here.
 
-An unknown key is answered from these tables, and docs/nanogpt.md and docs/hf_trainer.md show them.
+An unknown key is answered from these tables. docs/how-to/from-nanogpt.md and
+docs/how-to/from-hf-trainer.md show them.
 """
 
 from collections.abc import Mapping

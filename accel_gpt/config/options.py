@@ -3,8 +3,8 @@
     class TrainConfig(Section, prefix="train."):
         max_steps: int | None = option(None, "Number of optimizer steps in the run.", above=0)
 
-Help, docs/keys.md, `--dump_config`, the checks of bounds and every comparison of two configs read
-these descriptions; none of them has a list of option names of its own.
+Help, docs/reference/keys.md, `--dump_config`, the checks of bounds and every comparison of two
+configs read these descriptions; none of them has a list of option names of its own.
 """
 
 import dataclasses

@@ -19,8 +19,8 @@ class Removed(NamedTuple):
 
 
 FINETUNE_WITH_TRL = (
-    "export the model with accel-gpt export, then finetune it with TRL's SFTTrainer; docs/hub.md "
-    "has an example"
+    "export the model with accel-gpt export, then finetune it with TRL's SFTTrainer; "
+    "docs/how-to/finetune.md has an example"
 )
 SAVE_AS_SAFETENSORS = (
     "open the model with transformers and write it with save_pretrained, which writes safetensors"

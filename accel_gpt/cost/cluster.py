@@ -1,7 +1,7 @@
 """Past one device: the collectives of a step, what they cost, and the host memory of a node.
 
-docs/cost.md derives the formulas and compares them with measurements. Without torch. All sizes are
-bytes, all times seconds.
+docs/explanation/cost.md derives the formulas and compares them with measurements. Without torch.
+All sizes are bytes, all times seconds.
 """
 
 import math

@@ -1,6 +1,6 @@
 """What a whole run takes: memory, and whether it fits; tokens, FLOPs, disk and hours. No torch.
 
-docs/cost.md derives the formulas.
+docs/explanation/cost.md derives the formulas.
 """
 
 from dataclasses import dataclass

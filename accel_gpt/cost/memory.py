@@ -1,6 +1,6 @@
 """The memory of one device at its fullest moment of a training step, by plain arithmetic.
 
-docs/cost.md derives the formulas and says how far they are from what was measured. Without torch.
+docs/explanation/cost.md derives the formulas and compares them with measurements. Without torch.
 
 Letters: T block_size, C channels (n_embd), H query heads, D head size. All results are bytes.
 """
@@ -21,7 +21,7 @@ from accel_gpt.cost.flops import (
 
 FLOAT, DOUBLE = 4, 8  # bytes; weights, gradients and the optimizer's moments are float32
 STACKS = 6  # copies of a stack of matrices that Muon holds at once; tests/test_memory.py
-# measured, see docs/cost.md
+# measured, see docs/explanation/cost.md
 LIBRARIES_CPU = 385_000_000  # Python, torch and what they import 290 MB; what the first step loads
 GAPS_CPU = 0.2  # of what each micro-batch allocates: holes that the C library cannot fill
 LIBRARIES_CUDA = 1_500_000_000  # context, workspaces of cuBLAS and NCCL, gaps: assumption

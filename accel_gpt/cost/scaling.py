@@ -27,7 +27,7 @@ LEVEL = 0.9  # of all intervals
 # beyond so many times the sizes of the rungs a prediction is a guess, and beyond as many times as
 # they lie apart themselves, but not within the first; assumption
 FAR = (2, 10)
-NOISY = 0.006  # of a rung around the law: predictions missed above it, docs/ladder.md
+NOISY = 0.006  # of a rung around the law: predictions missed above it, docs/explanation/ladder.md
 EPOCHS = 4  # repeated so often, text is worth as much as new; Muennighoff et al. 2023
 SIZES = ("parameters", "tokens", "flops")  # fields of `Size`
 SEED = 0  # of the noise of predictions

@@ -1,4 +1,4 @@
-"""Two nodes: network namespaces that a pair of veth interfaces joins, as docs/scaling.md tells.
+"""Two nodes, network namespaces joined by veth interfaces, as docs/how-to/several-nodes.md says.
 
 Needs no root, only a Linux that lets a process make user and network namespaces.
 """

@@ -5,6 +5,9 @@
 
 Reads the config, the token shards (prepared first if they are missing) and, when the run has one,
 its newest checkpoint; writes the run's folder: config, metrics, samples, checkpoints.
+
+The loop is in `train`, one optimizer step in `update`, everything that is due after it in
+`after_step`.
 """
 
 import contextlib
@@ -13,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -28,23 +32,25 @@ from accel_gpt.data.verify import DataVerifier
 from accel_gpt.errors import DataError
 from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
+from accel_gpt.evals.standalone import evaluate_only, start_evaluation
 from accel_gpt.files import fault_point
+from accel_gpt.hub.load import download_checkpoint, load_pretrained, open_initial_weights
+from accel_gpt.hub.pretrained import check_initial_tokenizer, inherit
 from accel_gpt.launcher import PREEMPTED, is_main, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
-from accel_gpt.training.accelerator import (
-    build_model,
-    resolve_auto,
-    start_accelerator,
-)
+from accel_gpt.prepare.ensure import ensure_data
+from accel_gpt.training.accelerator import build_model, start_accelerator
 from accel_gpt.training.anomalies import StepGuard, TooManySkippedError, check_weights
+from accel_gpt.training.auto_batch import resolve_micro_batch_size
+from accel_gpt.training.compilation import resolve_compile
 from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches, skip_excluded
 from accel_gpt.training.metrics import Record
 from accel_gpt.training.ranks import RankError, all_ranks, on_main, peers, require_same
 from accel_gpt.training.reporter import Reporter, open_display
 from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restore
 from accel_gpt.training.saving import CheckpointWriter
-from accel_gpt.training.setup import new_state, prepare_run, verify_data
+from accel_gpt.training.setup import do_not_check, new_state, open_run_folder, verify_data
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import (
     INIT,
@@ -58,7 +64,7 @@ from accel_gpt.training.terminal import Display, last_words
 from accel_gpt.training.uploader import Uploader, open_uploaders
 
 # Data that can be hashed in this time, about 1 GB, is verified before the first step. A short run
-# of more data waits before its last save; what is left the next launch verifies. Assumptions.
+# of more data waits before its last save; the next launch verifies the rest. Assumptions.
 VERIFY_FIRST_SECONDS = 1.0
 VERIFY_LAST_SECONDS = 10.0
 
@@ -71,7 +77,7 @@ class Training:
     plan: Plan
     accelerator: Accelerator
     corpus: Corpus
-    gpt: GPT  # what is evaluated, sampled and saved
+    gpt: GPT  # is evaluated, sampled and saved
     model: torch.nn.Module  # the same, as Accelerate wrapped it for training
     optimizer: AcceleratedOptimizer
     gradients: Gradients
@@ -85,10 +91,11 @@ class Training:
     guard: StepGuard = field(init=False)
 
 
+# --------------------------------------------------------------------------- start
+
+
 def main(argv: Sequence[str]) -> int:
     """Train with the config and options in `argv`; returns the exit code."""
-    from accel_gpt.hub.pretrained import inherit
-
     return launch(load_config(argv, "train.py", inherit), argv[0])
 
 
@@ -97,22 +104,23 @@ def launch(config: Config, source: str) -> int:
     die_with_launcher()
     started = time.monotonic()
     plan = make_plan(config, world_size())
-    if config.model.init_from != "scratch":
-        from accel_gpt.hub.pretrained import check_initial_tokenizer
-
-        check_initial_tokenizer(config)
+    check_initial_tokenizer(config)
     if config.eval.only:
-        from accel_gpt.evals.standalone import evaluate_only
-
-        with peers(plan.world_size):
-            return evaluate_only(config)
+        return evaluate(config, plan)
     stop = StopSignal(started=started, starting=True)
-    with peers(plan.world_size), prepare_run(config, source) as check_folder:
+    with peers(plan.world_size), open_run_folder(config, source) as check_folder:
+        ensure_data(config)
         if config.checkpoint.resume.startswith("hf://"):
-            from accel_gpt.hub.load import download_checkpoint
-
             config = download_checkpoint(config)
         return train(config, plan, stop, check_folder)
+
+
+def evaluate(config: Config, plan: Plan) -> int:
+    """Evaluate the model of a run, for `eval.only`; returns the exit code."""
+    with peers(plan.world_size):
+        accelerator = start_evaluation(config, Path(config.out_dir))
+        ensure_data(config)
+        return evaluate_only(config, accelerator, load_pretrained, open_initial_weights)
 
 
 def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[], None]) -> int:
@@ -121,11 +129,12 @@ def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[
     with Watchdog(init_timeout, INIT, "has not started the device"):
         config, accelerator = start_accelerator(config, plan)  # ranks, device, mixed precision
         stop.join(config, accelerator)
-    config, plan = resolve_auto(config, plan, accelerator)
+    config, plan = resolve_micro_batch_size(config, plan, accelerator)
+    config = resolve_compile(config, plan)
     with open_display(config, plan, accelerator) as display:
         stop.announce = display.acknowledge
         with Watchdog(init_timeout, INIT, "has not opened data, model and checkpoint"):
-            run = start(config, plan, accelerator, display, check_folder)
+            run = set_up(config, plan, accelerator, display, check_folder)
         with (
             Watchdog(config.train.step_timeout) as watchdog,
             contextlib.closing(run.writer),
@@ -136,7 +145,7 @@ def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[
             stop.starting = False
             stopping = complete_step(run, stop)
             while run.state.step < plan.last_step and not stopping:
-                stopping = step(run, stop)
+                stopping = make_step(run, stop)
                 run.reporter.completed(run.state.step)
             run.loader.close()
             run.writer.wait()
@@ -148,16 +157,16 @@ def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[
     return PREEMPTED if stopping else 0
 
 
-def start(
+def set_up(
     config: Config,
     plan: Plan,
     accelerator: Accelerator,
     display: Display,
-    check_folder: Callable[[], None] = lambda: None,
+    check_folder: Callable[[], None] = do_not_check,
 ) -> Training:
     """Build model, optimizer, data and log; resume from the checkpoint that the run has.
 
-    `check_folder` is called before anything is written to the run's folder, see `prepare_run`.
+    `check_folder` is called before each write to the run's folder, see `open_run_folder`.
     """
     log = display.log
     with all_ranks():
@@ -169,8 +178,6 @@ def start(
     checkpoint = choose_checkpoint(config, state, log)
     initialize: Callable[[GPT], None] = GPT.init_weights
     if not checkpoint and config.model.init_from != "scratch":
-        from accel_gpt.hub.load import open_initial_weights
-
         initialize = open_initial_weights(config, corpus, log)
     verifier = verify_data(config, corpus, log)
     gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)
@@ -181,7 +188,14 @@ def start(
         log(f"resuming {config.out_dir} from step {state.step:,} ({checkpoint})")
     else:
         initialize(gpt)
-    reporter = Reporter(config, plan, accelerator, gpt, display, check_folder)
+    reporter = Reporter(
+        config=config,
+        plan=plan,
+        accelerator=accelerator,
+        gpt=gpt,
+        display=display,
+        check_folder=check_folder,
+    )
     uploaders = open_uploaders(config, plan.max_steps, log) if is_main() else []
     writer = CheckpointWriter(
         accelerator=accelerator,
@@ -232,23 +246,10 @@ def seek(run: Training) -> None:
     configure(run.optimizer, run.config.optim)  # a checkpoint restores the options of its time
 
 
-def complete_step(run: Training, stop: StopSignal) -> bool:
-    """Evaluate and sample the step that a run resumes from, if the launch before it did not.
-
-    Returns whether the run must stop again.
-    """
-    state = run.state
-    if run.config.checkpoint.keep_best and state.best_step == state.step:
-        run.writer.name_best(state)  # a kill may have come before
-    last = state.step == run.plan.last_step
-    sampling = state.step > 0 and samples_due(run.config.sample, state.step, last)
-    sampling = sampling and on_main(lambda: not run.reporter.samples_path(state.step).exists())
-    stopping = evaluate_and_sample(run, stop, sampling=sampling, saved=True)
-    stop.last_check = None  # the first step is not counted
-    return stopping
+# --------------------------------------------------------------------------- the step
 
 
-def step(run: Training, stop: StopSignal) -> bool:
+def make_step(run: Training, stop: StopSignal) -> bool:
     """Make one step and what is due after it; returns whether the run must stop there."""
     fault_point("step")
     try:
@@ -261,7 +262,9 @@ def step(run: Training, stop: StopSignal) -> bool:
 
 def update(run: Training) -> None:
     """Make one optimizer step, or skip it if not finite; nothing waits for the device."""
-    accelerator, plan, state = run.accelerator, run.plan, run.state
+    accelerator = run.accelerator
+    plan = run.plan
+    state = run.state
     skip_excluded(run.loader, plan, state)
     set_rates(run.optimizer, run.config, plan, state.step)
     batches = micro_batches(run.loader, accelerator, plan, run.corpus.document_end)
@@ -286,25 +289,28 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     Saves first, so that an evaluation that fails costs no step. Returns whether the run must stop:
     then the next launch makes the evaluation and the samples.
     """
-    config, state, reporter = run.config, run.state, run.reporter
+    config = run.config
+    state = run.state
+    reporter = run.reporter
     # altered data makes a save due, in which all ranks learn of it, and save nothing
     retrying = run.writer.retry_is_due() or run.verifier.error is not None
     stopping, retrying = stop.agreed(retrying, run.writer.seconds)
     last = state.step == run.plan.last_step
-    stopping &= not last
+    stopping = stopping and not last
     logging = last or state.step == 1 or state.step % config.log.every == 0
     evaluating = last or bool(config.eval.every and state.step % config.eval.every == 0)
-    saving = last or stopping or retrying
-    saving |= state.save_is_due(config.checkpoint, run.plan.tokens_per_step)
+    save_is_due = state.save_is_due(config.checkpoint, run.plan.tokens_per_step)
+    saving = last or stopping or retrying or save_is_due
     sampling = samples_due(config.sample, state.step, last)
     record: Record = {}
     if logging or evaluating or saving:
         metrics = run.guard.flush(reporter.log) | run.corpus.epoch_metrics(state.sequences)
         if logging:
-            fraction = fraction_at(state.step - 1, config, run.plan)
-            record = metrics | {"train/lr": config.optim.lr * fraction}
+            record |= metrics
+            record["train/lr"] = config.optim.lr * fraction_at(state.step - 1, config, run.plan)
             record |= reporter.step_metrics(state.step, run.loader)
-    with reporter.watch.pause() if evaluating or saving or sampling else contextlib.nullcontext():
+    pausing = evaluating or saving or sampling
+    with reporter.watch.pause() if pausing else contextlib.nullcontext():
         if evaluating:
             state.awaits_evaluation = {**record}
         elif record:
@@ -317,13 +323,34 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     return stopping
 
 
+def complete_step(run: Training, stop: StopSignal) -> bool:
+    """Evaluate and sample the step that a run resumes from, if the launch before it did not.
+
+    Returns whether the run must stop again.
+    """
+    state = run.state
+    if run.config.checkpoint.keep_best and state.best_step == state.step:
+        run.writer.name_best(state)  # a kill may have come before
+    last = state.step == run.plan.last_step
+    sampling = state.step > 0 and samples_due(run.config.sample, state.step, last)
+    if sampling:
+        sampling = on_main(lambda: not run.reporter.samples_path(state.step).exists())
+    stopping = evaluate_and_sample(run, stop, sampling=sampling, saved=True)
+    stop.last_check = None  # the first step is not counted
+    return stopping
+
+
+# --------------------------------------------------------------------------- after a step
+
+
 def evaluate_and_sample(run: Training, stop: StopSignal, sampling: bool, saved: bool) -> bool:
     """Make the evaluation that the completed step awaits, and samples of it if `sampling`.
 
     Any rank's signal ends both at once on all ranks; the step is then saved, if it is not `saved`.
     Returns whether that happened.
     """
-    state, writer = run.state, run.writer
+    state = run.state
+    writer = run.writer
     try:
         if state.awaits_evaluation is not None:
             is_best = evaluate_step(run, stop) and run.config.checkpoint.keep_best
@@ -348,25 +375,27 @@ def evaluate_and_sample(run: Training, stop: StopSignal, sampling: bool, saved: 
 
 def evaluate_step(run: Training, stop: StopSignal) -> bool:
     """Evaluate the completed step and publish its record; returns whether it is the best so far."""
-    state, reporter = run.state, run.reporter
+    state = run.state
     last = state.step == run.plan.last_step
-    record = {k: math.nan if v is None else v for k, v in (state.awaits_evaluation or {}).items()}
 
     def beat(done: int, total: int) -> None:
         fault_point("evaluation")
-        reporter.evaluated(done, total)
+        run.reporter.evaluated(done, total)
         stop.check(run.writer.seconds)
 
+    record: Record = {}
+    for key, value in (state.awaits_evaluation or {}).items():
+        record[key] = math.nan if value is None else value
     record |= run.evaluation.metrics(run.gpt, run.accelerator, beat)
     if last and run.config.eval.whole_at_end:
-        record |= run.evaluation.whole_val(run.gpt, run.accelerator, beat)
+        record |= run.evaluation.whole_val_metrics(run.gpt, run.accelerator, beat)
     is_best = state.note_evaluation(record["eval/val_loss"])
-    reporter.publish(state, record)
+    run.reporter.publish(state, record)
     return is_best
 
 
 def write_samples(run: Training, stop: StopSignal) -> None:
-    """Write what the model of the completed step makes of the prompts."""
+    """Write texts that the model of the completed step continues from the prompts."""
 
     def beat(_done: int, _total: int) -> None:
         fault_point("sample")
@@ -394,17 +423,20 @@ def save(run: Training, last: bool) -> None:
     check_weights(run.gpt, run.accelerator, state.step)
     state.seconds = run.reporter.watch.elapsed()
     state.load_state_dict(run.guard.state_dict() | run.corpus.state_dict())
-    save_now = run.writer.save_last if last else run.writer.save
-    save_now(state, run.gpt, run.optimizer)
+    if last:
+        run.writer.save_last(state, run.gpt, run.optimizer)
+    else:
+        run.writer.save(state, run.gpt, run.optimizer)
 
 
 def roll_back(run: Training) -> None:
     """Return to the last good checkpoint, once, and exclude the batches that were skipped."""
+    log = run.reporter.log
     run.writer.wait()
     run.state.load_state_dict(run.guard.state_dict())
-    path, excluded = choose_rollback(run.config, run.plan, run.state, run.reporter.log)
+    path, excluded = choose_rollback(run.config, run.plan, run.state, log)
     run.loader.close()
-    run.state = restore(run.accelerator, path, run.state, run.gpt, run.optimizer, run.reporter.log)
+    run.state = restore(run.accelerator, path, run.state, run.gpt, run.optimizer, log)
     run.state.excluded = excluded
     seek(run)
     run.reporter.roll_back(run.state)

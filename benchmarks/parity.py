@@ -28,8 +28,8 @@ from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.console import run_main
 from accel_gpt.model.gpt import GPT
+from accel_gpt.prepare.ensure import ensure_data
 from accel_gpt.training.accelerator import start_accelerator
-from accel_gpt.training.setup import ensure_data
 from accel_gpt.training.terminal import Display
 
 LIMIT = 1e-4
@@ -93,11 +93,11 @@ def make_config(args: argparse.Namespace, more: list[str], folder: Path) -> Conf
 def train_both(nanogpt: Path, config: Config, steps: int) -> list[tuple[float, float]]:
     """Return our loss and nanoGPT's at every step."""
     plan = make_plan(config, 1)
-    ensure_data(config.data)
+    ensure_data(config)
     Path(config.out_dir).mkdir()
     config, accelerator = start_accelerator(config, plan)
     with Display(False, config, plan) as display:
-        run = train.start(config, plan, accelerator, display)
+        run = train.set_up(config, plan, accelerator, display)
     batches = run.corpus.loader(plan, 0, accelerator.device, 0)  # those of run.loader once more
     peer = make_peer(nanogpt, config, run.gpt)
     optim = config.optim

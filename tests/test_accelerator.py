@@ -17,7 +17,7 @@ from accel_gpt.config.optim import OptimConfig
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training import accelerator, precision
+from accel_gpt.training import accelerator, compilation, support
 from tests.conftest import QUIET, launch, tiny
 
 Arguments = Callable[..., list[str]]
@@ -48,11 +48,11 @@ def test_what_the_accelerate_config_asks_for_is_refused_by_name(
     with monkeypatch.context() as patch:
         for key, value in {**defaults, "PARALLELISM_CONFIG_TP_SIZE": "1"}.items():
             patch.setenv(key, value)
-        accelerator.check_accelerate_config()
+        support.check_accelerate_config()
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match=message):
-        accelerator.check_accelerate_config()
+        support.check_accelerate_config()
 
 
 @pytest.mark.slow
@@ -91,15 +91,15 @@ def test_what_accelerate_started_is_refused_by_name(
             distributed_type=DistributedType(kind), mixed_precision=precision,
             device=torch.device(device),
         )  # fmt: skip
-        accelerator.check_engine(started, Config(train=TrainConfig(reproducible=exact)))
+        support.check_engine(started, Config(train=TrainConfig(reproducible=exact)))
 
     started: Any = SimpleNamespace(
         distributed_type=DistributedType.NO, mixed_precision="no", device=torch.device("mps")
     )
     blocks = TrainConfig(activation_checkpointing="blocks")
-    accelerator.check_engine(started, Config(train=blocks))
+    support.check_engine(started, Config(train=blocks))
     with pytest.raises(UserError, match="blocks and the device is mps, where PyTorch recomputes"):
-        accelerator.check_engine(started, Config(train=blocks, model=ModelConfig(dropout=0.1)))
+        support.check_engine(started, Config(train=blocks, model=ModelConfig(dropout=0.1)))
     for fine in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
         check(fine, "bf16", "cuda", exact=False)
     check("MULTI_CPU", "bf16", "cpu", exact=True)
@@ -205,11 +205,11 @@ def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch
     """Where a launcher started them; srun may show each its own device."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
-    accelerator.check_devices(cpu=False)
+    support.check_devices(cpu=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    accelerator.check_devices(cpu=True)
+    support.check_devices(cpu=True)
     with pytest.raises(UserError, match=r"2 processes were started .* shows 1 devices"):
-        accelerator.check_devices(cpu=False)
+        support.check_devices(cpu=False)
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
@@ -264,12 +264,12 @@ def test_what_fp8_lacks_is_named(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
-    monkeypatch.setattr(accelerator, "find_spec", lambda name: object() if torchao else None)
+    monkeypatch.setattr(support, "find_spec", lambda name: object() if torchao else None)
     if message is None:
-        accelerator.check_fp8(FP8)
+        support.check_fp8(FP8)
         return
     with pytest.raises(UserError, match=message):
-        accelerator.check_fp8(FP8)
+        support.check_fp8(FP8)
 
 
 # --------------------------------------------------------------------------- compiled code
@@ -280,19 +280,19 @@ def test_a_compiled_run_keeps_its_code_where_nobody_else_writes(
 ) -> None:
     cache = tmp_path / "cache" / "accel_gpt" / "compiled"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv(precision.CACHE, "given")
-    precision.use_compile_cache()
-    assert os.environ[precision.CACHE] == "given"
+    monkeypatch.setenv(compilation.CACHE, "given")
+    compilation.use_compile_cache()
+    assert os.environ[compilation.CACHE] == "given"
     assert not cache.exists()
-    monkeypatch.delenv(precision.CACHE)
+    monkeypatch.delenv(compilation.CACHE)
     folders: list[str] = []
-    monkeypatch.setattr(GPT, "compile", lambda model: folders.append(os.environ[precision.CACHE]))
-    monkeypatch.setattr(precision, "compiler_error", lambda device: None)
+    monkeypatch.setattr(GPT, "compile", lambda model: folders.append(os.environ[compilation.CACHE]))
+    monkeypatch.setattr(compilation, "compiler_error", lambda device: None)
     assert launch(small_run(*QUIET, "--train.max_steps", "3", "--train.compile")) == 0
     assert folders == [str(cache)]
     assert cache.stat().st_mode & 0o777 == 0o700
-    monkeypatch.delenv(precision.CACHE, raising=False)
+    monkeypatch.delenv(compilation.CACHE, raising=False)
     cache.chmod(0o770)
     with pytest.raises(UserError, match="can be written by others; chmod 700 it"):
-        precision.use_compile_cache()
-    assert precision.CACHE not in os.environ
+        compilation.use_compile_cache()
+    assert compilation.CACHE not in os.environ

@@ -22,7 +22,7 @@ from accel_gpt.evals import hellaswag
 from accel_gpt.evals.hellaswag import (
     encode_question,
     ending_losses,
-    parse,
+    parse_question,
     plan_batches,
     read_questions,
     score_questions,
@@ -119,13 +119,17 @@ def by_hand(
 
 def test_texts_are_those_of_the_harness() -> None:
     for i in range(9):
-        query, endings, label = parse(question(i))
+        query, endings, label = parse_question(question(i))
         assert (query, endings) == prepared(question(i))
         assert label == i % 4
         assert "[" not in query
         assert ("The king" in query) == bool(i % 3)
     record = {"ctx": "A man [title] runs.", "endings": ["on", "off"], "label": 1}
-    assert parse(record) == ("A man. runs.", ["on", "off"], 1)  # ctx, where its parts are missing
+    assert parse_question(record) == (
+        "A man. runs.",
+        ["on", "off"],
+        1,
+    )  # ctx, where its parts are missing
 
 
 def test_the_boundary_is_where_the_tokens_of_the_text_alone_end(bpe: Tokenizer) -> None:

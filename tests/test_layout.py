@@ -26,20 +26,21 @@ LEVELS = [
     ["model"],
     ["optim"],
     ["data"],
+    ["training"],
+    ["evals"],
     ["text"],
     ["prepare"],
-    ["training"],
     ["report"],
     ["hub"],
-    ["evals"],
-    ["commands", "train"],
+    ["train"],
+    ["commands"],
     ["api"],
     ["cli"],
 ]
 # what `import accel_gpt.train` may load
 INNER = {
     *("train", "errors", "console", "files", "launcher"),
-    *("config", "cost", "model", "optim", "data", "training", "evals"),
+    *("config", "cost", "model", "optim", "data", "training", "evals", "text", "prepare", "hub"),
 }
 # each costs 0.1 to 1 s
 HEAVY = {

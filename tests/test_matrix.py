@@ -25,7 +25,7 @@ from accel_gpt.hub.export import export
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.training import accelerator as environment
-from accel_gpt.training.accelerator import FP8_CAPABILITY
+from accel_gpt.training.support import FP8_CAPABILITY
 from tests.conftest import THOROUGH, launch
 from tests.test_accelerate_configs import FOLDER, environment_of
 from tests.test_export import in_this_process  # noqa: F401 - a fixture

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from accel_gpt import train
 from accel_gpt.cost import devices
-from accel_gpt.training import precision
+from accel_gpt.training import compilation
 from tests.conftest import QUIET, launch
 
 Arguments = Callable[..., list[str]]
@@ -148,9 +148,9 @@ def test_a_long_run_is_compiled_where_a_compiler_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cpu("amx_bf16")
-    monkeypatch.setattr(precision, "estimated_seconds", lambda *_: 1000.0)
+    monkeypatch.setattr(compilation, "estimated_seconds", lambda *_: 1000.0)
     error = None if compiler == "works" else "no C++ compiler"
-    monkeypatch.setattr(precision, "compiler_error", lambda device: error)
+    monkeypatch.setattr(compilation, "compiler_error", lambda device: error)
     compiled: list[bool] = []
     monkeypatch.setattr("accel_gpt.model.gpt.GPT.compile", lambda _: compiled.append(True))
     assert launch(small_run(*AUTO, "--optim.name", "adamw", "--train.max_steps", "4")) == 0
@@ -167,14 +167,16 @@ def test_a_broken_compiler_is_one_sentence(
     requested: str, small_run: Arguments, tmp_path: Path
 ) -> None:
     script = (
-        "import sys\nfrom accel_gpt.cost import devices\nfrom accel_gpt.training import precision\n"
+        "import sys\n"
+        "from accel_gpt.cost import devices\n"
+        "from accel_gpt.training import compilation\n"
         "devices.cpu_flags = lambda: frozenset(['amx_bf16'])\n"
-        "precision.estimated_seconds = lambda *_: 1e6\n"
+        "compilation.estimated_seconds = lambda *_: 1e6\n"
         "from accel_gpt.train import main, run_main\nsys.exit(run_main(main, sys.argv[1:]))"
     )
     words = small_run("--train.compile", requested, "--train.max_steps", "4")
     words += ["--train.mixed_precision", "bf16"]
-    broken = {**os.environ, "CXX": "/bin/false", precision.CACHE: str(tmp_path / "c")}
+    broken = {**os.environ, "CXX": "/bin/false", compilation.CACHE: str(tmp_path / "c")}
     command = [sys.executable, "-c", script, *words]
     done = subprocess.run(command, env=broken, capture_output=True, text=True, check=False)
     assert done.returncode == (2 if requested == "true" else 0)

@@ -24,7 +24,8 @@ fork = multiprocessing.get_context("fork")
 PACKAGE = Path(__file__).resolve().parents[1] / "accel_gpt"
 # whose constants decide what a model computes, or what a command says it will take
 NUMERIC = ("config/depth.py", "cost", "model", "optim", "training/gradients.py")
-NUMERIC += ("training/anomalies.py", "training/accelerator.py", "data/order.py", "data/mixture.py")
+NUMERIC += ("training/anomalies.py", "training/accelerator.py", "training/compilation.py")
+NUMERIC += ("training/precision.py", "training/support.py", "data/order.py", "data/mixture.py")
 MEASURE_FAULTS = """
 import resource, sys
 import torch

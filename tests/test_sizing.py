@@ -33,10 +33,10 @@ def test_bisection_finds_the_largest_that_fits(found: set[int], limit: int) -> N
     sizes = sorted(found)
     fitting = [size for size in sizes if size <= limit]
     if fitting:
-        assert sizing.largest(sizes, lambda size: size <= limit) == fitting[-1]
+        assert sizing.largest_fitting(sizes, lambda size: size <= limit) == fitting[-1]
     else:
         with pytest.raises(UserError, match="not even 1 sequence fits"):
-            sizing.largest(sizes, lambda size: size <= limit)
+            sizing.largest_fitting(sizes, lambda size: size <= limit)
 
 
 def test_the_answer_divides_the_step_and_is_kept(
@@ -53,21 +53,21 @@ def test_the_answer_divides_the_step_and_is_kept(
         tried.append(size)
         return size <= 5
 
-    config, plan = sizing.resolve_auto_micro_batch(config, plan, accelerator, fits)
+    config, plan = sizing.resolve_micro_batch_size(config, plan, accelerator, fits)
     assert config.train.micro_batch_size == plan.micro_batch_size == 4
     assert plan.accumulation_steps == accelerator.gradient_accumulation_steps == 3
     assert set(tried) <= {1, 2, 3, 4, 6, 12}
-    line = "4 sequences a process and micro-step, the most that fit"
+    line = "4 sequences a process and micro-step: the most that fit"
     assert line in capsys.readouterr().err
 
     def again(limit: int) -> int:
         config = load_config(small_run(*AUTO, "--train.tokens_per_step", "384"), "test")
-        found, _ = sizing.resolve_auto_micro_batch(config, plan, accelerator, lambda n: n <= limit)
+        found, _ = sizing.resolve_micro_batch_size(config, plan, accelerator, lambda n: n <= limit)
         return found.train.sequences
 
     (tmp_path / "run" / "config.yaml").write_text("train: {micro_batch_size: 2}")
     assert again(limit=5) == 2
-    assert f"micro-step, as in {tmp_path / 'run' / 'config.yaml'}" in capsys.readouterr().err
+    assert f"micro-step: as in {tmp_path / 'run' / 'config.yaml'}" in capsys.readouterr().err
     assert again(limit=1) == 1  # it no longer fits
     (tmp_path / "run" / "config.yaml").write_text("train: {micro_batch_size: 5}")
     assert again(limit=5) == 4  # it no longer divides the step
@@ -174,7 +174,7 @@ def fits(size):
         return True
     except MemoryError:
         return False
-config, plan = sizing.resolve_auto_micro_batch(config, make_plan(config, 2), accelerator, fits)
+config, plan = sizing.resolve_micro_batch_size(config, make_plan(config, 2), accelerator, fits)
 assert accelerator.gradient_accumulation_steps == plan.accumulation_steps
 sys.stdout.write(f"{rank} {plan.micro_batch_size} {plan.accumulation_steps}\\n")
 accelerator.end_training()

@@ -28,11 +28,13 @@ from accel_gpt.cost.forecast import evaluation_count, evaluation_hours
 from accel_gpt.errors import UserError, require
 from accel_gpt.hub.pretrained import check_initial_tokenizer
 from accel_gpt.launcher import child_error, is_main, run_child, world_size
+from accel_gpt.prepare.ensure import ensure_data
 from accel_gpt.train import Training
-from accel_gpt.training.accelerator import resolve_auto, start_accelerator, start_processes
+from accel_gpt.training.accelerator import start_accelerator, start_processes
+from accel_gpt.training.auto_batch import resolve_micro_batch_size
+from accel_gpt.training.compilation import resolve_compile
 from accel_gpt.training.machine import code_versions, describe_machine, memory_gb
 from accel_gpt.training.ranks import peers
-from accel_gpt.training.setup import ensure_data
 from accel_gpt.training.stopping import die_with_launcher
 from accel_gpt.training.terminal import Display
 
@@ -70,9 +72,10 @@ def bench(options: BenchCommand) -> Report | None:
         start_processes(measured)
         ensure_data(config, stdout=sys.stderr)  # the report alone goes to standard output
         measured, accelerator = start_accelerator(measured, plan)
-        measured, plan = resolve_auto(measured, plan, accelerator)
+        measured, plan = resolve_micro_batch_size(measured, plan, accelerator)
+        measured = resolve_compile(measured, plan)
         with Display(False, measured, plan) as display:
-            training = train.start(measured, plan, accelerator, display)
+            training = train.set_up(measured, plan, accelerator, display)
         with contextlib.closing(training.loader), contextlib.closing(training.writer):
             report = measure_steps(options, training)
         report |= whole_run(config, training, run_steps, report["tokens_per_second"])

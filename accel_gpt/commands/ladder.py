@@ -27,11 +27,11 @@ from accel_gpt.cost.scaling_fit import NoLawError, fit_law, law_terms
 from accel_gpt.data.planning import data_folders, split_tokens, vocabulary_size
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
+from accel_gpt.prepare.ensure import ensure_data
 from accel_gpt.report.page import build_page
 from accel_gpt.report.plots import ladder_png
 from accel_gpt.report.runs import open_runs
 from accel_gpt.training.run_folder import RunFolder
-from accel_gpt.training.setup import ensure_data
 
 NAME = re.compile(r"depth_(\d+)_ratio_(\d+(?:\.\d+)?(?:e-?\d+)?)(?:_seed_(\d+))?")
 FEWEST = 3  # rungs

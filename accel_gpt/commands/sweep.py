@@ -24,10 +24,10 @@ from accel_gpt.console import table, write_out
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import read_json, write_file
 from accel_gpt.hub.pretrained import inherit
+from accel_gpt.prepare.ensure import ensure_data
 from accel_gpt.report.page import build_page
 from accel_gpt.report.runs import open_runs
 from accel_gpt.training.run_folder import RunFolder, locked
-from accel_gpt.training.setup import ensure_data
 
 MOST_LETTERS = 200  # of the name of a folder, of which file systems take 255
 MOST_CURVES = 16  # runs that the report draws, of the best settings

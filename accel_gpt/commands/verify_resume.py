@@ -32,9 +32,9 @@ from accel_gpt.console import exit_on_sigterm, table, write_err
 from accel_gpt.errors import AccelGPTError
 from accel_gpt.files import write_file
 from accel_gpt.launcher import launch_child
+from accel_gpt.prepare.ensure import ensure_data
 from accel_gpt.training.checkpoint import find_checkpoint
 from accel_gpt.training.run_folder import RunFolder
-from accel_gpt.training.setup import ensure_data
 
 LAST_LINES = 30  # of a launch that failed; torchrun adds some 20 to the trainer's
 TOLERANCE = 1e-3  # relative, of losses on several numbers of processes; assumption

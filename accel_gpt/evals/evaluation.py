@@ -1,7 +1,6 @@
 """All metrics of an evaluation: the loss of both splits, HellaSwag."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
 
@@ -9,11 +8,9 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.sources import is_url, train_paths, val_paths
 from accel_gpt.errors import require
+from accel_gpt.evals.hellaswag import Questions, read_questions, score_questions
 from accel_gpt.evals.validation import Beat, check_evaluated, evaluate_splits, no_beat
 from accel_gpt.model.gpt import GPT
-
-if TYPE_CHECKING:
-    from accel_gpt.evals.hellaswag import Questions
 
 
 @dataclass(frozen=True)
@@ -22,30 +19,31 @@ class Evaluation:
 
     corpus: Corpus
     batch_size: int  # sequences of block_size tokens per rank and forward pass
-    questions: "Questions" = ()  # of HellaSwag
+    questions: Questions = ()  # of HellaSwag
 
     def metrics(
         self, model: GPT, accelerator: Accelerator, beat: Beat = no_beat
     ) -> dict[str, float]:
-        """Return the eval/ metrics of a model; a collective. `beat` is called before each batch."""
-        found = evaluate_splits(model, self.corpus, accelerator, self.batch_size, beat)
+        """Compute the eval/ metrics of a model; a collective. Each batch calls `beat`."""
+        metrics = evaluate_splits(model, self.corpus, accelerator, self.batch_size, beat)
         if self.questions:
-            from accel_gpt.evals.hellaswag import score_questions
+            metrics |= score_questions(model, self.questions, accelerator, self.batch_size, beat)
+        return metrics
 
-            found |= score_questions(model, self.questions, accelerator, self.batch_size, beat)
-        return found
-
-    def whole_val(
+    def whole_val_metrics(
         self, model: GPT, accelerator: Accelerator, beat: Beat = no_beat
     ) -> dict[str, float]:
-        """The eval/whole_val metrics, over all tokens of the val split; a collective."""
+        """Compute the eval/whole_val metrics, over all tokens of the val split; a collective."""
         val = tuple(replace(part, tokens=None) for part in self.corpus.evaluated["val"])
         whole = replace(self.corpus, evaluated={"whole_val": val})
         return evaluate_splits(model, whole, accelerator, self.batch_size, beat)
 
 
 def open_evaluation(config: Config, corpus: Corpus) -> Evaluation:
-    """Open what the config evaluates on; raises now for bad data or questions, not when due."""
+    """Open the splits and questions that the config evaluates on.
+
+    Raises `UserError` for bad data or questions now, not when an evaluation is due.
+    """
     if config.eval.whole_at_end:
         val = val_paths(config.data) or train_paths(config.data)
         require(
@@ -56,8 +54,10 @@ def open_evaluation(config: Config, corpus: Corpus) -> Evaluation:
     check_evaluated(corpus, config.model.block_size)
     questions: Questions = ()
     if config.eval.hellaswag is not None:
-        from accel_gpt.evals.hellaswag import read_questions
-
-        path, limit = config.eval.hellaswag, config.eval.hellaswag_limit
-        questions = read_questions(path, corpus.tokenizer, config.model.block_size, limit)
-    return Evaluation(corpus, config.train.sequences, questions)
+        questions = read_questions(
+            path=config.eval.hellaswag,
+            tokenizer=corpus.tokenizer,
+            block_size=config.model.block_size,
+            limit=config.eval.hellaswag_limit,
+        )
+    return Evaluation(corpus=corpus, batch_size=config.train.sequences, questions=questions)

@@ -10,9 +10,9 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from accelerate import Accelerator
 
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.errors import DataError, UserError, first_line, require
 from accel_gpt.evals.validation import Batch, Beat, no_beat, score_sequences
 from accel_gpt.model.gpt import GPT
 
@@ -31,12 +31,12 @@ SHORTEST = 32  # tokens to which a sequence is padded at least; assumption: shor
 
 @dataclass(frozen=True)
 class Question:
-    """A text, its endings and which is right."""
+    """A text, its endings and the number of the right one."""
 
-    # with each ending at most block_size + 1 tokens, and how many of them are the ending's
+    # text and ending as at most block_size + 1 tokens, and how many of these are the ending's
     sequences: tuple[tuple[list[int], int], ...]
     lengths: tuple[int, ...]  # characters of each ending
-    label: int
+    label: int  # from 0
 
 
 Questions = tuple[Question, ...]
@@ -48,14 +48,16 @@ Questions = tuple[Question, ...]
 def read_questions(
     path: str, tokenizer: Tokenizer, block_size: int, limit: int | None = None
 ) -> Questions:
-    """The questions of a JSONL file or a Hub data set (its validation split), or its first.
+    """Read the questions of a JSONL file or of a Hub data set, or the first `limit` of them.
 
-    Raises `DataError` naming the line that is not a question, or does not fit the model.
+    Of a data set the validation split is read. Raises `DataError`, with the line, for a record that
+    is not a question or does not fit the model.
     """
     found = []
     for where, record in islice(read_records(path), limit):
         try:
-            found.append(encode_question(*parse(record), tokenizer, block_size))
+            query, endings, label = parse_question(record)
+            found.append(encode_question(query, endings, label, tokenizer, block_size))
         except ValueError as error:
             raise DataError(f"{where}: {error}") from None
     if not found:
@@ -64,59 +66,79 @@ def read_questions(
 
 
 def read_records(path: str) -> Iterator[tuple[str, Any]]:
-    """The name of each line or row, and its content: a JSON text or an object."""
+    """Yield the name of each line or row, and its content: a JSON text or an object."""
     file = Path(path).expanduser()
     if file.exists() or path.endswith((".jsonl", ".json")):
-        try:
-            with file.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        yield f"{path} line {number}", line
-        except OSError as error:
-            raise UserError(f"eval.hellaswag {path} cannot be read: {error.strerror}") from None
-        return
+        return read_jsonl_lines(path, file)
+    return read_hub_rows(path)
+
+
+def read_jsonl_lines(path: str, file: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the JSON text of each line of a file; `path` is its name in messages."""
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{path} line {number}", line
+    except OSError as error:
+        raise UserError(f"eval.hellaswag {path} cannot be read: {error.strerror}") from None
+
+
+def read_hub_rows(name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the content of each row in the validation split of a Hub data set."""
     try:
         import datasets
     except ImportError:
         raise UserError(
-            f"eval.hellaswag {path} is no file, and to read it from the Hub takes the package "
+            f"eval.hellaswag {name} is no file, and to read it from the Hub takes the package "
             "datasets; pip install datasets"
         ) from None
-    from accel_gpt.config.data import PrepareConfig
-    from accel_gpt.text.hub import hub_sentence
-
     try:
-        rows = datasets.load_dataset(path, split="validation")
+        rows = datasets.load_dataset(name, split="validation")
     except Exception as error:  # of datasets, pyarrow, fsspec, huggingface_hub, httpx
-        source = PrepareConfig(source="dataset", dataset=path, dataset_split="validation")
-        raise UserError(f"eval.hellaswag is no file; {hub_sentence(source, error)}") from None
+        raise UserError(
+            f"eval.hellaswag {name} is no file, and the data set could not be read from the Hub "
+            f"({type(error).__name__}: {first_line(error)}); check its name, your login and the "
+            "network"
+        ) from None
     for number, row in enumerate(rows):
-        yield f"{path} row {number}", row
+        yield f"{name} row {number}", row
 
 
-def parse(record: Any) -> tuple[str, list[str], int]:
-    """Text, endings and label of a question, cleaned as lm-evaluation-harness does.
+def parse_question(record: Any) -> tuple[str, list[str], int]:
+    """Return text, endings and label of a question, cleaned as lm-evaluation-harness does.
 
-    `ctx` stands in for ctx_a, ctx_b and activity_label where these are missing.
+    `ctx` stands in for ctx_a, ctx_b and activity_label if these are missing. Raises `ValueError`
+    for a record that is not a question.
     """
     if isinstance(record, bytes):
         record = json.loads(record)
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-        named, a, b = (record.get(key) for key in ("activity_label", "ctx_a", "ctx_b"))
-        whole = all(isinstance(text, str) for text in (named, a, b))
-        query = remove_artifacts(f"{named}: {a} {b.capitalize()}" if whole else record["ctx"])
-        texts, label = record["endings"], int(str(record["label"]))
-        enough = isinstance(texts, list) and len(texts) > 1 and all(texts)
-        if enough and query.strip() and 0 <= label < len(texts):
-            return query, [remove_artifacts(text) for text in texts], label
+        query = remove_artifacts(question_text(record))
+        endings = record["endings"]
+        label = int(str(record["label"]))
+        has_endings = isinstance(endings, list) and len(endings) > 1 and all(endings)
+        if has_endings and query.strip() and 0 <= label < len(endings):
+            return query, [remove_artifacts(ending) for ending in endings], label
     raise ValueError(
         "not a question; expected an object with the texts ctx_a, ctx_b and activity_label, or "
         "ctx, a list of texts `endings`, and `label`, the number of the right one, from 0"
     )
 
 
+def question_text(record: Mapping[str, Any]) -> str:
+    """Return the text before the endings: activity, ctx_a and ctx_b, or else ctx."""
+    activity = record.get("activity_label")
+    first = record.get("ctx_a")
+    second = record.get("ctx_b")
+    if isinstance(activity, str) and isinstance(first, str) and isinstance(second, str):
+        return f"{activity}: {first} {second.capitalize()}"
+    text: str = record["ctx"]
+    return text
+
+
 def remove_artifacts(text: str) -> str:
-    """`text` without what WikiHow's pages left in it."""
+    """Return `text` without the markup that WikiHow's pages left in it."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -124,24 +146,25 @@ def remove_artifacts(text: str) -> str:
 def encode_question(
     query: str, endings: Sequence[str], label: int, tokenizer: Tokenizer, block_size: int
 ) -> Question:
-    """A question as tokens; `UserError` where an ending does not fit the model.
+    """Encode a question as tokens; raises `UserError` if an ending does not fit the model.
 
     Query and ending are encoded as one text: the tokens beyond as many as the query alone has are
     the ending's, spaces at the end of the query among them. A text that is too long loses its
     beginning.
     """
-    before = len(tokenizer.encode(query.rstrip()))
+    query_tokens = len(tokenizer.encode(query.rstrip()))
     sequences = []
     for ending in endings:
         tokens = tokenizer.encode(f"{query} {ending}")
-        count = len(tokens) - before
+        count = len(tokens) - query_tokens
         require(
             0 < count <= block_size,
             f"an ending of {count:,} tokens ({ending[:40]!r}); the model reads 1 to "
             f"{block_size:,}, model.block_size",
         )
         sequences.append((tokens[-(block_size + 1) :], count))
-    return Question(tuple(sequences), tuple(map(len, endings)), label)
+    lengths = tuple(len(ending) for ending in endings)
+    return Question(sequences=tuple(sequences), lengths=lengths, label=label)
 
 
 # --------------------------------------------------------------------------- scoring
@@ -154,22 +177,29 @@ def score_questions(
     batch_size: int,
     beat: Beat = no_beat,
 ) -> dict[str, float]:
-    """`acc` and `acc_norm` with their standard errors; a collective without random numbers.
+    """Compute `acc` and `acc_norm` with their standard errors.
 
-    acc: the right ending has the largest log-likelihood; acc_norm: the largest per character.
-    `batch_size`: sequences of block_size tokens per rank and forward pass, of shorter ones more.
+    A collective without random numbers. acc: the right ending has the largest log-likelihood;
+    acc_norm: the largest per character. `batch_size`: sequences of block_size tokens per rank and
+    forward pass, of shorter ones more.
     """
     nats = ending_losses(model, questions, accelerator, batch_size, beat)
-    ends = np.cumsum([len(question.sequences) for question in questions])[:-1]
-    right = np.zeros(2)
-    for question, losses in zip(questions, np.split(nats, ends), strict=True):
+    right = 0
+    right_per_character = 0
+    first = 0
+    for question in questions:
+        losses = nats[first : first + len(question.sequences)]
+        first += len(question.sequences)
         lengths = np.array(question.lengths)
         per_character = np.where(lengths > 0, losses / np.maximum(lengths, 1), math.inf)
-        right += [losses.argmin() == question.label, per_character.argmin() == question.label]
-    metrics, count = {}, len(questions)
-    for name, p in zip(("acc", "acc_norm"), (right / count).tolist(), strict=True):
-        metrics[f"eval/hellaswag_{name}"] = p
+        right += int(losses.argmin() == question.label)
+        right_per_character += int(per_character.argmin() == question.label)
+    metrics = {}
+    count = len(questions)
+    for name, number in (("acc", right), ("acc_norm", right_per_character)):
+        p = number / count
         error = math.sqrt(p * (1 - p) / (count - 1)) if count > 1 else math.nan
+        metrics[f"eval/hellaswag_{name}"] = p
         metrics[f"eval/hellaswag_{name}_se"] = error
     return metrics
 
@@ -181,31 +211,39 @@ def ending_losses(
     batch_size: int,
     beat: Beat = no_beat,
 ) -> npt.NDArray[np.float64]:
-    """(R,) -log-likelihood of each ending of each question in nats; a collective."""
+    """Compute the -log-likelihood of each ending of each question in nats, (R,); a collective."""
     sequences = [sequence for question in questions for sequence in question.sequences]
     for tokens, _ in sequences:
         rows = np.array(tokens)[None]
         check_tokens(rows, model.vocab_size, lambda _: ("eval.hellaswag", 0))
     lengths = [len(tokens) - 1 for tokens, _ in sequences]
-    batches = plan_batches(lengths, batch_size, model.config.block_size)
-    sizes = np.zeros(model.vocab_size)
-    return score_sequences(model, batches, sequences.__getitem__, accelerator, sizes, beat=beat)[
-        :, 0
-    ]
+    table = score_sequences(
+        model=model,
+        batches=plan_batches(lengths, batch_size, model.config.block_size),
+        read=sequences.__getitem__,
+        accelerator=accelerator,
+        token_bytes=np.zeros(model.vocab_size),
+        beat=beat,
+    )
+    return table[:, 0]
 
 
 def plan_batches(lengths: Sequence[int], batch_size: int, block_size: int) -> list[Batch]:
-    """Sequences of about equal length together, all batches of one length in one shape.
+    """Put sequences of about equal length together, all batches of one length in one shape.
 
     Lengths are block_size halved and halved again, so that a compiled model sees few shapes; a
     batch holds as many tokens at each.
     """
-    sizes = [block_size]
-    while sizes[0] % 2 == 0 and sizes[0] // 2 >= SHORTEST:
-        sizes.insert(0, sizes[0] // 2)
-    found: list[Batch] = []
-    order = sorted(range(len(lengths)), key=lambda number: lengths[number])
-    for T, group in groupby(order, lambda number: next(s for s in sizes if s >= lengths[number])):
-        numbers, B = list(group), max(1, batch_size * block_size // T)
-        found += [(numbers[i : i + B], B, T) for i in range(0, len(numbers), B)]
-    return found
+    padded_lengths = [block_size]
+    while padded_lengths[0] % 2 == 0 and padded_lengths[0] // 2 >= SHORTEST:
+        padded_lengths.insert(0, padded_lengths[0] // 2)
+    batches: list[Batch] = []
+    shortest_first = sorted(range(len(lengths)), key=lambda number: lengths[number])
+    shorter = -1  # the padded length before T
+    for T in padded_lengths:
+        numbers = [number for number in shortest_first if shorter < lengths[number] <= T]
+        B = max(1, batch_size * block_size // T)
+        for first in range(0, len(numbers), B):
+            batches.append((numbers[first : first + B], B, T))
+        shorter = T
+    return batches

@@ -6,7 +6,7 @@ Reads the data that a config names. Writes nothing.
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,22 +17,23 @@ from accelerate import Accelerator
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.console import EvaluationProgress, ProgressLine, write_err, write_out
-from accel_gpt.data.corpus import document_end, eval_splits, open_corpus
+from accel_gpt.data.corpus import Corpus, document_end, eval_splits, open_corpus
 from accel_gpt.data.sources import open_sources
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import require
 from accel_gpt.evals.evaluation import open_evaluation
 from accel_gpt.evals.hellaswag import Questions, read_questions, score_questions
-from accel_gpt.evals.validation import evaluate_source
-from accel_gpt.hub.load import load_pretrained, open_initial_weights
+from accel_gpt.evals.validation import Beat, evaluate_source
 from accel_gpt.launcher import is_main
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.accelerator import requested_precision, set_up_model, start_processes
+from accel_gpt.training.accelerator import set_up_model, start_processes
 from accel_gpt.training.checkpoint import find_checkpoint, read_state
-from accel_gpt.training.precision import resolve_precision
+from accel_gpt.training.precision import requested_precision, resolve_precision
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps
-from accel_gpt.training.setup import ensure_data
 
+# `hub.load.load_pretrained` and `hub.load.open_initial_weights`, which this room does not import
+LoadCheckpoint = Callable[[str], tuple[GPT, Tokenizer]]
+OpenWeights = Callable[[Config, Corpus, Callable[[str], None]], Callable[[GPT], None]]
 # by the precision of training; fp8 is for training alone
 EVALUATED_IN: Mapping[str, Literal["no", "bf16", "fp16"]] = MappingProxyType(
     {"no": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
@@ -56,16 +57,14 @@ def start_evaluation(config: Config, run: Path | None) -> Accelerator:
     """
     precision = config.train.mixed_precision or launched_precision(run)
     train = replace(config.train, mixed_precision=precision)
-    config = replace(config, train=train)
     # train.reproducible takes one thread, which training alone needs
     state = start_processes(replace(config, train=replace(train, reproducible=False)))
-    if precision == "auto":
-        config = resolve_precision(config)
-    cpu = state.device.type == "cpu"
+    config = resolve_precision(replace(config, train=train))
+    on_cpu = state.device.type == "cpu"
     evaluated_in = EVALUATED_IN.get(requested_precision(config))
-    if cpu and evaluated_in == "fp16":
+    if on_cpu and evaluated_in == "fp16":
         evaluated_in = "no"
-    return Accelerator(cpu=cpu, mixed_precision=evaluated_in)
+    return Accelerator(cpu=on_cpu, mixed_precision=evaluated_in)
 
 
 def launched_precision(run: Path | None) -> Literal["no", "bf16", "fp16"] | None:
@@ -78,6 +77,55 @@ def launched_precision(run: Path | None) -> Literal["no", "bf16", "fp16"] | None
 def batch_size_of(train: TrainConfig) -> int:
     """Return the number of sequences per process and forward pass; a guess for auto."""
     return BATCH_SIZE if train.micro_batch_size == "auto" else train.micro_batch_size
+
+
+def evaluate_only(
+    config: Config,
+    accelerator: Accelerator,
+    load_checkpoint: LoadCheckpoint,
+    open_weights: OpenWeights,
+) -> int:
+    """Print the metrics of the newest checkpoint of a run, or of the model of `model.init_from`.
+
+    For `eval.only`, after `start_evaluation`. Writes nothing into the folder of the run. Returns
+    the exit code.
+    """
+    out = Path(config.out_dir)
+    step = 0
+    if checkpoint_steps(out / "checkpoints"):
+        checkpoint = find_checkpoint(out)
+        step = read_state(checkpoint).step
+        model, tokenizer = load_checkpoint(str(checkpoint))
+        model = model.to(accelerator.device)
+    else:
+        require(
+            config.model.init_from != "scratch",
+            f"eval.only is true but {out} holds no checkpoint and model.init_from is scratch, so "
+            "there is nothing to evaluate; name a run that has one, or other weights",
+        )
+        corpus = open_corpus(config)
+        tokenizer = corpus.tokenizer
+        load_weights = open_weights(config, corpus, write_err)
+        model = GPT.allocate(config.model, corpus.vocab_size, accelerator.device)
+        load_weights(model)
+    set_up_model(model, config.train)
+    metrics = evaluate_model(
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        accelerator=accelerator,
+        name=str(out),
+    )
+    accelerator.end_training()
+    if is_main():
+        report = Report(
+            name=str(out),
+            step=step,
+            precision=accelerator.mixed_precision,
+            metrics=metrics,
+        )
+        write_out(report.as_table())
+    return 0
 
 
 def evaluate_model(
@@ -113,19 +161,7 @@ def evaluate_model(
         )
     metrics: dict[str, float] = {}
     if data is not None:
-        (source,) = open_sources([Weighted(data)], "val", config.data)
-        source.tokenizer.require_same(tokenizer, "the data", name)
-        (part,) = eval_splits([source], config.eval.tokens, named=True)
-        score = evaluate_source(
-            model=model,
-            source=part,
-            accelerator=accelerator,
-            batch_size=batch_size,
-            tokenizer=tokenizer,
-            document_end=document_end(config.data, tokenizer),
-            beat=beat,
-        )
-        metrics |= score.metrics("val", source.name)
+        metrics |= evaluate_folder(model, tokenizer, config, accelerator, name, data, beat)
     elif config.data.train:
         losses_only = replace(config, eval=replace(config.eval, hellaswag=None))
         corpus = open_corpus(losses_only)
@@ -133,49 +169,36 @@ def evaluate_model(
         evaluation = open_evaluation(losses_only, corpus)
         metrics |= evaluation.metrics(model, accelerator, beat)
         if config.eval.whole_at_end:
-            metrics |= evaluation.whole_val(model, accelerator, beat)
+            metrics |= evaluation.whole_val_metrics(model, accelerator, beat)
     if questions:
         metrics |= score_questions(model, questions, accelerator, batch_size, beat)
     line.clear()
     return metrics
 
 
-def evaluate_only(config: Config) -> int:
-    """Print the metrics of the newest checkpoint of a run, or of the model of `model.init_from`.
-
-    Writes nothing into the folder of the run. Returns the exit code.
-    """
-    out = Path(config.out_dir)
-    accelerator = start_evaluation(config, out)
-    ensure_data(config)
-    step = 0
-    if checkpoint_steps(out / "checkpoints"):
-        checkpoint = find_checkpoint(out)
-        step = read_state(checkpoint).step
-        model, tokenizer = load_pretrained(str(checkpoint), device=accelerator.device)
-    else:
-        require(
-            config.model.init_from != "scratch",
-            f"eval.only is true but {out} holds no checkpoint and model.init_from is scratch, so "
-            "there is nothing to evaluate; name a run that has one, or other weights",
-        )
-        corpus = open_corpus(config)
-        tokenizer = corpus.tokenizer
-        load = open_initial_weights(config, corpus, write_err)
-        model = GPT.allocate(config.model, corpus.vocab_size, accelerator.device)
-        load(model)
-    set_up_model(model, config.train)
-    metrics = evaluate_model(
+def evaluate_folder(
+    model: GPT,
+    tokenizer: Tokenizer,
+    config: Config,
+    accelerator: Accelerator,
+    name: str,
+    data: str,
+    beat: Beat,
+) -> dict[str, float]:
+    """Compute the loss over the val split of the folder or URL `data`; a collective."""
+    (source,) = open_sources([Weighted(data)], "val", config.data)
+    source.tokenizer.require_same(tokenizer, "the data", name)
+    (part,) = eval_splits([source], config.eval.tokens, named=True)
+    score = evaluate_source(
         model=model,
-        tokenizer=tokenizer,
-        config=config,
+        source=part,
         accelerator=accelerator,
-        name=str(out),
+        batch_size=batch_size_of(config.train),
+        tokenizer=tokenizer,
+        document_end=document_end(config.data, tokenizer),
+        beat=beat,
     )
-    accelerator.end_training()
-    if is_main():
-        write_out(Report(str(out), step, accelerator.mixed_precision, metrics).as_table())
-    return 0
+    return score.metrics("val", source.name)
 
 
 # --------------------------------------------------------------------------- showing

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import DivergedError
 from accel_gpt.model.sharding import is_sharded, local_shard
-from accel_gpt.training.accelerator import REPLICATED
+from accel_gpt.training.support import REPLICATED
 
 SPIKE_WINDOW = 128  # steps; OLMo 2 (2025), whose trainer looks at as many
 NORM_TOLERANCE = 1e-5  # of norms of the same float32 weights on two kinds of processors: assumption

@@ -2,17 +2,15 @@
 
 On CUDA each size is tried on the device, on a CPU it is computed by `cost/`. Each rank tries by
 itself, and only then do the ranks compare: none waits for one that ran out of memory. The answer is
-kept in `config.yaml` of the run, and a resume keeps it where it still fits.
+kept in `config.yaml` of the run, and a resume keeps it if it still fits.
 """
 
 import contextlib
 import gc
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import torch
 from accelerate import Accelerator
 
@@ -24,70 +22,85 @@ from accel_gpt.errors import require
 from accel_gpt.launcher import local_world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training.accelerator import REPLICATED, set_up_model
-from accel_gpt.training.precision import earlier_choice
+from accel_gpt.training.accelerator import set_up_model
+from accel_gpt.training.auto import earlier_choice, report_choice
 from accel_gpt.training.ranks import all_gather, on_main
+from accel_gpt.training.support import REPLICATED
 
 CUDA_SHARE = 0.94  # of the device for the trial; the rest for NCCL and holes: assumption
 CPU_SHARE = 0.8  # of the memory that is available, for the system and its cache: assumption
-Fits = Callable[[int], bool]
+CGROUPS = Path("/sys/fs/cgroup")  # Linux, version 2
+Fits = Callable[[int], bool]  # whether so many sequences fit this rank
 
 
-def resolve_auto_micro_batch(
+def resolve_micro_batch_size(
     config: Config, plan: Plan, accelerator: Accelerator, fits: Fits | None = None
 ) -> tuple[Config, Plan]:
-    """`config` and `plan` with the micro-batch size that was found in place of auto; a collective.
+    """Replace `train.micro_batch_size: auto` by the size that was found; a collective.
 
-    `fits` returns whether so many sequences fit this rank, without the others. Raises `UserError`
-    on all ranks where not even one does.
+    `fits` stands in for the trial of a size on this rank. Raises `UserError` on all ranks if not
+    even one sequence fits.
     """
-    kind, world = accelerator.distributed_type, accelerator.num_processes
+    if config.train.micro_batch_size != "auto":
+        return config, plan
+    kind = accelerator.distributed_type
     require(
         kind in REPLICATED,
         f"train.micro_batch_size is auto but the accelerate config asks for {kind.value}, whose "
         "share of memory a trial on one device does not show; give a number",
     )
-    sizes = fitting_sizes(config, world)[::-1]
-    fits = fits or make_fits(config, open_corpus(config).vocab_size, accelerator)
-    size, where = on_main(lambda: earlier_choice(config, "train.micro_batch_size")) or (0, "")
-    how = f"as in {where}"
-    if size not in sizes or not all(all_gather(fits(size))):
-        size, how = largest(sizes, fits), "the most that fit"
+    world_size = accelerator.num_processes
+    sizes = sorted(fitting_sizes(config, world_size))
+    if fits is None:
+        fits = make_fits(config, open_corpus(config).vocab_size, accelerator)
+    earlier = on_main(lambda: earlier_choice(config, "train.micro_batch_size"))
+    if earlier and earlier[0] in sizes and all(all_gather(fits(earlier[0]))):
+        size = earlier[0]
+        reason = f"as in {earlier[1]}"
+    else:
+        size = largest_fitting(sizes, fits)
+        reason = "the most that fit"
     config = with_size(config, size)
-    plan = make_plan(config, world)
+    plan = make_plan(config, world_size)
     accelerator.gradient_accumulation_steps = plan.accumulation_steps
-    if accelerator.is_main_process and config.log.level == "info":
-        sys.stderr.write(f"auto     {plural(size, 'sequence')} a process and micro-step, {how}\n")
+    report_choice(config, f"{plural(size, 'sequence')} a process and micro-step", reason)
     return config, plan
 
 
-def largest(sizes: Sequence[int], fits: Fits) -> int:
-    """The largest of `sizes`, ascending, that fits all ranks; a collective.
+def largest_fitting(sizes: Sequence[int], fits: Fits) -> int:
+    """Return the largest of `sizes`, ascending, that fits all ranks; a collective.
 
-    By bisection: what fits is taken to fit with fewer sequences, too.
+    By bisection: if a size fits, smaller sizes are taken to fit too.
     """
-    low, high = -1, len(sizes)  # the last known to fit, the first known not to
-    while high - low > 1:
-        middle = (low + high) // 2
+    fitting = -1  # index of the largest size known to fit
+    too_large = len(sizes)  # index of the smallest size known not to fit
+    while too_large - fitting > 1:
+        middle = (fitting + too_large) // 2
         if all(all_gather(fits(sizes[middle]))):
-            low = middle
+            fitting = middle
         else:
-            high = middle
+            too_large = middle
     require(
-        low >= 0,
+        fitting >= 0,
         "train.micro_batch_size is auto but not even 1 sequence fits the memory; lower "
         "model.block_size, or set train.activation_checkpointing to blocks",
     )
-    return sizes[low]
+    return sizes[fitting]
 
 
 def make_fits(config: Config, vocab_size: int, accelerator: Accelerator) -> Fits:
-    """Whether so many sequences fit this rank: tried on CUDA, computed on a CPU."""
+    """Return the trial of a size: on CUDA a step on the device, on a CPU arithmetic."""
     if accelerator.device.type == "cuda":
         return lambda size: fits_cuda(with_size(config, size), vocab_size, accelerator)
-    world, precision = accelerator.num_processes, accelerator.mixed_precision
     available = available_memory()
-    machine = Machine(world, None, available, False, precision, "accelerate")
+    machine = Machine(
+        devices=accelerator.num_processes,
+        gpu=None,
+        memory=available,
+        sharded=False,
+        precision=accelerator.mixed_precision,
+        precision_source="accelerate",
+    )
 
     def fits(size: int) -> bool:
         return footprint(with_size(config, size), vocab_size, machine).total <= available
@@ -96,24 +109,33 @@ def make_fits(config: Config, vocab_size: int, accelerator: Accelerator) -> Fits
 
 
 def available_memory() -> float:
-    """Bytes that this rank may use: those that the machine has, and that control groups leave, as
-    in containers and Slurm jobs (Linux, version 2), divided by the machine's ranks.
+    """Return the bytes that this rank may use: its share of the memory that the machine has left.
+
+    Control groups, as in containers and Slurm jobs, may leave less.
     """
-    least: float = psutil.virtual_memory().available
-    root = Path("/sys/fs/cgroup")
+    import psutil  # 6 ms, which other runs need not wait for
+
+    available: float = min(psutil.virtual_memory().available, memory_left_by_cgroups())
+    own: float = psutil.Process().memory_info().rss  # the arithmetic counts the imports too
+    return CPU_SHARE * (available / local_world_size() + own)
+
+
+def memory_left_by_cgroups() -> float:
+    """Return the bytes that the limits of this process's control groups leave; inf if none."""
+    left = float("inf")
     with contextlib.suppress(OSError):
-        own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
-        for folder in (root / own, *(root / own).parents):
+        name = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
+        own = CGROUPS / name.lstrip("/")
+        for folder in (own, *own.parents):
             with contextlib.suppress(OSError, ValueError):  # no such file, no limit: max
                 limit = int((folder / "memory.max").read_text())
-                least = min(least, limit - int((folder / "memory.current").read_text()))
-    mine = psutil.Process().memory_info().rss  # the arithmetic counts what is imported
-    available: float = CPU_SHARE * (least / local_world_size() + mine)
-    return available
+                used = int((folder / "memory.current").read_text())
+                left = min(left, limit - used)
+    return left
 
 
 def fits_cuda(config: Config, vocab_size: int, accelerator: Accelerator) -> bool:
-    """Whether a step and an evaluation of `config` run on this device; leaves nothing there."""
+    """Try whether a step and an evaluation of `config` run on this device; leave nothing there."""
     # of the current device: without a launcher, the accelerator's has no index, and is refused
     torch.cuda.set_per_process_memory_fraction(CUDA_SHARE)
     try:
@@ -129,19 +151,21 @@ def fits_cuda(config: Config, vocab_size: int, accelerator: Accelerator) -> bool
 
 
 def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
-    """Two micro-steps, an update and an evaluation of a model of its own, without other ranks.
+    """Make two micro-steps, an update and an evaluation of a new model, without other ranks.
 
     Not compiled: that would take minutes a size, and a compiled step takes less.
     """
-    device, size = accelerator.device, config.train.sequences
+    device = accelerator.device
+    batch_size = config.train.sequences
     gpt = GPT.allocate(config.model, vocab_size, device)
     set_up_model(gpt, replace(config.train, compile=False))
     optimizer = make_optimizer(gpt, config.optim)
-    count = sum(parameter.numel() for parameter in gpt.parameters())
-    buckets = torch.empty(count if accelerator.num_processes > 1 else 0, device=device)  # of DDP
-    exact = count if config.train.reproducible else 0
-    sums = torch.empty(exact, dtype=torch.float64, device=device)  # of `ExactGradients`
-    tokens = torch.zeros((size, config.model.block_size), dtype=torch.long, device=device)
+    parameters = sum(parameter.numel() for parameter in gpt.parameters())
+    ddp = accelerator.num_processes > 1
+    buckets = torch.empty(parameters if ddp else 0, device=device)
+    exact = config.train.reproducible  # the sums of `ExactGradients`
+    sums = torch.empty(parameters if exact else 0, dtype=torch.float64, device=device)
+    tokens = torch.zeros((batch_size, config.model.block_size), dtype=torch.long, device=device)
     documents = torch.zeros_like(tokens) if config.data.document_mask else None
     for _ in range(2):
         with accelerator.autocast():

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import platform
+import resource
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -40,8 +41,6 @@ def memory_gb(device: torch.device) -> float:
     """Peak memory of the device's allocator since the start, or of this process on a CPU; 1e9 B."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    import resource
-
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 

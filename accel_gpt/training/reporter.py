@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_yaml
 from accel_gpt.config.plan import Plan, plural
@@ -24,9 +25,11 @@ from accel_gpt.files import strict_json, write_file
 from accel_gpt.launcher import launcher_precision
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import threads_of_environment
+from accel_gpt.training.dashboard import Dashboard
 from accel_gpt.training.evaluation_time import EvaluationTime
 from accel_gpt.training.machine import describe_machine
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
+from accel_gpt.training.profiling import profile
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.terminal import Display
@@ -40,8 +43,6 @@ def open_display(config: Config, plan: Plan, accelerator: Accelerator) -> Iterat
     with Display(main, config, plan) as display, contextlib.ExitStack() as stack:
         stack.enter_context(quiet_tensorboard())
         if main and config.log.dashboard:
-            from accel_gpt.training.dashboard import Dashboard
-
             folder = Path(config.out_dir) / "tensorboard"
             stack.enter_context(Dashboard(folder, display.log))
         yield display
@@ -122,8 +123,6 @@ class Reporter:
             source = " (default)" if launcher_precision() == "no" else " (set by the launcher)"
         depth: Sequence[str] = ()
         if config.model.depth:
-            from accel_gpt.config.depth import describe_depth
-
             depth = describe_depth(to_flat(config))
         return "\n".join(
             [
@@ -161,8 +160,6 @@ class Reporter:
         if not self.config.train.profile:
             yield
             return
-        from accel_gpt.training.profiling import profile
-
         with profile(self.config, self.accelerator, self.log) as self.profile_step:
             yield
 

@@ -1,0 +1,161 @@
+"""Prepare the data folder of a run if it is missing, at the start of the run.
+
+Runs `accel-gpt prepare` in a child process, which needs no torch and gives its memory back.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from accel_gpt.config.data import DataConfig
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import own_text_folder
+from accel_gpt.data.shards import INDEX
+from accel_gpt.data.sources import is_url
+from accel_gpt.errors import UserError, require
+from accel_gpt.launcher import PREEMPTED, is_main, launch_child, local_rank, rank
+from accel_gpt.prepare.prepare import prepare
+from accel_gpt.text.selection import select_files
+from accel_gpt.training.ranks import all_gather, all_ranks, appears, end_group, sees_main
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # SIGINT reaches the child too
+
+
+def ensure_data(config: Config, stdout: TextIO | None = None) -> None:
+    """Prepare the data folder of a run if it is missing; a collective.
+
+    Rank 0 prepares it, and one rank of each machine that does not share the folder, while the
+    others wait. The output of `accel-gpt prepare` goes to `stdout`. Exits on all ranks with its
+    code if it fails. Raises `UserError` if an existing folder was prepared in another way, or if
+    the text is missing.
+    """
+    folder = Path(str(config.data.folder))
+    with all_ranks():
+        missing = is_missing(config.data)
+    missing_on_ranks = all_gather(missing)
+    if not any(missing_on_ranks):
+        return
+    prepares = missing and local_rank() == 0
+    if missing_on_ranks[0]:  # rank 0 prepares for all that share its folder
+        shared = sees_main(folder.parent)
+        prepares = prepares and (is_main() or not shared[rank()])
+    settings: dict[str, object] | None = None
+    with all_ranks():
+        if prepares:
+            check_text(config)
+            settings = {"out": str(folder), **asdict(config.data.prepare)}
+    run_prepare(settings, stdout)
+    if missing:
+        appears(folder / INDEX)
+
+
+def is_missing(data: DataConfig) -> bool:
+    """Return whether the data folder must be prepared; compare an existing one with the config."""
+    folder = Path(str(data.folder))
+    if data.prepare.source is None:
+        text = data.prepare.path or data.prepare.dataset
+        require(
+            not (text and data.folder) or folder.exists(),
+            f"data.train {data.folder} does not exist, and data.prepare.source does not say "
+            f"what {text} is; set it to text, jsonl, parquet, arrow or dataset",
+        )
+        return False
+    require(
+        bool(data.folder) and not is_url(str(data.folder)),
+        f"data.prepare makes one folder, but data.train is {data.train or 'empty'}; name "
+        "the folder, or prepare those of a mixture one by one with accel-gpt prepare",
+    )
+    if not (folder / INDEX).exists():
+        return True
+    if local_rank() == 0:
+        prepare(data.prepare, folder)  # only compares, as the folder is complete
+    return False
+
+
+def check_text(config: Config) -> None:
+    """Raise `UserError`, with the key that the user set, if there is no text to prepare."""
+    prepare = config.data.prepare
+    kinds = ("auto", "text", "jsonl", "parquet", "arrow")
+    if prepare.source not in kinds or prepare.path in (None, "-") or is_url(str(prepare.path)):
+        return
+    try:
+        select_files(str(prepare.path), prepare.source)
+    except UserError as error:
+        if config.data.train != own_text_folder(config.out_dir):
+            raise
+        raise UserError(str(error).replace("data.prepare.path", "data.text")) from None
+
+
+def run_prepare(settings: dict[str, object] | None, stdout: TextIO | None = None) -> None:
+    """Run `accel-gpt prepare` with `settings` until all ranks are done; a collective.
+
+    `settings` None: this rank only waits. Exits on all ranks with the code of one that fails.
+    """
+    with exiting_on_signals():
+        process = start_prepare(settings, stdout) if settings else None
+        try:  # a signal, or a rank that is lost, kills the process
+            codes: list[int | None] = [None]
+            while None in codes and not any(codes):
+                codes = all_gather(exit_code(process))
+        finally:
+            if process:
+                process.kill()
+                process.wait()
+    failed = [code for code in codes if code]
+    if failed:
+        end_group()
+        sys.exit(failed[0])
+
+
+@contextlib.contextmanager
+def exiting_on_signals() -> Iterator[None]:
+    """Let a signal raise `SystemExit` rather than reach the handlers of `StopSignal`.
+
+    These would end this process and leave its child.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(PREEMPTED)
+
+    wakeup = signal.set_wakeup_fd(-1)
+    handlers = {number: signal.signal(number, leave) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+
+
+def start_prepare(
+    settings: dict[str, object], stdout: TextIO | None = None
+) -> subprocess.Popen[str]:
+    """Start `accel-gpt prepare` with `settings`; its output goes to `stdout`.
+
+    The settings go through a pipe, which marks them as settings of a config: errors name its keys.
+    """
+    return launch_child(
+        ["prepare"],
+        environment={k: v for k, v in os.environ.items() if k == "TORCHELASTIC_ERROR_FILE"},
+        secret=json.dumps(settings, ensure_ascii=False),
+        stdin=None,  # it may be the text
+        stdout=stdout,
+    )
+
+
+def exit_code(process: subprocess.Popen[str] | None) -> int | None:
+    """Return the exit code of `process`, 0 without one; None if it still works after a second."""
+    if process is None:
+        return 0
+    try:
+        return process.wait(timeout=1)
+    except subprocess.TimeoutExpired:
+        return None

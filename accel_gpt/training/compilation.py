@@ -1,0 +1,164 @@
+"""torch.compile: the choice that `train.compile: auto` makes, and the cache of compiled code.
+
+The device, the flags of the processor and the length of the run decide. Rank 0 decides for all
+ranks. Writes compiled code to `~/.cache/accel_gpt/compiled`.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from accelerate import PartialState
+
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.plan import Plan
+from accel_gpt.cost.devices import MATRIX_UNITS, bf16_instructions, peak_flops
+from accel_gpt.cost.flops import flops_per_token
+from accel_gpt.data.corpus import open_corpus
+from accel_gpt.errors import first_line, require
+from accel_gpt.training.auto import earlier_choice, report_choice
+from accel_gpt.training.machine import device_name
+from accel_gpt.training.precision import requested_precision
+from accel_gpt.training.ranks import all_gather, on_main
+
+GPU_MFU = 0.3  # of a step that is not compiled; assumption
+UNKNOWN_PEAK = 1e14  # FLOP/s of a GPU that is not in the table of devices; assumption
+# FLOP/s of a core with matrix units: the quickstart, not compiled, on two cores of a Xeon
+MATRIX_UNIT_FLOPS = 1.2e11
+# Share of a step that compiling saves, and the seconds that it takes. CPU: measured, see
+# docs/how-to/speed.md. CUDA: nanoGPT's README, 250 ms become 135; the seconds are an assumption.
+COMPILE_GAIN: Mapping[str, float] = MappingProxyType({"cpu": 0.25, "cuda": 0.45})
+COMPILE_SECONDS: Mapping[str, float] = MappingProxyType({"cpu": 45.0, "cuda": 60.0})
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def resolve_compile(config: Config, plan: Plan) -> Config:
+    """Replace `train.compile: auto` by true or false, and check that torch.compile works if true.
+
+    A collective. Raises `UserError` if `train.compile` is true and torch.compile does not work.
+    """
+    if config.train.compile is False:
+        return config
+    requested = config.train.compile is True
+    if requested:
+        compiled, reason = True, ""
+    else:
+        compiled, reason = on_main(lambda: choose_compile(config, plan))
+    error = compiler_error_on_any_machine() if compiled else None
+    if error:
+        require(
+            not requested,
+            f"train.compile is true but torch.compile does not work here ({error}); install a C++ "
+            "compiler such as g++, or set train.compile to auto or false",
+        )
+        compiled, reason = False, f"torch.compile does not work here ({error})"
+    if not requested:
+        report_choice(config, "compiled" if compiled else "not compiled", reason)
+    return replace(config, train=replace(config.train, compile=compiled))
+
+
+def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
+    """Decide whether to compile; return the decision and the reason."""
+    device = PartialState().device.type
+    if config.train.reproducible:
+        return False, "train.reproducible excludes it"
+    if device not in COMPILE_SECONDS:
+        return False, f"torch.compile on {device} has not been measured"
+    earlier = earlier_choice(config, "train.compile")
+    if earlier and isinstance(earlier[0], bool):
+        return earlier[0], f"as in {earlier[1]}"
+    matrix_units = requested_precision(config) != "no" and bf16_instructions() == MATRIX_UNITS
+    if device == "cpu" and not matrix_units:
+        return False, "it saves little on a CPU without matrix units for bf16"
+    gain = COMPILE_GAIN[device]
+    cost = COMPILE_SECONDS[device]
+    seconds = estimated_seconds(config, plan)
+    reason = (
+        f"it saves about {gain:.0%} of a step and takes about {cost:.0f} s; the run is "
+        f"estimated at {seconds:,.0f} s without"
+    )
+    return seconds * gain > cost, reason
+
+
+def estimated_seconds(config: Config, plan: Plan) -> float:
+    """Estimate by arithmetic how many seconds the run takes without compiling.
+
+    For a GPU, or a CPU with matrix units.
+    """
+    device = PartialState().device
+    vocab_size = open_corpus(config).vocab_size
+    tokens_per_rank = plan.max_steps * plan.tokens_per_step / plan.world_size
+    flops = tokens_per_rank * flops_per_token(config.model, vocab_size)
+    if device.type == "cpu":
+        return flops / (MATRIX_UNIT_FLOPS * torch.get_num_threads())
+    if requested_precision(config) != "no":
+        kind = "bf16"
+    elif config.train.matmul_precision != "highest":
+        kind = "tf32"
+    else:
+        kind = "fp32"
+    peak = peak_flops(device_name(device), kind) or UNKNOWN_PEAK
+    return flops / (GPU_MFU * peak)
+
+
+def compiler_error_on_any_machine() -> str | None:
+    """Return the error of torch.compile on one of the machines, None if it works on all.
+
+    A collective.
+    """
+    state = PartialState()
+    local = compiler_error(state.device.type) if state.is_local_main_process else None
+    errors = [error for error in all_gather(local) if error]
+    return errors[0] if errors else None
+
+
+def compiler_error(device: str) -> str | None:
+    """Compile the smallest function on a device; return the error, None if it works."""
+    use_compile_cache()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
+    except Exception as error:  # what a missing or broken compiler raises has no public class
+        return first_line(error)
+    return None
+
+
+def forget_compiled() -> None:
+    """Drop what torch.compile made for other shapes.
+
+    It compiles a function for eight shapes, and a trial or an earlier run of this process has had
+    its own.
+    """
+    if "torch._dynamo" in sys.modules:  # else there is nothing, and the import takes a second
+        torch.compiler.reset()
+
+
+def use_compile_cache() -> None:
+    """Set torch's cache of compiled code to a folder of the user, where later launches find it.
+
+    Not in the run, as the next launch executes it; torch's default in /tmp may be another user's.
+    Does nothing if the environment names a folder, or if there is no home or cache to write to.
+    Raises `UserError` if others can write to the folder.
+    """
+    if CACHE in os.environ:
+        return
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = home / "accel_gpt" / "compiled"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except (OSError, RuntimeError):  # the latter: no home
+        return
+    if not os.access(folder, os.W_OK):
+        return
+    require(
+        found.st_uid == os.geteuid() and not found.st_mode & 0o022,
+        f"{folder}, whose compiled code would be executed, can be written by others; "
+        f"chmod 700 it, or set {CACHE}",
+    )
+    os.environ[CACHE] = str(folder)

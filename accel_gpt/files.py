@@ -171,7 +171,10 @@ def describe_path(path: str | Path) -> str:
 
 def read_json(path: str | Path) -> Any:
     """Read a JSON file; raises `OSError` or `ValueError`."""
-    return json.loads(Path(path).read_bytes().decode())
+    try:
+        return json.loads(Path(path).read_bytes().decode())
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def is_count(value: object, least: int = 0) -> bool:

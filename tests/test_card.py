@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from accel_gpt.config.parse import load_config, to_flat
 from accel_gpt.data.shards import open_split
+from accel_gpt.data.sources import TrainedSource
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
 from accel_gpt.hub import model_card
 from accel_gpt.hub.model_card import usable_prompt, write_card
@@ -63,7 +64,7 @@ def make(tmp_path: Path, corpus: Path) -> Make:
             del flat["data.train"]
         print_ = open_split(corpus, "train").fingerprint
         state = TrainState(30, 480, 7680, 7200.0, 3.1, 3.0, 25, 4, print_, config=flat)
-        state.data_sources = [{"name": "corpus", "weight": 1.0, "fingerprint": print_}]
+        state.data_sources = [TrainedSource("corpus", 1.0, print_)]
         run = tmp_path / "run"
         checkpoint = run / "checkpoints" / "step_00000030"
         checkpoint.mkdir(parents=True)

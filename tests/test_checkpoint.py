@@ -14,7 +14,6 @@ from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
 from accel_gpt.hub.load import load_checkpoint
 from accel_gpt.training.checkpoint import (
-    FORMAT,
     find_checkpoint,
     read_state,
     verify,
@@ -194,7 +193,7 @@ def test_a_state_with_a_loss_that_is_no_number_is_json_and_so_is_an_earlier_one(
     nan = float("nan")
     config = {"optim.lr": 1.0}
     state = TrainState(step=3, val_loss=nan, train_loss=float("inf"), config=config)
-    write_json(tmp_path / "trainer_state.json", {"format": FORMAT, **vars(state)})
+    write_json(tmp_path / "trainer_state.json", vars(state))
     text = (tmp_path / "trainer_state.json").read_text()
     assert "NaN" not in text
     assert "Infinity" not in text

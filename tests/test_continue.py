@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.data.shards import open_split, read_index
+from accel_gpt.data.index import read_index
+from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.prepare import prepare as build
@@ -472,7 +473,7 @@ def test_what_stopped_at_an_invalid_line_continues_with_skip_invalid(
     said = capsys.readouterr()
     assert "resuming from" in said.err
     assert "2 invalid skipped" in said.out
-    assert read_index(out)["prepared"]["skipped"] == 2
+    assert read_index(out).prepared["skipped"] == 2
     assert_undisturbed(replace(config, skip_invalid=True), out)
 
 

@@ -13,6 +13,7 @@ from accel_gpt.cli import dispatch
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.parse import load_config
 from accel_gpt.data.corpus import open_corpus, sequences_given, source_changes
+from accel_gpt.data.sources import TrainedSource
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.state import TrainState
 from tests.conftest import launch, reseal, run_here, text_of
@@ -143,14 +144,13 @@ def test_a_state_from_before_mixtures_has_one_source() -> None:
 
 def test_a_source_of_other_content_is_told_apart_by_its_fingerprint() -> None:
     old = vars(TrainState(data_fingerprint="ab", data_sources=sources(a=1, b=1)))
-    new = sources(a=1, b=1)
-    new[1]["fingerprint"] = "c"
+    new = [*sources(a=1), TrainedSource(name="b", weight=1, fingerprint="c")]
     now = vars(TrainState(data_fingerprint="ac", data_sources=new))
     assert source_changes(old, now) == {"data.train[b]": ("weight 1 (b)", "weight 1 (c)")}
 
 
-def sources(**weights: float) -> list[dict[str, Any]]:
-    return [{"name": n, "weight": w, "fingerprint": n} for n, w in weights.items()]
+def sources(**weights: float) -> list[TrainedSource]:
+    return [TrainedSource(name=n, weight=w, fingerprint=n) for n, w in weights.items()]
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ LEVELS = [
     ["console", "launcher"],
     ["files"],
     ["config"],
+    ["records"],
     ["cost"],
     ["model"],
     ["optim"],
@@ -39,7 +40,7 @@ LEVELS = [
 ]
 # what `import accel_gpt.train` may load
 INNER = {
-    *("train", "errors", "console", "files", "launcher"),
+    *("train", "errors", "console", "files", "launcher", "records"),
     *("config", "cost", "model", "optim", "data", "training", "evals", "text", "prepare", "hub"),
 }
 # each costs 0.1 to 1 s

@@ -13,7 +13,8 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
 from accel_gpt.console import run_main
-from accel_gpt.data.shards import open_split, read_index
+from accel_gpt.data.index import read_index
+from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.data.tokenizer_json import EOT
 from accel_gpt.errors import UserError
@@ -108,7 +109,7 @@ def test_few_documents_have_both_splits(tmp_path: Path, rows: int) -> None:
     assert train.tokens + val.tokens == rows * (9 * 6 + 1)
     assert val.tokens >= 2 <= train.tokens
     assert sum(s.bytes or 0 for split in (train, val) for s in split.shards) == rows * 9 * 6
-    assert read_index(tmp_path / "out")["prepared"]["source"] == "jsonl"
+    assert read_index(tmp_path / "out").prepared["source"] == "jsonl"
     text.unlink()
     assert not prepare(config, tmp_path / "out")
 

@@ -11,7 +11,8 @@ from accel_gpt.cli import dispatch
 from accel_gpt.commands import prepare as command
 from accel_gpt.commands.options import PrepareCommand
 from accel_gpt.console import run_main
-from accel_gpt.data.shards import open_split, read_index
+from accel_gpt.data.index import read_index
+from accel_gpt.data.shards import open_split
 from accel_gpt.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[1] / "configs/data").glob("*.yaml"))
@@ -47,7 +48,7 @@ def call(*words: Any) -> int:
 def test_the_command_line_goes_before_the_recipe(recipe: Path, tmp_path: Path) -> None:
     assert load(recipe, "--shard_tokens", "70", "--workers=2").shard_tokens == 70
     assert call(recipe, "--shard_tokens", "70", "--out", tmp_path / "out") == 0
-    prepared = read_index(tmp_path / "out")["prepared"]
+    prepared = read_index(tmp_path / "out").prepared
     assert (prepared["source"], prepared["tokenizer"]) == ("text", "bytes")
     assert open_split(tmp_path / "out", "train").lengths[0] == 70
 

@@ -192,7 +192,7 @@ def first(content: dict[str, Any]) -> dict[str, Any]:
             for value in (10**18, -1, "1", 1.5)
         ),
         (lambda c: first(c).update(tokens=10**30), "damaged"),
-        (lambda c: first(c).update(tokens=0), "damaged.*has no tokens"),
+        (lambda c: first(c).update(tokens=0), "damaged: .*tokens is 0; it must be at least 1"),
         (lambda c: first(c).update(tokens=5), "has 136 bytes, expected 138"),
         (lambda c: first(c).update(max_token=1000), "holds token 1000, .* vocab_size 1000"),
         (lambda c: first(c).update(name="gone.npy"), r"gone\.npy of 136 bytes cannot be found"),

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_gpt.config.data import PrepareConfig, SourceKind
-from accel_gpt.data.shards import read_index
+from accel_gpt.data.index import read_index
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.text.documents import (
@@ -517,8 +517,8 @@ def test_what_is_read_and_what_is_left_out_is_counted_by_ending(
         "left out: links to folders: 1",
     ]
     index = read_index(tree / "data" / "d")
-    shards = index["splits"]["train"] + index["splits"]["val"]
-    assert sum(shard["bytes"] for shard in shards) == sum(map(len, read(tree)))
+    shards = index.splits["train"] + index.splits["val"]
+    assert sum(shard.bytes for shard in shards) == sum(map(len, read(tree)))
     assert not prepare(PrepareConfig("auto", str(tree), tokenizer="bytes"), tree / "data" / "d")
     assert capsys.readouterr().err == ""
 

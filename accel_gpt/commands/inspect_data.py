@@ -22,7 +22,8 @@ import numpy as np
 
 from accel_gpt.config.data import DataConfig
 from accel_gpt.console import table
-from accel_gpt.data.shards import INDEX, NoSplit, Split, read_index
+from accel_gpt.data.index import INDEX, read_index
+from accel_gpt.data.shards import NoSplit, Split
 from accel_gpt.data.sources import is_url, open_data
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, require
@@ -78,7 +79,7 @@ def inspect_data(
         "vocab_size": first.vocab_size,
         "eot_id": first.eot_id,
         "dtype": first.dtype.name,
-        "prepared": read_index(first.folder).get("prepared") if ours else None,
+        "prepared": read_index(first.folder).prepared if ours else None,
         "splits": splits,
         "problems": problems,
     }

@@ -21,8 +21,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
+from accel_gpt.data.index import INDEX
 from accel_gpt.data.remote import FileInfo, Missing, Refused, Store, Unreachable
-from accel_gpt.data.shards import INDEX
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.files import lock, read_json, sha256, write_all
 

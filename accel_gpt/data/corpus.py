@@ -14,7 +14,15 @@ from accel_gpt.config.plan import Plan
 from accel_gpt.data.loader import Loader, read_sequences
 from accel_gpt.data.mixture import Mixture, Pattern
 from accel_gpt.data.shards import Split, resident
-from accel_gpt.data.sources import Source, open_sources, train_paths, val_names, val_paths
+from accel_gpt.data.sources import (
+    Source,
+    TrainedSource,
+    open_sources,
+    train_paths,
+    trained_sources,
+    val_names,
+    val_paths,
+)
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError, require
 
@@ -63,11 +71,7 @@ class Corpus:
         return {
             "data_fingerprint": self.fingerprint,
             "data_sources": [
-                {
-                    "name": source.name,
-                    "weight": source.weight,
-                    "fingerprint": source.split.fingerprint,
-                }
+                TrainedSource(source.name, source.weight, source.split.fingerprint)
                 for source in self.train.sources
             ],
             "data_origin": self.train.origin,
@@ -267,47 +271,53 @@ def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
 # --------------------------------------------------------------------------- changes of sources
 
 
-def sources_before(state: StateDict) -> list[dict[str, Any]]:
-    """The sources of a state; a state that lists none had one."""
-    one = {"name": "data", "weight": 1.0, "fingerprint": state["data_fingerprint"]}
-    return state["data_sources"] or [one]
-
-
 def sequences_given(state: StateDict) -> dict[str, int]:
-    """Sequences that each source has given in all, by fingerprint."""
-    sources, given = sources_before(state), dict(state["data_given"])
-    pattern = Pattern(tuple(source["weight"] for source in sources))
+    """Count the sequences that each source has given in all, by fingerprint."""
+    sources = trained_sources(state)
+    given = dict(state["data_given"])
+    pattern = Pattern(tuple(source.weight for source in sources))
     counts = pattern.counts(state["sequences"] - state["data_origin"])
     for source, count in zip(sources, counts, strict=True):
-        given[source["fingerprint"]] = given.get(source["fingerprint"], 0) + count
+        given[source.fingerprint] = given.get(source.fingerprint, 0) + count
     return given
 
 
 def source_changes(before: StateDict, now: StateDict) -> dict[str, tuple[Any, Any]]:
-    """What differs between the sources of two states: key -> (before, now)."""
+    """Return what differs between the sources of two states: key -> (before, now)."""
     if before["data_fingerprint"] == now["data_fingerprint"]:
         return {}
-    if all(len(sources_before(state)) == 1 for state in (before, now)):
+    if len(trained_sources(before)) == len(trained_sources(now)) == 1:
         return {"data.train": (describe_data(before), describe_data(now))}
-    found = [{s["fingerprint"]: s for s in sources_before(state)} for state in (before, now)]
+    former = {source.fingerprint: source for source in trained_sources(before)}
+    present = {source.fingerprint: source for source in trained_sources(now)}
     changes: dict[str, tuple[Any, Any]] = {}
-    for fingerprint in found[0] | found[1]:
-        pair = [sources.get(fingerprint) for sources in found]
-        weights = [f"weight {s['weight']:g}" if s else "absent" for s in pair]
-        if weights[0] == weights[1]:
+    for fingerprint in former | present:
+        old = former.get(fingerprint)
+        new = present.get(fingerprint)
+        was = describe_weight(old)
+        is_now = describe_weight(new)
+        if was == is_now:
             continue
-        name = next(s["name"] for s in reversed(pair) if s)
-        key = f"data.train[{name}]"
+        one = new or old
+        assert one is not None
+        key = f"data.train[{one.name}]"
         if key in changes:  # another content under the same name
-            (old,) = [f for f, s in found[0].items() if s["name"] == name]
-            weights[0] = f"{changes[key][0]} ({old[:12]})"
-            weights[1] = f"{weights[1]} ({fingerprint[:12]})"
-        changes[key] = (weights[0], weights[1])
+            (content,) = [
+                source.fingerprint for source in former.values() if source.name == one.name
+            ]
+            was = f"{changes[key][0]} ({content[:12]})"
+            is_now = f"{is_now} ({fingerprint[:12]})"
+        changes[key] = (was, is_now)
     return changes
 
 
+def describe_weight(source: TrainedSource | None) -> str:
+    """Return `weight 2`, or `absent` without a source."""
+    return f"weight {source.weight:g}" if source else "absent"
+
+
 def describe_data(state: StateDict) -> str:
-    """The path of the one source of a state, and its fingerprint: `data/web (1a2b3c4d5e6f)`."""
+    """Return the path and the fingerprint of a state's one source: `data/web (1a2b3c4d5e6f)`."""
     config = state.get("config", {})
     fingerprint = state["data_fingerprint"][:12]
     if "data.train.streaming" in config:  # an earlier version tokenized it while training

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from accel_gpt.data.index import INDEX
 from accel_gpt.data.remote import FileInfo
 from accel_gpt.data.safe_pickle import read_vocabulary
-from accel_gpt.data.shards import INDEX, NoSplit, Shard, Split, npy_header, token_dtype
+from accel_gpt.data.shards import NoSplit, Shard, Split, npy_header, token_dtype
 from accel_gpt.data.tokenizer import (
     CharsTokenizer,
     Tokenizer,

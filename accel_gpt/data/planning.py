@@ -5,13 +5,12 @@ Without torch, and without numpy unless a folder or a tokenizer has to be read.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from accel_gpt.config.depth import tokenizer_vocabulary
 from accel_gpt.config.experiment import Config
 from accel_gpt.cost.forecast import evaluation_count
-from accel_gpt.errors import DataError, UserError
-from accel_gpt.files import is_count
+from accel_gpt.data.index import INDEX, read_index
+from accel_gpt.errors import UserError
 
 PRINTABLE = 96  # ASCII's, and the line end: assumption for `chars` before the text is read
 
@@ -36,8 +35,8 @@ def vocabulary_size(config: Config, given: int | None) -> tuple[int, str]:
         return config.model.vocab_size, "model.vocab_size"
     folders = [folder for folder in data_folders(config) if folder.is_dir()]
     for folder in folders:
-        if (folder / "dataset.json").is_file():
-            return prepared_size(folder), str(folder)
+        if (folder / INDEX).is_file():
+            return read_index(folder).vocab_size, str(folder)
     name = data.tokenizer
     if name is None and data.prepare.source:
         name = data.prepare.tokenizer
@@ -52,16 +51,6 @@ def vocabulary_size(config: Config, given: int | None) -> tuple[int, str]:
             "give --vocab_size, or the tokenizer as data.tokenizer"
         )
     return tokenizer_size(config, name)
-
-
-def prepared_size(folder: Path) -> int:
-    """Return the vocabulary size in the index of a data folder; `DataError` if it has none."""
-    from accel_gpt.data.shards import read_index
-
-    size: Any = read_index(folder).get("vocab_size")
-    if not is_count(size, 1):
-        raise DataError(f"dataset.json of {folder} has no vocab_size; prepare it again")
-    return int(size)
 
 
 def tokenizer_size(config: Config, name: str) -> tuple[int, str]:
@@ -121,12 +110,10 @@ def split_tokens(folders: Sequence[str], split: str, limit: int | None) -> int |
     if not folders:
         return limit
     for folder in folders:
-        if not Path(folder, "dataset.json").is_file():
+        if not Path(folder, INDEX).is_file():
             return limit
-    from accel_gpt.data.shards import read_index
-
     whole = 0
     for folder in folders:
-        for shard in read_index(Path(folder))["splits"].get(split, ()):
-            whole += int(shard["tokens"])
+        for shard in read_index(Path(folder)).splits.get(split, ()):
+            whole += shard.tokens
     return whole if limit is None else min(limit, whole)

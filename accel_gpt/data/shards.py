@@ -7,31 +7,23 @@ dataset.json, the index: tokenizer, vocabulary, and what each shard holds.
 import hashlib
 import json
 import os
-import re
-import shlex
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_gpt.config.removed import FINETUNE_WITH_TRL
-from accel_gpt.errors import DataError, UserError
-from accel_gpt.files import describe_path, is_count, read_json
-
-if TYPE_CHECKING:
-    from accel_gpt.data.cache import RemoteFolder
+from accel_gpt.data.cache import RemoteFolder
+from accel_gpt.data.index import INDEX, read_index
+from accel_gpt.errors import DataError
 
 Tokens = NDArray[Any]
 Ints = NDArray[np.int64]
 
-INDEX = "dataset.json"
-FORMAT = "accel_gpt-dataset"
-VERSION = 1
 HEADER = 128  # bytes before the tokens in a shard of ours
 OPEN_FILES = 256  # of a split; a process may have 1,024 on many systems
 
@@ -85,7 +77,7 @@ class Split:
     tokenizer_fingerprint: str
     fingerprint: str
     """SHA-256 (hex) of the tokenizer's fingerprint and each shard's tokens and content."""
-    remote: "RemoteFolder | None" = field(default=None, compare=False)
+    remote: RemoteFolder | None = field(default=None, compare=False)
     """Where the files are downloaded from; None: they are in `folder`."""
     memory: Tokens | None = field(default=None, repr=False, compare=False)
     """The tokens of all shards in memory, in place of files."""
@@ -213,108 +205,43 @@ def npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 # --------------------------------------------------------------------------- opening
 
 
-def open_split(folder: str | Path, split: str, remote: "RemoteFolder | None" = None) -> Split:
-    """Open a split of a data folder of ours after checks that read no shard.
+def open_split(folder: str | Path, split: str, remote: RemoteFolder | None = None) -> Split:
+    """Open a split of a data folder of ours; checks the index and the size of each shard.
 
-    With a `remote` the folder holds the index alone, and the shards come when they are needed.
-    Raises `UserError` when there is no folder, `DataError` when it cannot be trained on.
+    With a `remote` the folder holds the index alone, and the shards are downloaded when they are
+    needed. Raises `UserError` if there is no folder, `DataError` if it cannot be trained on.
     """
     folder = Path(folder)
     index = read_index(folder)
-    where = folder / INDEX
-    try:
-        shards = tuple(Shard(**entry) for entry in index["splits"].get(split, ()))
-        vocab_size, eot_id = index["vocab_size"], index["eot_id"]
-        if not (is_count(vocab_size, 1) and (eot_id is None or is_count(eot_id))):
-            raise ValueError(f"vocab_size {vocab_size!r}, eot_id {eot_id!r}")
-        kind, tokenizer = str(index["tokenizer"]["kind"]), str(index["tokenizer"]["fingerprint"])
-        dtype = token_dtype(vocab_size)
-        known = ", ".join(index["splits"])
-        for shard in shards:
-            check_entry(folder, shard, vocab_size)
-            size = HEADER + shard.tokens * dtype.itemsize
-            if remote is None:
-                check_size(folder / shard.name, size)
-            else:
-                remote.expect(shard.name, size, shard.sha256)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{where} is damaged ({error!r}); prepare the data again") from None
-    if not shards:
-        raise NoSplit(f"{where} lists no shards of split {split}; it has: {known or 'none'}")
-    content = json.dumps([tokenizer, [(shard.tokens, shard.sha256) for shard in shards]])
-    fingerprint = hashlib.sha256(content.encode()).hexdigest()
+    entries = index.splits.get(split)
+    if not entries:
+        known = ", ".join(index.splits) or "none"
+        raise NoSplit(f"{folder / INDEX} lists no shards of split {split}; it has: {known}")
+    dtype = token_dtype(index.vocab_size)
+    for entry in entries:
+        if entry.max_token >= index.vocab_size:
+            raise DataError(
+                f"shard {folder / entry.name} holds token {entry.max_token}, expected less than "
+                f"vocab_size {index.vocab_size}; it was made with another tokenizer"
+            )
+        size = HEADER + entry.tokens * dtype.itemsize
+        if remote is None:
+            check_size(folder / entry.name, size)
+        else:
+            remote.expect(entry.name, size, entry.sha256)
+    content = [index.tokenizer.fingerprint, [(entry.tokens, entry.sha256) for entry in entries]]
     return Split(
         folder=folder,
         name=split,
-        shards=shards,
+        shards=tuple(Shard(**vars(entry)) for entry in entries),
         dtype=dtype,
-        vocab_size=vocab_size,
-        eot_id=eot_id,
-        tokenizer_kind=kind,
-        tokenizer_fingerprint=tokenizer,
-        fingerprint=fingerprint,
+        vocab_size=index.vocab_size,
+        eot_id=index.eot_id,
+        tokenizer_kind=index.tokenizer.kind,
+        tokenizer_fingerprint=index.tokenizer.fingerprint,
+        fingerprint=hashlib.sha256(json.dumps(content).encode()).hexdigest(),
         remote=remote,
     )
-
-
-def read_index(folder: Path) -> dict[str, Any]:
-    """Content of dataset.json, once it is known to be in a format that this code reads."""
-    where = folder / INDEX
-    if not folder.exists():
-        raise UserError(
-            f"data folder {folder} does not exist; give an existing one, or say how to make it "
-            "in data.prepare (source, path, tokenizer)"
-        )
-    if not folder.is_dir():
-        advice = "give the path of a folder"
-        if folder.is_file():
-            advice = f"make one of a text with accel-gpt prepare {shlex.quote(str(folder))}"
-        raise UserError(
-            f"{folder} {describe_path(folder)}, but a folder of token shards is expected; {advice}"
-        )
-    try:
-        index = read_json(where)
-    except FileNotFoundError:
-        raise DataError(f"{folder} has no {INDEX}; it is not a prepared data folder") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{where} is not valid JSON ({error}); prepare the data again") from None
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise DataError(f"{where} is not an index of ours; expected format {FORMAT!r} in it")
-    version = index.get("version")
-    if version != VERSION:
-        raise DataError(
-            f"{where} has format version {version}; this code reads version {VERSION}: update "
-            "accel_gpt, or prepare the data again"
-        )
-    if index.get("completions"):
-        raise DataError(
-            f"{folder} holds prompts and completions, and accel_gpt no longer trains on these; "
-            f"{FINETUNE_WITH_TRL}"
-        )
-    return index
-
-
-def check_entry(folder: Path, shard: Shard, vocab_size: int) -> None:
-    """Check the name, the number of tokens and the largest token of one shard."""
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", shard.name):
-        raise DataError(
-            f"{folder / INDEX} names a shard {shard.name!r}; expected a plain file name of letters,"
-            " digits, '.', '_' and '-'"
-        )
-    counts = (shard.documents, shard.bytes, shard.max_token)
-    whole = is_count(shard.tokens, 1) and all(map(is_count, counts))
-    if not whole or not isinstance(shard.sha256, str) or shard.offset != HEADER:
-        raise DataError(
-            f"{folder / INDEX} is damaged ({shard.name} has no tokens, sha256, documents, bytes or "
-            "max_token, or one that is no such number); prepare the data again"
-        )
-    if (shard.max_token or 0) >= vocab_size:
-        raise DataError(
-            f"shard {folder / shard.name} holds token {shard.max_token}, expected less than "
-            f"vocab_size {vocab_size}; it was made with another tokenizer"
-        )
 
 
 def check_size(path: Path, expected: int) -> None:

@@ -4,9 +4,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accel_gpt.config.data import DataConfig, Weighted
-from accel_gpt.data.shards import INDEX, Split, open_split
+from accel_gpt.config.options import REQUIRED, option
+from accel_gpt.data.index import INDEX
+from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import DataError, require
 
@@ -21,6 +24,21 @@ class Source:
     weight: float
     split: Split
     tokenizer: Tokenizer
+
+
+@dataclass(frozen=True)
+class TrainedSource:
+    """A source of the training data, as a checkpoint keeps it."""
+
+    name: str
+    weight: float = option(REQUIRED, "Weight in the mixture.", above=0)
+    fingerprint: str = option(REQUIRED, "Fingerprint of its tokens.")
+
+
+def trained_sources(state: Mapping[str, Any]) -> list[TrainedSource]:
+    """Return the sources of a state; a state that lists none had one."""
+    one = TrainedSource(name="data", weight=1.0, fingerprint=state["data_fingerprint"])
+    return state["data_sources"] or [one]
 
 
 def open_sources(

@@ -22,7 +22,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from accel_gpt.data.shards import INDEX, Shard, Split, token_beyond
+from accel_gpt.data.index import INDEX
+from accel_gpt.data.shards import Shard, Split, token_beyond
 from accel_gpt.errors import DataError
 from accel_gpt.files import read_json, write_file
 from accel_gpt.launcher import is_main

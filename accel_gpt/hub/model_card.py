@@ -18,8 +18,9 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import build, changed_keys, to_nested
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
-from accel_gpt.data.shards import INDEX, open_split, read_index
-from accel_gpt.data.sources import is_url
+from accel_gpt.data.index import INDEX, read_index
+from accel_gpt.data.shards import open_split
+from accel_gpt.data.sources import is_url, trained_sources
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.hub.public import (
@@ -151,13 +152,13 @@ def sources_of(state: TrainState) -> list[dict[str, Any]]:
     train = config.get("data.train")
     paths = [source.get("path") for source in train] if isinstance(train, list) else [train]
     folders = dict(read_folder(str(path)) for path in paths)
-    recorded = state.data_sources or [{"name": "data", "weight": 1.0}]
-    total = sum(float(source["weight"]) for source in recorded)
+    recorded = trained_sources(vars(state))
+    total = sum(source.weight for source in recorded)
     found = [
         {
-            "name": public_source(str(source["name"])),
-            "share": float(source["weight"]) / total,
-            **folders.get(str(source.get("fingerprint")), {}),
+            "name": public_source(source.name),
+            "share": source.weight / total,
+            **folders.get(source.fingerprint, {}),
         }
         for source in recorded
     ]
@@ -183,10 +184,10 @@ def read_folder(path: str) -> tuple[str, dict[str, Any]]:
         if is_url(path) or not (Path(path) / INDEX).is_file():
             return "", {}
         train, index = open_split(path, "train"), read_index(Path(path))
-        val = open_split(path, "val").tokens if index["splits"].get("val") else None
+        val = open_split(path, "val").tokens if index.splits.get("val") else None
     except (UserError, OSError):
         return "", {}
-    repo = hub_id_of(index.get("prepared") or {})
+    repo = hub_id_of(index.prepared)
     return train.fingerprint, {"hub_id": repo, "train_tokens": train.tokens, "val_tokens": val}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from accel_gpt.config.depth import KNOWN_VOCABULARIES
 from accel_gpt.config.experiment import Config
 from accel_gpt.data.hub_client import SCHEME, download_repo
-from accel_gpt.data.shards import INDEX
+from accel_gpt.data.index import INDEX
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.data.tokenizer_json import HUB_FILES
 from accel_gpt.errors import CheckpointError, UserError, require

@@ -16,9 +16,10 @@ from accel_gpt.config.compare import option_of
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import leaves
 from accel_gpt.data.hub_client import parse_repo
-from accel_gpt.errors import UserError
+from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.files import link, sha256
-from accel_gpt.training.checkpoint import read_checkpoint_json, write_json
+from accel_gpt.records import read_object
+from accel_gpt.training.checkpoint import write_json
 from accel_gpt.training.machine import PACKAGES
 from accel_gpt.training.metrics import as_csv, as_jsonl
 from accel_gpt.training.resume import NOT_TOLD
@@ -222,11 +223,11 @@ def write_events(run: RunFolder, records: list[dict[str, Any]], path: Path) -> N
 
 def copy_state(checkpoint: Path, to: Path) -> None:
     """Copy a checkpoint, its two files that hold the config by what is public in them."""
-    manifest = read_checkpoint_json(checkpoint / "manifest.json")
+    manifest = read_object(checkpoint / "manifest.json", CheckpointError)
     to.mkdir()
     for name, entry in manifest["files"].items():  # no other file that lies there
         if name in ("trainer_state.json", "model.json"):
-            write_json(to / name, public_state(read_checkpoint_json(checkpoint / name)))
+            write_json(to / name, public_state(read_object(checkpoint / name, CheckpointError)))
             entry |= {"size": (to / name).stat().st_size, "sha256": sha256(to / name)}
         else:
             link(str(checkpoint / name), str(to / name))

@@ -27,7 +27,8 @@ from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.console import write_err
-from accel_gpt.data.shards import INDEX, read_index, token_dtype
+from accel_gpt.data.index import INDEX, Index, read_index
+from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.files import locked_file, read_json, sync, write_file
@@ -93,8 +94,7 @@ def with_source(config: PrepareConfig, out: Path) -> PrepareConfig:
     """
     if config.source != "auto":
         return config
-    prepared = read_index(out).get("prepared") if (out / INDEX).exists() else None
-    made = prepared.get("source") if isinstance(prepared, Mapping) else None
+    made = read_index(out).prepared.get("source") if (out / INDEX).exists() else None
     return replace(config, source=made or guess_source(str(config.path)))
 
 
@@ -122,7 +122,7 @@ def fill(config: PrepareConfig, folder: Path, source: str) -> None:
     copied = source_fingerprint(config, times=False)
     requested = recipe(config) | {"source_fingerprint": copied}
     if source and (folder / INDEX).exists():  # stopped between its completion and its new name
-        check_same(folder, read_index(folder)["prepared"], requested)
+        check_same(folder, read_index(folder).prepared, requested)
         return
     work = begin(config, folder, requested, source)
     work.write_shards()
@@ -160,8 +160,8 @@ def check_enough_text(tokens: Mapping[str, int], val_fraction: float) -> None:
 
 def publish(folder: Path, out: Path) -> None:
     """Remove what is no part of the complete folder, and give it its name."""
-    splits = read_index(folder)["splits"]
-    shards = {shard["name"] for split in splits.values() for shard in split}
+    splits = read_index(folder).splits
+    shards = {shard.name for split in splits.values() for shard in split}
     kept = {INDEX, "tokenizer.json", "tokenizer_config.json", *shards}
     for path in folder.iterdir():
         if re.match(OURS, path.name) and path.name not in kept:
@@ -171,13 +171,13 @@ def publish(folder: Path, out: Path) -> None:
     sync(out.parent)
 
 
-def summary(index: Mapping[str, Any]) -> str:
+def summary(index: Index) -> str:
     """Shards, tokens, bytes per token, and how much was left out."""
-    splits = index["splits"]
-    shards = [shard for part in splits.values() for shard in part]
-    tokens, utf8_bytes = sum(s["tokens"] for s in shards), sum(s["bytes"] for s in shards)
-    each = ", ".join(f"{name} {sum(s['tokens'] for s in p):,}" for name, p in splits.items())
-    skipped = index["prepared"].get("skipped")
+    shards = [shard for part in index.splits.values() for shard in part]
+    tokens = sum(shard.tokens for shard in shards)
+    utf8_bytes = sum(shard.bytes for shard in shards)
+    each = ", ".join(f"{name} {sum(s.tokens for s in p):,}" for name, p in index.splits.items())
+    skipped = index.prepared.get("skipped")
     left_out = "" if skipped is None else f", {skipped:,} invalid skipped"
     return (
         f"{len(shards)} shards, {tokens:,} tokens ({each}), {utf8_bytes / max(1, tokens):.2f} "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.data.shards import INDEX, read_index
+from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.sources import is_url
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, UserError, require
@@ -95,7 +95,7 @@ def is_ready(config: PrepareConfig, out: Path) -> bool:
             f"{out} exists and has no {INDEX}, so it is not a data folder; it is left unchanged: "
             "choose another one"
         )
-    prepared = read_index(out).get("prepared") or {}
+    prepared = read_index(out).prepared
     if config.source is None:
         return True
     default = {field.name: field.default for field in fields(PrepareConfig)}

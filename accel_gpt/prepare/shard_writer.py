@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from accel_gpt.data.shards import FORMAT, HEADER, INDEX, VERSION, Shard, Tokens
+from accel_gpt.data.index import FORMAT, INDEX, VERSION
+from accel_gpt.data.shards import HEADER, Shard, Tokens
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError
 from accel_gpt.files import sha256, sync, write_file

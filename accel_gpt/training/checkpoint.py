@@ -18,25 +18,30 @@ weights, `resume.py` the rest. Needs no torch.
 
 import contextlib
 import re
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.options import REQUIRED, option
 from accel_gpt.config.parse import from_mapping, leaves
-from accel_gpt.errors import AccelGPTError, CheckpointError, NewerFormatError, require
-from accel_gpt.files import read_json, sha256, strict_json, write_file
-from accel_gpt.training.run_folder import (
-    CHECKPOINT,
-    RunFolder,
-    number,
-    step_name,
+from accel_gpt.errors import (
+    AccelGPTError,
+    CheckpointError,
+    NewerFormatError,
+    UserError,
+    require,
 )
-from accel_gpt.training.state import TrainState
+from accel_gpt.files import sha256, strict_json, write_file
+from accel_gpt.records import parse_record, read_object
+from accel_gpt.training.run_folder import CHECKPOINT, RunFolder, number, step_name
+from accel_gpt.training.state import FORMAT, TrainState
 
-FORMAT = 1
+T = TypeVar("T")
 SAFE_WEIGHTS = "model.safetensors"  # as Accelerate names them
-REQUIRED = ("model.json", "tokenizer.json", "trainer_state.json")
+REQUIRED_FILES = ("model.json", "tokenizer.json", "trainer_state.json")
 WEIGHTS = re.compile(r"model\.safetensors|weights_\d+\.safetensors")
 # files that Accelerate or torch might load, and those of them that a checkpoint has
 LOADABLE = (".bin", ".pkl", ".pt", ".pth", ".safetensors", ".distcp", ".metadata")
@@ -77,6 +82,33 @@ def find_checkpoint(path: Path, which: str = "last") -> Path:
 # --------------------------------------------------------------------------- verify
 
 
+@dataclass(frozen=True)
+class SavedFile:
+    """A file of a checkpoint, as the manifest lists it."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of manifest.json."""
+
+    format: int
+    files: dict[str, SavedFile]
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The content of model.json."""
+
+    format: int
+    config: dict[str, Any]
+    """The fields of `ModelConfig`."""
+    vocab_size: int = option(REQUIRED, "Tokens in the vocabulary.", at_least=1)
+
+
 def verify(path: Path, model_only: bool = False) -> None:
     """Raise `CheckpointError` unless all files, or those of the model alone, are as the manifest
     lists them, and the step is that in the folder's name.
@@ -85,39 +117,65 @@ def verify(path: Path, model_only: bool = False) -> None:
     list, is refused too. Links are followed, as the Hub's cache consists of them: the file that is
     hashed is the one that is read.
     """
-    manifest = path / "manifest.json"
-    content = read_checkpoint_json(manifest)
-    check_format(path, content)
-    try:
-        listed = {str(n): (int(e["size"]), str(e["sha256"])) for n, e in content["files"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise CheckpointError(f"{manifest} is damaged") from None
-    weights = [name for name in listed if WEIGHTS.fullmatch(name)]
-    if missing := [name for name in REQUIRED if name not in listed]:
-        raise CheckpointError(f"{manifest} does not list {missing[0]}")
-    if not weights:
-        raise CheckpointError(f"{manifest} does not list {SAFE_WEIGHTS}")
-    wanted = {n: listed[n] for n in (*REQUIRED, *weights)} if model_only else listed
-    for name, (size, _) in wanted.items():
-        if not FILE_NAME.fullmatch(name):
-            raise CheckpointError(f"{manifest} lists {name[:100]!r}, which is not a file name")
+    listed = read_manifest(path)
+    wanted = listed
+    if model_only:
+        wanted = {
+            name: file
+            for name, file in listed.items()
+            if name in REQUIRED_FILES or WEIGHTS.fullmatch(name)
+        }
+    for name, file in wanted.items():
         if not (path / name).is_file():
             raise CheckpointError(f"checkpoint {path} lacks its file {name}")
-        if (found := (path / name).stat().st_size) != size:
-            raise CheckpointError(f"{path / name} has {found:,} bytes, not {size:,}: truncated")
+        size = (path / name).stat().st_size
+        if size != file.size:
+            raise CheckpointError(f"{path / name} has {size:,} bytes, not {file.size:,}: truncated")
     with ThreadPoolExecutor() as pool:  # one core a file
         digests = pool.map(sha256, [path / name for name in wanted])
-        for (name, (_, expected)), digest in zip(wanted.items(), digests, strict=True):
-            if digest != expected:
+        for (name, file), digest in zip(wanted.items(), digests, strict=True):
+            if digest != file.sha256:
                 raise CheckpointError(
                     f"{path / name} is damaged: its SHA-256 is not that in the manifest"
                 )
-    for file in () if model_only else path.rglob("*"):
+    if not model_only:
+        check_no_other_file(path, listed)
+    check_step(path)
+
+
+def read_manifest(path: Path) -> dict[str, SavedFile]:
+    """Return the files that the manifest of a checkpoint lists.
+
+    Raises `CheckpointError` if it does not list what every checkpoint has, or files elsewhere.
+    """
+    manifest = path / "manifest.json"
+    listed = read_saved(Manifest, manifest).files
+    for name in REQUIRED_FILES:
+        if name not in listed:
+            raise CheckpointError(f"{manifest} does not list {name}")
+    if not any(WEIGHTS.fullmatch(name) for name in listed):
+        raise CheckpointError(f"{manifest} does not list {SAFE_WEIGHTS}")
+    for name in listed:
+        if not FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"{manifest} lists {name[:100]!r}, which is not a file name")
+    return listed
+
+
+def check_no_other_file(path: Path, listed: Mapping[str, SavedFile]) -> None:
+    """Raise `CheckpointError` if there is a file that might be loaded and was not saved."""
+    for file in path.rglob("*"):
         name = file.relative_to(path).as_posix()
         if name.endswith(LOADABLE) and not (name in listed and SAVED.fullmatch(name)):
             raise CheckpointError(f"{file} is not a file of a checkpoint: it is not loaded")
+
+
+def check_step(path: Path) -> None:
+    """Raise `CheckpointError` if the name of a checkpoint names another step than its state."""
     named = CHECKPOINT.fullmatch(path.name)
-    if named and (step := read_state(path).step) != int(named[1]):
+    if named is None:
+        return
+    step = read_state(path).step
+    if step != int(named[1]):
         raise CheckpointError(
             f"checkpoint {path} holds step {step:,}, not the step in its name: rename it to "
             f"{step_name(step)} if it belongs to this run"
@@ -164,29 +222,19 @@ def write_json(path: Path, value: object) -> None:
     write_file(path, [strict_json(value, indent=1).encode()])
 
 
-def read_checkpoint_json(path: Path) -> dict[str, Any]:
-    """A JSON object; `CheckpointError` for anything else."""
-    try:
-        value = read_json(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return value
+def read_saved(kind: type[T], path: Path) -> T:
+    """Read a JSON file of a checkpoint into its dataclass.
+
+    Raises `CheckpointError` if it is damaged, `NewerFormatError` if a later version wrote it.
+    """
+    content = read_object(path, CheckpointError)
+    check_format(path.parent, content)
+    return parse_record(kind, content, path, CheckpointError)
 
 
 def read_state(path: Path) -> TrainState:
-    """The `TrainState` of a checkpoint."""
-    content = read_checkpoint_json(path / "trainer_state.json")
-    check_format(path, content)
-    content.pop("format")
-    content.pop("text_places", None)  # of an earlier version, which could train on streamed text
-    state = TrainState()
-    try:
-        state.load_state_dict(content)
-    except ValueError as error:
-        raise CheckpointError(f"{path / 'trainer_state.json'} is damaged: {error}") from None
-    return state
+    """Read the `TrainState` of a checkpoint."""
+    return read_saved(TrainState, path / "trainer_state.json")
 
 
 def read_evaluated(path: Path) -> TrainState:
@@ -223,14 +271,12 @@ def read_states(out_dir: Path) -> dict[int, TrainState]:
 
 def read_shape(path: Path) -> tuple[ModelConfig, int]:
     """The config of a checkpoint's model, and its vocabulary."""
-    content = read_checkpoint_json(path / "model.json")
-    check_format(path, content)
+    saved = read_saved(SavedModel, path / "model.json")
+    known = {key: value for key, value in saved.config.items() if key in leaves(ModelConfig)}
     try:
-        known = {key: v for key, v in content["config"].items() if key in leaves(ModelConfig)}
-        config = from_mapping(ModelConfig, known, "in it")
-        return config, int(content["vocab_size"])
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{path / 'model.json'} is damaged: {error!r}") from None
+        return from_mapping(ModelConfig, known, "in it"), saved.vocab_size
+    except UserError as error:
+        raise CheckpointError(f"{path / 'model.json'} is damaged: {error}") from None
 
 
 def weight_parts(path: Path) -> list[Path]:

@@ -34,10 +34,10 @@ from accel_gpt.errors import AccelGPTError, BusyError, CheckpointError
 from accel_gpt.files import fault_point, sha256, sync, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import host_group
-from accel_gpt.training.checkpoint import FORMAT, read_states, set_aside, verify, write_json
+from accel_gpt.training.checkpoint import read_states, set_aside, verify, write_json
 from accel_gpt.training.ranks import all_gather, all_ranks, lost_peer
 from accel_gpt.training.run_folder import RunFolder, step_name
-from accel_gpt.training.state import TrainState
+from accel_gpt.training.state import FORMAT, TrainState
 from accel_gpt.training.tensor_files import moments_of, rank_content, weights_of
 from accel_gpt.training.uploader import Uploader
 
@@ -99,7 +99,7 @@ class CheckpointWriter:
             self.check_folder()
         start = time.monotonic()
         temporary = self.out_dir / "checkpoints" / f".tmp_{step_name(state.step)}"
-        content = {"format": FORMAT, **asdict(state)}
+        content = asdict(state)
         needed = size_of(gpt, optimizer)
         failed: Exception | None = None
         try:

@@ -7,20 +7,26 @@ in `load_state_dict()`: the corpus its sources, the step guard its counts.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar
 
 from accel_gpt.config.experiment import CheckpointConfig
+from accel_gpt.config.options import option
+from accel_gpt.data.sources import TrainedSource
+
+FORMAT = 1  # of the JSON files of a checkpoint
 
 
 @dataclass
 class TrainState:
     """The state of a run after `step` optimizer updates, on every rank alike."""
 
+    FORMER_KEYS: ClassVar = ("text_places",)
+    """An earlier version could train on streamed text."""
+
     step: int = 0  # completed optimizer updates
     sequences: int = 0  # consumed: the position in the data
     tokens: int = 0
-    seconds: float = 0.0  # since the run's first start
+    seconds: float = option(0.0, "Seconds since the run's first start.", at_least=0)
     val_loss: float | None = None  # of the last evaluation, nats per token
     best_val_loss: float | None = None
     best_step: int | None = None
@@ -29,7 +35,7 @@ class TrainState:
     data_fingerprint: str = ""
     data_origin: int = 0  # sequence at which this mixture of sources began
     data_given: dict[str, int] = field(default_factory=dict)  # sequences before it, by fingerprint
-    data_sources: list[dict[str, Any]] = field(default_factory=list)  # name, weight, fingerprint
+    data_sources: list[TrainedSource] = field(default_factory=list)
     # of the step guard
     skipped: int = 0  # updates left out, because they were not finite or a spike
     skipped_in_row: list[int] = field(default_factory=list)  # first sequences of the last of them
@@ -43,15 +49,12 @@ class TrainState:
     # metrics of this step, which wait for its evaluation; None: no evaluation is due
     awaits_evaluation: dict[str, float | None] | None = None
     versions: dict[str, str] = field(default_factory=dict)  # of the code that made this step
+    format: int = FORMAT  # of trainer_state.json
 
     def load_state_dict(self, fields: Mapping[str, Any]) -> None:
-        """Take over fields, as those of an owner of state. Raises `ValueError` naming the first
-        that is unknown or of another type: a file may hold anything.
-        """
-        hints = get_type_hints(TrainState)
+        """Take over the fields that an owner of state returns."""
+        assert fields.keys() <= vars(self).keys()
         for name, value in fields.items():
-            if name not in hints or not is_of(value, hints[name]):
-                raise ValueError(f"{name[:100]!r} is {repr(value)[:100]}")
             setattr(self, name, value)
 
     @property
@@ -81,12 +84,3 @@ class TrainState:
             (config.every and self.step % config.every == 0)
             or (every and self.tokens // every > before // every)
         )
-
-
-def is_of(value: Any, hint: Any) -> bool:
-    """Whether a value of JSON has the type of a field; numbers are not negative."""
-    if isinstance(hint, UnionType):
-        return any(is_of(value, option) for option in get_args(hint))
-    if hint in (int, float) and type(value) in (int, float):
-        return type(value) in (int, hint) and (value != value or value >= 0)
-    return type(value) is (get_origin(hint) or hint)

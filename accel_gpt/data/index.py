@@ -1,0 +1,121 @@
+"""The index of a data folder: dataset.json, which `prepare/` writes.
+
+It names the tokenizer, the vocabulary, how the data was prepared, and what each shard holds.
+"""
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accel_gpt.config.options import REQUIRED, option
+from accel_gpt.config.removed import FINETUNE_WITH_TRL
+from accel_gpt.errors import DataError, UserError
+from accel_gpt.files import describe_path
+from accel_gpt.records import parse_record, read_object
+
+INDEX = "dataset.json"
+FORMAT = "accel_gpt-dataset"
+VERSION = 1
+ADVICE = "prepare the data again"
+SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class TokenizerEntry:
+    """The tokenizer that made the shards."""
+
+    kind: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One shard file."""
+
+    name: str
+    tokens: int = option(REQUIRED, "Tokens in the shard.", at_least=1)
+    documents: int = option(REQUIRED, "Documents that begin in the shard.", at_least=0)
+    bytes: int = option(REQUIRED, "UTF-8 bytes of the documents that begin in it.", at_least=0)
+    sha256: str = option(REQUIRED, "SHA-256 of the file, hex.")
+    max_token: int = option(REQUIRED, "The largest token.", at_least=0)
+
+
+@dataclass(frozen=True)
+class Index:
+    """The content of dataset.json."""
+
+    format: str
+    version: int
+    tokenizer: TokenizerEntry
+    eot_id: int | None
+    splits: dict[str, list[ShardEntry]]
+    vocab_size: int = option(REQUIRED, "Tokens in the vocabulary.", at_least=1)
+    prepared: dict[str, Any] = field(default_factory=dict)
+    """The settings of `data.prepare`, and a fingerprint of the text."""
+    completions: bool = False
+    """An earlier version marked the tokens of prompts."""
+
+
+def read_index(folder: Path) -> Index:
+    """Read the index of a data folder.
+
+    Raises `UserError` if there is no folder, `DataError` if its index is missing, damaged or of
+    another version.
+    """
+    check_folder(folder)
+    where = folder / INDEX
+    if not where.exists():
+        raise DataError(f"{folder} has no {INDEX}; it is not a prepared data folder")
+    content = read_object(where, DataError, ADVICE)
+    check_version(where, content)
+    index = parse_record(Index, content, where, DataError, ADVICE)
+    if index.completions:
+        raise DataError(
+            f"{folder} holds prompts and completions, and accel_gpt no longer trains on these; "
+            f"{FINETUNE_WITH_TRL}"
+        )
+    for shards in index.splits.values():
+        for shard in shards:
+            check_shard_name(where, shard.name)
+    return index
+
+
+def check_folder(folder: Path) -> None:
+    """Raise `UserError` unless there is a folder."""
+    if folder.is_dir():
+        return
+    if not folder.exists():
+        raise UserError(
+            f"data folder {folder} does not exist; give an existing one, or say how to make it "
+            "in data.prepare (source, path, tokenizer)"
+        )
+    advice = "give the path of a folder"
+    if folder.is_file():
+        advice = f"make one of a text with accel-gpt prepare {shlex.quote(str(folder))}"
+    raise UserError(
+        f"{folder} {describe_path(folder)}, but a folder of token shards is expected; {advice}"
+    )
+
+
+def check_version(where: Path, content: Mapping[str, Any]) -> None:
+    """Raise `DataError` unless the file is an index of the version that this code reads."""
+    if content.get("format") != FORMAT:
+        raise DataError(f"{where} is not an index of ours; expected format {FORMAT!r} in it")
+    version = content.get("version")
+    if version != VERSION:
+        raise DataError(
+            f"{where} has format version {version}; this code reads version {VERSION}: update "
+            "accel_gpt, or prepare the data again"
+        )
+
+
+def check_shard_name(where: Path, name: str) -> None:
+    """Raise `DataError` if the name of a shard could lead to another folder."""
+    if not SHARD_NAME.fullmatch(name):
+        raise DataError(
+            f"{where} names a shard {name[:100]!r}; expected a plain file name of letters, digits, "
+            "'.', '_' and '-'"
+        )

@@ -13,13 +13,15 @@
 
 Keys, types and bounds of every field are checked. An error names file, key, value and what is
 expected. Bounds are those of `config.options.option`; an integer without bounds is a count, from 0
-to 2^53. A float without bounds may be NaN or infinite. `Any` stands for any value. A class lists
-keys that earlier versions wrote, and that are ignored, in `FORMER_KEYS`.
+to 2^53. A float may be an integer in the file, and stays one; without bounds it may be NaN or
+infinite. `Any` stands for any value. A class lists keys that earlier versions wrote, and that are
+ignored, in `FORMER_KEYS`.
 """
 
 import dataclasses
 import functools
 import json
+import sys
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -110,9 +112,8 @@ def read_value(hint: Any, value: Any, key: str, bounds: Option | None = None) ->
     if kind is types.UnionType:
         (inner,) = (one for one in get_args(hint) if one is not types.NoneType)
         return None if value is None else read_value(inner, value, key, bounds)
-    if kind is float and type(value) is int:
-        value = to_float(key, value)
-    if type(value) is not kind:
+    whole = kind is float and type(value) is int and abs(value) <= sys.float_info.max
+    if type(value) is not kind and not whole:
         raise MismatchError(f"{key or 'it'} is {shown(value)}, expected {EXPECTED[kind]}")
     if kind is list:
         (item,) = get_args(hint)
@@ -170,14 +171,6 @@ def field_bounds(kind: Any) -> Mapping[str, Option]:
             bounds = dataclasses.replace(bounds, at_most=LARGEST_NUMBER)
         found[name] = bounds
     return found
-
-
-def to_float(key: str, value: int) -> float:
-    """Return an integer of JSON, which may have any number of digits, as a float."""
-    try:
-        return float(value)
-    except OverflowError:
-        raise MismatchError(f"{key} is {shown(value)}, expected a number") from None
 
 
 def joined(key: str, name: str) -> str:

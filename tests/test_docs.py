@@ -9,22 +9,29 @@ import gzip
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
+import yaml
 
 from accel_gpt.cli import dispatch
+from accel_gpt.commands import options
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.names import HF_TRAINER, LLM_C, NANOGPT
 from accel_gpt.config.options import field_types, own_options
 from accel_gpt.config.parse import leaves, load_config
 from accel_gpt.config.plan import make_plan
+from accel_gpt.errors import AccelGPTError
 from tests.conftest import THOROUGH
 from tests.hub_server import HubServer, environment
 
@@ -55,13 +62,53 @@ FOREIGN_FILES = ("fast.md", "from-nanogpt.md", "from-hf-trainer.md", "export.md"
 SECTIONS = ("train", "data", "model", "optim", "schedule", "eval", "checkpoint", "sample", "log")
 
 
-def commands(page: str, section: str = "") -> list[str]:
-    """Command lines of the shell blocks below a heading, lines joined, comments cut."""
+@dataclass(frozen=True)
+class Line:
+    """A command line of a shell block, continued lines joined."""
+
+    command: str
+    comment: str
+    """Behind the command, or on the line above it."""
+
+    @property
+    def needs(self) -> bool:
+        """Whether the line is marked as needing what a test has not got, as `# needs a GPU`."""
+        return self.comment.startswith("needs ")
+
+    def simple_commands(self) -> list[list[str]]:
+        """The words of each simple command, without assignments before it and redirections."""
+        lexer = shlex.shlex(self.command, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        found: list[list[str]] = [[]]
+        words = iter(lexer)
+        for word in words:
+            if word in ("&&", "|", ";"):
+                found.append([])
+            elif word == ">":
+                next(words)
+            elif found[-1] or not re.match(r"\w+=", word):
+                found[-1].append(word)
+        return found
+
+
+def shell_lines(page: str, section: str = "") -> list[Line]:
+    """The lines of the shell blocks of a page, or of the blocks below one of its headings."""
     text = (ROOT / page).read_text(encoding="utf-8")
     below = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0] if section else text
-    blocks = re.findall(r"```sh\n(.*?)```", below, flags=re.S)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [re.sub(r"\s+#.*", "", line) for line in lines if line.strip()]
+    blocks = re.findall(r"^ *```sh\n(.*?)^ *```$", below, flags=re.S | re.M)
+    found: list[Line] = []
+    above = ""
+    for line in "".join(blocks).replace("\\\n", " ").splitlines():
+        command, _, comment = line.strip().partition("# ")
+        if command:
+            found.append(Line(" ".join(command.split()), comment or above))
+        above = "" if command else comment
+    return found
+
+
+def commands(page: str, section: str = "") -> list[str]:
+    """The commands of the shell blocks of a page, or below one of its headings."""
+    return [line.command for line in shell_lines(page, section)]
 
 
 def tree() -> Iterator[str]:
@@ -205,6 +252,30 @@ def test_the_runs_worked_out_are_those_planned(capsys: pytest.CaptureFixture[str
     check("docs/explanation/cost.md", "\n".join(rows), r"<!-- runs -->\n(.*?)\n\n")
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def pages_of(nav: object) -> Iterator[str]:
+    """The pages that a part of the navigation in mkdocs.yml names."""
+    if isinstance(nav, str):
+        yield nav
+    elif isinstance(nav, Mapping):
+        for part in nav.values():
+            yield from pages_of(part)
+    elif isinstance(nav, list):
+        for part in nav:
+            yield from pages_of(part)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    listed = sorted(f"docs/{page}" for page in pages_of(site["nav"]))
+    assert listed == sorted(page for page in PAGES if page.startswith("docs/"))
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_what_is_named_exists(page: str) -> None:
     """Keys, links, tests (`tests/faults/test_x.py::test_y`, `tests/` or not) and files."""
@@ -212,8 +283,10 @@ def test_what_is_named_exists(page: str) -> None:
     sections = {key.partition(".")[0] for key in known if "." in key}
     for name in re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_0-9.]+)", text):
         assert name in {*known, "data.prepare"} or name.endswith((".py", ".bin", ".json")), name
-    for link in re.findall(r"\]\((?!https?:)([^)#\s]+)[^)]*\)", text):
-        assert (ROOT / page).parent.joinpath(link).exists(), link
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", text):
+        target = (ROOT / page).parent.joinpath(link) if link else ROOT / page
+        assert target.exists(), link
+        assert not anchor or target.suffix != ".md" or anchor in anchors(target), anchor
     for file, test in re.findall(r"([\w/]*\btest_\w+\.py)(?:::(\w+))?", text):
         content = (ROOT / "tests" / file.removeprefix("tests/")).read_text()
         assert not test or f"\ndef {test}(" in content, test
@@ -221,6 +294,98 @@ def test_what_is_named_exists(page: str) -> None:
         places = (PACKAGE, ROOT / "benchmarks", ROOT / "tests", ROOT / "tests/faults", ROOT)
         ours = any((place / name).exists() for place in places)
         assert ours or page.endswith(FOREIGN_FILES), name
+
+
+# --------------------------------------------------------------------------- commands parse
+
+# programs that are neither parsed nor run: what they do is not ours
+OTHERS = ("gunzip", "pip", "pre-commit", "pytest", "python3", "tensorboard", ".", "export", "")
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def parse_ours(words: Sequence[str]) -> None:
+    """Parse a command line of accel-gpt; raises if an option does not exist."""
+    options.COMMANDS[words[0]].parse(words[1:])
+
+
+def parse_launched(script: str, words: Sequence[str], module: bool) -> None:
+    """Parse what a launcher starts: our training script, or our commands as a module."""
+    if script == "accel_gpt/train.py":
+        parse_ours(["train", *words])
+    elif module and script == "accel_gpt.cli":
+        parse_ours(words)
+    else:
+        assert module
+        assert script == "lm_eval"
+
+
+def parse_words(words: Sequence[str], marked: bool) -> None:
+    """Parse a simple command; one that is not known must be marked as needing something."""
+    from accelerate.commands.launch import launch_command_parser
+    from torch.distributed.run import get_args_parser
+
+    program, *rest = words or [""]
+    if program == "accel-gpt":
+        parse_ours(rest)
+    elif program == "accelerate" and rest[0] == "launch":
+        found = launch_command_parser().parse_args(rest[1:])
+        assert not found.config_file or (ROOT / found.config_file).is_file()
+        parse_launched(found.training_script, found.training_script_args, found.module)
+    elif program == "torchrun":
+        found = get_args_parser().parse_args(rest)
+        parse_launched(found.training_script, found.training_script_args, found.module)
+    elif program == "sbatch":
+        assert (ROOT / rest[0]).is_file()
+        parse_ours(["train", *rest[1:]])
+    elif program == "python" and rest[0] == "-c":
+        compile(rest[1], "command", "exec")
+    else:
+        assert marked or program in OTHERS, f"{program} is not known; mark it as `# needs ...`"
+    if program == "pip":
+        asked = re.findall(r"\.\[(.*)\]", " ".join(rest))
+        assert {name for names in asked for name in names.split(",")} <= EXTRAS.keys()
+
+
+def marked_or_parsed(page: str) -> None:
+    """Parse every command of a page."""
+    for line in shell_lines(page):
+        for words in line.simple_commands():
+            try:
+                parse_words(words, line.needs)
+            except (AccelGPTError, AssertionError, KeyError, SystemExit) as error:
+                pytest.fail(f"{page}: {line.command}\n{error!r}")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if shell_lines(page)])
+def test_every_command_parses(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options and shipped configs exist; the models, runs and files that are named need not."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "configs", "configs")
+    for name in ("my.yaml", "runs/quickstart/config.yaml", "crawl.jsonl.gz", "wiki.parquet"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("data: {train: data/own}\ntrain: {max_steps: 8}\n")
+    Path("input.txt").touch()
+    monkeypatch.setattr(options, "inherit", dict)
+    monkeypatch.setattr(options, "inherit_published", dict)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    marked_or_parsed(page)
+
+
+def test_a_command_that_does_not_parse_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in (
+        "accel-gpt sample runs/a --promt x",
+        "accel-gpt train quickstart --optim.rate 1",
+        "accel-gpt nosuch",
+        "accelerate launch --num_proceses 2 accel_gpt/train.py quickstart",
+        "torchrun accel_gpt/train.py quickstart --train.steps 1",
+        "pip install -e '.[nosuch]'",
+        "nosuch",
+    ):
+        (tmp_path / "page.md").write_text(f"```sh\n{command}\n```\n")
+        with pytest.raises(pytest.fail.Exception):
+            marked_or_parsed(str(tmp_path / "page.md"))
 
 
 @pytest.fixture
@@ -253,48 +418,111 @@ def test_quickstart_reaches_what_the_readme_claims(elsewhere: Path) -> None:
     assert run(sample, elsewhere).count("def read(") == 3
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("gpt2_vocabulary")
-def test_own_data_as_the_page_says(elsewhere: Path) -> None:
+# --------------------------------------------------------------------------- commands run
+
+TINY = {
+    "data": {
+        "train": "data/input",
+        "prepare": {"source": "text", "path": "input.txt", "tokenizer": "bpe", "vocab_size": 300},
+    },
+    "model": {"n_layer": 1, "n_embd": 32},
+    "train": {"max_steps": 12, "cpu_threads": 1, "mixed_precision": "no", "compile": False},
+    "schedule": {"warmup_steps": 2},
+    "eval": {"every": 4, "tokens": 4096},
+    "sample": {"every": 0},
+    "checkpoint": {"every": 4},
+}
+# steps and lengths of the pages, and those of the tiny runs
+SHORTER = {
+    "step_00000560": "step_00000008",
+    "step-840": "step-12",
+    "--checkpoint 560": "--checkpoint 8",
+    "--train.max_steps 1200": "--train.max_steps 16",
+    "--vocab_size 4096": "--vocab_size 300",
+    "--vocab_size 1024": "--vocab_size 300",
+    "verify-resume quickstart": "verify-resume quickstart --steps 4 --kills 1",
+}
+UNLIKE_TESTS = {*OTHERS, "accelerate"} - {"gunzip"}  # programs that are not run
+
+
+def merged(one: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings, those of `over` over those of `one`."""
+    nested = {k: merged(one.get(k, {}), v) for k, v in over.items() if isinstance(v, Mapping)}
+    return {**one, **over, **nested}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages take for granted: texts, and finished runs of a tiny quickstart."""
+    folder = tmp_path_factory.mktemp("world")
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    tiny = merged(yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text()), TINY)
+    for name in ("configs/quickstart.yaml", "quickstart"):  # a path goes before a shipped name
+        (folder / name).write_text(yaml.safe_dump(tiny))
     text = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = (PACKAGE / "train.py").read_text(encoding="utf-8")
+    (folder / "input.txt").write_text(text + code)
     for number in range(4):
-        folder = elsewhere / "notes" / f"part{number}"
-        folder.mkdir(parents=True)
-        (folder / "note.md").write_text(text)
-        (folder / "code.md").write_text((PACKAGE / "train.py").read_text() * (number + 1))
+        for place in ("notes", "custom_texts"):
+            part = folder / place / f"part{number}"
+            part.mkdir(parents=True)
+            (part / "note.md").write_text(text)
+            (part / "code.md").write_text(code * (number + 1))
     rows = [{"content": text[i:]} for i in range(120)]
-    with gzip.open(elsewhere / "crawl.jsonl.gz", "wt") as file:
+    with gzip.open(folder / "crawl.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     texts = pyarrow.table({"text": [row["content"] for row in rows]})
-    pyarrow.parquet.write_table(texts, elsewhere / "wiki.parquet")
-    (elsewhere / "input.txt").write_text(text)
-    own = commands("docs/how-to/data.md", "Text to shards")
-    for command in own:
-        short = " --train.max_steps 3 --schedule.warmup_steps 1 --train.cpu_threads 1"
-        run(command.replace("4096", "512") + short * ("train " in command), elsewhere)
-    for name in ("input", "notes"):
-        assert (elsewhere / f"runs/{name}/checkpoints/step_00000003").is_dir()
-    names = ("crawl", "piped")
-    indexes = [json.loads((elsewhere / f"data/{n}/dataset.json").read_text()) for n in names]
-    assert indexes[0]["splits"] == indexes[1]["splits"]
-    assert set(commands("README.md", "Your own text")) <= set(own)
+    pyarrow.parquet.write_table(texts, folder / "wiki.parquet")
+    run("accel-gpt train quickstart", folder)
+    for name in ("a", "b", "input", "gpt2_124m"):
+        shutil.copytree(folder / "runs/quickstart", folder / "runs" / name)
+    run("accel-gpt export runs/quickstart --to exported/quickstart", folder)
+    run("accel-gpt prepare notes --tokenizer bpe --vocab_size 300 --out data/notes", folder)
+    return folder
+
+
+def can_run(line: Line) -> bool:
+    """Whether a line is for a test to run: not marked, and of programs that a test may start."""
+    programs = {words[0] if words else "" for words in line.simple_commands()}
+    return not line.needs and not programs & UNLIKE_TESTS
 
 
 @pytest.mark.slow
-def test_the_round_trip_as_the_page_says(elsewhere: Path) -> None:
-    short = "--train.max_steps 20 --schedule.warmup_steps 2 --eval.tokens 4096 --sample.every 0"
-    short += " --train.cpu_threads 1"  # tests run side by side
-    run(f"accel-gpt train configs/quickstart.yaml {short}", elsewhere)
+@pytest.mark.parametrize("page", [page for page in PAGES if any(map(can_run, shell_lines(page)))])
+def test_every_command_runs(
+    page: str, world: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The commands of a page in their order, as written but for steps and sizes."""
+    lines = [line.command for line in shell_lines(page) if can_run(line)]
+    if any("--tokenizer gpt2" in line for line in lines):
+        request.getfixturevalue("gpt2_vocabulary")
+    folder = tmp_path / "folder"
+    shutil.copytree(world, folder)
+    for line in lines:
+        shorter = line
+        for long, short in SHORTER.items():
+            shorter = shorter.replace(long, short)
+        for out in re.findall(r"--(?:out|out_dir|to) (\S+)", shorter):  # of the world
+            shutil.rmtree(folder / out, ignore_errors=True)
+        run(shorter, folder)
+
+
+@pytest.mark.slow
+def test_the_round_trip_as_the_pages_say(world: Path, tmp_path: Path) -> None:
+    """Export, push, sample and resume from the Hub, a server on this machine."""
+    folder = tmp_path / "folder"
+    shutil.copytree(world, folder)
     with HubServer() as hub:
-        known = " ".join(f"{k}={v}" for k, v in environment(hub, elsewhere / "home").items())
+        known = " ".join(f"{k}={v}" for k, v in environment(hub, tmp_path / "home").items())
         shown = []
-        for command in commands("docs/how-to/export.md"):
-            mine = command.replace("user/", "tester/").replace("step-840", "step-20")
-            if mine.startswith("accel-gpt train"):
-                mine += f" {short} --train.max_steps 22 --checkpoint.allow_change train.max_steps"
-            shown.append(run(f"export {known}; {mine}", elsewhere))
-        assert len(shown) == 6
-        assert "its logits equal ours" in shown[0]
-        assert "generated_text" in shown[1]
-        assert "resuming runs/moved from step 20" in shown[5]
+        for command in commands("docs/how-to/push.md"):
+            if not command.startswith("hf "):
+                mine = command.replace("user/", "tester/").replace("step-840", "step-12")
+                mine = mine.replace("max_steps 1200", "max_steps 14")
+                shown.append(run(f"export {known}; {mine}", folder))
+        push, sample, resume, train = shown
+        assert "step 12 is at" in push
+        assert sample.count("def read(") == 2
+        assert "resuming runs/moved from step 12" in resume
+        assert "is finished" in train
         assert {"README.md", "loss.png", "config.json"} <= set(hub.files("tester/quickstart"))

@@ -33,7 +33,6 @@ from accel_gpt.report.references import (
 )
 from accel_gpt.report.runs import open_runs
 from tests.runs import LAUNCH, make_run, record
-from tests.test_docs import commands
 
 EVIL = "</script><img src=x onerror=alert(1)>'\"&lt;{{ version }}"
 
@@ -264,20 +263,6 @@ def test_smoothing_does_not_lag() -> None:
 def test_page_and_png_have_the_same_colors() -> None:
     style = (HERE / "page.css").read_text()
     assert tuple(re.findall(r"--p\d: light-dark\((#\w+)", style)) == COLORS
-
-
-@pytest.mark.slow
-def test_the_commands_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("shakespeare_char_cpu", "shakespeare_seed7"):
-        make_run(tmp_path / "runs" / name)
-    shown = commands("docs/how-to/watch.md", "The report")
-    own = [command for command in shown if command.startswith("accel-gpt report")]
-    assert len(own) == 2
-    assert all(run_main(cli.dispatch, line.split()[1:]) == 0 for line in own)
-    made = {path.name for path in tmp_path.iterdir()}
-    assert made == {"runs", "both.html"}
-    assert (tmp_path / "runs/shakespeare_char_cpu/report.html").is_file()
 
 
 def test_mistakes(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 MATRIX_UNITS = "amx_bf16"
 VECTOR_UNITS = ("avx512_bf16", "bf16", "svebf16")  # x86, and Arm's two
-# With these a step in bf16 was measured to be faster than in float32: docs/how-to/speed.md.
+# With these a step in bf16 is faster than in float32: benchmarks/notes/precision.md.
 FAST_BF16 = (MATRIX_UNITS, "avx512_bf16")
 
 

@@ -224,7 +224,7 @@ def evaluating(model: nn.Module, compiled: bool = True) -> Iterator[None]:
     """Switch `model` to evaluation mode, without gradients, and restore its mode afterwards.
 
     A compiled model runs uncompiled on a CPU, and everywhere if `compiled` is false. Compiling the
-    evaluation on a CPU takes 10 to 20 s and makes it no faster (docs/how-to/speed.md).
+    evaluation on a CPU takes 10 to 20 s and makes it no faster (benchmarks/notes/precision.md).
     """
     eager = not compiled or next(model.parameters()).device.type == "cpu"
     compiled_calls = {}

@@ -153,7 +153,7 @@ def dot_product_attention(
     """Compute the attention of `q` (B, H, T, D) to `k` and `v` (B, K, S, D): (B, H, T, D).
 
     On a CPU, bf16 is computed in float32. There PyTorch 2.13 splits the backward pass in bf16 into
-    many small products, which take 2.5 to 9 times as long (docs/how-to/speed.md).
+    many small products, which take 2.5 to 9 times as long (benchmarks/notes/precision.md).
     """
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         with torch.autocast("cpu", enabled=False):

@@ -30,8 +30,9 @@ GPU_MFU = 0.3  # of a step that is not compiled; assumption
 UNKNOWN_PEAK = 1e14  # FLOP/s of a GPU that is not in the table of devices; assumption
 # FLOP/s of a core with matrix units: the quickstart, not compiled, on two cores of a Xeon
 MATRIX_UNIT_FLOPS = 1.2e11
-# Share of a step that compiling saves, and the seconds that it takes. CPU: measured, see
-# docs/how-to/speed.md. CUDA: nanoGPT's README, 250 ms become 135; the seconds are an assumption.
+# Share of a step that compiling saves, and the seconds that it takes. CPU:
+# benchmarks/notes/precision.md. CUDA: nanoGPT's README, 250 ms become 135; the seconds are an
+# assumption.
 COMPILE_GAIN: Mapping[str, float] = MappingProxyType({"cpu": 0.25, "cuda": 0.45})
 COMPILE_SECONDS: Mapping[str, float] = MappingProxyType({"cpu": 45.0, "cuda": 60.0})
 CACHE = "TORCHINDUCTOR_CACHE_DIR"

@@ -1,11 +1,14 @@
 """README.md and docs/: their commands run as written, and what they name exists.
 
-The tree and the reading order in docs/explanation/architecture.md, and docs/reference/keys.md, are
-made from the code; `ACCEL_GPT_DOCS=write pytest tests/test_docs.py` renews them.
+The tree and the reading order in docs/explanation/architecture.md, the pages of `reference.py`, and
+the estimates in configs/ are made from the code; `ACCEL_GPT_DOCS=write pytest tests/test_docs.py`
+renews them.
 """
 
 import ast
+import contextlib
 import gzip
+import io
 import json
 import os
 import re
@@ -15,7 +18,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +27,20 @@ import pyarrow.parquet
 import pytest
 import yaml
 
+from accel_gpt import errors
 from accel_gpt.cli import dispatch
 from accel_gpt.commands import options
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.names import HF_TRAINER, LLM_C, NANOGPT
-from accel_gpt.config.options import field_types, own_options
 from accel_gpt.config.parse import leaves, load_config
 from accel_gpt.config.plan import make_plan
+from accel_gpt.console import format_hours
 from accel_gpt.errors import AccelGPTError
-from tests.conftest import THOROUGH
+from accel_gpt.launcher import PREEMPTED
+from accel_gpt.training.metrics import COLUMNS
+from accel_gpt.training.run_folder import RunFolder
+from tests import reference
+from tests.conftest import THOROUGH, launch
 from tests.hub_server import HubServer, environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,15 +59,9 @@ READING_ORDER = (
     *("training/state", "training/checkpoint", "training/saving", "training/resume"),
     "evals/validation",
 )
-MANUAL = textwrap.dedent(
-    """\
-    - `accel-gpt train --dump_config [NAME] [--section.key value ...] > my.yaml` writes all of them
-      with these texts: the defaults, or the values of a shipped config, a file, a run's folder or a
-      preset of the model. The file loads as the config it was made from."""
-).splitlines()
+FILES = (".py", ".bin", ".json", ".safetensors")  # endings of files that look like keys
 # pages that name files of other projects
 FOREIGN_FILES = ("fast.md", "from-nanogpt.md", "from-hf-trainer.md", "export.md", "evaluation.md")
-SECTIONS = ("train", "data", "model", "optim", "schedule", "eval", "checkpoint", "sample", "log")
 
 
 @dataclass(frozen=True)
@@ -132,37 +134,6 @@ def reading_order() -> Iterator[str]:
     yield ""
 
 
-def keys(kind: type, prefix: str = "") -> Iterator[str]:
-    """One row for each key: name, default and what the dataclass says of it."""
-    default = kind()
-    for name, described in own_options(kind).items():
-        value = getattr(default, name)
-        shown = json.dumps(value, default=lambda other: other.path) if value != "" else ""
-        text = described.description.replace("|", r"\|")
-        yield f"| `{prefix}{name}` | {f'`{shown}`' * bool(shown)} | {text} |"
-
-
-def page_of_keys() -> Iterator[str]:
-    hints = field_types(Config)
-    yield from (
-        "# Keys",
-        "",
-        "Made from `accel_gpt/config/`; `accel-gpt train --help-all` shows the same.",
-        "",
-        *MANUAL,
-        "",
-    )
-    for name in ("", *SECTIONS, "hub", "data.prepare"):
-        kind = Config
-        for part in name.split(".") if name else ():
-            kind = field_types(kind)[part]
-        yield from (f"## {name or 'The run'}", "", (kind.__doc__ or "").partition("\n")[0], "")
-        yield from ("| key | default | meaning |", "|---|---|---|")
-        yield from keys(kind, f"{name}." if name else "")
-        yield ""
-    assert set(hints) - {"out_dir", "seed"} == {*SECTIONS, "hub"}
-
-
 def table_of_names(trainer: str, names: Mapping[str, str]) -> Iterator[str]:
     """The names of another trainer, each with what to write here; keys set as code."""
     known = sorted(leaves(Config), key=len, reverse=True)
@@ -189,7 +160,10 @@ def test_what_is_made_from_the_code_is_up_to_date() -> None:
     page = "docs/explanation/architecture.md"
     check(page, "".join(f"{line}\n" for line in tree()), r"<!-- tree -->\n```\n(.*?)```")
     check(page, "\n".join(reading_order()), r"<!-- order -->\n(.*?)\n## ")
-    check("docs/reference/keys.md", "\n".join(page_of_keys()).rstrip() + "\n")
+    for name, lines in reference.PAGES.items():
+        check(name, "\n".join(lines()).rstrip() + "\n")
+    interface = "\n".join(reference.python_section()).rstrip()
+    check("docs/reference/python.md", interface, r"<!-- interface -->\n(.*?)\n<!-- end -->")
     for page, mark, trainer, table in (
         ("docs/how-to/from-nanogpt.md", "nanogpt", "nanoGPT", NANOGPT),
         ("docs/how-to/from-nanogpt.md", "llm.c", "llm.c", LLM_C),
@@ -199,12 +173,77 @@ def test_what_is_made_from_the_code_is_up_to_date() -> None:
         check(page, made, rf"<!-- {mark} -->\n(.*?)<!-- end -->")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_config_loads_plans_and_says_what_it_needs(path: Path) -> None:
-    assert path.read_text().startswith("# ")
-    assert "# Needs:" in path.read_text()
+def first_cells(page: str) -> set[str]:
+    """Return the code in the first column of the tables of a page."""
+    rows = re.findall(r"^\| (`[^|]*) \|", (ROOT / page).read_text(encoding="utf-8"), flags=re.M)
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_every_metric_has_a_row(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    page = first_cells("docs/reference/metrics.md")
+    words = ("--log.batch_hash", "true", "--eval.tokens", "64", "--eval.whole_at_end", "true")
+    assert launch(small_run(*words, "--train.max_steps", "3")) == 0
+    names = {*COLUMNS}.union(*RunFolder(tmp_path / "run").records())
+    assert {re.sub("^eval/(val|train|whole_val)_", "eval/SPLIT_", name) for name in names} <= page
+
+
+def test_every_file_of_a_run_has_a_row(train_once: Callable[..., Path]) -> None:
+    page = first_cells("docs/reference/run-folder.md")
+    known = {re.sub(r"\d+|(?<=_)R(?=\.)", "N", name).rstrip("/") for name in page}
+    folder = train_once() / "run"
+    checkpoint = RunFolder(folder).checkpoints.popitem()[1]
+    names = {path.name for path in (*folder.iterdir(), *checkpoint.iterdir())}
+    top = {name.partition("/")[0] for name in known}
+    assert {re.sub(r"\d+", "N", name) for name in names} <= known | top
+
+
+def test_every_exit_code_has_a_row() -> None:
+    text = (ROOT / "docs/reference/exit-codes.md").read_text(encoding="utf-8")
+    page = {int(code) for code in re.findall(r"^\| (\d+) \|", text, flags=re.M)}
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    codes = {kind.exit_code for kind in kinds if issubclass(kind, AccelGPTError)}
+    assert page == codes | {0, 1, PREEMPTED, 130, 141}
+
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+MANUAL_OF_A_CONFIG = ("# Needs: ", "# Launch", "# Change for your hardware", "# Expect")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_config_loads_plans_and_is_a_manual(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert [part for part in MANUAL_OF_A_CONFIG if part not in text] == []
     assert make_plan(load_config([str(path)], "train.py"), 1).max_steps > 0
     assert path.stem.removeprefix("gpt2") in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def estimate(command: str) -> str:
+    """Return memory, time and loss, as `accel-gpt plan` estimates them, on one line."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert dispatch([*shlex.split(command)[1:], "--json"]) == 0
+    report = json.loads(printed.getvalue())
+    memory, hours, loss = report["memory"], report["time"]["hours"], report["loss"]
+    parts = [f"{memory['total'] / 1e9:.1f} GB"]
+    if memory["device"]:
+        parts[0] += f" of {memory['device'] / 1e9:.0f}"
+    if hours is not None:
+        parts.append(format_hours(hours))
+    if loss:
+        parts.append(f"{loss['bits_per_byte'][0]:.2f} bits per byte")
+    return ", ".join(parts)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_the_estimates_in_a_config_are_up_to_date(path: Path) -> None:
+    """`#   accel-gpt plan ...  what it estimates`, aligned."""
+    text = path.read_text(encoding="utf-8")
+    rows = re.findall(r"^#   (accel-gpt plan .*?)  +(.*)$", text, flags=re.M)
+    assert rows
+    width = max(len(command) for command, _ in rows)
+    made = "\n".join(f"#   {command:{width}}   {estimate(command)}" for command, _ in rows)
+    row = r"#   accel-gpt plan [^\n]*"
+    check(f"configs/{path.name}", made, rf"({row}(?:\n{row})*)")
 
 
 def test_the_plan_shown_is_the_one_printed(
@@ -282,7 +321,7 @@ def test_what_is_named_exists(page: str) -> None:
     text, known = (ROOT / page).read_text(encoding="utf-8"), leaves(Config)
     sections = {key.partition(".")[0] for key in known if "." in key}
     for name in re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_0-9.]+)", text):
-        assert name in {*known, "data.prepare"} or name.endswith((".py", ".bin", ".json")), name
+        assert name in {*known, "data.prepare"} or name.endswith(FILES), name
     for link, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", text):
         target = (ROOT / page).parent.joinpath(link) if link else ROOT / page
         assert target.exists(), link

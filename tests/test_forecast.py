@@ -138,8 +138,9 @@ def test_a_shape_other_than_that_of_init_from_is_refused(
     assert "model.n_layer is 12, but gpt2-xl, which model.init_from names, has 48" in told
 
 
-def held(capsys: pytest.CaptureFixture[str], *words: Any) -> dict[str, int]:
-    parts: dict[str, int] = plan(capsys, GPT2, *words)["memory"]["parts"]
+def held(capsys: pytest.CaptureFixture[str], *words: Any, precision: str = "no") -> dict[str, int]:
+    asked = (GPT2, "--train.mixed_precision", precision, *words)
+    parts: dict[str, int] = plan(capsys, *asked)["memory"]["parts"]
     return parts
 
 
@@ -159,7 +160,7 @@ def test_each_setting_changes_the_part_that_it_should(capsys: pytest.CaptureFixt
     sharded = ("--gpu", "h100", "--gpus", 8, "--distribution", "fsdp")
     synced = held(capsys, *sharded, "--train.sync_each_batch", "true")
     assert "gradients not yet reduced" not in synced
-    bf16 = held(capsys, "--gpu", "h100", "--train.mixed_precision", "bf16")
+    bf16 = held(capsys, "--gpu", "h100", precision="bf16")
     assert alone["activations"] / 2 < bf16["activations"] < alone["activations"]
     chunk = 2 * 4096 * padded_vocab_size(50257)  # in bf16 before it is widened
     hidden = 2 * 32 * 1024 * 768  # their gradient is as wide as they, not as what the head takes
@@ -197,26 +198,28 @@ def test_the_host_holds_the_models_of_its_processes_and_what_is_being_saved(
 
 def test_nodes_and_devices_follow_from_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     for words, machine in (
-        (("--gpus", 8), "8 x h100, ddp, float32"),
-        (("--gpus", 16), "2 nodes of 8 x h100, ddp, float32"),
-        (("--gpus", 16, "--nodes", 1), "16 x h100, ddp, float32"),
-        (("--gpus", 16, "--gpus_per_node", 4), "4 nodes of 4 x h100, ddp, float32"),
-        (("--nodes", 2, "--gpus_per_node", 4), "2 nodes of 4 x h100, ddp, float32"),
+        (("--gpus", 8), "8 x h100, ddp, bf16"),
+        (("--gpus", 16), "2 nodes of 8 x h100, ddp, bf16"),
+        (("--gpus", 16, "--nodes", 1), "16 x h100, ddp, bf16"),
+        (("--gpus", 16, "--gpus_per_node", 4), "4 nodes of 4 x h100, ddp, bf16"),
+        (("--nodes", 2, "--gpus_per_node", 4), "2 nodes of 4 x h100, ddp, bf16"),
         (
             ("--gpus", 4, "--nodes", 2, "--distribution", "hsdp"),
-            "2 nodes of 2 x h100, hsdp, float32",
+            "2 nodes of 2 x h100, hsdp, bf16",
         ),
     ):
         assert plan(capsys, GPT2, "--gpu", "h100", *words)["machine"] == machine
-    four = plan(capsys, GPT2, "--gpus", 16, "--gpus_per_node", 4)["machine"]
-    assert four == "4 nodes of 4 x CPU process, ddp, float32"
+    four = (GPT2, "--gpus", 16, "--gpus_per_node", 4, "--train.mixed_precision", "no")
+    assert plan(capsys, *four)["machine"] == "4 nodes of 4 x CPU process, ddp, float32"
 
 
 def test_a_run_that_does_not_fit_names_what_to_try(capsys: pytest.CaptureFixture[str]) -> None:
     """Options that are set already are not named."""
     asked = [GPT2, "--gpus", "2", "--gpu", "l40", "--memory_gb", "4"]
+    float32 = ["--train.mixed_precision", "no"]
+    assert run_main(dispatch, ["plan", *asked, *float32]) == 1
+    assert "--train.mixed_precision bf16" in capsys.readouterr().out.splitlines()[-1]
     settings = [
-        (["--train.mixed_precision", "bf16"], "--train.mixed_precision bf16"),
         (["--train.micro_batch_size", "1"], "a smaller train.micro_batch_size"),
         (["--distribution", "fsdp"], "--distribution fsdp"),
         (["--train.activation_checkpointing", "blocks"], "--train.activation_checkpointing blocks"),
@@ -334,7 +337,7 @@ def test_an_accelerate_config_brings_processes_precision_and_fsdp(
     two = "num_machines: 2\nparallelism_config: {parallelism_config_dp_replicate_size: %s}\n"
     path.write_text("distributed_type: FSDP\nnum_processes: 16\n" + two % 2)
     report = plan(capsys, GPT2, "--config_file", path, "--gpu", "h100")
-    assert report["machine"] == "2 nodes of 8 x h100, hsdp, float32"
+    assert report["machine"] == "2 nodes of 8 x h100, hsdp, bf16"
     path.write_text("distributed_type: FSDP\nnum_processes: 16\n" + two % 3)
     told = mistake(capsys, GPT2, "--config_file", path, "--gpu", "h100")
     assert "dp_replicate_size in" in told
@@ -357,7 +360,10 @@ def test_an_accelerate_config_brings_processes_precision_and_fsdp(
         (("--gpus", 8, "--nodes", 3), "8 devices are not 3 nodes of equal size; give two of"),
         (("--gpus", 8, "--nodes", 2, "--gpus_per_node", 8), "8 devices are not 2 nodes of 8"),
         (("--mfu", 40, "--gpu", "h100"), "--mfu is 40.0; it must be above 0 and at most 1"),
-        (("--mfu", 0.4), "none is known for 1 x CPU process, float32; give --tokens_per_second"),
+        (
+            ("--mfu", 0.4, "--train.mixed_precision", "no"),
+            "none is known for 1 x CPU process, float32; give --tokens_per_second",
+        ),
         (
             ("--mfu", 0.4, "--tokens_per_second", 9),
             "--mfu is 0.4 and --tokens_per_second is 9.0; set one of them",

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import yaml
 from safetensors.torch import load_file
 
 from accel_gpt import train
+from accel_gpt.config.experiment import Config
 from accel_gpt.cost import devices
-from accel_gpt.training import compilation
+from accel_gpt.training import compilation, precision
 from tests.conftest import QUIET, launch
 
 Arguments = Callable[..., list[str]]
@@ -32,7 +34,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return give
 
 
-def saved(tmp_path: Path) -> tuple[str, bool]:
+def saved(tmp_path: Path) -> tuple[str | None, bool]:
     """Precision and compilation as the run's config.yaml has them."""
     train = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]
     return train["mixed_precision"], train["compile"]
@@ -97,6 +99,29 @@ def test_the_cpu_decides_and_the_reason_is_printed(
 
 
 @pytest.mark.parametrize(
+    ("gpu", "capability", "launcher", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", (8, 0), None, "bf16"),  # torchrun sets no precision
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "no", "bf16"),  # what accelerate launch sets by default
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "fp16", "fp16"),
+        ("Tesla T4", (7, 5), None, "no"),
+    ],
+)
+def test_a_gpu_decides_unless_the_launcher_does(
+    gpu: str, capability: tuple[int, int], launcher: str | None, expected: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    state = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(precision, "PartialState", lambda: state)
+    monkeypatch.setattr(precision, "device_name", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    if launcher:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+    assert precision.choose_precision(Config(out_dir=str(tmp_path)))[0] == expected
+
+
+@pytest.mark.parametrize(
     ("launcher", "option", "shown"),
     [
         ("bf16", (), "precision bf16 (set by the launcher), "),
@@ -136,6 +161,20 @@ def test_a_resumed_run_keeps_the_choice_and_its_bits(
         weights.append(load_file(folder / "checkpoints" / "step_00000006" / "model.safetensors"))
     for name, expected in weights[0].items():
         assert all(torch.equal(other[name], expected) for other in weights[1:])
+
+
+def test_auto_keeps_the_precision_that_the_launcher_gave_an_earlier_launch(
+    cpu: Callable[..., None], small_run: Arguments, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    same = ("--train.compile", "false", "--sample.every", "0", "--schedule.decay_steps", "4")
+    assert launch(small_run(*same, "--train.max_steps", "3")) == 0
+    assert saved(tmp_path) == (None, False)
+    cpu("amx_bf16")
+    longer = ("--train.max_steps", "4", "--checkpoint.allow_change", "train.max_steps")
+    assert launch(small_run(*same, *longer, "--train.mixed_precision", "auto")) == 0
+    assert saved(tmp_path) == ("no", False)
+    assert f"precision fp32: as in {tmp_path / 'run' / 'run.json'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("compiler", ["works", "fails"])

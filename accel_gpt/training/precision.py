@@ -4,6 +4,7 @@ The device and the flags of the processor decide. Rank 0 decides for all ranks.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from accelerate import PartialState
@@ -14,6 +15,7 @@ from accel_gpt.launcher import launcher_precision
 from accel_gpt.training.auto import earlier_choice, report_choice
 from accel_gpt.training.machine import device_name
 from accel_gpt.training.ranks import on_main
+from accel_gpt.training.run_folder import RunFolder
 
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 BF16_CAPABILITY = (8, 0)  # Ampere: NVIDIA's first matrix units for bf16
@@ -39,6 +41,10 @@ def choose_precision(config: Config) -> tuple[str, str]:
     earlier = earlier_choice(config, "train.mixed_precision")
     if earlier and earlier[0] in PRECISIONS:
         return earlier[0], f"as in {earlier[1]}"
+    # The launcher set the precision of a run whose own config has none
+    launched = RunFolder(config.out_dir).last_launch("mixed_precision")
+    if launched in PRECISIONS:
+        return launched, f"as in {Path(config.out_dir) / 'run.json'}"
     launcher = launcher_precision()
     if launcher != "no":
         return launcher, "set by accelerate launch"

@@ -1,0 +1,241 @@
+"""Reference pages of docs/, made from the code; `tests/test_docs.py` compares and renews them."""
+
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import accel_gpt
+from accel_gpt.commands.options import COMMANDS, TrainCommand
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.help import value_name
+from accel_gpt.config.options import REQUIRED, Option, all_options, field_types, own_options
+from accel_gpt.config.parse import leaves
+
+DOTTED = re.compile(r".*\..*").fullmatch
+SECTIONS = (
+    "data",
+    "data.prepare",
+    "model",
+    "train",
+    "optim",
+    "schedule",
+    "eval",
+    "sample",
+    "checkpoint",
+    "log",
+    "hub",
+)
+PYTHON = (
+    "run",
+    "load",
+    "Run",
+    "Run.metrics",
+    "Run.sample",
+    "Run.evaluate",
+    "Run.export",
+)
+
+
+KEY = re.compile(rf"\b(?:{'|'.join(sorted(filter(DOTTED, leaves(Config)), reverse=True))})\b")
+
+
+def cell(text: str) -> str:
+    """Return a description that stands in a cell of a table, with keys as code."""
+    escaped = text.replace("<", "&lt;").replace("|", r"\|")
+    return KEY.sub(r"`\g<0>`", escaped)
+
+
+def values_of(kind: Any, name: str) -> str:
+    """Return what an option takes, as code: the words, or what stands for a value."""
+    words = value_name(field_types(kind)[name]).split("|")
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def default(value: Any) -> str:
+    """Return a default as it stands in a YAML file."""
+    if value is REQUIRED:
+        return "required"
+    shown = json.dumps(value, default=lambda other: other.path)
+    if isinstance(value, str) and value:
+        shown = value
+    return f"`{shown}`"
+
+
+# --------------------------------------------------------------------------- keys
+
+
+def keys_page() -> Iterator[str]:
+    """Write the page of all keys of a config, a table for each section."""
+    yield from textwrap.dedent(
+        """\
+        # Config keys
+
+        A config is a YAML file with the keys that differ from their defaults:
+
+        ```yaml
+        out_dir: runs/small
+        train:
+          max_steps: 1000
+        ```
+
+        On the command line a key is `--train.max_steps 1000`, which overrides the file.
+        `accel-gpt train --help-all` prints this page and `accel-gpt train --dump_config NAME`
+        a YAML file with every key, its meaning, and its value in NAME: a shipped config, a file
+        or a run's folder.
+
+        `N` is a whole number, `NUMBER` any number, `A,...` a list, with commas on the command line.
+        The column *resume* says what happens if you resume a run with another value. Other data
+        are found by their content, and need `checkpoint.allow_change: [data.train]`.
+        """
+    ).splitlines()
+    yield ""
+    yield "| resume | effect |"
+    yield "|---|---|"
+    yield "| free | the new value holds |"
+    yield "| start | the key has no effect any more: it acts before the first step only |"
+    yield "| ask | refused, unless `checkpoint.allow_change` names the key |"
+    yield "| refuse | refused: it would be another run |"
+    yield ""
+    yield from keys_of(Config, "", "The run")
+    for name in SECTIONS:
+        kind: Any = Config
+        for part in name.split("."):
+            kind = field_types(kind)[part]
+        yield from keys_of(kind, f"{name}.", name)
+    named = {name.partition(".")[0] for name in SECTIONS}
+    assert named | {"out_dir", "seed"} == field_types(Config).keys()
+
+
+def keys_of(kind: Any, prefix: str, title: str) -> Iterator[str]:
+    """Write the table of one section."""
+    treated = all_options(Config)
+    yield f"## {title}"
+    yield ""
+    if prefix:
+        yield (inspect.getdoc(kind) or "").partition("\n")[0]
+        yield ""
+    yield "| key | values | default | resume | meaning |"
+    yield "|---|---|---|---|---|"
+    values = kind()
+    for name, described in own_options(kind).items():
+        key = f"{prefix}{name}"
+        cells = (
+            f"`{key}`",
+            values_of(kind, name),
+            default(getattr(values, name)),
+            resume_of(treated[key]),
+            cell(described.description),
+        )
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
+def resume_of(option: Option) -> str:
+    """Return what a resume does with another value."""
+    if option.null_is_another_run:
+        return "ask; refuse if one of the two is null"
+    if option.exact:
+        return f"{option.resume}; ask with `train.reproducible`"
+    return str(option.resume)
+
+
+# --------------------------------------------------------------------------- commands
+
+
+def commands_page() -> Iterator[str]:
+    """Write the page of all commands with their options."""
+    yield from textwrap.dedent(
+        """\
+        # Commands
+
+        `accel-gpt COMMAND --help` prints what stands here. An option is `--name value` or
+        `--name=value`, a list `--name a,b`. Commands that take CONFIG also take every
+        [config key](keys.md) as `--section.key value`. How commands end:
+        [exit codes](exit-codes.md).
+        """
+    ).splitlines()
+    yield ""
+    yield "| command | what it does |"
+    yield "|---|---|"
+    for name, kind in COMMANDS.items():
+        yield f"| [`accel-gpt {name}`](#accel-gpt-{name}) | {cell(kind.summary)} |"
+    yield ""
+    for name, kind in COMMANDS.items():
+        yield from command(name, Config if kind is TrainCommand else kind)
+
+
+def command(name: str, kind: Any) -> Iterator[str]:
+    """Write what a command does, its examples and its options."""
+    text, _, examples = (inspect.getdoc(kind) or "").partition("Examples:\n")
+    yield f"## accel-gpt {name}"
+    yield ""
+    for paragraph in text.strip().split("\n\n"):
+        yield from textwrap.wrap(paragraph, 118)
+        yield ""
+    yield "```sh"
+    yield from textwrap.dedent(examples).rstrip().splitlines()
+    yield "```"
+    yield ""
+    if kind is Config:
+        yield "Its options are the [keys of the config](keys.md)."
+        yield ""
+        return
+    defaults = {field.name: field.default for field in kind.__dataclass_fields__.values()}
+    yield "| option | values | default | meaning |"
+    yield "|---|---|---|---|"
+    for option, described in own_options(kind).items():
+        shown = option.upper() if described.positional else f"--{option}"
+        cells = (
+            f"`{shown}`",
+            values_of(kind, option),
+            default(defaults[option]),
+            cell(described.description),
+        )
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
+# --------------------------------------------------------------------------- python
+
+
+def python_section() -> Iterator[str]:
+    """Write the signatures of the Python interface and their docstrings."""
+    for name in PYTHON:
+        found: Any = accel_gpt
+        for part in name.split("."):
+            found = getattr(found, part)
+        yield f"### accel_gpt.{name}"
+        yield ""
+        if not isinstance(found, property):
+            yield "```python"
+            yield f"{name}({', '.join(parameters(found))})"
+            yield "```"
+            yield ""
+        yield from (inspect.getdoc(found) or "").splitlines()
+        yield ""
+
+
+def parameters(function: Any) -> Iterator[str]:
+    """Write the parameters of a function without their types."""
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name == "self":
+            continue
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            yield f"**{name}"
+        elif parameter.default is inspect.Parameter.empty:
+            yield name
+        else:
+            value = parameter.default
+            yield f"{name}={json.dumps(value) if isinstance(value, str) else value}"
+
+
+PAGES: Mapping[str, Callable[[], Iterator[str]]] = MappingProxyType(
+    {
+        "docs/reference/keys.md": keys_page,
+        "docs/reference/commands.md": commands_page,
+    }
+)

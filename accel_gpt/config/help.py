@@ -1,4 +1,4 @@
-"""The help of a command: the options of a dataclass, as argparse lays them out."""
+"""Format the help of a command: the options of a dataclass, as argparse lays them out."""
 
 import argparse
 import dataclasses
@@ -19,9 +19,9 @@ NAMES: Mapping[Any, str] = MappingProxyType(
 
 
 def format_help(cls: type, prog: str, essential: bool = False) -> str:
-    """The help of `prog`, whose options are the fields of `cls`: docstring, types, defaults.
+    """Return the help of `prog`, whose options are the fields of `cls`.
 
-    The fields of a dataclass in a field are a section of their own, as `--section.key`.
+    A field that is a dataclass is a section, with options `--section.key`.
     `essential`: show the essential options only.
     """
     words = [prog]
@@ -74,7 +74,7 @@ def add_options(
 
 
 def typed(value: Any) -> str:
-    """A default as it is typed on the command line."""
+    """Return a default as it is typed on the command line."""
     if isinstance(value, tuple):
         return ",".join(map(typed, value)) or "[]"
     if value is None or isinstance(value, bool):
@@ -83,7 +83,7 @@ def typed(value: Any) -> str:
 
 
 def value_name(hint: Any) -> str:
-    """What stands for the value of an option in its help."""
+    """Return the word that stands for the value of an option in its help."""
     if get_origin(hint) is Literal:
         return "|".join(map(str, get_args(hint)))
     if get_origin(hint) is tuple:

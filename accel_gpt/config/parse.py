@@ -1,4 +1,4 @@
-"""The parser of YAML and of the command line: same conversions, same errors, into dataclasses."""
+"""Parse YAML and command lines into dataclasses, with the same conversions and the same errors."""
 
 import dataclasses
 import difflib
@@ -15,17 +15,20 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
+from accel_gpt.config.depth import depth_defaults
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.help import format_help
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.names import NAMES
 from accel_gpt.config.options import all_options, field_types, own_options
-from accel_gpt.config.removed import REMOVED, REMOVED_OPTIONS, is_removed, removed_value
+from accel_gpt.config.removed import check_not_removed, is_removed, removed_value
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import write_out
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import LARGEST_NUMBER, load_yaml
 
 T = TypeVar("T")
+Inherit = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 SCHEME = r"[A-Za-z][\w+.-]*://"
 # user:password@, and a user alone in a web address, where it is an access token
@@ -37,39 +40,36 @@ SIGNATURE = re.compile(
 )
 
 
-def load_config(
-    argv: Sequence[str],
-    prog: str,
-    inherit: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
-) -> Config:
-    """Parse `CONFIG --section.key value ...`, CONFIG a YAML file or the name of a shipped one.
+def load_config(argv: Sequence[str], prog: str, inherit: Inherit = dict) -> Config:
+    """Parse `CONFIG --section.key value ...`; CONFIG is a YAML file or the name of a shipped one.
 
     Precedence: defaults < preset < depth < `model.init_from` < file < command line; but a depth
     on the command line goes before the shape in the file. `inherit` maps the keys that are set to
-    those that `model.init_from` brings. Raises `UserError` for a missing
-    file, an unknown key, a wrong type or an impossible value.
+    the keys that `model.init_from` brings. Raises `UserError` for a missing file, an unknown key,
+    a wrong type or an impossible value.
     """
-    path, *words = argv if argv and not argv[0].startswith("-") else ["", *argv]
+    words = list(argv)
+    path = ""
+    if words and not words[0].startswith("-"):
+        path = words.pop(0)
     check_utf8("CONFIG", path)
     show_help_if_asked(Config, words, f"{prog} CONFIG", essential="--help-all" not in words)
     require(bool(path), f"no config file given; usage: {prog} CONFIG [--section.key v]")
     given = read_values(Config, str(resolve_config(path)), words)
-    if (chosen := dict(read_options(Config, words))).get("model.depth") is not None:
-        sizes = {key for key, one in all_options(Config).items() if one.size}
-        given = {key: v for key, v in given.items() if key in chosen or key not in sizes}
+    options = dict(read_options(Config, words))
+    if options.get("model.depth") is not None:
+        for key, one in all_options(Config).items():
+            if one.size and key not in options:
+                given.pop(key, None)
     return config_of(given, inherit)
 
 
-def config_of(
-    given: Mapping[str, Any], inherit: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
-) -> Config:
-    """The config in which the keys of `given` are set."""
+def config_of(given: Mapping[str, Any], inherit: Inherit = dict) -> Config:
+    """Return the config in which the keys of `given` are set."""
     values = dict(given)
     if values.get("model.init_from", "scratch") != "scratch":
         values.update(inherit(values))
     if values.get("model.depth") is not None:
-        from accel_gpt.config.depth import depth_defaults
-
         values |= depth_defaults(values)
     for key, value in PRESETS[values.get("model.preset", "gpt2")].items():
         values.setdefault(f"model.{key}", value)
@@ -93,29 +93,33 @@ def parse_with_keys(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, li
 
 
 def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
-    """The values that the YAML file at `path` and, over it, the options in `argv` set, by key.
+    """Map the keys that the YAML file at `path` and, over it, the options in `argv` set.
 
-    Of keys of which one may be set, as train.max_steps and train.max_tokens, an option replaces the
-    file's. The config.yaml of a run means the run in the folder where it lies now.
+    If only one of several keys may be set, as of train.max_steps and train.max_tokens, an option
+    replaces all that the file sets. The config.yaml of a run means the run in the folder where it
+    lies now.
     """
-    values = read_yaml(path)
-    require(isinstance(values, dict), f"{path} holds no keys; see configs/ for examples")
+    content = read_yaml(path)
+    require(isinstance(content, dict), f"{path} holds no keys; see configs/ for examples")
     if cls is Config and is_config_of_run(path):
-        values = relocate(values, str(Path(path).parent))
-    found, options = dict(flatten(cls, values, f"in {path}")), dict(read_options(cls, argv))
+        content = relocate(content, str(Path(path).parent))
+    values = dict(flatten(cls, content, f"in {path}"))
+    options = dict(read_options(cls, argv))
     for group in exclusive_keys(cls):
         if any(options.get(key) is not None for key in group):
-            found = {key: value for key, value in found.items() if key not in group}
-    values = found | options
+            for key in group:
+                values.pop(key, None)
+    values |= options
     return values | own_text(values, options)
 
 
 def own_text(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that `data.text` stands for, over those of a file where it is among `options`.
+    """Return the keys that `data.text` stands for; among `options`, it replaces keys of a file.
 
-    Raises `UserError` where data are named twice, or a text stands in the place of a data folder.
+    Raises `UserError` if data are named twice, or if a text stands in the place of a data folder.
     """
-    text, train = values.get("data.text"), values.get("data.train")
+    text = values.get("data.text")
+    train = values.get("data.train")
     if text is None:
         require(
             not (isinstance(train, str) and Path(train).is_file()),
@@ -126,16 +130,21 @@ def own_text(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
     given = options if "data.text" in options else values
     for key in ("data.train", "data.prepare.path", "data.prepare.dataset"):
         require(not given.get(key), f"data.text is {text} and {key} is {given.get(key)}; give one")
-    found = {"data.text": None, "data.prepare.path": text, "data.prepare.dataset": None}
-    found["data.prepare.source"] = given.get("data.prepare.source") or "auto"
-    found["data.train"] = own_text_folder(values.get("out_dir", Config.out_dir))
-    if tokenizer := values.get("data.tokenizer"):
+    found = {
+        "data.text": None,
+        "data.train": own_text_folder(values.get("out_dir", Config.out_dir)),
+        "data.prepare.path": text,
+        "data.prepare.dataset": None,
+        "data.prepare.source": given.get("data.prepare.source") or "auto",
+    }
+    tokenizer = values.get("data.tokenizer")
+    if tokenizer:
         found["data.prepare.tokenizer"] = values.get("data.prepare.tokenizer", tokenizer)
     return found
 
 
 def own_text_folder(out_dir: str) -> str:
-    """The folder in which the text that `data.text` names is prepared."""
+    """Return the folder in which the text that `data.text` names is prepared."""
     return str(Path(out_dir, "data"))
 
 
@@ -144,8 +153,10 @@ def read_yaml(path: str) -> Any:
     try:
         return load_yaml(Path(path).read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError) as error:
-        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"fails: {error}"
-        if isinstance(error, IsADirectoryError):
+        reason = f"fails: {error}"
+        if isinstance(error, FileNotFoundError):
+            reason = "does not exist"
+        elif isinstance(error, IsADirectoryError):
             reason = f"is a folder; a run's is {path.rstrip('/')}/config.yaml"
         raise UserError(f"config file {path} {reason}") from None
     except ValueError as error:
@@ -156,17 +167,18 @@ def read_yaml(path: str) -> Any:
 
 
 def is_config_of_run(path: str | Path) -> bool:
-    """Whether a file is the config.yaml that a run has written into its folder."""
+    """Return whether a file is the config.yaml that a run has written into its folder."""
     return Path(path).name == "config.yaml" and Path(path).with_name("run.json").is_file()
 
 
 def relocate(config: Mapping[str, Any], out_dir: str) -> dict[str, Any]:
-    """The keys of a run's config, nested, for the folder `out_dir` in which the run lies now.
+    """Return a run's config, nested, for the folder `out_dir` in which the run lies now.
 
     Data folders inside the run's folder move with it: their paths begin with the `out_dir` in
     `config`, as both are relative to the folder in which the run was launched.
     """
-    before, data = config.get("out_dir"), config.get("data")
+    before = config.get("out_dir")
+    data = config.get("data")
     if not isinstance(before, str) or not before:
         return dict(config)
     moved = dict(config) | {"out_dir": out_dir}
@@ -178,14 +190,15 @@ def relocate(config: Mapping[str, Any], out_dir: str) -> dict[str, Any]:
 
 
 def relocated(value: Any, before: str, after: str) -> Any:
-    """`value` with the paths in it that lie in the folder `before` in the folder `after`."""
+    """Return `value`, paths in the folder `before` replaced by paths in the folder `after`."""
     if isinstance(value, Mapping):
         return {key: relocated(inner, before, after) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [relocated(inner, before, after) for inner in value]
     if not isinstance(value, str) or not value or "://" in value:
         return value
-    path, folder = os.path.normpath(value), os.path.normpath(before)
+    path = os.path.normpath(value)
+    folder = os.path.normpath(before)
     if not Path(path).is_relative_to(folder) or path.startswith(".."):
         return value
     return str(Path(after, Path(path).relative_to(folder)))
@@ -195,7 +208,7 @@ def relocated(value: Any, before: str, after: str) -> Any:
 
 
 def is_section(hint: Any) -> bool:
-    """Whether a type is a dataclass, whose fields are keys below its own."""
+    """Return whether a type is a dataclass, whose fields are keys below its own."""
     return dataclasses.is_dataclass(hint)
 
 
@@ -213,12 +226,18 @@ def leaves(cls: type, prefix: str = "") -> Mapping[str, Any]:
 
 @functools.cache
 def sections(cls: type) -> frozenset[str]:
-    """The dotted names of all nested dataclasses."""
-    return frozenset(k[: dot.start()] for k in leaves(cls) for dot in re.finditer(r"\.", k))
+    """Return the dotted names of all nested dataclasses."""
+    found = set()
+    for key in leaves(cls):
+        name = key.rpartition(".")[0]
+        while name:
+            found.add(name)
+            name = name.rpartition(".")[0]
+    return frozenset(found)
 
 
 def exclusive_keys(cls: type, prefix: str = "") -> Iterator[list[str]]:
-    """Groups of dotted keys of which at most one may be set."""
+    """Yield the groups of dotted keys in which at most one may be set."""
     for group in getattr(cls, "exclusive", ()):
         yield [prefix + name for name in group]
     for name, hint in field_types(cls).items():
@@ -235,14 +254,15 @@ def check_key(cls: type, key: str, where: str) -> Any:
 
 
 def advice_on_key(cls: type, key: str) -> str:
-    """What to write in place of an unknown key.
+    """Say what to write in place of an unknown key.
 
     The name of another trainer (see `names.py`) comes first, then the same name in another section,
     then the nearest name.
     """
     known = leaves(cls)
     last = key.rpartition(".")[2]
-    if answer := answer_of_names(cls, last):
+    answer = answer_of_names(cls, last)
+    if answer:
         return answer
     if key in sections(cls):
         example = next(name for name in known if name.startswith(f"{key}."))
@@ -252,18 +272,22 @@ def advice_on_key(cls: type, key: str) -> str:
         return f"did you mean {' or '.join(elsewhere)}?"
     names = {name.rpartition(".")[2]: name for name in known}
     names |= {name: name for name in (*known, *sections(cls))}
-    if near := difflib.get_close_matches(key, names, n=1, cutoff=0.7):
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
+    if near:
         return f"did you mean {names[near[0]]}?"
     foreign = [name for name in NAMES if answer_of_names(cls, name)]
-    if near := difflib.get_close_matches(last, foreign, n=1, cutoff=0.8):
+    near = difflib.get_close_matches(last, foreign, n=1, cutoff=0.8)
+    if near:
         return answer_of_names(cls, near[0])
-    return f"{'accel-gpt train --help-all' if cls is Config else '--help'} shows all keys"
+    if cls is Config:
+        return "accel-gpt train --help-all shows all keys"
+    return "--help shows all keys"
 
 
 def answer_of_names(cls: type, name: str) -> str:
-    """What to write in place of another trainer's `name`; "" where nothing is known about it."""
+    """Say what to write in place of another trainer's `name`; "" if nothing is known about it."""
     answer = NAMES.get(name, "")
-    if answer in (*leaves(cls), *sections(cls)):
+    if answer in leaves(cls) or answer in sections(cls):
         return f"did you mean {answer}?"
     return answer if cls is Config else ""
 
@@ -279,8 +303,10 @@ def flatten(
         if key not in sections(cls):
             yield key, convert(key, value, check_key(cls, key, where))
         elif value is not None:
-            problem = f"{key} {where} is {value!r}; it is a section, with keys of its own"
-            require(isinstance(value, Mapping), problem)
+            require(
+                isinstance(value, Mapping),
+                f"{key} {where} is {value!r}, but it is a section; set its keys",
+            )
             yield from flatten(cls, value, where, f"{key}.")
 
 
@@ -291,39 +317,43 @@ def read_options(
 
     Unknown keys raise `UserError`; with `others` they are appended to it, with their values.
     """
-    words, known = list(argv), leaves(cls)
+    words = list(argv)
+    known = leaves(cls)
     positional = [name for name, one in own_options(cls).items() if one.positional]
-    several: list[str] = []
+    several: list[str] = []  # of a positional option that takes several words
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
             advice = answer_of_names(cls, word) or "options are written --key value"
-            problem = f"unexpected argument {word!r}; {advice}"
-            require(bool(positional), problem)
+            require(bool(positional), f"unexpected argument {word!r}; {advice}")
             key = positional[0]
             if get_origin(known[key]) is tuple:
                 several.append(word)
             else:
-                yield positional.pop(0), convert(key, word, known[key])
+                positional.pop(0)
+                yield key, convert(key, word, known[key])
             continue
         key, equals, text = word[2:].partition("=")
         key = key.replace("-", "_")
         has_value = bool(words) and not words[0].startswith("--")
         if others is not None and key not in known:
-            others += [word, words.pop(0)] if has_value and not equals else [word]
+            others.append(word)
+            if has_value and not equals:
+                others.append(words.pop(0))
             continue
-        if key in REMOVED:
-            raise UserError(f"--{key} no longer exists; {REMOVED[key].advice}")
-        if key in REMOVED_OPTIONS and key not in known:
-            raise UserError(f"--{key} no longer exists; {REMOVED_OPTIONS[key]}")
+        if key not in known:
+            check_not_removed(key)
         hint = check_key(cls, key, "on the command line")
-        if not equals:
-            flag = bool in (hint, *get_args(hint)) and not has_value
-            require(flag or bool(words), f"--{key} needs a value: {describe_type(hint)}")
-            text = "true" if flag else words.pop(0)
+        is_flag = bool in (hint, *get_args(hint)) and not has_value
+        if not equals and is_flag:
+            text = "true"
+        elif not equals:
+            require(bool(words), f"--{key} needs a value: {describe_type(hint)}")
+            text = words.pop(0)
         yield key, convert(key, parse_text(key, text, hint), hint)
     if several:
-        yield positional[0], convert(positional.pop(0), several, tuple[str, ...])
+        key = positional.pop(0)
+        yield key, convert(key, several, known[key])
     required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
     missing = [key for key in positional if key in required]
     require(not missing, f"{' and '.join(missing).upper()} missing; see --help")
@@ -332,8 +362,6 @@ def read_options(
 def show_help_if_asked(cls: type, argv: Sequence[str], prog: str, essential: bool = False) -> None:
     """Print the help of the options of `cls`, or of the essential ones, and exit."""
     if {"-h", "--help", "--help-all"} & set(argv):
-        from accel_gpt.config.help import format_help
-
         write_out(format_help(cls, prog, essential))
         sys.exit(0)
 
@@ -342,13 +370,14 @@ def show_help_if_asked(cls: type, argv: Sequence[str], prog: str, essential: boo
 
 
 def alternatives(hint: Any) -> list[Any]:
-    """The types of a union, or the one type; null left out."""
-    union = get_args(hint) if get_origin(hint) in (types.UnionType, Union) else [hint]
-    return [option for option in union if option is not type(None)]
+    """Return the types of a union without null, or the one type."""
+    if get_origin(hint) not in (types.UnionType, Union):
+        return [hint]
+    return [option for option in get_args(hint) if option is not type(None)]
 
 
 def parse_text(key: str, text: str, hint: Any) -> Any:
-    """The YAML value that a word of the command line stands for, where `hint` has structure.
+    """Return the YAML value that a word of the command line stands for, of the type `hint`.
 
     Lists and mappings are written as in YAML; a list of words also as `a,b`.
     """
@@ -358,7 +387,9 @@ def parse_text(key: str, text: str, hint: Any) -> Any:
             return load_yaml(text)
         except ValueError:
             raise UserError(f"{key} is {text!r}, which is not valid YAML") from None
-    return [word.strip() for word in text.split(",")] if origins == {tuple} else text
+    if origins == {tuple}:
+        return [word.strip() for word in text.split(",")]
+    return text
 
 
 def convert(key: str, value: Any, hint: Any) -> Any:
@@ -373,18 +404,23 @@ def convert(key: str, value: Any, hint: Any) -> Any:
             f"{key} is {value!r:.60}; expected a finite number, up to {LARGEST_NUMBER:,}"
         ) from None
     except (KeyError, TypeError, ValueError):
-        if sentence := removed_value(key, value):
+        sentence = removed_value(key, value)
+        if sentence:
             raise UserError(sentence) from None
         words = describe_type(hint if option in (int, bool) else option)
         raise UserError(f"{key} is {value!r:.200}; expected {words}") from None
 
 
 def to_type(key: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`; raises `KeyError`, `TypeError`, `ValueError`, `OverflowError`."""
+    """Convert `value` to the type `hint`.
+
+    Raises `KeyError`, `TypeError`, `ValueError` or `OverflowError` if it is of another type.
+    """
     if isinstance(value, str):
         check_string(key, value)
     if get_origin(hint) is Literal:
-        value = "no" if value is False else value  # YAML 1.1 reads an unquoted no as false
+        if value is False:  # YAML 1.1 reads an unquoted no as false
+            value = "no"
         return {choice: choice for choice in get_args(hint)}[value]
     if is_section(hint):
         if not isinstance(value, Mapping):
@@ -392,16 +428,20 @@ def to_type(key: str, value: Any, hint: Any) -> Any:
         return from_mapping(hint, value, f"in {key}")
     if get_origin(hint) is tuple:
         item = get_args(hint)[0]
-        items = [value] if isinstance(value, str) else value
+        items = value
+        if isinstance(value, str):
+            items = [value]
         if not isinstance(items, list) or (is_section(item) and not items):
             raise TypeError
         return tuple(to_type(key, one, item) for one in items)
     if hint is type(None):
         return None
     if get_origin(hint) is Mapping:
-        if not value or not all(isinstance(t, str) and t for t in (*value, *value.values())):
+        if not value:
             raise TypeError
         for text in (*value, *value.values()):
+            if not isinstance(text, str) or not text:
+                raise TypeError
             check_string(key, text)
         return dict(value)
     return to_scalar(value, hint)
@@ -414,9 +454,10 @@ def check_string(key: str, text: str) -> None:
     """
     check_utf8(key, text)
     found = ""
+    signature = SIGNATURE.fullmatch(text)
     if PASSWORD.fullmatch(text):
         found = "a user and password"
-    elif signature := SIGNATURE.fullmatch(text):
+    elif signature:
         found = f"the credential {signature[1]}"
     require(
         not found,
@@ -442,31 +483,42 @@ def check_utf8(key: str, text: str) -> None:
 
 
 def fitting(value: Any, hint: Any) -> Any:
-    """The one of a union's types that `value` has the shape of; `hint` where none has it."""
+    """Return the type in a union that `value` has the shape of; `hint` if it has the shape of none.
+
+    The last type of a union goes first.
+    """
     if type(None) in get_args(hint) and value in (None, "null", "None", "none"):
         return type(None)
     options = alternatives(hint)
-    return next((o for o in reversed(options) if len(options) == 1 or has_shape(value, o)), hint)
+    if len(options) == 1:
+        return options[0]
+    for option in reversed(options):
+        if has_shape(value, option):
+            return option
+    return hint
 
 
 def has_shape(value: Any, hint: Any) -> bool:
-    """Whether `value` may become the type `hint`, one of several."""
+    """Return whether `value` may become the type `hint`, one of several."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if get_origin(hint) is Mapping:
         return isinstance(value, Mapping)
-    return hint in (int, bool) or isinstance(value, list if get_origin(hint) is tuple else str)
+    if get_origin(hint) is tuple:
+        return isinstance(value, list)
+    return hint in (int, bool) or isinstance(value, str)
 
 
 def to_scalar(value: Any, hint: Any) -> Any:
-    """`value` as a number, a text or a truth value; errors as `to_type`."""
+    """Convert `value` to a number, a text or a truth value; raises the errors of `to_type`."""
     if hint is bool:
         return {"true": True, "false": False}[str(value).lower()]
     if isinstance(value, bool | dict | list | None):
         raise TypeError
     if hint is int:  # 1000, 1_000 or 1e3
         text = str(value)
-        number = int(text) if re.fullmatch("[+-]?[0-9_]+", text) else float(text)
+        is_whole = re.fullmatch("[+-]?[0-9_]+", text)
+        number = int(text) if is_whole else float(text)
         if not abs(number) <= LARGEST_NUMBER:
             raise OverflowError
         if number != int(number):
@@ -478,7 +530,7 @@ def to_scalar(value: Any, hint: Any) -> Any:
 
 
 def describe_type(hint: Any) -> str:
-    """A type in words, for errors."""
+    """Describe a type in words, for errors."""
     options = alternatives(hint)
     if len(options) > 1:
         return " or ".join(map(describe_type, options))
@@ -487,8 +539,9 @@ def describe_type(hint: Any) -> str:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     if get_origin(hint) is tuple:
         item = get_args(hint)[0]
-        of_sections = f"a list of {describe_type(item)}"
-        return of_sections if is_section(item) else "a list, or words separated by commas"
+        if is_section(item):
+            return f"a list of {describe_type(item)}"
+        return "a list, or words separated by commas"
     if is_section(hint):
         return f"{{{', '.join(leaves(hint))}}}"
     if get_origin(hint) is Mapping:
@@ -506,7 +559,11 @@ def build(cls: type[T], values: Mapping[str, Any]) -> T:
     kind: Any = cls
     for name, hint in field_types(kind).items():
         if is_section(hint):
-            inner = {k[len(name) + 1 :]: v for k, v in values.items() if k.startswith(f"{name}.")}
+            inner = {}
+            for key, value in values.items():
+                section, _, rest = key.partition(".")
+                if section == name and rest:
+                    inner[rest] = value
             fields[name] = build(hint, inner)
         elif name in values:
             fields[name] = values[name]
@@ -520,9 +577,12 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
 
 def to_plain(config: Any) -> dict[str, Any]:
     """Convert a dataclass to nested mappings, tuples to lists."""
-    return dataclasses.asdict(
-        config, dict_factory=lambda kv: {k: list(v) if isinstance(v, tuple) else v for k, v in kv}
-    )
+    return dataclasses.asdict(config, dict_factory=dict_with_lists)
+
+
+def dict_with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dictionary, its tuples converted to lists, as YAML and JSON have them."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in items}
 
 
 def to_flat(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -550,7 +610,7 @@ def to_nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of `config`, by dotted key, that are not the defaults of its preset."""
+    """Return the entries of `config`, by dotted key, that are not the defaults of its preset."""
     preset = PRESETS.get(str(config.get("model.preset")), {})
     default = to_flat(Config()) | {f"model.{key}": value for key, value in preset.items()}
     return {key: value for key, value in config.items() if default.get(key) != value}
@@ -558,6 +618,6 @@ def changed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_yaml(config: Any) -> str:
     """Write a config as YAML that `load_config` reads back to an equal one."""
-    # libyaml's, where PyYAML has it, writes the same text in a fifth of the time
+    # if PyYAML has libyaml, its dumper writes the same text in a fifth of the time
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     return yaml.dump(to_plain(config), Dumper=dumper, sort_keys=False, allow_unicode=True)

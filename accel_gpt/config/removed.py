@@ -114,3 +114,11 @@ def is_removed(key: str, value: object, where: str) -> bool:
     if value != removed.default:
         raise UserError(f"{key} {where} no longer exists; {removed.advice}")
     return True
+
+
+def check_not_removed(option: str) -> None:
+    """Raise `UserError` with what to use instead if earlier versions had an option."""
+    if option in REMOVED:
+        raise UserError(f"--{option} no longer exists; {REMOVED[option].advice}")
+    if option in REMOVED_OPTIONS:
+        raise UserError(f"--{option} no longer exists; {REMOVED_OPTIONS[option]}")

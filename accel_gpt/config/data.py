@@ -79,11 +79,13 @@ class PrepareConfig(Section, prefix="data.prepare.", resume="free", per_machine=
         100_000_000,
         "Number of tokens in one shard file.",
         above=0,
+        matched=False,
     )
     workers: int = option(
         0,
         "Number of processes that tokenize. 0: one per core.",
         at_least=0,
+        matched=False,
     )
 
     def __post_init__(self) -> None:

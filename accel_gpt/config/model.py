@@ -17,6 +17,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
         "gpt2",
         "Model family, which sets the defaults of the keys below. Each of them can be overridden.",
         essential=True,
+        matched=False,
     )
     depth: int | None = option(
         None,
@@ -28,6 +29,8 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
         essential=True,
         resume="free",
         size=True,
+        inherited="never",
+        matched=False,
     )
     init_from: str = option(
         "scratch",
@@ -37,6 +40,8 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
         essential=True,
         resume="start",
         per_machine=True,
+        inherited="never",
+        matched=False,
     )
     n_layer: int = option(
         12,
@@ -88,12 +93,14 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
         "Vocabulary size. null: the tokenizer's. Padded to a multiple of 64 in the weights.",
         above=0,
         at_most=2**31,
+        matched=False,
     )
     dropout: float = option(
         0.0,
         "Dropout probability, 0 to 1.",
         at_least=0,
         below=1,
+        inherited="never",
     )
     bias: bool = option(
         True,
@@ -145,61 +152,74 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
         10000.0,
         "Base of the rotary frequencies.",
         above=0,
+        inherited="default",
     )
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = option(
         "none",
         "Scaling of rotary positions for contexts longer than in the first training: linear "
         "divides positions by rope_factor, llama3 and yarn divide low frequencies only.",
+        inherited="default",
     )
     rope_factor: float = option(
         1.0,
         "Factor of rope_scaling.",
         above=0,
+        inherited="default",
     )
     rope_low_freq_factor: float = option(
         1.0,
         "llama3: frequencies with fewer turns than this in the original context are divided.",
         above=0,
+        inherited="default",
     )
     rope_high_freq_factor: float = option(
         4.0,
         "llama3: frequencies with more turns than this in the original context are kept.",
+        inherited="default",
     )
     rope_beta_fast: float = option(
         32.0,
         "yarn: frequencies with more turns than this in the original context are kept.",
         above=0,
+        inherited="default",
     )
     rope_beta_slow: float = option(
         1.0,
         "yarn: frequencies with fewer turns than this in the original context are divided.",
         above=0,
+        inherited="default",
     )
     rope_attention_factor: float | None = option(
         None,
         "yarn: factor on queries and keys. null: 0.1 ln(rope_factor) + 1.",
         above=0,
+        inherited="default",
     )
     rope_original_block_size: int = option(
         8192,
         "llama3 and yarn: original context length in tokens.",
         above=0,
+        inherited="default",
     )
     init_std: float = option(
         0.02,
         "Standard deviation of the initial weights. 0.02 is GPT-2's.",
         above=0,
+        inherited="default",
     )
     zero_init: bool = option(
         False,
         "Initialize the projections onto the residual stream to zero, so that each block starts as "
         "the identity.",
         resume="start",
+        inherited="never",
     )
     norm_eps: float = option(
         1e-5,
         "Added to the variance in the norms for numerical stability.",
         above=0,
+        inherited="default",
+        matched=False,
     )
 
     def __post_init__(self) -> None:

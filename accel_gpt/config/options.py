@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 from accel_gpt.errors import require
 
 Resume = Literal["free", "start", "ask", "refuse"]
+Inherited = Literal["always", "default", "never"]
 Groups = tuple[tuple[str, ...], ...]
 REQUIRED: Any = dataclasses.MISSING  # the default of an option that must be given
 LONGEST_SECONDS = 1000 * 86_400.0  # of a time limit: 1,000 days
@@ -52,6 +53,11 @@ class Option:
     """It is a size of the model, which differs from rung to rung of a ladder."""
     per_machine: bool = False
     """Ranks on different machines may have different values."""
+    inherited: Inherited = "always"
+    """What an option of the model takes from the weights of model.init_from. always: another value
+    is an error. default: the config may set another value. never: weights do not tell it."""
+    matched: bool = True
+    """A reference curve is shown beside runs that have the same value."""
 
     def problem(self, value: object) -> str | None:
         """Return the bound that a number breaks, as `it must be above 0`, or None."""
@@ -85,6 +91,8 @@ def option(
     validation: bool = False,
     size: bool = False,
     per_machine: bool = False,
+    inherited: Inherited = "always",
+    matched: bool = True,
 ) -> Any:
     """Return a dataclass field with its description; see `Option`."""
     described = Option(
@@ -101,6 +109,8 @@ def option(
         validation=validation,
         size=size,
         per_machine=per_machine,
+        inherited=inherited,
+        matched=matched,
     )
     return dataclasses.field(default=default, metadata={"option": described})
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from accel_gpt.config.depth import KNOWN_VOCABULARIES
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.options import own_options
 from accel_gpt.data.hub_client import SCHEME, download_repo
 from accel_gpt.data.index import INDEX
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
@@ -25,9 +27,6 @@ from accel_gpt.training.run_folder import RunFolder
 SMALL_FILES = ("config.json", *HUB_FILES)
 MADE_FROM_TEXT = ("bpe", "chars")  # tokenizers that no other text has
 TOKENIZER_KEYS = ("data.tokenizer", "data.prepare.tokenizer")
-# fields of ModelConfig that a config may change, and those that are no part of the shape
-CHANGEABLE = ("init_std", "norm_eps", "rope_")
-NOT_SHAPE = ("init_from", "dropout", "zero_init", "depth")
 
 # Radford et al. 2019, table 2, with the 12 x 64 heads of the released weights
 GPT2_SHAPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
@@ -60,7 +59,10 @@ class Pretrained:
         """Read the fields of `ModelConfig` that describe its shape, `vocab_size` among them."""
         if self.is_checkpoint:
             config, vocab_size = read_shape(self.folder)
-            fields = {key: v for key, v in asdict(config).items() if key not in NOT_SHAPE}
+            fields = asdict(config)
+            for name, option in own_options(ModelConfig).items():
+                if option.inherited == "never":
+                    del fields[name]
             return fields | {"vocab_size": vocab_size}
         try:
             content = read_json(self.folder / "config.json")
@@ -193,7 +195,7 @@ def inherit_shape(name: str, shape: Mapping[str, Any], given: Mapping[str, Any])
                 f"model.block_size is {given[key]}, but {name} has {value} positions; set it to "
                 f"at most as many, or leave it unset{advice}",
             )
-        elif not field.startswith(CHANGEABLE):
+        elif own_options(ModelConfig)[field].inherited == "always":
             require(
                 given[key] == value,
                 f"{key} is {given[key]}, but {name}, which model.init_from names, has {value}; "

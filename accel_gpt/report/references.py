@@ -20,6 +20,7 @@ from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.options import own_options
 from accel_gpt.config.parse import changed_keys
 from accel_gpt.config.shipped import shipped_folder
 from accel_gpt.errors import UserError, require
@@ -28,17 +29,18 @@ from accel_gpt.report.page import hardware
 from accel_gpt.report.runs import NamedRun, open_runs
 from accel_gpt.training.run_folder import is_number
 
-# fields of the config that change neither the shape of a model nor how it is initialized
-NO_SHAPE = ("preset", "depth", "init_from", "vocab_size", "norm_eps")
+
+def matched_defaults(section: ModelConfig | PrepareConfig) -> MappingProxyType[str, Any]:
+    """Return the options that a run must have in common with a reference, with their defaults."""
+    kind: Any = type(section)
+    described = own_options(kind)
+    found = {name: value for name, value in asdict(section).items() if described[name].matched}
+    return MappingProxyType(found)
+
+
 # for fields that an older reference, or the config of an older run, lacks
-DEFAULTS = MappingProxyType(
-    {name: value for name, value in asdict(ModelConfig()).items() if name not in NO_SHAPE}
-)
-# options of data.prepare that do not change the tokens
-SAME_TOKENS = ("shard_tokens", "workers")
-PREPARE_DEFAULTS = MappingProxyType(
-    {name: value for name, value in asdict(PrepareConfig()).items() if name not in SAME_TOKENS}
-)
+DEFAULTS = matched_defaults(ModelConfig())
+PREPARE_DEFAULTS = matched_defaults(PrepareConfig())
 FOLDERS = (Path("configs/references"), shipped_folder() / "references")
 CURVE = ("step", "tokens", "seconds", "val_loss")
 

@@ -101,12 +101,17 @@ class PrepareConfig(Section, prefix="data.prepare.", resume="free", per_machine=
                 f"data.prepare.source is stdlib but {self.path or self.dataset} is given as well; "
                 "set data.prepare.source to text, jsonl, parquet, arrow or dataset",
             )
-        elif self.source:
-            key, what = "path", "a file, a folder or a glob"
-            if self.source == "dataset":
-                key, what = "dataset", "a Hub id"
-            empty = f"data.prepare.source is {self.source} but data.prepare.{key} is empty"
-            require(bool(getattr(self, key)), f"{empty}; give {what}")
+        elif self.source == "dataset":
+            require(
+                bool(self.dataset),
+                "data.prepare.source is dataset but data.prepare.dataset is empty; give a Hub id",
+            )
+        elif self.source is not None:
+            require(
+                bool(self.path),
+                f"data.prepare.source is {self.source} but data.prepare.path is empty; give a "
+                "file, a folder or a glob",
+            )
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,11 @@ Legend: N parameters of blocks and head, D tokens of the run, B tokens of a step
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from accel_gpt.config.data import PrepareConfig
+from accel_gpt.config.data import PrepareConfig, Weighted
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.errors import require
 from accel_gpt.files import is_count, read_json
@@ -30,9 +29,12 @@ TOKENS_PER_PARAMETER = 10.5  # of N; nanochat dev/LOG.md, January 2026
 BATCH_EXPONENT = 0.383  # Bergsma et al. 2025, arXiv 2505.13738: the best batch grows as D^0.383
 MUON_LR = 0.025  # modded-nanogpt, track 3
 MUON_DECAY = 0.05  # modded-nanogpt, track 3
-EMBEDDING_LR, HEAD_LR = 0.7, 0.004  # the first for a table drawn with spread 1
+EMBEDDING_LR = 0.7  # for a table drawn with standard deviation 1
+HEAD_LR = 0.004
 MOMENTUM_WARMUP = 300  # steps; at most a tenth of the run (assumption)
-WARMUP, COOLDOWN, FLOOR = 40, 0.65, 0.05  # steps; share of the run; share of the peak
+WARMUP = 40  # steps
+COOLDOWN = 0.65  # share of the run
+FLOOR = 0.05  # share of the peak learning rate
 MICRO_BATCH = 16  # sequences, unless a step has fewer
 KINDS: Mapping[str, Any] = MappingProxyType(
     {"model.preset": "fast", "optim.name": "muon", "schedule.name": "wsd"}
@@ -53,9 +55,9 @@ KNOWN_VOCABULARIES: Mapping[str, int] = MappingProxyType({"gpt2": 50257, "bytes"
 
 
 def depth_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that `model.depth` sets: those that `config` lacks or has as null, by dotted key.
+    """Return the options that `model.depth` sets and `config` lacks or has as null, by dotted key.
 
-    Raises `UserError` where the shape comes from other weights.
+    Raises `UserError` if the shape comes from other weights.
     """
     start = config.get("model.init_from", "scratch")
     require(
@@ -71,7 +73,7 @@ def depth_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rules(given: Mapping[str, Any]) -> dict[str, Any]:
-    """All options that follow from the depth, and from `given` where it sets one of them."""
+    """Return all options that follow from the depth, and from what `given` sets."""
     depth = int(given["model.depth"])
     found: dict[str, Any] = dict(KINDS)
 
@@ -81,19 +83,26 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
     found["model.n_layer"] = depth
     found["model.n_embd"] = width(depth)
     found["model.n_head"] = max(1, value("model.n_embd") // HEAD_DIM)
-    shape = {key[6:]: item for key, item in (found | dict(given)).items() if key[:6] == "model."}
-    model, vocab_size = ModelConfig(**shape), vocabulary(given)
+    shape = {}
+    for key, item in (found | dict(given)).items():
+        section, _, name = key.partition(".")
+        if section == "model":
+            shape[name] = item
+    model = ModelConfig(**shape)
     reference = ModelConfig(
         mlp=model.mlp,
         n_embd=REFERENCE_WIDTH,
         n_head=REFERENCE_WIDTH // HEAD_DIM,
         n_layer=REFERENCE_DEPTH,
     )
+    vocab_size = vocabulary(given)
     N = scaling_parameters(model, vocab_size)
-    tokens, ratio = TOKENS_PER_PARAMETER * N, N / scaling_parameters(reference, vocab_size)
+    ratio = N / scaling_parameters(reference, vocab_size)
+    tokens = TOKENS_PER_PARAMETER * N
     found["train.tokens_per_step"] = 2 ** round(math.log2(REFERENCE_BATCH * ratio**BATCH_EXPONENT))
-    B, T = value("train.tokens_per_step"), value("model.block_size") or ModelConfig.block_size
-    found["train.micro_batch_size"] = max(1, min(MICRO_BATCH, B // T))
+    B = value("train.tokens_per_step")
+    block_size = value("model.block_size") or ModelConfig.block_size
+    found["train.micro_batch_size"] = max(1, min(MICRO_BATCH, B // block_size))
     steps = value("train.max_steps") or max(1, round(tokens / B))
     if not value("train.max_steps"):
         found["train.max_tokens"] = steps * B
@@ -109,17 +118,19 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def width(depth: int) -> int:
-    """The channels of a depth, whole heads."""
+    """Return the channels of a depth, whole heads."""
     return -(-depth * CHANNELS_PER_LAYER // HEAD_DIM) * HEAD_DIM
 
 
 def learning_rates(value: Any, B: int, ratio: float, steps: int) -> dict[str, Any]:
-    """Learning rates and weight decay of the `fast` recipe; `ratio` is D over the reference's D.
+    """Return the learning rates and weight decays of the `fast` recipe.
+
+    `ratio` is D over the reference's D.
 
     All learning rates grow as the square root of B (Malladi et al. 2022 for Adam; for Muon an
-    assumption of nanochat's), AdamW's shrink as that of the width. The weight decay keeps
-    B / (lr decay D), the epochs that weights remember (Wang & Aitchison 2024, arXiv 2405.13698).
-    The embedding is normalised at once, so only lr over its initial spread counts.
+    assumption of nanochat's). AdamW's shrink as the square root of the width. The weight decay
+    keeps B / (lr decay D), the epochs that weights remember (Wang & Aitchison 2024, arXiv
+    2405.13698). The embedding is normalised at once, so only lr over its initial spread counts.
     """
     by_batch = math.sqrt(B / REFERENCE_BATCH)
     by_width = math.sqrt(REFERENCE_WIDTH / value("model.n_embd"))
@@ -136,12 +147,12 @@ def learning_rates(value: Any, B: int, ratio: float, steps: int) -> dict[str, An
 
 
 def rounded(number: float) -> float:
-    """`number` with four significant digits."""
+    """Round `number` to four significant digits."""
     return float(f"{number:.4g}")
 
 
 def scaling_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """N: the matrices of the blocks, and the head, tied or not.
+    """Return N: the parameters of the blocks' matrices, and of the head, tied or not.
 
     They give the cleanest scaling laws (nanochat dev/LOG.md, January 2026).
     """
@@ -151,29 +162,37 @@ def scaling_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 
 def vocabulary(given: Mapping[str, Any]) -> int:
-    """The vocabulary size that the config sets or implies, else `UserError`."""
+    """Return the vocabulary size that the config sets or implies; `UserError` if it does not."""
     tokenizer = given.get("data.tokenizer")
     if tokenizer is None and given.get("data.prepare.source"):
         tokenizer = given.get("data.prepare.tokenizer", PrepareConfig.tokenizer)
     trained = given.get("data.prepare.vocab_size", PrepareConfig.vocab_size)
-    size = given.get("model.vocab_size") or tokenizer_vocabulary(tokenizer, trained)
-    size = size or prepared_vocabulary(given.get("data.train")) or file_vocabulary(str(tokenizer))
+    size = (
+        given.get("model.vocab_size")
+        or tokenizer_vocabulary(tokenizer, trained)
+        or prepared_vocabulary(given.get("data.train"))
+        or file_vocabulary(str(tokenizer))
+    )
     require(
         size is not None,
-        f"model.depth is {given['model.depth']}, from which the batch follows with the size of the "
-        f"vocabulary, but the config does not have that of tokenizer {tokenizer}; set "
-        "model.vocab_size",
+        f"model.depth is {given['model.depth']}, and the batch follows from it and the vocabulary, "
+        f"but the vocabulary of tokenizer {tokenizer} is not known; set model.vocab_size",
     )
     return int(size or 0)
 
 
 def tokenizer_vocabulary(name: str | None, trained: int) -> int | None:
-    """Tokens of a tokenizer by its name, of bpe the `trained` ones; None where no name tells it."""
-    return trained if name == "bpe" else KNOWN_VOCABULARIES.get(str(name))
+    """Return the vocabulary size of a tokenizer by its name; None if the name does not tell it.
+
+    A bpe has the `trained` size.
+    """
+    if name == "bpe":
+        return trained
+    return KNOWN_VOCABULARIES.get(str(name))
 
 
 def file_vocabulary(name: str) -> int | None:
-    """Tokens of the tokenizer.json at a path, or of a Hub id if it is in the cache; else None."""
+    """Return the vocabulary size of a tokenizer.json, at a path or of a Hub id in the cache."""
     path: Any = Path(name, "tokenizer.json") if Path(name).is_dir() else name
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         if not Path(name).exists() and "/" in name:
@@ -189,36 +208,49 @@ def file_vocabulary(name: str) -> int | None:
 
 
 def prepared_vocabulary(train: Any) -> int | None:
-    """Tokens in the vocabulary of the (first) prepared folder in `data.train`; None: not there."""
-    first = train[0] if isinstance(train, tuple | list) and train else train
-    known: Any = first["path"] if isinstance(first, Mapping) else getattr(first, "path", first)
+    """Return the vocabulary size of the first folder in `data.train`, if it is prepared."""
+    folder: Any = train
+    if isinstance(train, tuple | list) and train:
+        folder = train[0]
+    if isinstance(folder, Mapping):
+        folder = folder.get("path")
+    elif isinstance(folder, Weighted):
+        folder = folder.path
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        size = read_json(Path(known) / "dataset.json")["vocab_size"]
+        size = read_json(Path(folder) / "dataset.json")["vocab_size"]
         return int(size) if is_count(size, 1) else None
     return None
 
 
 def describe_depth(flat: Mapping[str, Any]) -> Sequence[str]:
-    """One line a section: what of a resolved config follows from its depth, and what does not.
+    """Say in a line for each section which options follow from the depth, and which are set.
 
-    `flat` has dotted keys. Empty without a depth.
+    `flat` is a resolved config by dotted keys. Empty without a depth.
     """
     if flat.get("model.depth") is None:
         return []
-    lines = []
     derived = rules(flat)
-    for section, keys in groupby(sorted(derived), lambda key: key.partition(".")[0]):
-        words: dict[bool, list[str]] = {True: [], False: []}
-        for key in keys:
-            name, value = key.partition(".")[2], flat[key]
-            words[value == derived[key]].append(f"{name} {format_value(value)}")
-        line = f"depth {flat['model.depth']} sets {section}: {', '.join(words[True]) or 'nothing'}"
-        lines.append(line + (f"; set over it: {', '.join(words[False])}" if words[False] else ""))
+    followed: dict[str, list[str]] = {}  # section -> options that have the derived value
+    overridden: dict[str, list[str]] = {}  # section -> options that have another
+    for key in sorted(derived):
+        section, _, name = key.partition(".")
+        followed.setdefault(section, [])
+        overridden.setdefault(section, [])
+        found = followed if flat[key] == derived[key] else overridden
+        found[section].append(f"{name} {format_value(flat[key])}")
+    lines = []
+    for section, words in followed.items():
+        line = f"depth {flat['model.depth']} sets {section}: {', '.join(words) or 'nothing'}"
+        if overridden[section]:
+            line += f"; set over it: {', '.join(overridden[section])}"
+        lines.append(line)
     return lines
 
 
 def format_value(value: Any) -> str:
-    """A value as it is written in YAML, floats with six digits."""
+    """Format a value as in YAML, floats with six digits."""
     if isinstance(value, float):
         return f"{value:g}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

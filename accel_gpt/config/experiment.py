@@ -154,8 +154,10 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
 
     @property
     def sequences(self) -> int:
-        """micro_batch_size as a number: 1 where it is auto and not found yet."""
-        return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
+        """micro_batch_size as a number: 1 if it is auto and not found yet."""
+        if self.micro_batch_size == "auto":
+            return 1
+        return self.micro_batch_size
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,10 +1,10 @@
-"""The config as its own manual: every key with its docstring, as YAML.
+"""Write a config as its own manual: every key with its description, as YAML.
 
-docs/reference/keys.md is made of the same docstrings.
+docs/reference/keys.md is made of the same descriptions.
 """
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.options import field_types, own_options
 from accel_gpt.config.parse import (
+    Inherit,
     config_of,
     is_section,
     load_config,
@@ -24,32 +25,37 @@ from accel_gpt.config.parse import (
 WIDTH = 96  # characters of a line of comments
 
 
-def named_config(
-    words: Sequence[str], inherit: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
-) -> Config:
-    """The config that `[NAME] [--section.key value ...]` names: a YAML file, a run's folder, a
-    shipped config, a preset of the model, or without a name the defaults.
+def named_config(words: Sequence[str], inherit: Inherit = dict) -> Config:
+    """Load the config that `[NAME] [--section.key value ...]` names.
+
+    NAME is a YAML file, the folder of a run, a shipped config or a preset of the model; without it
+    all keys have their defaults.
     """
-    name, *options = words if words and not words[0].startswith("-") else ["", *words]
-    if name and name not in PRESETS:
-        inside = Path(name, "config.yaml")
-        path = str(inside) if inside.is_file() else name
-        return load_config([path, *options], "accel-gpt train --dump_config", inherit)
-    values: dict[str, Any] = {"model.preset": name} if name else {}
-    return config_of(values | dict(read_options(Config, options)), inherit)
+    options = list(words)
+    values: dict[str, Any] = {}
+    if options and not options[0].startswith("-"):
+        name = options.pop(0)
+        if name not in PRESETS:
+            inside = Path(name, "config.yaml")
+            path = str(inside) if inside.is_file() else name
+            return load_config([path, *options], "accel-gpt train --dump_config", inherit)
+        values["model.preset"] = name
+    values |= dict(read_options(Config, options))
+    return config_of(values, inherit)
 
 
 def commented_yaml(config: Config) -> str:
-    """Every key of `config` with its docstring above it, and its default where it has another."""
+    """Return every key of `config` with its description, and the default that it replaces."""
     lines = section_lines(config, Config(), to_plain(config))
     return "".join(f"{line}\n" for line in lines)
 
 
 def section_lines(section: Any, default: Any, plain: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of one section, whose values are also in `plain`."""
+    """Yield the lines of one section, whose values are also in `plain`."""
     kind: Any = type(section)
     for name, hint in field_types(kind).items():
-        value, usual = getattr(section, name), getattr(default, name)
+        value = getattr(section, name)
+        usual = getattr(default, name)
         if is_section(hint):
             yield ""
             yield from comment(title(hint))
@@ -64,23 +70,24 @@ def section_lines(section: Any, default: Any, plain: Mapping[str, Any]) -> Itera
 
 
 def dump(value: Any) -> str:
-    """`value` as YAML in one line, unless it is a text of several."""
+    """Format `value` as YAML in one line, unless it is a text of several."""
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
     return text.removesuffix("...\n").strip()
 
 
 def comment(text: str) -> list[str]:
-    """`text` as lines of comments."""
+    """Format `text` as lines of comments."""
     return textwrap.wrap(
         text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
     )
 
 
 def indented(lines: Iterator[str]) -> Iterator[str]:
-    """Lines as those of a section."""
-    yield from (f"  {line}" if line else line for line in lines)
+    """Indent the lines of a section."""
+    for line in lines:
+        yield f"  {line}" if line else ""
 
 
 def title(kind: type) -> str:
-    """The first line of a docstring."""
+    """Return the first line of a docstring."""
     return (kind.__doc__ or "").partition("\n")[0]

@@ -224,18 +224,13 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        divisions = [("n_embd", "n_head")] if self.head_dim is None else []
-        for name, divisor in (*divisions, ("n_head", "n_kv_head")):
-            whole, by = getattr(self, name), getattr(self, divisor) or self.n_head
-            nearest = " or ".join(str(n) for n in (whole // by * by, whole // by * by + by) if n)
-            require(
-                whole % by == 0,
-                f"model.{name} is {whole}, which model.{divisor} = {by} does not divide; the "
-                f"nearest that it divides: {nearest}",
-            )
+        if self.head_dim is None:
+            check_divisible("n_embd", self.n_embd, "n_head", self.n_head)
+        check_divisible("n_head", self.n_head, "n_kv_head", self.kv_heads)
         require(
             self.position != "rope" or self.head_size % 2 == 0,
-            f"with rope, a head's channels must be even, and are {self.head_size}",
+            f"a head has {self.head_size} channels, but with model.position rope their number "
+            "must be even; set model.head_dim or model.n_embd",
         )
         self.require(
             self.rope_high_freq_factor > self.rope_low_freq_factor,
@@ -258,7 +253,21 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
         """Hidden channels of the MLP."""
         if self.mlp_hidden:
             return self.mlp_hidden
-        return 4 * self.n_embd if self.mlp != "swiglu" else -(-8 * self.n_embd // 3 // 128) * 128
+        if self.mlp != "swiglu":
+            return 4 * self.n_embd
+        return -(-8 * self.n_embd // 3 // 128) * 128
+
+
+def check_divisible(name: str, value: int, divisor_name: str, divisor: int) -> None:
+    """Raise `UserError`, with the nearest values that fit, unless `divisor` divides `value`."""
+    below = value // divisor * divisor
+    above = below + divisor
+    nearest = f"{below} or {above}" if below else f"{above}"
+    require(
+        value % divisor == 0,
+        f"model.{name} ({value}) must be divisible by model.{divisor_name} ({divisor}); try "
+        f"{nearest}",
+    )
 
 
 # Llama, Touvron et al. 2023, section 2.2: RMSNorm, SwiGLU, RoPE, no biases, untied head

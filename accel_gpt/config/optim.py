@@ -103,8 +103,10 @@ class OptimConfig(Section, prefix="optim."):
 
     @property
     def muon_peak(self) -> float:
-        """Peak learning rate of muon, given or not."""
-        return self.muon_lr or (MUON_LR if self.muon_scale == "original" else self.lr)
+        """Peak learning rate of Muon: muon_lr, or its default."""
+        if self.muon_lr:
+            return self.muon_lr
+        return MUON_LR if self.muon_scale == "original" else self.lr
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,6 +7,7 @@ from accel_gpt.config.experiment import Config, LogConfig
 from accel_gpt.errors import UserError, require
 
 LENGTH = ("train.max_steps", "train.max_tokens")  # keys that set the length of a run
+LARGEST_HINT = 4096  # sequences of a micro-batch that an error proposes; assumption
 WSD_DECAY_SHARE = 0.2  # of all steps; assumption, within the 10-20 % of Hägele et al. 2024, fig. 5
 
 
@@ -25,7 +26,7 @@ class Plan:
 
     @property
     def last_step(self) -> int:
-        """The last step of this launch."""
+        """Last step of this launch."""
         return min(self.stop_at or self.max_steps, self.max_steps)
 
     @property
@@ -39,13 +40,13 @@ class Plan:
         return self.sequences_per_step * self.block_size
 
     def micro_step_starts(self, rank: int, position: int) -> range:
-        """The first sequence of each micro-step of `rank`, in a step that begins at `position`."""
+        """Return the first sequence of each micro-step of `rank`, in a step from `position` on."""
         start = position + rank * self.micro_batch_size
         end = position + self.sequences_per_step
         return range(start, end, self.micro_batch_size * self.world_size)
 
     def describe(self) -> str:
-        """The arithmetic of the run, for its first lines."""
+        """Spell out the arithmetic of the run, for its first lines."""
         batch = plural(self.micro_batch_size, "sequence")
         micro = plural(self.accumulation_steps, "micro-step")
         processes = plural(self.world_size, "process", "processes")
@@ -58,13 +59,14 @@ class Plan:
 
 
 def plural(count: int, one: str, many: str | None = None) -> str:
-    """`1 step`, `2 steps`."""
+    """Format a count: `1 step`, `2 steps`."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def make_plan(config: Config, world_size: int) -> Plan:
-    """Derive the plan; raises `UserError` where the numbers do not fit together."""
-    train, schedule = config.train, config.schedule
+    """Derive the plan; raises `UserError` if the numbers do not fit together."""
+    train = config.train
+    schedule = config.schedule
     require(
         train.max_steps is not None or train.max_tokens is not None,
         "the length of the run is not set; set train.max_steps or train.max_tokens",
@@ -77,9 +79,10 @@ def make_plan(config: Config, world_size: int) -> Plan:
             f"the warm-up takes {warmup:,} steps but the run only {max_steps:,}; "
             "shorten schedule.warmup_steps or lengthen the run",
         )
-    share = schedule.decay_share or (WSD_DECAY_SHARE if schedule.name == "wsd" else 1)
     decay = in_steps(schedule.decay_tokens, train.tokens_per_step) or schedule.decay_steps
-    decay = decay or min(math.ceil(share * max_steps), max(1, max_steps - warmup))
+    if not decay:
+        share = schedule.decay_share or (WSD_DECAY_SHARE if schedule.name == "wsd" else 1)
+        decay = min(math.ceil(share * max_steps), max(1, max_steps - warmup))
     require(
         schedule.name != "wsd" or warmup + decay <= max_steps,
         f"the warm-up takes {warmup:,} steps and the decay {decay:,}, more than the {max_steps:,} "
@@ -126,29 +129,40 @@ def shorten(config: Config, steps: int) -> Config:
 
 
 def in_steps(tokens: int | None, tokens_per_step: int) -> int:
-    """The number of steps that cover `tokens`, rounded up; 0 for none."""
+    """Return the number of steps that cover `tokens`, rounded up; 0 for none."""
     return math.ceil((tokens or 0) / tokens_per_step)
 
 
 def accumulation(config: Config, world_size: int) -> int:
-    """The micro-steps of a step; raises `UserError` with sizes that divide it."""
-    total, micro = config.train.tokens_per_step, config.train.sequences
+    """Return the micro-steps of a step; raises `UserError` with sizes that divide it."""
+    total = config.train.tokens_per_step
+    micro = config.train.sequences
     block = config.model.block_size
     unit = micro * block * world_size
     if total % unit == 0:
         return total // unit
     below = total // unit * unit
-    sequences = total // block
-    fitting = [
-        size
-        for size in range(1, min(sequences, 4096) + 1)
-        if total % block == 0 and sequences % (size * world_size) == 0
-    ]
-    micro_hint = ", ".join(map(str, sorted(fitting, key=lambda size: abs(size - micro))[:4]))
+    nearest = f"{below:,} or {below + unit:,}" if below else f"{below + unit:,}"
+    fitting = micro_batch_sizes(total, block, world_size, near=micro)
+    if fitting:
+        nearest += f", or train.micro_batch_size one of {', '.join(map(str, fitting))}"
     raise UserError(
         f"train.tokens_per_step is {total:,}, not a multiple of {micro} sequences x {block} tokens "
-        f"x {world_size} processes = {unit:,}; nearest: "
-        + (f"{below:,} or " if below else "")
-        + f"{below + unit:,}"
-        + (f", or train.micro_batch_size one of {micro_hint}" if micro_hint else "")
+        f"x {world_size} processes = {unit:,}; nearest: {nearest}"
     )
+
+
+def micro_batch_sizes(total: int, block: int, world_size: int, near: int) -> list[int]:
+    """Return the four micro-batch sizes nearest to `near` that divide a step of `total` tokens."""
+    if total % block != 0:
+        return []
+    sequences = total // block
+    fitting = []
+    for size in range(1, min(sequences, LARGEST_HINT) + 1):
+        if sequences % (size * world_size) == 0:
+            fitting.append(size)
+
+    def distance(size: int) -> int:
+        return abs(size - near)
+
+    return sorted(fitting, key=distance)[:4]

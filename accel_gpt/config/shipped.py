@@ -18,15 +18,17 @@ def shipped_folder() -> Path:
 
 def shipped_configs(room: str = "") -> Mapping[str, Path]:
     """Map the name of each shipped config to its file; `room` is a folder among them, as `data`."""
-    return {path.stem: path for path in sorted((shipped_folder() / room).glob("*.yaml"))}
+    files = sorted((shipped_folder() / room).glob("*.yaml"))
+    return {path.stem: path for path in files}
 
 
 def resolve_config(word: str, room: str = "") -> Path:
     """Return the file that `word` names: one at that path, else the shipped config of that name.
 
-    Raises `UserError`, with the nearest names, where there is neither.
+    Raises `UserError`, with the nearest names, if there is neither.
     """
-    path, shipped = Path(word), shipped_configs(room)
+    path = Path(word)
+    shipped = shipped_configs(room)
     name = word.removesuffix(".yaml")
     if path.exists() and not (path.is_dir() and name in shipped):
         return path
@@ -40,7 +42,7 @@ def resolve_config(word: str, room: str = "") -> Path:
 
 
 def copy_shipped(word: str, folder: Path) -> None:
-    """Copy the config, where `word` names a shipped one and no path, into the folder of a run."""
+    """Copy the config into the folder of a run, if `word` names a shipped one and no path."""
     path = resolve_config(word)
     if path in shipped_configs().values():
         write_file(folder / path.name, [path.read_bytes()])

@@ -117,8 +117,8 @@ def test_the_lines_say_what_followed_and_what_was_set(load: Load) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--data.tokenizer", "mine.json"], "tokenizer mine.json is not known; set model.vocab_size"),
-        ([], "tokenizer None is not known; set model.vocab_size"),
+        (["--data.tokenizer", "mine.json"], "tokenizer mine.json is not known"),
+        ([], "tokenizer None is not known"),
         (["--model.init_from", "gpt2"], "model.init_from is gpt2, which brings its shape"),
         (["--model.depth", "0"], "model.depth is 0"),
     ],

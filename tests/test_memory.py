@@ -15,7 +15,8 @@ import torch
 import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel_gpt.commands.plan import PlanCommand, forecast
+from accel_gpt.commands.options import PlanCommand
+from accel_gpt.commands.plan import forecast
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import PRESETS, ModelConfig

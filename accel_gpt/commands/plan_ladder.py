@@ -1,4 +1,4 @@
-"""The part of `accel-gpt plan` about quality: the loss by a ladder; what a budget trains best."""
+"""The part of `accel-gpt plan` about quality: predict a loss, and spend a budget, by a ladder."""
 
 import statistics
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ import yaml
 from accel_gpt.commands.options import PlanCommand
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_nested
-from accel_gpt.config.plan import make_plan
+from accel_gpt.config.plan import Plan, make_plan
 from accel_gpt.config.shipped import shipped_folder
 from accel_gpt.console import table
 from accel_gpt.cost.cluster import Network
@@ -30,6 +30,7 @@ from accel_gpt.training.run_folder import RunFolder
 SHIPPED = "_ladder.json"  # how the shipped ones end, in configs/references
 DEEPEST = 200  # of the sizes that are tried
 UNLIMITED = 10**9  # steps
+ROUNDS = 5  # of a search for the steps: in a short run evaluations change the share of training
 BUDGET_ROWS = MappingProxyType(
     {
         "parameters": ",",
@@ -60,7 +61,7 @@ def plan_loss(options: PlanCommand, config: Config, vocab_size: int) -> dict[str
         shipped = shipped_ladder(config, vocab_size)
         if shipped is None:
             return None
-        found = expected(shipped, config, vocab_size)
+        found = predict_loss(shipped, config, vocab_size)
         if fingerprint not in (None, shipped.data["fingerprint"]):
             found["doubts"].append(f"{config.data.folder} is not the text that the rungs read")
         return found
@@ -77,10 +78,10 @@ def plan_loss(options: PlanCommand, config: Config, vocab_size: int) -> dict[str
         f"({ladder.data['folder']}) than {options.config} has ({config.data.folder}); train a "
         "ladder on these",
     )
-    return expected(ladder, config, vocab_size)
+    return predict_loss(ladder, config, vocab_size)
 
 
-def expected(ladder: Ladder, config: Config, vocab_size: int) -> dict[str, Any]:
+def predict_loss(ladder: Ladder, config: Config, vocab_size: int) -> dict[str, Any]:
     """Predict the loss of a config, with what speaks against the prediction."""
     size = law_size(config, vocab_size)
     rungs, own = to_flat(ladder_config(ladder, config)), to_flat(config)
@@ -228,11 +229,39 @@ def candidate(
         speed = measured_flops(options.ladder or "", ladder, depth) * machine.devices / flops
     if speed is None:
         raise UserError(f"the speed of {machine} is not known; give --gpu")
+    longest = longest_run(config, vocab_size, network, speed, hours)
+    if longest is None:
+        return None
+    config, plan, run_hours = longest
+    size = law_size(config, vocab_size)
+    law = ladder.law.predict(size)
+    return {
+        "depth": depth,
+        **size._asdict(),
+        "steps": plan.max_steps,
+        "batch": plan.tokens_per_step,
+        "micro_batch_size": config.train.micro_batch_size,
+        **law._asdict(),
+        **bits(ladder, law),
+        "doubts": ladder.doubts(size),
+        "hours": run_hours,
+        "cost": run_hours * machine.devices * options.price if options.price else None,
+        "memory_gb": footprint(config, vocab_size, machine).total / 1e9,
+    }
+
+
+def longest_run(
+    config: Config, vocab_size: int, network: Network, speed: float, hours: float
+) -> tuple[Config, Plan, float] | None:
+    """Return the config of the longest run that ends within `hours`, its plan and its hours.
+
+    None if a single step takes longer, or if the run is all warm-up.
+    """
     steps = UNLIMITED
-    for _ in range(5):  # an evaluation at the end alone takes its share of a short run
+    for _ in range(ROUNDS):
         config = replace(config, train=replace(config.train, max_steps=steps))
         try:
-            plan = make_plan(config, machine.devices)
+            plan = make_plan(config, network.machine.devices)
         except UserError:
             return None
         time = run_time(
@@ -245,23 +274,9 @@ def candidate(
         )
         if time.hours > hours:
             steps = max(1, int(steps * hours / time.hours))
-    if time.hours > 1.01 * hours:  # a single step takes longer
+    if time.hours > 1.01 * hours:
         return None
-    size = law_size(config, vocab_size)
-    law = ladder.law.predict(size)
-    return {
-        "depth": depth,
-        **size._asdict(),
-        "steps": plan.max_steps,
-        "batch": plan.tokens_per_step,
-        "micro_batch_size": config.train.micro_batch_size,
-        **law._asdict(),
-        **bits(ladder, law),
-        "doubts": ladder.doubts(size),
-        "hours": time.hours,
-        "cost": time.hours * machine.devices * options.price if options.price else None,
-        "memory_gb": footprint(config, vocab_size, machine).total / 1e9,
-    }
+    return config, plan, time.hours
 
 
 def given_keys(ladder: Ladder) -> dict[str, Any]:
@@ -297,11 +312,10 @@ def rung_speeds(folder: Path) -> list[float]:
 
 def write_config(ladder: Ladder, best: Mapping[str, Any], out: Path) -> None:
     """Write the config that trains a candidate; `UserError` if it cannot be written."""
-    own = {"out_dir": f"runs/{out.stem}", **given_keys(ladder)}
+    own = {"out_dir": f"runs/{out.stem}", **ladder.config}
     own |= depth_keys(ladder.config, best["depth"])
     own["train.max_steps"] = best["steps"]
     own["train.micro_batch_size"] = best["micro_batch_size"]
-    own = {key: list(value) if isinstance(value, tuple) else value for key, value in own.items()}
     comment = (
         f"# ladder {ladder.title}, depth {best['depth']}: val loss {best['loss']:.3f} expected "
         f"({LEVEL:.0%}: {best['low']:.3f} to {best['high']:.3f}), {best['hours']:.3g} hours\n"
@@ -321,16 +335,25 @@ def write_config(ladder: Ladder, best: Mapping[str, Any], out: Path) -> None:
 def budget_text(report: Mapping[str, Any]) -> str:
     """Format the answer to a budget as a table: the best depth and its neighbors."""
     rows = report["rows"]
-    best = next(row for row in rows if row["depth"] == report["best"])
-    titles = ["best" if row is best else "a guess" if row["doubts"] else "" for row in rows]
-    cells = [("", *titles), ("depth", *(str(row["depth"]) for row in rows))]
+    titles = [""]
+    depths = ["depth"]
+    for row in rows:
+        depths.append(str(row["depth"]))
+        if row["depth"] == report["best"]:
+            best = row
+            titles.append("best")
+        else:
+            titles.append("a guess" if row["doubts"] else "")
+    cells = [titles, depths]
     for name, form in BUDGET_ROWS.items():
         if any(row[name] is not None for row in rows):
             title = BOUNDS.get(name, name.replace("_", " "))
-            cells.append((title, *(format(row[name], form) for row in rows)))
+            cells.append([title, *(format(row[name], form) for row in rows)])
     for i, title in enumerate(["bits per byte", *BOUNDS.values()]):
-        values = [f"{row['bits_per_byte'][i]:.4f}" if row["bits_per_byte"] else "" for row in rows]
-        cells.append((title, *values))
+        cells.append([title])
+        for row in rows:
+            bits_per_byte = row["bits_per_byte"]
+            cells[-1].append(f"{bits_per_byte[i]:.4f}" if bits_per_byte else "")
     text = f"{report['hours']:.3g} hours on {report['machine']}, ladder {report['ladder']}\n\n"
     text += table(cells, "<20", *[">14"] * len(rows))
     for doubt in best["doubts"]:

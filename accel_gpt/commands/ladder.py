@@ -1,7 +1,7 @@
 """`accel-gpt ladder CONFIG --depths 1,2,3`: train small sizes, fit how the loss falls with size.
 
 Each rung is an ordinary run in its own folder. Writes ladder.json, which `accel-gpt plan --ladder`
-reads, and report.html. docs/explanation/ladder.md.
+reads, and report.html. docs/explanation/ladder.md describes the law.
 """
 
 import base64
@@ -50,9 +50,15 @@ class Rung:
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
+        """Name of the rung's folder."""
+        ratio = repr(self.ratio).removesuffix(".0")
         seed = "" if self.seed is None else f"_seed_{self.seed}"
-        return f"depth_{self.depth}_ratio_{repr(self.ratio).removesuffix('.0')}{seed}"
+        return f"depth_{self.depth}_ratio_{ratio}{seed}"
+
+    @property
+    def steps(self) -> int:
+        """Length of the run."""
+        return self.config.train.max_steps or 0
 
 
 def run(options: LadderCommand) -> int:
@@ -68,13 +74,12 @@ def run(options: LadderCommand) -> int:
     # the sizes of all rungs follow from the vocabulary of the data
     ensure_data(config_of(given | {"out_dir": str(out)}))
     rungs = all_rungs(options, given, out)
-    runs = {rung.name: RunFolder(out / rung.name) for rung in rungs}
     law_terms([rung.size for rung in rungs])  # raises before any is trained
     for rung in rungs:
-        check_rung(rung, runs[rung.name])
-    series = [series_run(rung.name, out, rung.config, steps(rung)) for rung in rungs]
-    failures = Series(series).train()
-    runs = {rung.name: RunFolder(out / rung.name) for rung in rungs}  # read anew
+        check_rung(rung, RunFolder(out / rung.name))
+    runs_to_train = [series_run(rung.name, out, rung.config, rung.steps) for rung in rungs]
+    failures = Series(runs_to_train).train()
+    runs = {rung.name: RunFolder(out / rung.name) for rung in rungs}
     try:
         ladder = fit_ladder(out.name, given, rungs, runs, failures)
     except NoLawError as error:
@@ -82,52 +87,52 @@ def run(options: LadderCommand) -> int:
         remedy = "" if error.remedy else f"; {rungs_to_add(rungs, error)}"
         raise UserError(f"{error}{remedy}") from None
     write_file(out / FILE, [(json.dumps(ladder.content(), indent=1) + "\n").encode()])
-    write_page(ladder, out)
+    write_ladder_page(ladder, out)
     write_out(table(ladder_rows(ladder), "<", *[">"] * 7) + "\n")
     write_out("\n".join(ladder_lines(ladder)) + "\n\n")
-    write_out(f"ladder     {out / FILE}\nreport     {out / 'report.html'}\n")
-    return int(bool(failures))
+    write_out(f"ladder     {out / FILE}\n")
+    write_out(f"report     {out / 'report.html'}\n")
+    return 1 if failures else 0
 
 
 # --------------------------------------------------------------------------- the rungs
 
 
 def all_rungs(options: LadderCommand, given: Mapping[str, Any], out: Path) -> list[Rung]:
-    """The rungs that are requested and those that the folder has, by compute."""
-    wanted = {
-        (depth, ratio, seed)
-        for depth in options.depths
-        for ratio in options.ratios
-        for seed in options.seeds or (None,)
-    }
+    """Return the requested rungs and the rungs that the folder has, by compute."""
+    wanted: set[tuple[int, float, int | None]] = set()
+    for depth in options.depths:
+        for ratio in options.ratios:
+            for seed in options.seeds or (None,):
+                wanted.add((depth, ratio, seed))
     for folder in out.glob("depth_*"):
-        if found := NAME.fullmatch(folder.name):
-            wanted.add((int(found[1]), float(found[2]), int(found[3]) if found[3] else None))
-    rungs = [make_rung(given, *one) for one in wanted]
-    return sorted(rungs, key=lambda rung: (rung.size.flops, rung.name))
+        found = NAME.fullmatch(folder.name)
+        if found:
+            seed = int(found[3]) if found[3] else None
+            wanted.add((int(found[1]), float(found[2]), seed))
+    rungs = [make_rung(given, depth, ratio, seed) for depth, ratio, seed in wanted]
+
+    def compute_and_name(rung: Rung) -> tuple[float, str]:
+        return rung.size.flops, rung.name
+
+    return sorted(rungs, key=compute_and_name)
 
 
 def make_rung(given: Mapping[str, Any], depth: int, ratio: float, seed: int | None = None) -> Rung:
-    """The rung of that depth and ratio of the config in which `given` is set."""
+    """Make the rung of a depth and a ratio, of the config in which `given` is set."""
     config = config_at(given, depth, max_steps=1, seed=seed)
     vocab_size, _ = vocabulary_size(config, None)
-    parameters = scaling_parameters(config.model, vocab_size)
     tokens_per_step = config.train.tokens_per_step
-    count = max(1, round(ratio * parameters / tokens_per_step))
-    config = config_at(given, depth, max_steps=count, seed=seed)
-    size = run_size(config, vocab_size, tokens=count * tokens_per_step)
-    return Rung(depth, ratio, seed, config, size)
-
-
-def steps(rung: Rung) -> int:
-    """The length of a rung."""
-    return rung.config.train.max_steps or 0
+    tokens = ratio * scaling_parameters(config.model, vocab_size)
+    steps = max(1, round(tokens / tokens_per_step))
+    config = config_at(given, depth, max_steps=steps, seed=seed)
+    size = run_size(config, vocab_size, tokens=steps * tokens_per_step)
+    return Rung(depth=depth, ratio=ratio, seed=seed, config=config, size=size)
 
 
 def check_rung(rung: Rung, run: RunFolder) -> None:
-    """`UserError` where the folder of a rung holds a run of another config."""
-    if differs := recipe_differences(rung.config, run.read_config()):
-        key, (now, then) = next(iter(differs.items()))
+    """Raise `UserError` if the folder of a rung holds a run of another config."""
+    for key, (now, then) in recipe_differences(rung.config, run.read_config()).items():
         raise UserError(
             f"the rung {run.path} was trained with {key} {then}, and this ladder has {now}; rungs "
             "differ in depth and length alone: set it to the same, or another --out"
@@ -144,19 +149,16 @@ def fit_ladder(
     runs: Mapping[str, RunFolder],
     failures: Mapping[str, str],
 ) -> Ladder:
-    """The ladder of the rungs that have not diverged; `UserError` where they make none."""
+    """Fit the law of the rungs that have not diverged.
+
+    Raises `NoLawError` if they give none, `UserError` if they read different data.
+    """
+    trained = [rung for rung in rungs if rung.name not in failures]
+    data = shared_data(trained, runs)
     left_out = [f"{name}: {failure}" for name, failure in failures.items()]
-    rows, data = [], dict[str, Any]()
-    for rung in rungs:
-        if rung.name in failures:
-            continue
-        row, run = rung_row(rung, runs[rung.name]), runs[rung.name]
-        for name, value in trained_on(run).items():
-            require(
-                data.setdefault(name, value) == value,
-                f"the rungs have different data: {name} of {rung.name} is {value}, of the smaller "
-                f"ones {data[name]}; train them on the same, in another --out",
-            )
+    rows = []
+    for rung in trained:
+        row = rung_row(rung, runs[rung.name])
         if row["loss"] is None or row["loss"] > math.log(data["vocab_size"]):
             left_out.append(f"{rung.name}: diverged, its val loss is {row['loss']}")
         else:
@@ -164,42 +166,72 @@ def fit_ladder(
     for line in left_out:
         write_err(f"left out: {line}")
     if len(rows) < FEWEST:
-        mend = f" ({left_out[0]}); mend what was left out, or give other --depths or --ratios"
-        raise NoLawError(
+        problem = (
             f"{len(rows)} of {plural(len(rungs), 'rung')} can be fitted, and a law takes {FEWEST}"
-            f"{mend if left_out else ''}",
-            remedy=bool(left_out),
         )
+        if left_out:
+            problem += (
+                f" ({left_out[0]}); mend what was left out, or give other --depths or --ratios"
+            )
+        raise NoLawError(problem, remedy=bool(left_out))
     sizes = [Size(*(row[name] for name in SIZES)) for row in rows]
-    config, last = rungs[0].config, rows[-1]
+    config = rungs[0].config
     data["folder"] = Path(config.data.folder or "").name
     data["train_tokens"] = split_tokens([*map(str, data_folders(config))], "train", None)
-    bits = last["bits_per_byte"]
+    bits_per_byte = rows[-1]["bits_per_byte"]
+    if bits_per_byte is not None:
+        bits_per_byte /= rows[-1]["loss"]
     return Ladder(
         title=title,
         law=fit_law(sizes, [row["loss"] for row in rows]),
         rungs=rows,
         left_out=left_out,
-        config={
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in given.items()
-            if key not in {*shape_keys(1), *LENGTH, "out_dir"}
-        },
+        config=ladder_keys(given),
         data=data,
-        bits_per_byte=None if bits is None else bits / last["loss"],
+        bits_per_byte=bits_per_byte,
         windows=max(row["loss_se"] / row["loss"] for row in rows),
     )
 
 
+def shared_data(rungs: Sequence[Rung], runs: Mapping[str, RunFolder]) -> dict[str, Any]:
+    """Return the data and the tokenizer of the rungs; `UserError` if they differ."""
+    data: dict[str, Any] = {}
+    for rung in rungs:
+        run = runs[rung.name]
+        found = {
+            "fingerprint": run.last_launch("data", "fingerprint"),
+            "tokenizer": run.last_launch("data", "tokenizer"),
+            "tokenizer_fingerprint": run.last_launch("data", "tokenizer_fingerprint"),
+            "vocab_size": run.last_launch("model", "vocab_size"),
+        }
+        for name, value in found.items():
+            require(
+                data.setdefault(name, value) == value,
+                f"the rungs have different data: {name} of {rung.name} is {value}, of the smaller "
+                f"ones {data[name]}; train them on the same, in another --out",
+            )
+    return data
+
+
+def ladder_keys(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that all rungs share, as JSON has them."""
+    varied = {*shape_keys(1), *LENGTH, "out_dir"}
+    found = {}
+    for key, value in given.items():
+        if key not in varied:
+            found[key] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
 def rung_row(rung: Rung, run: RunFolder) -> dict[str, Any]:
-    """What ladder.json holds of a rung: nothing that another start of it would change."""
+    """Return the entry of a rung in ladder.json, without what another launch of it would change."""
     last = run.metrics.last
     return {
         "name": rung.name,
         "depth": rung.depth,
         "ratio": rung.ratio,
         "seed": rung.config.seed,
-        "steps": steps(rung),
+        "steps": rung.steps,
         **rung.size._asdict(),
         "loss": last("eval/val_loss"),
         "loss_se": last("eval/val_loss_se") or 0.0,
@@ -207,15 +239,8 @@ def rung_row(rung: Rung, run: RunFolder) -> dict[str, Any]:
     }
 
 
-def trained_on(run: RunFolder) -> dict[str, Any]:
-    """The data and the tokenizer of a run."""
-    names = ("fingerprint", "tokenizer", "tokenizer_fingerprint")
-    found = {name: run.last_launch("data", name) for name in names}
-    return found | {"vocab_size": run.last_launch("model", "vocab_size")}
-
-
 def ladder_rows(ladder: Ladder) -> Sequence[tuple[str, ...]]:
-    """The rungs with their losses, and how far the law is from them."""
+    """Return a table of the rungs, their losses and their distances to the law."""
     rows: list[tuple[str, ...]] = [(*MEASURED, "law", "residual")]
     for rung, size in zip(ladder.rungs, ladder.sizes, strict=True):
         law = ladder.law.predict(size).loss
@@ -224,8 +249,9 @@ def ladder_rows(ladder: Ladder) -> Sequence[tuple[str, ...]]:
 
 
 def measured_cells(rung: Mapping[str, Any]) -> tuple[str, ...]:
-    """The cells of a rung under `MEASURED`; empty where it recorded nothing."""
-    loss, bits = rung["loss"], rung["bits_per_byte"]
+    """Return the cells of a rung under `MEASURED`; empty if it recorded nothing."""
+    loss = rung["loss"]
+    bits = rung["bits_per_byte"]
     return (
         rung["name"],
         f"{rung['parameters']:,}",
@@ -237,19 +263,22 @@ def measured_cells(rung: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def ladder_lines(ladder: Ladder) -> list[str]:
-    """The law in words."""
-    found = ladder.law.constants()
-    terms = ["A / C^a"] if len(ladder.law.sizes) == 1 else ["A / N^a", "B / D^b"]
-    values = [f"{n} {v:.3g} ({low:.3g} to {high:.3g})" for n, (v, low, high) in found.items()]
+    """Write the law in words."""
+    formula = "E + A / C^a"
+    if len(ladder.law.sizes) > 1:
+        formula = "E + A / N^a + B / D^b"
+    values = []
+    for name, (value, low, high) in ladder.law.constants().items():
+        values.append(f"{name} {value:.3g} ({low:.3g} to {high:.3g})")
     return [
-        f"loss = {' + '.join(['E', *terms])}: {', '.join(values)}; {LEVEL:.0%} intervals",
+        f"loss = {formula}: {', '.join(values)}; {LEVEL:.0%} intervals",
         f"a run lies {ladder.law.noise:.2%} around the law (standard deviation); on other text of "
         f"the kind its loss has a standard error of {ladder.windows:.2%}",
         *(f"left out: {line}" for line in ladder.left_out),
     ]
 
 
-def write_page(ladder: Ladder, out: Path) -> None:
+def write_ladder_page(ladder: Ladder, out: Path) -> None:
     """Write report.html: the law, and the curves of the rungs below it."""
     write_rungs(
         names=[rung["name"] for rung in ladder.rungs],
@@ -281,28 +310,36 @@ def write_rungs(
 
 def write_without_law(rungs: Sequence[Rung], runs: Mapping[str, RunFolder], out: Path) -> None:
     """Print and write the rungs that give no law: what each trained, and the loss it reached."""
-    found = [rung_row(rung, runs[rung.name]) for rung in rungs]
-    rows = [MEASURED, *map(measured_cells, found)]
+    rows: list[tuple[str, ...]] = [MEASURED]
+    for rung in rungs:
+        rows.append(measured_cells(rung_row(rung, runs[rung.name])))
     write_out(table(rows, "<", *[">"] * 5) + "\n")
     started = [name for name, run in runs.items() if run.launches]
     if started:
-        lines = ["These rungs give no law."]
-        write_rungs(started, out.name, rows, lines, None, out)
+        write_rungs(
+            names=started,
+            title=out.name,
+            rows=rows,
+            lines=["These rungs give no law."],
+            image=None,
+            out=out,
+        )
         write_out(f"report     {out / 'report.html'}\n")
 
 
 def rungs_to_add(rungs: Sequence[Rung], error: NoLawError) -> str:
-    """Say which rungs may give a law beside those that give none.
+    """Say which rungs may give a law beside rungs that give none.
 
     Deeper ones if longer ones are no better, as then the size limits the loss; else longer ones.
     """
     depths = sorted({rung.depth for rung in rungs})
     ratios = sorted({rung.ratio for rung in rungs})
     if list(error.flat) == ["tokens"]:
-        kind, depths = "deeper", [depths[-1] + 1, 2 * depths[-1]]
+        kind = "deeper"
+        depths = [depths[-1] + 1, 2 * depths[-1]]
     else:
-        longest = ratios[-1]
-        kind, ratios = "longer", [2 * longest, 4 * longest]
+        kind = "longer"
+        ratios = [2 * ratios[-1], 4 * ratios[-1]]
         while len(rungs) + len(depths) * len(ratios) < FEWEST_FOR_TWO:
             ratios.append(2 * ratios[-1])
     return (

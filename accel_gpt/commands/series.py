@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import torch
+
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_yaml
 from accel_gpt.config.plan import plural
@@ -22,7 +24,8 @@ from accel_gpt.files import write_file
 from accel_gpt.launcher import PREEMPTED, SIGNALS, child_error, launch_child
 from accel_gpt.training.run_folder import RunFolder
 
-POLL_SECONDS, PROGRESS_SECONDS = 0.2, 30.0  # of waiting; between two lines about a run
+POLL_SECONDS = 0.2  # between two looks at the runs
+PROGRESS_SECONDS = 30.0  # between two lines about a run
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,15 @@ class SeriesRun:
 
 
 def series_run(name: str, out: Path, config: Config, steps: int, folder: str = "") -> SeriesRun:
-    """The run of a `config`, which is written beside its `folder` in `out` (empty: `name`)."""
+    """Write a config beside the folder of its run in `out`, and return the run.
+
+    `folder`: the name of the run's folder; empty: `name`.
+    """
     path = out / (folder or name)
     file = out / f"{path.name}.yaml"
     out.mkdir(parents=True, exist_ok=True)
     write_file(file, [to_yaml(config).encode()])
-    return SeriesRun(name, path, [str(file)], steps)
+    return SeriesRun(name=name, folder=path, arguments=[str(file)], steps=steps)
 
 
 class Child:
@@ -54,16 +60,19 @@ class Child:
 
     def __init__(self, run: SeriesRun, device: str | None) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
-        self.run, self.device, self.log = run, device, run.folder / "output.log"
-        self.started = self.printed = time.monotonic()
+        self.run = run
+        self.device = device
+        self.log = run.folder / "output.log"
+        self.started = time.monotonic()
+        self.printed = self.started
         environment = {"ACCELERATE_MIXED_PRECISION": "no"}  # as launched: stops if we are killed
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
-        words = [*run.arguments, "--out_dir", str(run.folder)]
+        words = ["train", *run.arguments, "--out_dir", str(run.folder)]
         words += ["--hub.push", "never", "--checkpoint.copy_to", "null"]  # not all to one place
         with self.log.open("ab") as log:
             self.process = launch_child(
-                ["train", *words],
+                words,
                 environment=environment,
                 stdout=log,
                 stderr=log,
@@ -71,63 +80,56 @@ class Child:
             )
 
     def print_progress(self) -> None:
-        """Print the step that the run has logged, now and then."""
+        """Print the step that the run has logged, at most every `PROGRESS_SECONDS`."""
         if time.monotonic() - self.printed > PROGRESS_SECONDS:
             self.printed = time.monotonic()
             step = RunFolder(self.run.folder).step
             write_err(f"{self.run.name}: step {step:,} of {self.run.steps:,}")
 
-    def failure(self) -> str | None:
-        """Print how the run ended; a sentence if it has not finished."""
-        run, code = RunFolder(self.run.folder), self.process.returncode
+    def print_end(self) -> str | None:
+        """Print how the run ended; returns a sentence if it has not finished."""
+        run = RunFolder(self.run.folder)
+        code = self.process.returncode
         if not code and self.run.finished:
             loss = run.metrics.last("eval/val_loss")
             words = "" if loss is None else f", val loss {loss:.4f}"
             seconds = time.monotonic() - self.started
             write_err(f"{self.run.name}: step {run.step:,}{words} after {seconds:,.0f} s")
             return None
-        last = child_error(self.log.read_text(encoding="utf-8", errors="replace"), code)
-        write_err(f"{self.run.name}: failed with exit code {code}: {last} ({self.log})")
-        return last
+        error = child_error(self.log.read_text(encoding="utf-8", errors="replace"), code)
+        write_err(f"{self.run.name}: failed with exit code {code}: {error} ({self.log})")
+        return error
 
 
 class Series:
     """Trains runs on the devices of this machine; signals go to the runs, which save and stop."""
 
     def __init__(self, runs: Sequence[SeriesRun]) -> None:
-        self.runs, self.children = runs, list[Child]()
-        self.received: int | None = None
+        self.runs = runs
+        self.children: list[Child] = []
+        self.waiting: list[SeriesRun] = []
+        self.free: list[str | None] = []  # devices
+        self.failures: dict[str, str] = {}
+        self.received: int | None = None  # signal
 
     def train(self) -> dict[str, str]:
         """Train all runs; returns a sentence for each that failed, by its name.
 
         After a signal, exits with `PREEMPTED` as soon as the runs have saved.
         """
-        waiting = [run for run in self.runs if not run.finished]
-        free, failures = visible_devices() if waiting else [], dict[str, str]()
-        before = [signal.signal(number, self.forward) for number in SIGNALS]
+        self.waiting = [run for run in self.runs if not run.finished]
+        self.free = visible_devices() if self.waiting else []
+        handlers = [signal.signal(number, self.forward) for number in SIGNALS]
         try:
-            while self.children or (waiting and self.received is None):
-                # one that is in use still saves, as a series that was killed has left it
-                idle = (run for run in waiting if free and not RunFolder(run.folder).in_use)
-                if self.received is None and (run := next(idle, None)):
-                    waiting.remove(run)
-                    if not run.finished:
-                        self.launch(run, free.pop(0))
-                    continue
-                time.sleep(POLL_SECONDS)
-                for child in [*self.children]:
-                    child.print_progress()
-                    if child.process.poll() is not None:
-                        self.children.remove(child)
-                        free.append(child.device)
-                        if self.received is None and (failure := child.failure()):
-                            failures[child.run.name] = failure
+            while self.children or (self.waiting and self.received is None):
+                if not self.start_next():
+                    time.sleep(POLL_SECONDS)
+                    self.check_children()
         finally:
             for child in self.children:  # after an error of our own
                 child.process.terminate()
                 child.process.wait()
-            for number, handler in zip(SIGNALS, before, strict=True):
+            for number, handler in zip(SIGNALS, handlers, strict=True):
                 signal.signal(number, handler)
         if self.received is not None:
             done = sum(run.finished for run in self.runs)
@@ -136,16 +138,43 @@ class Series:
                 "finished, the others saved; launch the same command again to continue"
             )
             sys.exit(PREEMPTED)
-        return failures
+        return self.failures
+
+    def start_next(self) -> bool:
+        """Start the next run, or resume it, if a device is free; returns False if none is due."""
+        if not self.free or self.received is not None:
+            return False
+        for run in self.waiting:
+            # a folder is in use if a series that was killed has left a run that still saves
+            if RunFolder(run.folder).in_use:
+                continue
+            self.waiting.remove(run)
+            if not run.finished:
+                self.launch(run, self.free.pop(0))
+            return True
+        return False
 
     def launch(self, run: SeriesRun, device: str | None) -> None:
-        """Start a run, or resume it."""
+        """Start the process of a run."""
         where = f" on GPU {device}" if device is not None else ""
         number = self.runs.index(run) + 1
         write_err(f"{run.name}: run {number} of {len(self.runs)}, to step {run.steps:,}{where}")
         self.children.append(Child(run, device))
         if self.received is not None:  # meanwhile
             self.children[-1].process.send_signal(self.received)
+
+    def check_children(self) -> None:
+        """Print the progress of the runs, and take those that ended from the list."""
+        for child in [*self.children]:
+            child.print_progress()
+            if child.process.poll() is None:
+                continue
+            self.children.remove(child)
+            self.free.append(child.device)
+            if self.received is None:
+                failure = child.print_end()
+                if failure:
+                    self.failures[child.run.name] = failure
 
     def forward(self, number: int, _frame: FrameType | None) -> None:
         """Pass a signal on: the first lets each run save and stop, a second ends it at once."""
@@ -155,9 +184,11 @@ class Series:
 
 
 def visible_devices() -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES for one run on each GPU that this process sees; [None] without GPUs."""
-    import torch
-
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    """Return CUDA_VISIBLE_DEVICES for a run on each GPU of this process; [None] without GPUs."""
     count = torch.cuda.device_count()
-    return [*names[:count]] if names[0] else [*map(str, range(count))] or [None]
+    if count == 0:
+        return [None]
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if given:
+        return [*given.split(",")[:count]]
+    return [str(number) for number in range(count)]

@@ -35,23 +35,26 @@ MOST_CURVES = 16  # runs that the report draws, of the best settings
 
 @dataclass(frozen=True)
 class Setting:
-    """A combination of values and its runs, one a seed."""
+    """A combination of values and its runs, one for each seed."""
 
     values: Mapping[str, str]  # by key, as typed
     runs: tuple[SeriesRun, ...]
 
     def values_at(self, share: float, metric: str) -> list[float]:
-        """A metric of its runs after a share of their steps; empty unless all have it."""
+        """Return a metric of its runs after a share of their steps; empty unless all have it."""
         found: list[float] = []
-        for run in (at_share(run, share) for run in self.runs):
+        for whole in self.runs:
+            run = at_share(whole, share)
             steps, values = RunFolder(run.folder).metrics.curve(f"eval/{metric}")
             found += values[steps == run.steps][-1:].tolist()
         return found if len(found) == len(self.runs) else []
 
     def result(self, shares: Sequence[float]) -> dict[str, Any]:
-        """How far its runs came, the means of their metrics there, and the spread of the loss."""
-        share = max((s for s in shares if self.values_at(s, "val_loss")), default=0.0)
-        losses, bits = (self.values_at(share, f"val_{m}") for m in ("loss", "bits_per_byte"))
+        """Return how far its runs came, the means of their metrics there, and the loss's spread."""
+        reached = [share for share in shares if self.values_at(share, "val_loss")]
+        share = max(reached, default=0.0)
+        losses = self.values_at(share, "val_loss")
+        bits = self.values_at(share, "val_bits_per_byte")
         return {
             "values": dict(self.values),
             "share_of_steps": share,
@@ -65,87 +68,130 @@ class Setting:
 def run(options: SweepCommand) -> int:
     """Train the runs of a sweep and compare them; 1 if one of them failed."""
     swept = options.grid.swept
-    base = dict(options.given)
-    out_dir = base.pop("out_dir", Config.out_dir)
+    fixed = dict(options.given)
+    out_dir = fixed.pop("out_dir", Config.out_dir)
     folder = Path(options.grid.out_dir or f"{out_dir}_sweep")
     words = [options.config, *options.grid.fixed]
     settings = make_settings(words, options.grid.settings, folder)
+    shares = (*options.halve_at, 1.0)
     with locked(folder):
-        check_same_sweep(folder, base | {"halve_at": options.halve_at, "swept": sorted(swept)})
-        shares, alive, failed = (*options.halve_at, 1.0), settings, False
-        for share in shares:
-            runs = [at_share(run, share) for setting in alive for run in setting.runs]
-            failed |= bool(Series(runs).train())
-            alive = ranked(alive, (share,))[: -(-len(alive) // 2)]
+        check_same_sweep(folder, fixed | {"halve_at": options.halve_at, "swept": sorted(swept)})
+        failed = train_settings(settings, shares)
         settings = ranked(settings, shares)
         results = [setting.result(shares) for setting in settings]
         content = read_json(folder / "sweep.json") | {"settings": results}
         write_file(folder / "sweep.json", [json.dumps(content, indent=1).encode()])
         rows = sweep_rows(results, [*swept])
-        best = [run.folder for setting in settings for run in setting.runs][:MOST_CURVES]
-        series = {"heading": "Settings, best first", "image": "", "lines": [], "rows": rows}
-        if trained := open_runs([str(path) for path in best if RunFolder(path).launches]):
-            page = build_page(trained, None, series)
-            write_file(folder / "report.html", [page.encode(errors="replace")])
-    write_out(table(rows, *("<" if key in swept else ">" for key in rows[0])))
-    write_out(f"\n{folder / 'sweep.json'}{f', {folder}/report.html' if trained else ''}\n")
-    return int(failed)
+        has_page = write_sweep_page(settings, rows, folder)
+    alignments = ["<" if key in swept else ">" for key in rows[0]]
+    write_out(table(rows, *alignments))
+    page = f", {folder}/report.html" if has_page else ""
+    write_out(f"\n{folder / 'sweep.json'}{page}\n")
+    return 1 if failed else 0
+
+
+def train_settings(settings: Sequence[Setting], shares: Sequence[float]) -> bool:
+    """Train all settings; after each share of the steps only the better half goes on.
+
+    Returns whether a run failed.
+    """
+    failed = False
+    alive = list(settings)
+    for share in shares:
+        runs = [at_share(run, share) for setting in alive for run in setting.runs]
+        if Series(runs).train():
+            failed = True
+        better_half = math.ceil(len(alive) / 2)
+        alive = ranked(alive, (share,))[:better_half]
+    return failed
+
+
+def write_sweep_page(
+    settings: Sequence[Setting], rows: Sequence[Sequence[str]], folder: Path
+) -> bool:
+    """Write report.html: the table and the curves of the best runs; False if no run has started."""
+    runs = [run for setting in settings for run in setting.runs]
+    started = [str(run.folder) for run in runs[:MOST_CURVES] if RunFolder(run.folder).launches]
+    if not started:
+        return False
+    section = {"heading": "Settings, best first", "image": "", "lines": [], "rows": rows}
+    page = build_page(open_runs(started), None, section)
+    write_file(folder / "report.html", [page.encode(errors="replace")])
+    return True
 
 
 def make_settings(
     arguments: Sequence[str], grid: Sequence[Sequence[Mapping[str, str]]], folder: Path
 ) -> list[Setting]:
-    """The runs of each setting, their configs checked and their data prepared."""
-    settings, prepared = [], list[Config]()
+    """Make the runs of each setting: check their configs, prepare their data.
+
+    `arguments`: words of a command line that all runs share. `grid`: the values of each run,
+    grouped by setting.
+    """
+    settings = []
+    to_prepare: list[Config] = []
     for group in grid:
         runs = []
         for values in group:
             words = [*arguments, *(f"--{key}={value}" for key, value in values.items())]
             config = load_config(words, "accel-gpt sweep", inherit)
-            name = ",".join(f"{key}={value}" for key, value in values.items())
-            safe = re.sub(r"[^\w.,=+-]", "_", name)
-            if safe != name or len(name) > MOST_LETTERS:
-                safe = f"{safe[:MOST_LETTERS]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-            own = str(Path(config.out_dir, "data"))
-            if config.data.train == own:  # of data.text, prepared once for all runs
+            if config.data.train == str(Path(config.out_dir, "data")):
+                # of data.text: prepared once for all runs
                 config = replace(config, data=replace(config.data, train=str(folder / "data")))
-            runs.append(series_run(name, folder, config, make_plan(config, 1).last_step, safe))
-            if all(config.data != other.data for other in prepared):
-                prepared.append(replace(config, out_dir=str(folder)))
+            name = ",".join(f"{key}={value}" for key, value in values.items())
+            steps = make_plan(config, 1).last_step
+            runs.append(series_run(name, folder, config, steps, folder_name(name)))
+            if all(config.data != other.data for other in to_prepare):
+                to_prepare.append(replace(config, out_dir=str(folder)))
         setting = {key: value for key, value in group[0].items() if key != "seed"}
         settings.append(Setting(setting, tuple(runs)))
-    for config in prepared:
+    for config in to_prepare:
         ensure_data(config)
     return settings
 
 
+def folder_name(name: str) -> str:
+    """Return the name of a run's folder; with a hash if `name` holds other characters."""
+    safe = re.sub(r"[^\w.,=+-]", "_", name)
+    if safe == name and len(name) <= MOST_LETTERS:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return f"{safe[:MOST_LETTERS]}_{digest[:8]}"
+
+
 def at_share(run: SeriesRun, share: float) -> SeriesRun:
-    """The run until a share of its steps, on the schedule of all of them."""
-    steps = max(1, int(share * run.steps))
+    """Return the run until a share of its steps, on the schedule of all of them."""
     if share == 1:
         return run
+    steps = max(1, int(share * run.steps))
     return replace(run, steps=steps, arguments=[*run.arguments, f"--train.stop_at={steps}"])
 
 
 def check_same_sweep(folder: Path, options: Mapping[str, Any]) -> None:
-    """Record the `options` in `sweep.json`; `UserError` if it has others, or is of a run."""
+    """Record the `options` in sweep.json.
+
+    Raises `UserError` if the folder has a sweep with other options, or is the folder of a run.
+    """
     require(not (folder / "run.json").exists(), f"{folder} is a run's; set another --out_dir")
-    now = {"options": json.loads(json.dumps(options, default=str))}
+    now = json.loads(json.dumps(options, default=str))
     path = folder / "sweep.json"
     if not path.exists():
-        write_file(path, [json.dumps(now).encode()])
+        write_file(path, [json.dumps({"options": now}).encode()])
     try:
-        was = dict(read_json(path)["options"])
+        before = dict(read_json(path)["options"])
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{path} cannot be read; remove it, or set another --out_dir") from None
-    for key in sorted(was.keys() | now["options"].keys()):
-        a, b = (side.get(key, "not set") for side in (was, now["options"]))
-        problem = f"{folder} has another sweep: {key} was {a}, is {b}; set another --out_dir"
-        require(a == b, problem)
+    for key in sorted(before.keys() | now.keys()):
+        was = before.get(key, "not set")
+        value = now.get(key, "not set")
+        require(
+            was == value,
+            f"{folder} has another sweep: {key} was {was}, is {value}; set another --out_dir",
+        )
 
 
 def ranked(settings: Sequence[Setting], shares: Sequence[float]) -> list[Setting]:
-    """Settings that came farthest first, of these the lowest loss; without a loss last."""
+    """Sort settings: those that came farthest first, of these the lowest loss first."""
 
     def rank(setting: Setting) -> tuple[float, float]:
         result = setting.result(shares)
@@ -156,12 +202,14 @@ def ranked(settings: Sequence[Setting], shares: Sequence[float]) -> list[Setting
 
 
 def sweep_rows(results: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[list[str]]:
-    """The table of a sweep: a row a setting, after the names of the columns."""
+    """Return the table of a sweep: a row for each setting, after the names of the columns."""
     keys = [key for key in keys if key != "seed"]
     rows = [[*keys, "val loss", "± over seeds", "bits per byte", "runs", "of the steps"]]
-    for found in results:
-        numbers = (found[k] for k in ("val_loss", "standard_deviation", "val_bits_per_byte"))
-        cells = ["" if number is None else f"{number:.4f}" for number in numbers]
-        cells += [str(len(found["runs"])), f"{found['share_of_steps']:.0%}"]
-        rows.append([*(found["values"][key] for key in keys), *cells])
+    for result in results:
+        cells = [result["values"][key] for key in keys]
+        for name in ("val_loss", "standard_deviation", "val_bits_per_byte"):
+            cells.append("" if result[name] is None else f"{result[name]:.4f}")
+        cells.append(str(len(result["runs"])))
+        cells.append(f"{result['share_of_steps']:.0%}")
+        rows.append(cells)
     return rows

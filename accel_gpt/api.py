@@ -42,41 +42,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder, by this session or by another; a notebook shows its loss curves."""
+    """The folder of a run, trained here or elsewhere; a notebook shows its loss curves."""
 
     path: Path
 
     @property
     def metrics(self) -> "DataFrame":
-        """The records of metrics.jsonl, a row each, by step; NaN where one lacks a metric."""
+        """Records of metrics.jsonl, a row each, by step; NaN if a record lacks a metric."""
         from pandas import DataFrame
 
         (run,) = open_runs([str(self.path)])
         return DataFrame(list(run.records()) or {"step": []}).set_index("step")
 
     def sample(self, prompt: str = "", **options: object) -> list[str]:
-        """Continue a prompt; `options` as of `accel-gpt sample`: num, temperature, seed, ..."""
+        """Continue a prompt; `options` of `accel-gpt sample`: num, temperature, seed, ..."""
         require(isinstance(prompt, str), f"the prompt is {prompt!r}; expected text")
         words = to_words({"prompt": prompt, **options})
         return continue_prompt(SampleCommand.parse([str(self.path), *words]))
 
     def evaluate(self, **options: object) -> dict[str, float]:
-        """Measure the model; `options` as of `accel-gpt evaluate`: data, tokens, hellaswag, ..."""
+        """Measure the model; `options` of `accel-gpt evaluate`: data, tokens, hellaswag, ..."""
         words = [str(self.path), *to_words(options)]
         with as_command(["evaluate", *words]):
             report = evaluate_named(EvaluateCommand.parse(words))
         return dict(report.metrics)
 
     def export(self, to: str | Path, **options: object) -> Path:
-        """Write a folder that transformers opens, proven equal; `options` as of the command."""
+        """Write a folder that transformers opens, proven equal; `options` of `accel-gpt export`."""
         words = to_words({"to": to, **options})
         export_model(ExportCommand.parse([str(self.path), *words]))
         return Path(to)
 
     def _repr_png_(self) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
-            loss_curves(RunFolder(self.path).records(), Path(folder, "loss.png"))
-            return Path(folder, "loss.png").read_bytes()
+            image = Path(folder, "loss.png")
+            loss_curves(RunFolder(self.path).records(), image)
+            return image.read_bytes()
 
 
 def load(
@@ -103,7 +104,7 @@ def run(config: str | Path, options: Mapping[str, object] | None = None, process
     )
     words = [str(config), *to_words(flatten_sections(options or {}))]
     parsed = load_config(words, "accel_gpt.run", inherit)
-    found = Run(Path(parsed.out_dir))
+    trained = Run(Path(parsed.out_dir))
     if processes > 1:
         train_processes(words, processes)
     else:
@@ -112,13 +113,15 @@ def run(config: str | Path, options: Mapping[str, object] | None = None, process
     if in_notebook() and is_main() and not parsed.eval.only:
         from IPython.display import display
 
-        display(found)
-    return found
+        display(trained)
+    return trained
 
 
 def train_processes(words: list[str], processes: int) -> None:
-    """Train in processes of their own, as this one may have used its device; `PeerError` if one
-    fails. An interrupt reaches all of them: they save and stop, as at the time limit.
+    """Train in new processes, as this one may have used its device.
+
+    An interrupt reaches all of them: they save and stop, as at the time limit. Raises `PeerError`
+    if one fails.
     """
     with launch_child(["train", *words], processes=processes) as process:
         try:
@@ -127,7 +130,7 @@ def train_processes(words: list[str], processes: int) -> None:
             process.wait()
             return
     if code not in (0, PREEMPTED):
-        raise PeerError(f"training on {processes} processes failed; their error stands above")
+        raise PeerError(f"training on {processes} processes failed; see their error above")
 
 
 def flatten_sections(options: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -154,29 +157,34 @@ def flatten_sections(options: Mapping[str, object], prefix: str = "") -> dict[st
 
 
 def to_words(options: Mapping[str, object]) -> list[str]:
-    """`options` as they are typed on a command line."""
-    structured = (bool, list, tuple, dict, type(None))
-    texts = {
-        k: json.dumps(v, default=str) if isinstance(v, structured) else str(v)
-        for k, v in options.items()
-    }
-    return [f"--{key}={text}" for key, text in texts.items()]
+    """Write `options` as words of a command line."""
+    words = []
+    for key, value in options.items():
+        if value is None or isinstance(value, bool | list | tuple | dict):
+            words.append(f"--{key}={json.dumps(value, default=str)}")
+        else:
+            words.append(f"--{key}={value}")
+    return words
 
 
 @contextmanager
 def as_command(words: list[str]) -> Iterator[None]:
-    """Let a command, which `words` name, do what ends with its process: afterwards the signals,
-    the environment and Accelerate are as before.
+    """Run a command, which `words` name, in this process.
+
+    A command leaves what ends with its process: signal handlers, environment variables, the state
+    of torch and of Accelerate. Afterwards they are as before.
     """
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    argv, environment = sys.argv, dict(os.environ)
-    deterministic, wakeup = torch.are_deterministic_algorithms_enabled(), signal.set_wakeup_fd(-1)
+    wakeup = signal.set_wakeup_fd(-1)
+    argv = sys.argv
+    environment = dict(os.environ)
+    deterministic = torch.are_deterministic_algorithms_enabled()
     threads = torch.get_num_threads()
     sys.argv = ["accel-gpt", *words]  # what run.json records
     try:
         yield
     except SystemExit as error:
-        raise UserError(f"accel-gpt {words[0]} ended with code {error.code}, see above") from None
+        raise UserError(f"accel-gpt {words[0]} ended with code {error.code}; see above") from None
     finally:
         sys.argv = argv
         signal.set_wakeup_fd(wakeup)

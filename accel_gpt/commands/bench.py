@@ -50,8 +50,12 @@ def run(options: BenchCommand) -> int:
         write_out(compare_precisions(options))
         return 0
     report = bench(options)
-    if report is not None:
-        write_out(json.dumps(report, indent=1) + "\n" if options.json else bench_text(report))
+    if report is None:
+        return 0
+    if options.json:
+        write_out(json.dumps(report, indent=1) + "\n")
+    else:
+        write_out(bench_text(report))
     return 0
 
 
@@ -140,7 +144,9 @@ def measure_steps(options: BenchCommand, run: Training) -> Report:
     seconds = seconds_of_each(step, device, options.steps)
     memory = memory_gb(device)
     parts = part_seconds(run, options.parts) if options.parts else {}
-    median = fastest_quarter = slowest_quarter = statistics.median(seconds)
+    median = statistics.median(seconds)
+    fastest_quarter = median
+    slowest_quarter = median
     if len(seconds) > 1:
         fastest_quarter, _, slowest_quarter = statistics.quantiles(seconds, n=4)
     speed = run.reporter.speed
@@ -204,14 +210,14 @@ def seconds_of_each(step: Callable[[], None], device: torch.device, steps: int) 
 
 
 class TimedLoader:
-    """The loader of a run; `following` stands for its `__next__`."""
+    """The loader of a run, with another function in place of its `__next__`."""
 
-    def __init__(self, loader: Any, following: Callable[[], Any]) -> None:
+    def __init__(self, loader: Any, next_batch: Callable[[], Any]) -> None:
         self.loader = loader
-        self.following = following
+        self.next_batch = next_batch
 
     def __next__(self) -> Any:
-        return self.following()
+        return self.next_batch()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -227,11 +233,17 @@ def part_seconds(run: Training, steps: int) -> dict[str, float]:
 
     def part(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed_work(*args: Any, **kwargs: Any) -> Any:
-            results = []
-            seconds[name] += timed(lambda: results.append(work(*args, **kwargs)), device)
-            return results[0]
+            synchronize(device)
+            start = time.perf_counter()
+            result = work(*args, **kwargs)
+            synchronize(device)
+            seconds[name] += time.perf_counter() - start
+            return result
 
         return timed_work
+
+    def step() -> None:
+        train.update(observed)
 
     data, forward, backward, optimizer = PARTS
     observed: Any = copy.copy(run)  # `run` keeps its loader, which is closed
@@ -241,7 +253,7 @@ def part_seconds(run: Training, steps: int) -> dict[str, float]:
     observed.gradients.clip = part(optimizer, run.gradients.clip)
     observed.optimizer.step = part(optimizer, run.optimizer.step)
     observed.optimizer.zero_grad = part(optimizer, run.optimizer.zero_grad)
-    whole = sum(timed(lambda: train.update(observed), device) for _ in range(steps))
+    whole = sum(timed(step, device) for _ in range(steps))
     seconds["rest"] = whole - sum(seconds.values())
     return {name: spent / steps for name, spent in seconds.items()}
 
@@ -284,8 +296,7 @@ def report_of_process(options: BenchCommand, precision: str, compiled: bool) -> 
     done = run_child(words, capture=True)
     if done.returncode:
         return {"error": child_error(done.stderr, done.returncode)}
-    report: Report = json.loads(done.stdout)
-    return report
+    return dict(json.loads(done.stdout))
 
 
 def bench_text(report: Report) -> str:

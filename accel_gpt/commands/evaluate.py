@@ -90,10 +90,13 @@ def open_tasks_of(options: EvaluateCommand, model: GPT, tokenizer: Tokenizer) ->
 
 
 def run_of(source: Pretrained) -> Path | None:
-    """Return the folder of the run that a checkpoint belongs to."""
-    root = source.folder.parent
-    known = root.name == "checkpoints" and (root.parent / "config.yaml").is_file()
-    return root.parent if source.is_checkpoint and known else None
+    """Return the folder of the run that a checkpoint belongs to; None for other models."""
+    checkpoints = source.folder.parent
+    run = checkpoints.parent
+    in_run = checkpoints.name == "checkpoints" and (run / "config.yaml").is_file()
+    if source.is_checkpoint and in_run:
+        return run
+    return None
 
 
 def evaluated_config(options: EvaluateCommand, source: Pretrained, run: Path | None) -> Config:

@@ -1,4 +1,4 @@
-"""What a data folder, of any project or behind a URL, holds, and whether it is whole.
+"""Report what a data folder, of any project or behind a URL, holds, and whether it is whole.
 
 `inspect_data` returns the object that `accel-gpt inspect PATH --json` prints; null: not known.
 
@@ -14,11 +14,12 @@
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from accel_gpt.config.data import DataConfig
 from accel_gpt.console import table
@@ -40,23 +41,26 @@ def inspect_data(
     """Report on the data at `path`, see the module; `quick`: read no shard.
 
     The first `windows` sequences of `block_size` tokens of each split are decoded. Raises
-    `UserError` when the path does not exist or its tokenizer is not known, `DataError` when no
-    split can be opened; what else is wrong is listed in `problems`.
+    `UserError` if the path does not exist or its tokenizer is not known, `DataError` if no split
+    can be opened; all other problems are listed in `problems`.
     """
     expected = "give a data folder or its URL, or the folder of a run or of a checkpoint"
     if Path(path).is_file():
         expected += f"; accel-gpt prepare {shlex.quote(path)} makes a data folder of a text"
     require(is_url(path) or Path(path).is_dir(), f"{path} {describe_path(path)}; {expected}")
     opened: list[tuple[Split, Tokenizer]] = []
-    missing, problems = list[str](), list[str]()
+    missing: list[str] = []
+    problems: list[str] = []
     for name in ("train", "val", "test"):
         try:
             opened.append(open_data(path, name, data))
+        except NoSplit as error:
+            missing.append(str(error))
         except DataError as error:
-            (missing if isinstance(error, NoSplit) else problems).append(str(error))
+            problems.append(str(error))
     if not opened:
         raise DataError("; ".join(dict.fromkeys(problems or missing[:1])))
-    splits = {split.name: describe(split) for split, _ in opened}
+    splits = {split.name: describe_split(split) for split, _ in opened}
     if not quick:
         size = sum(split.tokens * split.dtype.itemsize for split, _ in opened)
         with Progress("reading", size) as progress:
@@ -85,8 +89,8 @@ def inspect_data(
     }
 
 
-def describe(split: Split) -> dict[str, Any]:
-    """What is known of a split without reading it."""
+def describe_split(split: Split) -> dict[str, Any]:
+    """Return what is known of a split without reading it."""
     utf8_bytes = total([shard.bytes for shard in split.shards])
     return {
         "fingerprint": split.fingerprint,
@@ -101,65 +105,74 @@ def describe(split: Split) -> dict[str, Any]:
 
 
 def total(values: Sequence[int | None]) -> int | None:
-    """Their sum; None where one is not known."""
+    """Return the sum of `values`; None if one is not known."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
 
 
 def ratio(part: int | None, whole: int) -> float | None:
-    """Their quotient; None where it is not known."""
-    return None if part is None or not whole else part / whole
+    """Return the quotient of two numbers; None if it is not known."""
+    if part is None or not whole:
+        return None
+    return part / whole
 
 
 def first_texts(split: Split, tokenizer: Tokenizer, windows: int, block_size: int) -> list[str]:
-    """The first sequences of a split as text."""
+    """Decode the first sequences of a split."""
     tokens = split.read(0, 0, min(windows * block_size, split.shards[0].tokens))
-    starts = range(0, len(tokens), block_size)
-    return [tokenizer.decode(tokens[i : i + block_size].tolist()) for i in starts]
+    texts = []
+    for start in range(0, len(tokens), block_size):
+        texts.append(tokenizer.decode(tokens[start : start + block_size].tolist()))
+    return texts
 
 
 def read_split(
     split: Split, tokenizer: Tokenizer, progress: Progress
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read every shard once: what they hold, and what is wrong with them."""
-    start, problems = time.monotonic(), []
+    """Read every shard once; returns what they hold, and what is wrong with them."""
+    start = time.monotonic()
+    problems: list[str] = []
     counts = np.zeros(split.vocab_size + 1, np.int64)  # of each token; the last: ids beyond
     hashes = {"equal": 0, "different": 0, "unknown": 0}
-    largest, tokens = -1, 0
+    tokens = 0
+    largest = -1
     for number, shard in enumerate(split.shards):
-        split.prefetch([number], range(number + 1, min(number + KEPT_SHARDS, len(split.shards))))
-        path, most = split.folder / shard.name, -1
+        path = split.folder / shard.name
         try:
-            for first in range(0, shard.tokens, COUNTED_TOKENS):
-                ids = split.read(number, first, min(COUNTED_TOKENS, shard.tokens - first))
-                most = max(most, int(ids.max()))
-                counts += np.bincount(np.minimum(ids, split.vocab_size), minlength=len(counts))
-                progress.add(ids.nbytes)
-            different = shard.sha256 is not None and sha256(path) != shard.sha256
+            largest_here = count_tokens(split, number, counts, progress)
+            verdict = "unknown"
+            if shard.sha256 is not None:
+                verdict = "equal" if sha256(path) == shard.sha256 else "different"
         except AccelGPTError as error:
             problems.append(str(error))
             continue
-        tokens, largest = tokens + shard.tokens, max(largest, most)
-        hashes["different" if different else "equal" if shard.sha256 else "unknown"] += 1
-        if different:
+        tokens += shard.tokens
+        largest = max(largest, largest_here)
+        hashes[verdict] += 1
+        if verdict == "different":
             problems.append(
                 f"shard {path} is damaged: its SHA-256 is not that of the index; restore it, or "
                 "prepare the data again"
             )
-        if most >= split.vocab_size:
+        if largest_here >= split.vocab_size:
             problems.append(
-                f"shard {path} holds token {most}, expected less than vocab_size "
+                f"shard {path} holds token {largest_here}, expected less than vocab_size "
                 f"{split.vocab_size}; it is damaged, or was made with another tokenizer"
             )
-    documents = None if split.eot_id is None else int(counts[split.eot_id])
+    documents = None
+    if split.eot_id is not None:
+        documents = int(counts[split.eot_id])
     expected = total([shard.documents for shard in split.shards])
-    if not problems and None not in (expected, documents) and expected != documents:
+    both_known = documents is not None and expected is not None
+    if not problems and both_known and documents != expected:
         problems.append(
             f"the {split.name} split of {split.folder} has {documents:,} end-of-text tokens,"
             f" but its index says {expected:,} documents; prepare the data again"
         )
-    sizes = tokenizer.token_bytes[: split.vocab_size] if tokenizer.bytes_add_up else None
-    utf8_bytes = None if sizes is None else int(counts[: len(sizes)] @ sizes)
+    utf8_bytes = None
+    if tokenizer.bytes_add_up:
+        sizes = tokenizer.token_bytes[: split.vocab_size]
+        utf8_bytes = int(counts[: len(sizes)] @ sizes)
     found = {
         "tokens": tokens,
         "documents": documents,
@@ -173,40 +186,71 @@ def read_split(
     return found, problems
 
 
-def data_lines(report: dict[str, Any]) -> list[str]:
-    """The report of `inspect_data` for people."""
-    tokenizer, splits = report["tokenizer"], report["splits"]
-    made = report["prepared"] if isinstance(report["prepared"], dict) else {}
-    how = ", ".join(f"{key} {value}" for key, value in made.items() if value not in (None, ""))
+def count_tokens(
+    split: Split, number: int, counts: npt.NDArray[np.int64], progress: Progress
+) -> int:
+    """Add the tokens of a shard to `counts`, by id; returns the largest id."""
+    next_shards = range(number + 1, min(number + KEPT_SHARDS, len(split.shards)))
+    split.prefetch([number], next_shards)
+    length = split.shards[number].tokens
+    largest = -1
+    for first in range(0, length, COUNTED_TOKENS):
+        ids = split.read(number, first, min(COUNTED_TOKENS, length - first))
+        largest = max(largest, int(ids.max()))
+        counts += np.bincount(np.minimum(ids, split.vocab_size), minlength=len(counts))
+        progress.add(ids.nbytes)
+    return largest
+
+
+def data_lines(report: Mapping[str, Any]) -> list[str]:
+    """Format the report of `inspect_data` for people."""
+    tokenizer = report["tokenizer"]
     rows = [["split", "shards", "tokens", "documents", "bytes", "bytes/token", "fingerprint"]]
-    for name, split in splits.items():
-        counts = ("shards", "tokens", "documents", "bytes", "bytes_per_token")
-        numbers = [number_text(split[key]) for key in counts]
-        rows.append([name, *numbers, split["fingerprint"][:12]])
+    for name, split in report["splits"].items():
+        row = [name]
+        for key in ("shards", "tokens", "documents", "bytes", "bytes_per_token"):
+            row.append(number_text(split[key]))
+        rows.append([*row, split["fingerprint"][:12]])
     lines = [
         report["path"],
         f"tokenizer   {tokenizer['kind']}, {report['vocab_size']:,} tokens, end-of-text "
         f"{number_text(report['eot_id'])}, fingerprint {tokenizer['fingerprint'][:12]}",
         f"stored as   {report['dtype']}",
-        f"prepared    {how or 'unknown'}",
+        f"prepared    {prepared_text(report['prepared'])}",
         *table(rows, "<10", *[">0"] * 5, "<0").splitlines(),
     ]
-    for name, split in splits.items():
-        lines += [f"{name} {i:<{11 - len(name)}}{t!r}" for i, t in enumerate(split["windows"], 1)]
-        if read := split["read"]:
-            hashes = ", ".join(f"{count} {what}" for what, count in read["sha256"].items() if count)
-            speed = read["file_bytes"] / 1e6 / max(read["seconds"], 1e-9)
-            lines.append(
-                f"{name} read: {read['tokens']:,} tokens, {number_text(read['documents'])} "
-                f"end-of-text, {number_text(read['bytes'])} bytes, largest id "
-                f"{number_text(read['largest_id'])}; SHA-256 of shards: {hashes or 'none'}; "
-                f"{read['file_bytes'] / 1e6:.1f} MB at {speed:,.0f} MB/s"
-            )
+    for name, split in report["splits"].items():
+        for number, text in enumerate(split["windows"], start=1):
+            lines.append(f"{f'{name} {number}':<12}{text!r}")
+        if split["read"]:
+            lines.append(f"{name} read: {read_text(split['read'])}")
     return lines
 
 
+def prepared_text(prepared: object) -> str:
+    """Say how data was made, as dataset.json has it."""
+    if not isinstance(prepared, Mapping):
+        return "unknown"
+    words = [f"{key} {value}" for key, value in prepared.items() if value not in (None, "")]
+    return ", ".join(words) or "unknown"
+
+
+def read_text(read: Mapping[str, Any]) -> str:
+    """Say what reading the shards of a split found."""
+    hashes = ", ".join(f"{count} {what}" for what, count in read["sha256"].items() if count)
+    megabytes = read["file_bytes"] / 1e6
+    speed = megabytes / max(read["seconds"], 1e-9)
+    return (
+        f"{read['tokens']:,} tokens, {number_text(read['documents'])} end-of-text, "
+        f"{number_text(read['bytes'])} bytes, largest id {number_text(read['largest_id'])}; "
+        f"SHA-256 of shards: {hashes or 'none'}; {megabytes:.1f} MB at {speed:,.0f} MB/s"
+    )
+
+
 def number_text(value: float | None) -> str:
-    """A number with separators; `unknown` for None."""
+    """Format a number with separators; `unknown` for None."""
     if value is None:
         return "unknown"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3f}"

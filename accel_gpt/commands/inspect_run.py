@@ -1,4 +1,4 @@
-"""What a run or a checkpoint holds, and whether it is intact. Changes nothing there.
+"""Report what a run or a checkpoint holds, and whether it is intact. Changes nothing there.
 
 `inspect_run` returns the object that `accel-gpt inspect PATH --json` prints; null: not known.
 
@@ -39,27 +39,35 @@ STATES = MappingProxyType({True: "intact", False: "DAMAGED", None: "not verified
 def inspect_run(path: Path, quick: bool) -> dict[str, Any]:
     """Report on the run or checkpoint at `path`, see the module; `quick`: verify no hash.
 
-    Raises `UserError` when it holds no checkpoint.
+    Raises `UserError` if it holds no checkpoint.
     """
-    one = is_checkpoint(path) or not (path / "checkpoints").is_dir()
-    found = [path] if one else list(RunFolder(path).checkpoints.values())
-    if not found:
-        find_checkpoint(path)  # raises
-    number = "" if one else RunFolder(path).best
-    best = step_name(int(number)) if number.isdecimal() else None
-    missing = best is not None and best not in [folder.name for folder in found]
-    problems = [f"the best checkpoint, {best}, is not there"] if missing else []
+    kind = "run"
+    best: str | None = None
+    problems: list[str] = []
+    if is_checkpoint(path) or not (path / "checkpoints").is_dir():
+        kind = "checkpoint"
+        folders = [path]
+    else:
+        run = RunFolder(path)
+        folders = list(run.checkpoints.values())
+        if not folders:
+            find_checkpoint(path)  # raises
+        if run.best.isdecimal():
+            best = step_name(int(run.best))
+            if best not in [folder.name for folder in folders]:
+                problems.append(f"the best checkpoint, {best}, is not there")
+    checkpoints = [inspect_checkpoint(folder, quick, problems) for folder in folders]
     return {
-        "kind": "checkpoint" if one else "run",
+        "kind": kind,
         "path": str(path),
         "best": best,
-        "checkpoints": [inspect_checkpoint(folder, quick, problems) for folder in found],
+        "checkpoints": checkpoints,
         "problems": problems,
     }
 
 
 def inspect_checkpoint(path: Path, quick: bool, problems: list[str]) -> dict[str, Any]:
-    """The entry of one checkpoint; what is wrong with it is added to `problems`."""
+    """Return the entry of one checkpoint; adds what is wrong with it to `problems`."""
     entry: dict[str, Any] = {"name": path.resolve().name, "intact": None}
     if not quick:
         sys.stderr.write(f"verifying {path}\n")
@@ -70,15 +78,15 @@ def inspect_checkpoint(path: Path, quick: bool, problems: list[str]) -> dict[str
             problems.append(str(error))
             entry["intact"] = False
     try:
-        return entry | facts(path)
+        return entry | read_facts(path)
     except (AccelGPTError, KeyError, TypeError, ValueError, AttributeError) as error:
         if entry["intact"] is not False:
             problems.append(f"checkpoint {path} cannot be read: {error}")
         return entry | {"intact": False}
 
 
-def facts(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself."""
+def read_facts(path: Path) -> dict[str, Any]:
+    """Read what a checkpoint says of itself."""
     state = read_evaluated(path)
     config, vocab_size = read_shape(path)
     try:
@@ -108,37 +116,54 @@ def facts(path: Path) -> dict[str, Any]:
 
 
 def run_lines(report: dict[str, Any]) -> list[str]:
-    """The report of `inspect_run` for people; model, data and config are those of the newest."""
+    """Format the report of `inspect_run` for people, with model, data and config of the newest."""
     losses = ["train loss", "val loss", "best val loss"]
     rows = [["checkpoint", "state", "step", "tokens", "seconds", *losses, "at step", ""]]
+    newest: list[str] = []
     for entry in report["checkpoints"]:
-        row = [entry["name"], STATES[entry["intact"]], *[""] * 8]
-        if "step" in entry:
-            row[2:5] = [f"{entry[key]:,.0f}" for key in ("step", "tokens", "seconds")]
-            row[5:8] = [loss(entry[key]) for key in ("train_loss", "val_loss", "best_val_loss")]
-            row[8:] = [str(entry["best_step"]), "<- best" * (entry["name"] == report["best"])]
-        rows.append(row)
-    lines = [report["path"], *table(rows, "<0", "<0", *[">0"] * 7, "<0").splitlines()]
-    newest = next((entry for entry in reversed(report["checkpoints"]) if "step" in entry), None)
-    return lines + (newest_lines(newest) if newest else [])
+        if "step" not in entry:  # its files cannot be read
+            rows.append([entry["name"], STATES[entry["intact"]], *[""] * 8])
+            continue
+        newest = newest_lines(entry)
+        rows.append(
+            [
+                entry["name"],
+                STATES[entry["intact"]],
+                f"{entry['step']:,}",
+                f"{entry['tokens']:,}",
+                f"{entry['seconds']:,.0f}",
+                loss_text(entry["train_loss"]),
+                loss_text(entry["val_loss"]),
+                loss_text(entry["best_val_loss"]),
+                str(entry["best_step"]),
+                "<- best" if entry["name"] == report["best"] else "",
+            ]
+        )
+    lines = table(rows, "<0", "<0", *[">0"] * 7, "<0").splitlines()
+    return [report["path"], *lines, *newest]
 
 
 def newest_lines(entry: dict[str, Any]) -> list[str]:
-    """Model, data, tokenizer, config and versions of a checkpoint."""
-    model, data, tokenizer = entry["model"], entry["data"], entry["tokenizer"]
-    changes = [f"{key} {json.dumps(value)}" for key, value in sorted(entry["changed"].items())]
+    """Describe model, data, tokenizer, config and versions of a checkpoint."""
+    model = entry["model"]
+    data = entry["data"]
+    tokenizer = entry["tokenizer"]
     versions = ", ".join(f"{name} {version}" for name, version in entry["versions"].items())
+    config: list[str] = []
+    for key, value in sorted(entry["changed"].items()):
+        title = "" if config else "config"
+        config.append(f"{title:<11}{key} {json.dumps(value)}")
     return [
         f"model      {model['preset']}, {entry['parameters']['total']:,} parameters: "
         f"{model['n_layer']} layers, {model['n_head']} heads, {model['n_embd']} channels, "
         f"block size {model['block_size']}, vocabulary {entry['vocab_size']:,}",
         f"data       {data['train']}, fingerprint {data['fingerprint'][:12]}",
         f"tokenizer  {tokenizer['kind'] or 'unknown'}, fingerprint {tokenizer['fingerprint'][:12]}",
-        *(f"{'' if i else 'config':<11}{line}" for i, line in enumerate(changes)),
+        *config,
         f"versions   {versions or 'unknown'}",
     ]
 
 
-def loss(value: float | None) -> str:
-    """A loss, in nats per token; `unknown` for None."""
+def loss_text(value: float | None) -> str:
+    """Format a loss, in nats per token; `unknown` for None."""
     return "unknown" if value is None else f"{value:.4f}"

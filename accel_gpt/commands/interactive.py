@@ -35,7 +35,7 @@ def interact(
     """Write `config.num` continuations of each prompt, until the input ends.
 
     An empty prompt is the start of a document. Ctrl-C stops the text that is being written, and
-    leaves where there is none. `warn` gets a line for a prompt that exceeds the context.
+    leaves if there is none. `warn` gets a line for a prompt that exceeds the context.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives `input` its history
@@ -49,7 +49,7 @@ def interact(
         except UnicodeDecodeError as error:
             show(f"a prompt is not valid {error.encoding} ({error.reason}); convert it\n")
             continue
-        prompt = re.sub(r"\\([n\\])", lambda found: "\n" if found[1] == "n" else "\\", line)
+        prompt = unescape(line)
         try:
             warn_cut(prompt, tokenizer, model.config.block_size, warn)
             for number in range(config.num):
@@ -62,6 +62,15 @@ def interact(
             pass
         show("\n")
     show("\n")
+
+
+def unescape(line: str) -> str:
+    r"""Replace `\n` by a line end and `\\` by a backslash."""
+
+    def replacement(found: re.Match[str]) -> str:
+        return "\n" if found[1] == "n" else "\\"
+
+    return re.sub(r"\\([n\\])", replacement, line)
 
 
 def show(text: str) -> None:

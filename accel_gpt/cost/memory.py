@@ -19,7 +19,8 @@ from accel_gpt.cost.flops import (
     parameter_counts,
 )
 
-FLOAT, DOUBLE = 4, 8  # bytes; weights, gradients and the optimizer's moments are float32
+FLOAT = 4  # bytes; weights, gradients and the optimizer's moments are float32
+DOUBLE = 8  # bytes
 STACKS = 6  # copies of a stack of matrices that Muon holds at once; tests/test_memory.py
 # measured, see docs/explanation/cost.md
 LIBRARIES_CPU = 385_000_000  # Python, torch and what they import 290 MB; what the first step loads
@@ -58,23 +59,27 @@ class Machine:
         return self.width if self.sharded else FLOAT
 
     def dtype(self, matmul_precision: str) -> str:
-        """The type that matrix products compute in, a key of `Device.rates`."""
+        """Return the type that matrix products compute in, a key of `Device.rates`."""
         if self.precision != "no":
             return self.precision
         return "tf32" if self.gpu and matmul_precision != "highest" else "fp32"
 
     def peak(self, matmul_precision: str) -> float | None:
-        """FLOP/s of one device, where they are known."""
-        return peak_flops(self.gpu, self.dtype(matmul_precision)) if self.gpu else None
+        """FLOP/s of one device; None if they are not known."""
+        if self.gpu is None:
+            return None
+        return peak_flops(self.gpu, self.dtype(matmul_precision))
 
     def __str__(self) -> str:
-        """For example `8 x h100, ddp, bf16`, or `2 nodes of 8 x h100, hsdp, bf16`."""
-        sharding = "ddp" if not self.sharded else "fsdp" if self.replicas == 1 else "hsdp"
-        engine = [] if self.devices == 1 else [sharding]
-        precision = "float32" if self.precision == "no" else self.precision
+        """Describe the machine: `8 x h100, ddp, bf16`, or `2 nodes of 8 x h100, hsdp, bf16`."""
         nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
-        devices = f"{nodes}{self.devices // self.nodes} x {self.gpu or 'CPU process'}"
-        return ", ".join([devices, *engine, precision])
+        words = [f"{nodes}{self.devices // self.nodes} x {self.gpu or 'CPU process'}"]
+        if self.devices > 1 and not self.sharded:
+            words.append("ddp")
+        elif self.devices > 1:
+            words.append("fsdp" if self.replicas == 1 else "hsdp")
+        words.append("float32" if self.precision == "no" else self.precision)
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -91,86 +96,148 @@ class Footprint:
 
 
 def footprint(config: Config, vocab_size: int, machine: Machine) -> Footprint:
-    """The memory of a step, whose sequences `train.micro_batch_size` must divide."""
-    model, tokens = config.model, config.train.sequences * config.model.block_size
+    """Return the memory of a step; `train.micro_batch_size` must divide its sequences."""
+    model = config.model
+    tokens = config.train.sequences * model.block_size
     micro_steps = config.train.tokens_per_step // (tokens * machine.devices)
-    total = parameter_counts(model, vocab_size)["total"]
     standing = state_bytes(config, vocab_size, machine)
-    gradients = gradient_bytes(config, total, machine, micro_steps)
-    accumulated = gradients if micro_steps > 1 and not config.train.reproducible else {}
-    if machine.gpu is None and config.checkpoint.async_save:
-        snapshot = checkpoint_bytes(config, vocab_size) // machine.shards
-        standing |= {"snapshot of async_save": snapshot}
-    block = tokens * block_bytes(model, tokens, config.data.document_mask, machine)
-    recompute = config.train.activation_checkpointing == "blocks"
-    block_input = tokens * machine.stream_width * model.n_embd
-    cast = 2 * total if machine.width < machine.stream_width else 0
-    kept = {
-        "activations": model.n_layer * (block_input if recompute else block) + 2 * block_input,
-        "weights in half precision": cast,
-    }
-    table = FLOAT * padded_vocab_size(vocab_size) * model.n_embd  # of the embedding or the head
-    backward = table + block_input + tokens * backward_bytes(model, tokens, machine)
-    tables = 0 if machine.sharded else (2 if model.tie_embeddings else 0) + bool(accumulated)
-    of_micro_batch = {
-        "the loss's backward pass": (
-            "logits and loss",
-            logits_bytes(model, vocab_size, tokens, machine),
-        ),
-        "the backward pass of a block": ("work of a block", backward + block * recompute),
-    }
-    gaps = 0.0 if machine.gpu else GAPS_CPU
+    gradients = gradient_bytes(config, vocab_size, machine, micro_steps)
+    accumulated: dict[str, int] = {}
+    if micro_steps > 1 and not config.train.reproducible:
+        accumulated = gradients
+    activations = activation_bytes(config, vocab_size, tokens, machine)
+    loss = logits_bytes(model, vocab_size, tokens, machine)
+    block = block_backward_bytes(config, vocab_size, tokens, machine)
+    tables = 0  # gradients of the embedding: of the look-up, and of the head if it is tied
+    if not machine.sharded and model.tie_embeddings:
+        tables += 2
+    if not machine.sharded and accumulated:
+        tables += 1
+    before_gradients = standing | accumulated | activations
     moments = {
         "the update": standing | gradients | update_bytes(config, vocab_size),
-        "the embedding's backward pass": standing
-        | gradients
-        | {"gradients of the embedding": tables * table},
+        "the embedding's backward pass": {
+            **standing,
+            **gradients,
+            "gradients of the embedding": tables * table_bytes(model, vocab_size),
+        },
+        "the loss's backward pass": {
+            **before_gradients,
+            "logits and loss": loss,
+            "gaps between tensors": gap_bytes(loss, activations, machine),
+        },
+        "the backward pass of a block": {
+            **before_gradients,
+            "work of a block": block,
+            "gaps between tensors": gap_bytes(block, activations, machine),
+        },
     }
-    for moment, (part, size) in of_micro_batch.items():
-        unused = {"gaps between tensors": round(gaps * (size + sum(kept.values())))}
-        moments[moment] = standing | accumulated | kept | {part: size} | unused
-    moment = max(moments, key=lambda name: sum(moments[name].values()))
-    parts = {part: size for part, size in moments[moment].items() if size}
-    return Footprint(moment, parts)
+    fullest = Footprint("", {})
+    for moment, parts in moments.items():
+        held = Footprint(moment, {part: size for part, size in parts.items() if size})
+        if held.total > fullest.total:
+            fullest = held
+    return fullest
 
 
 def state_bytes(config: Config, vocab_size: int, machine: Machine) -> dict[str, int]:
-    """What is held all the time."""
-    counts, layers = parameter_counts(config.model, vocab_size), config.model.n_layer
-    total, share = counts["total"], machine.shards
+    """Return what is held all the time."""
+    counts = parameter_counts(config.model, vocab_size)
+    total = counts["total"]
+    layers = config.model.n_layer
     ddp = machine.devices > 1 and not machine.sharded
     parts = {
         "libraries": LIBRARIES_CUDA if machine.gpu else LIBRARIES_CPU,
-        "weights": FLOAT * total // share,
-        "optimizer": optimizer_bytes(config, vocab_size) // share,
+        "weights": FLOAT * total // machine.shards,
+        "optimizer": optimizer_bytes(config, vocab_size) // machine.shards,
         "gradient buckets of ddp": FLOAT * total if ddp else 0,
         "exact gradients": DOUBLE * total if config.train.reproducible else 0,
     }
-    if share > 1:
+    if machine.shards > 1:
         block = (counts["attention"] + counts["mlp"]) // layers
         root = total - block * layers
         whole = root + GATHERED_BLOCKS * block + max(root, block)  # and the largest gradient
         parts["gathered by fsdp"] = machine.width * whole
+    if machine.gpu is None and config.checkpoint.async_save:
+        snapshot = checkpoint_bytes(config, vocab_size) // machine.shards
+        parts["snapshot of async_save"] = snapshot
     return parts
 
 
 def gradient_bytes(
-    config: Config, total: int, machine: Machine, micro_steps: int
+    config: Config, vocab_size: int, machine: Machine, micro_steps: int
 ) -> dict[str, int]:
-    """Gradients besides DDP's buckets: before a reduction they lie beside them, then in them."""
+    """Return the gradients besides DDP's buckets.
+
+    Before a reduction they lie beside the buckets, then in them.
+    """
+    size = FLOAT * parameter_counts(config.model, vocab_size)["total"]
     if machine.shards > 1:
-        whole = FLOAT * total if micro_steps > 1 and not config.train.sync_each_batch else 0
-        return {"gradients": FLOAT * total // machine.shards, "gradients not yet reduced": whole}
+        whole = size if micro_steps > 1 and not config.train.sync_each_batch else 0
+        return {"gradients": size // machine.shards, "gradients not yet reduced": whole}
     in_buckets = machine.devices > 1 and micro_steps == 1 and not config.train.reproducible
-    return {"gradients": 0 if in_buckets else FLOAT * total}
+    return {"gradients": 0 if in_buckets else size}
+
+
+def activation_bytes(
+    config: Config, vocab_size: int, tokens: int, machine: Machine
+) -> dict[str, int]:
+    """Return what the forward pass of a micro-batch of `tokens` tokens keeps for the backward."""
+    model = config.model
+    inputs = input_bytes(model, tokens, machine)
+    each = tokens * block_bytes(model, tokens, config.data.document_mask, machine)
+    if config.train.activation_checkpointing == "blocks":
+        each = inputs
+    cast = 0
+    if machine.width < machine.stream_width:
+        cast = 2 * parameter_counts(model, vocab_size)["total"]
+    return {
+        "activations": model.n_layer * each + 2 * inputs,
+        "weights in half precision": cast,
+    }
+
+
+def block_backward_bytes(config: Config, vocab_size: int, tokens: int, machine: Machine) -> int:
+    """Return what the backward pass of a block takes besides activations and gradients."""
+    model = config.model
+    size = table_bytes(model, vocab_size)
+    size += input_bytes(model, tokens, machine)
+    size += tokens * backward_bytes(model, tokens, machine)
+    if config.train.activation_checkpointing == "blocks":
+        size += tokens * block_bytes(model, tokens, config.data.document_mask, machine)
+    return size
+
+
+def input_bytes(model: ModelConfig, tokens: int, machine: Machine) -> int:
+    """Return the input of a block for `tokens` tokens."""
+    return tokens * machine.stream_width * model.n_embd
+
+
+def table_bytes(model: ModelConfig, vocab_size: int) -> int:
+    """Return the gradient of the embedding, or of the head."""
+    return FLOAT * padded_vocab_size(vocab_size) * model.n_embd
+
+
+def gap_bytes(size: int, activations: dict[str, int], machine: Machine) -> int:
+    """Return the holes between the tensors of a micro-batch, see `GAPS_CPU`."""
+    if machine.gpu:
+        return 0
+    return round(GAPS_CPU * (size + sum(activations.values())))
 
 
 def update_bytes(config: Config, vocab_size: int) -> dict[str, int]:
-    """What the update takes besides gradients: Muon's stacks, float64 copies of exact gradients."""
-    model, parts = config.model, {}
+    """Return what the update takes besides gradients.
+
+    That is Muon's stacks of matrices, and the float64 copies of exact gradients.
+    """
+    model = config.model
+    parts: dict[str, int] = {}
     if config.optim.name == "muon":
-        stacks = [min(model.n_layer, max(1, STACK // n)) * n for n in hidden_matrices(model)]
-        parts["muon at work"] = STACKS * FLOAT * max(stacks)
+        largest = 0
+        for size in hidden_matrices(model):
+            stacked = min(model.n_layer, max(1, STACK // size))
+            largest = max(largest, stacked * size)
+        parts["muon at work"] = STACKS * FLOAT * largest
     if config.train.reproducible:
         rows = max(padded_vocab_size(vocab_size), 2 * model.hidden_size)
         parts["exact gradients at work"] = 2 * DOUBLE * rows * model.n_embd
@@ -178,36 +245,46 @@ def update_bytes(config: Config, vocab_size: int) -> dict[str, int]:
 
 
 def checkpoint_bytes(config: Config, vocab_size: int) -> int:
-    """Weights and optimizer: a checkpoint, of which each rank writes its share under FSDP, and its
-    copy in memory under `checkpoint.async_save`.
+    """Return the size of a checkpoint: weights and optimizer.
+
+    Under FSDP each rank writes its share. With `checkpoint.async_save` a copy is held in memory.
     """
     weights = FLOAT * parameter_counts(config.model, vocab_size)["total"]
     return weights + optimizer_bytes(config, vocab_size)
 
 
 def optimizer_bytes(config: Config, vocab_size: int) -> int:
-    """Two moments of AdamW a parameter, one where Muon updates it."""
-    total = parameter_counts(config.model, vocab_size)["total"]
-    layers = config.model.n_layer if config.optim.name == "muon" else 0
-    return FLOAT * (2 * total - layers * sum(hidden_matrices(config.model)))
+    """Return the moments: two for a parameter that AdamW updates, one for Muon's."""
+    moments = 2 * parameter_counts(config.model, vocab_size)["total"]
+    if config.optim.name == "muon":
+        moments -= config.model.n_layer * sum(hidden_matrices(config.model))
+    return FLOAT * moments
 
 
 def block_bytes(model: ModelConfig, tokens: int, documents: bool, machine: Machine) -> int:
-    """What autograd keeps of one block for each of `tokens` tokens.
+    """Return what autograd keeps of one block for each of `tokens` tokens.
 
-    Two norms: input and output. Attention: queries, keys and values, twice where they are rotated
-    or normalised, the result, and a float32 a head. MLP: the input of the activation function, and
-    its output unless the backward pass computes it again. On a CPU, which has kernels for float32
-    alone and none for dropout: float32 copies in bf16, and with dropout three T x T weights.
+    Two norms: input and output. Attention: queries, keys and values, twice if they are rotated or
+    normalised, the result, and a float32 a head. MLP: the input of the activation function, and
+    its output unless the backward pass computes it again. A CPU has kernels for float32 only and
+    none for dropout: in bf16 it keeps float32 copies, and with dropout three T x T weights.
     """
-    C, H, D, width = model.n_embd, model.n_head, model.head_size, machine.width
-    qkv, cpu = (H + 2 * model.kv_heads) * D, machine.gpu is None
-    transformed = model.qk_norm or model.position == "rope"
+    C = model.n_embd
+    H = model.n_head
+    D = model.head_size
+    width = machine.width
+    cpu = machine.gpu is None
     norms = 2 * (machine.stream_width + width) * C
     if cpu and model.norm_weight and model.norm == "rmsnorm":  # scaled in a step of its own
         norms += 2 * machine.stream_width * C
-    copies = FLOAT * (1 + model.qk_norm) if cpu and width < FLOAT else width * (1 + transformed)
-    attention = copies * qkv + width * H * D + FLOAT * H
+    if cpu and width < FLOAT:
+        copies = 2 if model.qk_norm else 1
+        kept_width = FLOAT
+    else:
+        copies = 2 if model.qk_norm or model.position == "rope" else 1
+        kept_width = width
+    qkv = (H + 2 * model.kv_heads) * D
+    attention = copies * kept_width * qkv + width * H * D + FLOAT * H
     if not cpu and model.qk_norm and width < FLOAT:  # normalised in float32
         attention += FLOAT * (H + model.kv_heads) * D
     if cpu and model.dropout:
@@ -216,46 +293,56 @@ def block_bytes(model: ModelConfig, tokens: int, documents: bool, machine: Machi
         attention += FLOAT * model.block_size
     values = model.hidden_size * (2 if model.mlp == "swiglu" else 1)
     mlp = width * values * (1 if activates_twice(tokens * values) else 2)
-    dropout = 2 * (width if cpu else 1) * C if model.dropout else 0
+    dropout = 0
+    if model.dropout:
+        dropout = 2 * (width if cpu else 1) * C
     return norms + attention + mlp + dropout
 
 
 def backward_bytes(model: ModelConfig, tokens: int, machine: Machine) -> int:
-    """What the backward pass of a block takes besides, for each of `tokens` tokens."""
-    qkv = (model.n_head + 2 * model.kv_heads) * model.head_size
+    """Return what the backward pass of a block takes besides, for each of `tokens` tokens."""
     values = model.hidden_size * (2 if model.mlp == "swiglu" else 1)
-    recomputed = values if activates_twice(tokens * values) else 0
-    mlp = {"swiglu": 4, "relu2": 3}.get(model.mlp, 2) * model.hidden_size + recomputed
-    weights = (
-        2 * FLOAT * model.n_head * model.block_size if model.dropout and not machine.gpu else 0
-    )
-    return max(mlp * machine.width, 2 * qkv * machine.width + weights)
+    mlp = {"swiglu": 4, "relu2": 3}.get(model.mlp, 2) * model.hidden_size
+    if activates_twice(tokens * values):
+        mlp += values
+    qkv = (model.n_head + 2 * model.kv_heads) * model.head_size
+    attention = 2 * qkv * machine.width
+    if model.dropout and not machine.gpu:
+        attention += 2 * FLOAT * model.n_head * model.block_size
+    return max(mlp * machine.width, attention)
 
 
 def logits_bytes(model: ModelConfig, vocab_size: int, tokens: int, machine: Machine) -> int:
-    """The most that logits and loss take at once.
+    """Return the most that logits and loss take at once.
 
-    In one piece: log-probabilities, their gradient and that of the logits, in float32; with
+    In one piece: log-probabilities, their gradient and the gradient of the logits, in float32; with
     `logit_softcap` the tanh besides, on a GPU in bf16 and fp16 once more. In chunks: the gradients
-    of head and hidden states, and the chunk at work, or those gradients once more when they are
-    scaled by that of the loss.
+    of head and hidden states, and the chunk at work, or these gradients once more when they are
+    scaled by the gradient of the loss.
     """
-    rows, capped = padded_vocab_size(vocab_size), model.logit_softcap is not None
-    chunk = chunk_tokens(rows, machine.gpu is None)
+    rows = padded_vocab_size(vocab_size)
+    capped = model.logit_softcap is not None
+    chunk = chunk_tokens(rows, cpu=machine.gpu is None)
     if tokens <= chunk:
-        widened = capped and machine.width < FLOAT and machine.gpu is not None
-        return (3 + capped + widened) * FLOAT * tokens * vocab_size
+        copies = 3
+        if capped:
+            copies += 1
+        if capped and machine.width < FLOAT and machine.gpu is not None:
+            copies += 1
+        return copies * FLOAT * tokens * vocab_size
     kept = FLOAT * rows * model.n_embd
     kept += tokens * (machine.stream_width - machine.width) * model.n_embd
-    half = machine.width if machine.width < FLOAT else 0  # the product before it is widened
-    return kept + max(chunk * rows * ((2 + capped) * FLOAT + half), kept)
+    each = (3 if capped else 2) * FLOAT
+    if machine.width < FLOAT:  # the product before it is widened
+        each += machine.width
+    return kept + max(chunk * rows * each, kept)
 
 
 # --------------------------------------------------------------------------- what fits
 
 
 def fitting_sizes(config: Config, devices: int) -> list[int]:
-    """Values of train.micro_batch_size that divide the step, largest first."""
+    """Return the values of train.micro_batch_size that divide the step, largest first."""
     sequences, rest = divmod(config.train.tokens_per_step, config.model.block_size * devices)
     if rest:
         return []
@@ -264,12 +351,12 @@ def fitting_sizes(config: Config, devices: int) -> list[int]:
 
 
 def with_size(config: Config, size: int) -> Config:
-    """`config` with another train.micro_batch_size."""
+    """Return `config` with another train.micro_batch_size."""
     return replace(config, train=replace(config.train, micro_batch_size=size))
 
 
 def largest_size(config: Config, vocab_size: int, machine: Machine) -> int | None:
-    """The largest train.micro_batch_size that fits; None where not even 1 does."""
+    """Return the largest train.micro_batch_size that fits; None if not even 1 does."""
     for size in fitting_sizes(config, machine.devices):
         needed = footprint(with_size(config, size), vocab_size, machine).total
         if machine.memory and needed <= machine.memory:

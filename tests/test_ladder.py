@@ -132,8 +132,8 @@ def test_a_ladder_is_written_read_and_drawn(law: Law, tmp_path: Path) -> None:
     found = read_ladder(tmp_path)
     assert found.law.predict(TARGET) == law.predict(TARGET)
     assert law.predict(TARGET).low < law.predict(TARGET).loss < law.predict(TARGET).high
-    assert found.doubts(GRID[0]) == []
-    assert len(found.doubts(size(1e9, 1e11))) == 4  # parameters, tokens, FLOPs, repeated text
+    assert found.warnings(GRID[0]) == []
+    assert len(found.warnings(size(1e9, 1e11))) == 4  # parameters, tokens, FLOPs, repeated text
     assert ladder_png(found)[:4] == b"\x89PNG"
     (tmp_path / "ladder.json").write_text("{}")
     with pytest.raises(UserError, match="is not a ladder"):

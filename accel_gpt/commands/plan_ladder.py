@@ -90,7 +90,7 @@ def predict_loss(ladder: Ladder, config: Config, vocab_size: int) -> dict[str, A
         and rungs["model.block_size"] == own["model.block_size"]
     )
     law = ladder.law.predict(size, 0.0 if same_window else ladder.windows)
-    doubts = list(ladder.doubts(size))
+    doubts = list(ladder.warnings(size))
     names = ", ".join(other_recipe(config, rungs))
     if names:
         doubts.append(f"other values of {names} than the rungs")
@@ -243,7 +243,7 @@ def candidate(
         "micro_batch_size": config.train.micro_batch_size,
         **law._asdict(),
         **bits(ladder, law),
-        "doubts": ladder.doubts(size),
+        "doubts": ladder.warnings(size),
         "hours": run_hours,
         "cost": run_hours * machine.devices * options.price if options.price else None,
         "memory_gb": footprint(config, vocab_size, machine).total / 1e9,

@@ -86,19 +86,24 @@ _NEUTRAL = re.compile(
 
 
 def device_key(device_name: str) -> str | None:
-    """The row of `DEVICES` of a device as its driver names it; None for one not in the table."""
+    """Return the key in `DEVICES` of a device as its driver names it; None if it has none.
+
+    Of several rows the one with most words is the device's.
+    """
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
-    known = [
-        key
-        for key in DEVICES
-        if words.issuperset(key.split())
-        and all(_NEUTRAL.fullmatch(word) for word in words.difference(key.split()))
-    ]
-    return max(known, key=lambda key: len(key.split()), default=None)
+    found: str | None = None
+    most_words = 0
+    for key in DEVICES:
+        named = set(key.split())
+        fits = named <= words and all(_NEUTRAL.fullmatch(word) for word in words - named)
+        if fits and len(named) > most_words:
+            found = key
+            most_words = len(named)
+    return found
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Peak FLOP/s of a device as its driver names it, without sparsity; None where not known.
+    """Return the peak FLOP/s of a device as its driver names it, without sparsity, or None.
 
     `dtype` is what the products compute in: fp8, bf16, fp16, tf32 or fp32.
     """
@@ -107,7 +112,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def device_memory(device_name: str) -> int | None:
-    """Bytes of memory of a device; None for one not in the table.
+    """Return the bytes of memory of a device; None if the table does not have it.
 
     A name such as `a100-80gb` picks one of several sizes; without it the smallest is taken.
     """
@@ -115,28 +120,37 @@ def device_memory(device_name: str) -> int | None:
     if key is None:
         return None
     sizes = DEVICES[key].memory_gb
-    named = [int(gb) for gb in re.findall(r"(\d+) ?gb", device_name.lower()) if int(gb) in sizes]
-    return (named or [sizes[0]])[0] * 10**9
+    for gigabytes in re.findall(r"(\d+) ?gb", device_name.lower()):
+        if int(gigabytes) in sizes:
+            return int(gigabytes) * 10**9
+    return sizes[0] * 10**9
 
 
 def cpu_flags() -> frozenset[str]:
-    """Flags of the first core in /proc/cpuinfo; empty where there is none, as outside Linux."""
+    """Return the flags of the first core in /proc/cpuinfo; empty outside Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return frozenset()
-    found = [line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))]
-    return frozenset(found[0].split()) if found else frozenset()
+    for line in lines:
+        if line.startswith(("flags", "Features")):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
 
 
 def bf16_instructions() -> str | None:
-    """The flag of the CPU's fastest bf16 instructions that oneDNN may use, None without any.
+    """Return the flag of the CPU's fastest bf16 instructions that oneDNN may use, or None.
 
-    `ONEDNN_MAX_CPU_ISA`, where it is set, names the newest instruction set that oneDNN uses.
+    `ONEDNN_MAX_CPU_ISA`, if it is set, names the newest instruction set that oneDNN uses.
     """
-    flags, limit = cpu_flags(), os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
+    flags = cpu_flags()
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
     unlimited = limit in ("DEFAULT", "ALL")
     if MATRIX_UNITS in flags and (unlimited or "AMX" in limit):
         return MATRIX_UNITS
-    allowed = unlimited or any(name in limit for name in ("BF16", "FP16", "AMX", "AVX10"))
-    return next((flag for flag in VECTOR_UNITS if flag in flags and allowed), None)
+    if not unlimited and not any(name in limit for name in ("BF16", "FP16", "AMX", "AVX10")):
+        return None
+    for flag in VECTOR_UNITS:
+        if flag in flags:
+            return flag
+    return None

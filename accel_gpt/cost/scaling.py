@@ -1,7 +1,7 @@
-"""The loss of a ladder's rungs as a law of their size, and what it predicts. No torch.
+"""Predict the loss of a run by a law of its size, from the rungs of a ladder. No torch.
 
 L = E + A / N^a + B / D^b (Hoffmann et al. 2022, equation 2), N parameters of blocks and head, D
-tokens; where all rungs have one ratio D / N, L = E + A / C^a, C FLOPs. `accel-gpt ladder` fits it
+tokens; if all rungs have one ratio D / N, L = E + A / C^a, C FLOPs. `accel-gpt ladder` fits it
 (`scaling_fit.py`) and writes it into ladder.json, which `accel-gpt plan --ladder` reads.
 
 Shapes: n rungs or points, K sizes that the law has (N and D, or C), M bootstrap draws. A row of
@@ -24,11 +24,12 @@ Floats = npt.NDArray[np.float64]
 
 FILE = "ladder.json"
 LEVEL = 0.9  # of all intervals
-# beyond so many times the sizes of the rungs a prediction is a guess, and beyond as many times as
-# they lie apart themselves, but not within the first; assumption
+INTERVAL = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)  # its ends, as quantiles
+# A prediction is a guess if a size lies farther beyond the rungs than the rungs lie apart, but at
+# least the first and at most the second of these times; assumption
 FAR = (2, 10)
 NOISY = 0.006  # of a rung around the law: predictions missed above it, docs/explanation/ladder.md
-EPOCHS = 4  # repeated so often, text is worth as much as new; Muennighoff et al. 2023
+EPOCHS = 4  # text that is repeated so often is worth as much as new; Muennighoff et al. 2023
 SIZES = ("parameters", "tokens", "flops")  # fields of `Size`
 SEED = 0  # of the noise of predictions
 
@@ -60,39 +61,47 @@ class Law:
     draws: Sequence[Sequence[float]]  # (M, 2 + 2 K): the noise of a draw, its coefficients
 
     def features(self, sizes: Sequence[Size]) -> Floats:
-        """The logarithms (n, K) of what the law has, over its center."""
-        columns = [[getattr(size, name) for size in sizes] for name in self.sizes]
-        found: Floats = np.log(np.array(columns, dtype=np.float64).T / np.array(self.center))
-        return found
+        """Return the logarithms (n, K) of the sizes that the law has, over its center."""
+        rows = []
+        for size in sizes:
+            rows.append([float(getattr(size, name)) for name in self.sizes])
+        return np.asarray(np.log(np.array(rows) / np.array(self.center)))
 
     def predict(self, size: Size, error: float = 0.0) -> Prediction:
-        """The loss of a run of that size; `error`: a further relative standard error."""
-        [x], draws = self.features([size]), np.array(self.draws)
+        """Predict the loss of a run of that size; `error`: a further relative standard error."""
+        x = self.features([size])[0]
+        draws = np.array(self.draws)
         spread = np.hypot(draws[:, 0], error)
         noise = spread * np.random.default_rng(SEED).standard_normal(len(draws))
         losses = np.exp(log_loss(draws[:, 1:], x) + noise)
-        low, high = np.quantile(losses, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist()
-        return Prediction(float(np.exp(log_loss(np.array(self.fit), x))), low, high)
+        low, high = np.quantile(losses, INTERVAL).tolist()
+        loss = float(np.exp(log_loss(np.array(self.fit), x)))
+        return Prediction(loss, low, high)
 
-    def constants(self) -> dict[str, tuple[float, ...]]:
-        """E, A, a (and B, b) in nats, parameters, tokens or FLOPs: the value and its interval."""
-        rows = np.vstack([self.fit, np.array(self.draws)[:, 1:]])
-        found = {"E": np.exp(rows[:, 0])}
+    def constants(self) -> dict[str, tuple[float, float, float]]:
+        """Return E, A, a (and B, b) in nats, parameters, tokens or FLOPs, with their intervals."""
+        rows = np.vstack([self.fit, np.array(self.draws)[:, 1:]])  # of the fit, then of the draws
+        values = {"E": np.exp(rows[:, 0])}
         for k, center in enumerate(self.center):
+            factor = rows[:, 1 + 2 * k]
+            exponent = rows[:, 2 + 2 * k]
             name = "AB"[k]
-            found[name] = np.exp(rows[:, 1 + 2 * k] + rows[:, 2 + 2 * k] * math.log(center))
-            found[name.lower()] = rows[:, 2 + 2 * k]
-        ends = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
-        return {n: (float(v[0]), *map(float, np.quantile(v[1:], ends))) for n, v in found.items()}
+            values[name] = np.exp(factor + exponent * math.log(center))
+            values[name.lower()] = exponent
+        found = {}
+        for name, column in values.items():
+            low, high = np.quantile(column[1:], INTERVAL).tolist()
+            found[name] = (float(column[0]), low, high)
+        return found
 
 
 def log_loss(coefficients: Floats, features: Floats) -> Floats:
-    """log L (...,) of coefficients (..., 1 + 2 K) at features (..., K)."""
+    """Return log L (...,) of coefficients (..., 1 + 2 K) at features (..., K)."""
     return np.asarray(np.logaddexp.reduce(log_terms(coefficients, features), axis=-1))
 
 
 def log_terms(coefficients: Floats, features: Floats) -> Floats:
-    """The logarithms (..., 1 + K) of E and of what each size adds to it."""
+    """Return the logarithms (..., 1 + K) of E and of what each size adds to it."""
     added = coefficients[..., 1::2] - coefficients[..., 2::2] * features
     first = np.broadcast_to(coefficients[..., :1], (*added.shape[:-1], 1))
     return np.concatenate([first, added], axis=-1)
@@ -112,26 +121,27 @@ class Ladder:
     windows: float  # relative standard error of a loss by the choice of the evaluated sequences
 
     def content(self) -> dict[str, Any]:
-        """As JSON; the constants of the law are for readers."""
-        found = self.law.constants()
-        return asdict(self) | {"constants": {name: list(value) for name, value in found.items()}}
+        """Return what ladder.json holds; the constants of the law are for readers."""
+        constants = {name: list(value) for name, value in self.law.constants().items()}
+        return asdict(self) | {"constants": constants}
 
     @property
     def sizes(self) -> list[Size]:
-        """Of the rungs."""
+        """Sizes of the rungs."""
         return [Size(*(rung[name] for name in SIZES)) for rung in self.rungs]
 
     @property
     def depths(self) -> list[int]:
-        """Of the rungs, each once, ascending."""
+        """Depths of the rungs, each once, ascending."""
         return sorted({rung["depth"] for rung in self.rungs})
 
-    def doubts(self, size: Size) -> list[str]:
-        """What makes a prediction for a run of that size a guess."""
+    def warnings(self, size: Size) -> list[str]:
+        """Say what makes a prediction for a run of that size a guess."""
         found = []
         for name, value in size._asdict().items():
             known = [getattr(one, name) for one in self.sizes]
-            low, high = min(known), max(known)
+            low = min(known)
+            high = max(known)
             far = min(max(high / low, FAR[0]), FAR[1])
             if value > far * high:
                 found.append(f"{value / high:,.1f} times the {name} of the largest rung")
@@ -146,7 +156,7 @@ class Ladder:
 
 
 def read_ladder(folder: str | Path) -> Ladder:
-    """The ladder in a folder, or in the file itself; `UserError` if there is none."""
+    """Read the ladder in a folder, or in the file itself; `UserError` if there is none."""
     path = Path(folder) / FILE if Path(folder).is_dir() else Path(folder)
     try:
         found = read_json(path)
@@ -155,7 +165,7 @@ def read_ladder(folder: str | Path) -> Ladder:
         values = [*ladder.law.fit, *ladder.law.center, ladder.law.noise, ladder.windows]
         if not np.isfinite(np.array([*values, *np.ravel(ladder.law.draws)])).all():
             raise ValueError("a value is not a number")
-        ladder.doubts(ladder.sizes[0])
+        ladder.warnings(ladder.sizes[0])
     except OSError as error:
         raise UserError(
             f"--ladder {folder} cannot be read: {error.strerror}; expected the folder of accel-gpt "

@@ -1,6 +1,7 @@
-"""The fit of a scaling law to the rungs of a ladder, with its bootstrap. K, M, n as in scaling.py.
+"""Fit a scaling law to the rungs of a ladder, with a bootstrap. K, M, n as in scaling.py.
 
-The Huber loss of the error in log L, from a grid of starts (Hoffmann et al. 2022, appendix D.3).
+The fit minimizes the Huber loss of the error in log L, from a grid of starts (Hoffmann et al. 2022,
+appendix D.3).
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,10 @@ from accel_gpt.errors import UserError
 HUBER = 1e-3  # of the error in log L, where squares end; Hoffmann et al. 2022
 FEWEST = 6  # rungs of a law with two terms, which has five constants
 DRAWS = 200  # of the bootstrap: ends of a 90 % interval to about a tenth of its width
-STARTS = ((0.2, 0.5, 0.8), (0.3, 0.7, 1.5))  # E as a share of the lowest loss; exponents
-LOWEST, STEEPEST = -5.0, 3.0  # of log E; of the exponents: published ones are 0.05 to 0.8
+STARTING_SHARES = (0.2, 0.5, 0.8)  # E as a share of the lowest loss
+STARTING_EXPONENTS = (0.3, 0.7, 1.5)
+LOWEST = -5.0  # log E
+STEEPEST = 3.0  # exponent; published ones are 0.05 to 0.8
 FLAT = 1e-3  # an exponent below: the loss does not fall
 ROUNDS = 100  # steps of the fit; assumption
 SAME = 1.05  # ratios of tokens to parameters closer than this are one: whole steps round them
@@ -35,8 +38,10 @@ class NoLawError(UserError):
 
 
 def law_terms(sizes: Sequence[Size]) -> tuple[str, ...]:
-    """What the law of runs (n,) depends on: the FLOPs alone where all have one ratio of tokens to
-    parameters. `UserError` where they are too few for it.
+    """Return the sizes that the law of runs (n,) depends on.
+
+    That is the FLOPs if all have one ratio of tokens to parameters, else parameters and tokens.
+    Raises `NoLawError` if the runs are too few.
     """
     ratios = [size.tokens / size.parameters for size in sizes]
     single = max(ratios) < SAME * min(ratios)
@@ -52,65 +57,88 @@ def law_terms(sizes: Sequence[Size]) -> tuple[str, ...]:
 
 
 def fit_law(sizes: Sequence[Size], losses: Sequence[float]) -> Law:
-    """The law of runs (n,) with their losses in nats; `NoLawError` if they give none."""
+    """Fit the law of runs (n,) with their losses in nats; `NoLawError` if they give none."""
     names = law_terms(sizes)
-    center = [float(np.exp(np.mean([np.log(getattr(s, name)) for s in sizes]))) for name in names]
-    features, targets = Law(names, center, (), 0.0, ()).features(sizes), np.log(losses)
-    best = minimum(features, targets, names)
-    fitted, free = log_loss(best, features), max(1, len(sizes) - len(best))
+    center = []
+    for name in names:
+        logarithms = [np.log(getattr(size, name)) for size in sizes]
+        center.append(float(np.exp(np.mean(logarithms))))
+    features = Law(names, center, (), 0.0, ()).features(sizes)
+    targets = np.log(losses)
+    best = best_fit(features, targets, names)
+    fitted = log_loss(best, features)
+    free = max(1, len(sizes) - len(best))  # degrees of freedom
     noise = np.sqrt(np.sum((targets - fitted) ** 2) / free)
     # Each draw takes its noise from what the residuals leave open, and the points anew around the
     # fit: the interval of few rungs is as wide as Student's t makes it.
     generator = np.random.default_rng(0)
     spread = noise * np.sqrt(free / generator.chisquare(free, (DRAWS, 1)))
     drawn = fitted + spread * generator.standard_normal((DRAWS, len(fitted)))
-    draws = np.hstack([spread, minimize(features, drawn, np.tile(best, (DRAWS, 1)))[0]])
-    return Law(names, center, digits(best), digits([noise])[0], [*map(digits, draws)])
+    coefficients, _ = minimize(features, drawn, np.tile(best, (DRAWS, 1)))
+    draws = np.hstack([spread, coefficients])
+    return Law(
+        sizes=names,
+        center=center,
+        fit=eight_digits(best),
+        noise=eight_digits([noise])[0],
+        draws=[eight_digits(draw) for draw in draws],
+    )
 
 
-def digits(values: Floats | Sequence[float]) -> list[float]:
-    """Values with eight digits: the last ones of a fit depend on the machine."""
+def eight_digits(values: Floats | Sequence[float]) -> list[float]:
+    """Round to eight digits: the last digits of a fit depend on the machine."""
     return [float(f"{value:.8g}") for value in values]
 
 
-def minimum(features: Floats, targets: Floats, names: Sequence[str]) -> Floats:
-    """The best coefficients (1 + 2 K,) from all starts; `NoLawError` if there are none.
+def best_fit(features: Floats, targets: Floats, names: Sequence[str]) -> Floats:
+    """Return the best coefficients (1 + 2 K,) from all starts; `NoLawError` if there are none.
 
-    `names` (K,): those of the sizes in `features`.
+    `names` (K,): of the sizes in `features`.
     """
-    K, starts = features.shape[1], []
-    for share, *exponents in product(STARTS[0], *[STARTS[1]] * K):
+    K = features.shape[1]
+    starts = []
+    for share, *exponents in product(STARTING_SHARES, *[STARTING_EXPONENTS] * K):
         rest = np.log((np.exp(np.median(targets)) - share * np.exp(targets.min())) / K)
-        starts.append([np.log(share) + targets.min(), *(v for a in exponents for v in (rest, a))])
+        start = [np.log(share) + targets.min()]
+        for exponent in exponents:
+            start += [rest, exponent]
+        starts.append(start)
     found, costs = minimize(features, np.tile(targets, (len(starts), 1)), np.array(starts))
     best = found[np.argmin(costs)]
-    fitted = list(zip(names, best[2::2].tolist(), strict=True))
-    flat = [name for name, exponent in fitted if exponent < FLAT]
-    steep = [name for name, exponent in fitted if exponent > STEEPEST - FLAT]
+    flat = []
+    steep = []
+    for name, exponent in zip(names, best[2::2].tolist(), strict=True):
+        if exponent < FLAT:
+            flat.append(name)
+        elif exponent > STEEPEST - FLAT:
+            steep.append(name)
     if flat:
-        raise NoLawError(f"the loss of the rungs does not fall with their {in_words(flat)}", flat)
+        raise NoLawError(f"the loss of the rungs does not fall with their {listed(flat)}", flat)
     if steep:
         raise NoLawError(
-            f"the loss of the rungs falls faster with their {in_words(steep)} than a power law does"
+            f"the loss of the rungs falls faster with their {listed(steep)} than a power law does"
         )
     if not np.isfinite(costs.min()):
         raise NoLawError("the fit to the losses of the rungs does not converge")
     return np.asarray(best)
 
 
-def in_words(names: Sequence[str]) -> str:
-    """The names of sizes in a sentence."""
-    return " and ".join(name.replace("flops", "FLOPs") for name in names)
+def listed(sizes: Sequence[str]) -> str:
+    """Join the names of sizes for a sentence."""
+    return " and ".join(name.replace("flops", "FLOPs") for name in sizes)
 
 
 def minimize(features: Floats, targets: Floats, starts: Floats) -> tuple[Floats, Floats]:
-    """The coefficients (M, 1 + 2 K) for each of targets (M, n), from starts, and the costs (M,).
+    """Return the coefficients (M, 1 + 2 K) for each of targets (M, n), and the costs (M,).
 
     Levenberg and Marquardt's method, its squares weighted anew in each round for the Huber loss.
     """
-    found, damping = starts.copy(), np.full((len(starts), 1, 1), 1e-3)
-    K, unit = features.shape[1], np.eye(starts.shape[1])
-    low, high = [LOWEST, *[-np.inf, 0.0] * K], [np.inf, *[np.inf, STEEPEST] * K]
+    found = starts.copy()
+    damping = np.full((len(starts), 1, 1), 1e-3)
+    K = features.shape[1]
+    unit = np.eye(starts.shape[1])
+    low = [LOWEST, *[-np.inf, 0.0] * K]
+    high = [np.inf, *[np.inf, STEEPEST] * K]
 
     def cost(coefficients: Floats) -> tuple[Floats, Floats]:
         error = log_loss(coefficients[:, None], features) - targets
@@ -123,20 +151,24 @@ def minimize(features: Floats, targets: Floats, starts: Floats) -> tuple[Floats,
         weighted = slopes * (HUBER / np.maximum(np.abs(error), HUBER))[..., None]
         square = np.swapaxes(weighted, 1, 2) @ slopes
         square += damping * square * unit + 1e-12 * unit
-        step = np.linalg.solve(square, np.swapaxes(weighted, 1, 2) @ error[..., None])[..., 0]
+        gradient = np.swapaxes(weighted, 1, 2) @ error[..., None]
+        step = np.linalg.solve(square, gradient)[..., 0]
         tried = np.clip(found - step, low, high)
-        now, errors = cost(tried)
-        better = now < costs
-        found[better], costs[better], error[better] = tried[better], now[better], errors[better]
+        tried_costs, tried_error = cost(tried)
+        better = tried_costs < costs
+        found[better] = tried[better]
+        costs[better] = tried_costs[better]
+        error[better] = tried_error[better]
         damping = np.clip(damping * np.where(better, 0.3, 5.0)[:, None, None], 1e-12, 1e12)
     return found, costs
 
 
 def jacobian(coefficients: Floats, features: Floats) -> Floats:
-    """The slopes (..., n, 1 + 2 K) of log L by the coefficients (..., 1 + 2 K)."""
+    """Return the slopes (..., n, 1 + 2 K) of log L by the coefficients (..., 1 + 2 K)."""
     terms = log_terms(coefficients, features)
     shares = np.exp(terms - np.logaddexp.reduce(terms, axis=-1, keepdims=True))
     found = np.empty((*shares.shape[:-1], coefficients.shape[-1]))
-    found[..., 0], found[..., 1::2] = shares[..., 0], shares[..., 1:]
+    found[..., 0] = shares[..., 0]
+    found[..., 1::2] = shares[..., 1:]
     found[..., 2::2] = -shares[..., 1:] * features
     return found

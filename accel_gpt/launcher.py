@@ -1,4 +1,4 @@
-"""What launchers tell this process, and the start of this package as a child process.
+"""Read the variables that launchers set, and start this package as a child process.
 
 `accelerate launch`, `torchrun` and `srun` put variables into the environment of each process.
 """
@@ -48,31 +48,34 @@ except ChildFailedError as error:
 
 
 def rank() -> int:
-    """The rank of this process over all machines."""
+    """Return the rank of this process over all machines."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """The rank of this process on its machine."""
+    """Return the rank of this process on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_world_size() -> int:
-    """The number of processes on this machine."""
+    """Return the number of processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def shared_cores() -> int:
-    """Cores that this process may use, divided by the number of ranks on the machine.
+    """Return the cores that this process may use, divided by the ranks on the machine.
 
-    `accelerate launch` and `torchrun` set OMP_NUM_THREADS=1; a trainer wants them all.
+    `accelerate launch` and `torchrun` set OMP_NUM_THREADS=1; a trainer wants all cores.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // local_world_size())
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, cores // local_world_size())
 
 
 def requested_threads() -> int | None:
-    """The threads that the user asks for with OMP_NUM_THREADS; None for none, and not a number.
+    """Return the threads that the user requests with OMP_NUM_THREADS; None without a number.
 
     A launcher sets the variable itself if the user does not. torchrun, and `accelerate launch` with
     GPUs, set 1. `accelerate launch` on a CPU sets 1, or the physical cores divided by the
@@ -81,37 +84,34 @@ def requested_threads() -> int | None:
     match = re.match(r"\s*([1-9][0-9]{0,3})\s*(,|$)", os.environ.get("OMP_NUM_THREADS", ""))
     if match is None:
         return None
-    threads = int(match[1])  # of the outer parallel regions, where the variable is a list
-    if not started_by_launcher():
-        return threads
-    return None if threads in (1, threads_of_accelerate()) else threads
+    threads = int(match[1])  # of the outer parallel regions, if the variable is a list
+    if started_by_launcher() and threads in (1, threads_of_accelerate()):
+        return None
+    return threads
 
 
 def threads_of_accelerate() -> int:
-    """The threads that `accelerate launch` sets for a process on a CPU."""
+    """Return the threads that `accelerate launch` sets for a process on a CPU."""
     import psutil
 
     return int((psutil.cpu_count(logical=False) or 1) / local_world_size())
 
 
 def starts_on_gpus() -> bool:
-    """Whether `accelerate launch` started this process as one on a GPU; torchrun does not say.
+    """Return whether `accelerate launch` started this process as one on a GPU.
 
-    Of one process without a precision this is not known: accelerate_config.yaml, which suits a CPU
-    too, starts the same.
+    torchrun does not say. One process without a precision does not count: accelerate_config.yaml,
+    which suits a CPU too, starts the same.
     """
-    environment = os.environ
-    return (
-        "TORCHELASTIC_RUN_ID" in environment
-        and "ACCELERATE_MIXED_PRECISION" in environment
-        and (world_size() > 1 or launcher_precision() != "no")
-    )
+    if "TORCHELASTIC_RUN_ID" not in os.environ or "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return False
+    return world_size() > 1 or launcher_precision() != "no"
 
 
 def world_size() -> int:
-    """The number of processes over all machines.
+    """Return the number of processes over all machines.
 
-    Raises `UserError` where the launcher does not say how they connect: each would train alone.
+    Raises `UserError` if the launcher does not say how they connect: each would train alone.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -125,22 +125,22 @@ def world_size() -> int:
 
 
 def main_address() -> str:
-    """The address of rank 0, where all ranks meet."""
+    """Return the address of rank 0, where all ranks meet."""
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def is_main() -> bool:
-    """Whether this is rank 0; known before the process group exists."""
+    """Return whether this is rank 0; known before the process group exists."""
     return rank() == 0
 
 
 def launcher_precision() -> str:
-    """The precision that `accelerate launch` asks for: no, bf16, fp16 or fp8."""
+    """Return the precision that `accelerate launch` asks for: no, bf16, fp16 or fp8."""
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
 def started_by_launcher() -> bool:
-    """Whether `accelerate launch` or `torchrun` started this process."""
+    """Return whether `accelerate launch` or `torchrun` started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
@@ -226,8 +226,9 @@ def run_child(
     environment: Mapping[str, str] | None = None,
     capture: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a child as `launch_child` starts it and wait for its end; kill it if the wait is
-    interrupted.
+    """Run a child as `launch_child` starts it, and wait for its end.
+
+    Kills the child if the wait is interrupted.
     """
     output = subprocess.PIPE if capture else None
     child = launch_child(argv, module=module, environment=environment, stdout=output, stderr=output)

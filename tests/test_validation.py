@@ -32,7 +32,7 @@ from accel_gpt.evals.validation import (
     eval_sequences,
     evaluate_source,
     evaluate_splits,
-    weighted,
+    weighted_mean,
 )
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.prepare import prepare
@@ -182,7 +182,7 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer_does_to_it(
 
 def test_sources_share_the_mean_and_its_error() -> None:
     parts = [Score(20.0, 10, 40, 0.3), Score(8.0, 8, 16, 0.4)]
-    both = weighted(parts, [0.5, 0.5])
+    both = weighted_mean(parts, [0.5, 0.5])
     assert both.loss == pytest.approx(1.5)
     assert both.loss_se == pytest.approx(0.25)
     assert both.bits_per_byte == pytest.approx(1.5 / math.log(2) / 3)

@@ -1,4 +1,4 @@
-"""Text written by the model: at which steps, from which prompts, with a generator of its own."""
+"""Write text with the model: at which steps, from which prompts, with a separate generator."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -23,14 +23,19 @@ OVERLAP = 16  # tokens decoded along with a new one; assumption: no decoder look
 
 
 def samples_due(config: SampleConfig, step: int, last: bool) -> bool:
-    """Whether samples are due at a completed step; unless disabled, at the last one, too.
+    """Return whether samples are due at a completed step; unless disabled, at the last one, too.
 
     A pure function, so there is no state to save: the i-th interval is `every * growth**i` steps,
     rounded.
     """
-    if not config.every or last or config.growth == 1:
-        return bool(config.every) and (last or step % config.every == 0)
-    due, interval = config.every, float(config.every)
+    if not config.every:
+        return False
+    if last:
+        return True
+    if config.growth == 1:
+        return step % config.every == 0
+    due = config.every
+    interval = float(config.every)
     while due < step:
         interval *= config.growth
         due += round(interval)
@@ -38,9 +43,9 @@ def samples_due(config: SampleConfig, step: int, last: bool) -> bool:
 
 
 def prompt_ids(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Token ids of a prompt; an empty one is the start of a document.
+    """Return the token ids of a prompt; an empty prompt is the start of a document.
 
-    Without an end-of-text token that is a new line, or token 0 where the text has none. Raises
+    Without an end-of-text token that is a new line, or token 0 if the text has none. Raises
     `UserError` for a character that the tokenizer does not know, and for an id beyond the model's
     `vocab_size`.
     """
@@ -74,9 +79,10 @@ def check_prompts(
 def warn_cut(
     prompt: str, tokenizer: Tokenizer, block_size: int, warn: Callable[[str], None]
 ) -> None:
-    """Warn about a prompt longer than the context, of which the model sees the end alone."""
+    """Warn about a prompt longer than the context: the model sees only its end."""
     length = len(prompt_ids(prompt, tokenizer, tokenizer.vocab_size))
-    if cut := context_start(length, block_size):
+    cut = context_start(length, block_size)
+    if cut:
         quoted = prompt if len(prompt) <= QUOTED else f"{prompt[:QUOTED]}..."
         warn(
             f"the prompt {quoted!r} has {length:,} tokens, model.block_size is {block_size:,}: "
@@ -85,7 +91,7 @@ def warn_cut(
 
 
 class Continuation:
-    """What a model writes after a prompt, as it grows token by token."""
+    """The text that a model writes after a prompt, as it grows token by token."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self.tokenizer = tokenizer
@@ -217,13 +223,14 @@ def sample(
     step: int,
     beat: Beat = no_beat,
 ) -> str:
-    """Samples of all ranks as one text; a collective.
+    """Generate samples on all ranks and return them as one text; a collective.
 
     Each rank and prompt has its own seed: the length of one text does not change the others. Under
     FSDP all ranks generate until the texts of all have ended, as each forward pass all-gathers
     weights. `beat` is called `max_new_tokens` times for each prompt, however early its texts end.
     """
-    done, generator = all_ended, torch.Generator(accelerator.device)
+    generator = torch.Generator(accelerator.device)
+    done = all_ended
     if accelerator.distributed_type == DistributedType.FSDP:
 
         def done(ended: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Loss over fixed tokens of a split: the same ones every time, at any number of ranks.
+"""Compute the loss over fixed tokens of a split: the same tokens at any number of ranks.
 
 Shapes: B batch, T tokens, S sequences evaluated.
 """
@@ -31,7 +31,7 @@ Beat = Callable[[int, int], object]
 
 
 def no_beat(done: int, total: int) -> None:
-    """Where nobody waits for a sign of life."""
+    """Do nothing, if nobody waits for a sign of life."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,19 @@ class Score:
 
     @property
     def loss(self) -> float:
-        """Mean over targets, in nats per token."""
+        """Return the mean over targets, in nats per token."""
         return self.loss_sum / self.tokens
 
     @property
     def bits_per_byte(self) -> float:
-        """Total bits over the UTF-8 bytes of the targets: comparable over tokenizers.
+        """Return the bits over the UTF-8 bytes of the targets: comparable over tokenizers.
 
-        NaN where the bytes are not known.
+        NaN if the bytes are not known.
         """
         return self.loss_sum / math.log(2) / (self.bytes or math.nan)
 
     def metrics(self, split: str, source: str | None = None) -> dict[str, float]:
-        """The eval/ metrics of a split, or of one named source of it, without those not known."""
+        """Return the known eval/ metrics of a split, or of one named source of it."""
         known = {"loss": self.loss}
         if not math.isnan(self.loss_se):
             known["loss_se"] = self.loss_se
@@ -68,7 +68,8 @@ class Score:
             known["bits_per_byte"] = self.bits_per_byte
         if source is None and not math.isnan(self.bits_per_byte_se):
             known["bits_per_byte_se"] = self.bits_per_byte_se
-        return {f"eval/{split}_{k}" + (f"/{source}" if source else ""): v for k, v in known.items()}
+        suffix = f"/{source}" if source else ""
+        return {f"eval/{split}_{name}{suffix}": value for name, value in known.items()}
 
 
 def evaluate_splits(
@@ -78,25 +79,35 @@ def evaluate_splits(
     batch_size: int,
     beat: Beat = no_beat,
 ) -> dict[str, float]:
-    """The eval/ metrics of a record, for both splits; a collective.
+    """Compute the eval/ metrics of a record, for both splits; a collective.
 
     With several sources the means are weighted by their shares; `eval/val_loss/NAME` is the loss of
     one. `batch_size`: sequences per rank and forward pass. `beat` is called with each batch.
     """
     metrics: dict[str, float] = {}
     named: dict[str, float] = {}
-    settings = (accelerator, batch_size, corpus.tokenizer, corpus.document_end, beat)
     for split, sources in corpus.evaluated.items():
-        scores = [evaluate_source(model, source, *settings) for source in sources]
-        metrics |= weighted(scores, [source.share for source in sources]).metrics(split)
-        for source, score in zip(sources, scores, strict=True):
+        scores = []
+        for source in sources:
+            score = evaluate_source(
+                model=model,
+                source=source,
+                accelerator=accelerator,
+                batch_size=batch_size,
+                tokenizer=corpus.tokenizer,
+                document_end=corpus.document_end,
+                beat=beat,
+            )
+            scores.append(score)
             if split == "val" and source.name:
                 named |= score.metrics(split, source.name)
+        mean = weighted_mean(scores, [source.share for source in sources])
+        metrics |= mean.metrics(split)
     return metrics | named
 
 
-def weighted(scores: Sequence[Score], shares: Sequence[float]) -> Score:
-    """The score of an average token, the sources weighted by `shares`."""
+def weighted_mean(scores: Sequence[Score], shares: Sequence[float]) -> Score:
+    """Return the score of an average token, the sources weighted by `shares`."""
     if len(scores) == 1:
         return scores[0]
     each = list(zip(scores, shares, strict=True))
@@ -105,7 +116,11 @@ def weighted(scores: Sequence[Score], shares: Sequence[float]) -> Score:
     # bytes per token vary little within a source: only the errors of the losses count
     error = math.sqrt(sum((share * score.loss_se) ** 2 for score, share in each))
     return Score(
-        loss, 1, bytes_per_token, error, error / math.log(2) / (bytes_per_token or math.nan)
+        loss_sum=loss,
+        tokens=1,
+        bytes=bytes_per_token,
+        loss_se=error,
+        bits_per_byte_se=error / math.log(2) / (bytes_per_token or math.nan),
     )
 
 
@@ -122,7 +137,8 @@ def evaluate_source(
 
     `document_end`: the token at which attention and loss end, None: nowhere.
     """
-    split, block_size = source.split, model.config.block_size
+    split = source.split
+    block_size = model.config.block_size
     token_bytes = np.zeros(model.vocab_size)
     sizes = tokenizer.bytes_within(split)[: model.vocab_size]
     token_bytes[: len(sizes)] = sizes
@@ -136,18 +152,26 @@ def evaluate_source(
         check_tokens(tokens[None], model.vocab_size, lambda _: (file, start))
         return tokens, len(tokens) - 1
 
-    batches: list[Batch] = [
-        (range(first, min(first + batch_size, S)), batch_size, block_size)
-        for first in range(0, S, batch_size)
-    ]
-    table = score_sequences(model, batches, read, accelerator, token_bytes, document_end, beat)
-    nats, count, size = table.sum(axis=0).tolist()
-    if not count:
+    batches: list[Batch] = []
+    for first in range(0, S, batch_size):
+        numbers = range(first, min(first + batch_size, S))
+        batches.append((numbers, batch_size, block_size))
+    table = score_sequences(
+        model=model,
+        batches=batches,
+        read=read,
+        accelerator=accelerator,
+        token_bytes=token_bytes,
+        document_end=document_end,
+        beat=beat,
+    )
+    nats, targets, target_bytes = table.sum(axis=0).tolist()
+    if not targets:
         raise no_targets(split)
     return Score(
-        nats,
-        int(count),
-        size,
+        loss_sum=nats,
+        tokens=int(targets),
+        bytes=target_bytes,
         loss_se=ratio_error(table[:, 0], table[:, 1]),
         bits_per_byte_se=ratio_error(table[:, 0], table[:, 2]) / math.log(2),
     )
@@ -174,7 +198,7 @@ def check_targets(source: EvalSplit, block_size: int, document_end: int | None) 
 
 
 def no_targets(split: Split) -> DataError:
-    """The error for a split whose targets are all ignored."""
+    """Return the error for a split whose targets are all ignored."""
     return DataError(
         f"the {split.name} split of {split.folder} has no token to predict: it holds nothing but "
         "end-of-text; prepare more text, or set data.document_mask to false"
@@ -182,13 +206,13 @@ def no_targets(split: Split) -> DataError:
 
 
 def read_sequence(split: Split, shard: int, start: int, block_size: int) -> Tokens:
-    """The tokens of one evaluated sequence, its inputs and one more: at most block_size + 1."""
+    """Read one evaluated sequence, its inputs and one token more: at most block_size + 1."""
     size = min(block_size, int(split.lengths[shard]) - 1 - start)
     return split.read(shard, start, size + 1)
 
 
 def eval_sequences(split: Split, block_size: int, tokens: int | None) -> npt.NDArray[np.int64]:
-    """Shard and offset (S, 2) of the evaluated sequences, in order, without overlap.
+    """Return shard and offset (S, 2) of the evaluated sequences, in order, without overlap.
 
     All sequences of the split, the shorter last one of each shard included, or as many as fit in
     `tokens`, spread evenly over the split.
@@ -216,23 +240,28 @@ def score_sequences(
     document_end: int | None = None,
     beat: Beat = no_beat,
 ) -> npt.NDArray[np.float64]:
-    """Nats, targets and their bytes (S, 3) of each sequence in `batches`; a collective without
-    random numbers, with the same bits at any number of ranks. All ranks raise what `read` raises on
-    any of them.
+    """Compute nats, targets and their bytes (S, 3) of each sequence in `batches`.
+
+    A collective without random numbers, with the same bits at any number of ranks. All ranks raise
+    an error that `read` raises on any of them.
 
     `read`: the tokens of a sequence, and how many of them, at its end, are targets. `token_bytes`:
     (V,) UTF-8 bytes of each token.
     """
     # whole batches for each rank: a sequence is computed beside the same ones at any world size
-    world, device = accelerator.num_processes, accelerator.device
-    mine = list(batches[accelerator.process_index :: world])
-    rounds = -(-len(batches) // world)
+    world_size = accelerator.num_processes
+    device = accelerator.device
+    mine = list(batches[accelerator.process_index :: world_size])
+    rounds = math.ceil(len(batches) / world_size)
     if accelerator.distributed_type == DistributedType.FSDP:  # all ranks in each forward pass
-        mine += [([], *batches[0][1:])] * (rounds - len(mine))
+        _, B, T = batches[0]
+        empty: Batch = ([], B, T)
+        mine += [empty] * (rounds - len(mine))
     table = np.zeros((sum(len(numbers) for numbers, _, _ in batches), 3))
     # One tensor for all batches. A small tensor kept of each batch lies in memory that the batch
     # frees, and keeps the C library from reusing it: 33 MB a batch of configs/quickstart.yaml.
-    losses, done = torch.zeros(len(table), device=device), 0
+    losses = torch.zeros(len(table), device=device)
+    done = 0  # sequences
     failure: AccelGPTError | None = None
     with evaluating(model):
         for turn in range(rounds):
@@ -240,10 +269,11 @@ def score_sequences(
             if turn == len(mine):  # other ranks have one batch more
                 break
             numbers, B, T = mine[turn]
+            sequences = []
             try:
                 sequences = [read(number) for number in numbers]
             except AccelGPTError as error:  # raised below, when all ranks have made their batches
-                failure, sequences = failure or error, []
+                failure = failure or error
             inputs, targets = collate(sequences, B, T)
             documents = None
             if document_end is not None:
@@ -251,7 +281,7 @@ def score_sequences(
                 documents = documents.to(device)
             loss = model(
                 inputs.to(device), targets.to(device), documents=documents, per_sequence=True
-            )
+            )  # (B,) nats of each sequence
             losses[done : done + len(numbers)] = loss[: len(numbers)]
             done += len(numbers)
             valid = (targets != IGNORE).numpy()
@@ -263,7 +293,7 @@ def score_sequences(
             raise failure
     own = [number for numbers, _, _ in mine for number in numbers]
     table[own, 0] = losses[:done].cpu().double().numpy()
-    if world == 1:  # on the CPU: MPS has no float64
+    if world_size == 1:  # on the CPU: MPS has no float64
         return table
     # each rank has filled rows of its own, and a number plus zeros is that number
     summed: Tensor = accelerator.reduce(torch.from_numpy(table).to(device), "sum")
@@ -273,7 +303,7 @@ def score_sequences(
 def collate(
     sequences: Sequence[tuple[Sequence[int] | npt.NDArray[np.integer], int]], B: int, T: int
 ) -> tuple[Tensor, Tensor]:
-    """`(tokens, targets)`, each (B, T) int64, padded with ignored targets."""
+    """Return `(tokens, targets)`, each (B, T) int64, padded with ignored targets."""
     tokens = np.zeros((B, T), dtype=np.int64)
     targets = np.full((B, T), IGNORE, dtype=np.int64)
     for row, (sequence, count) in enumerate(sequences):
@@ -284,12 +314,13 @@ def collate(
 
 
 def ratio_error(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64]) -> float:
-    """Standard error of sum(above) / sum(below), both (S,), of S sequences drawn from many.
+    """Return the standard error of sum(above) / sum(below), both (S,), of S sequences.
 
     Cochran, Sampling Techniques, 3rd ed. 1977, section 2.11, without the correction for a finite
     population; for sequences of equal size the standard deviation over the root of S.
     """
-    total, S = below.sum(), len(below)
+    total = below.sum()
+    S = len(below)
     if S < 2 or not total:
         return math.nan
     residuals = above - above.sum() / total * below

@@ -37,15 +37,17 @@ class StepGuard:
         self.config = config
         self.window = torch.full((SPIKE_WINDOW,), math.nan, device=device)  # of finite losses
         self.pending: list[tuple[int, int, Tensor]] = []  # step, first sequence, results (4,)
-        self.skipped = self.spikes = 0
+        self.skipped = 0
+        self.spikes = 0
         self.skipped_in_row: list[int] = []  # first sequence of each update since the last good one
         self.train_loss: float | None = None
 
     def check(self, step: int, sequence: int, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """1 where the update `step`, whose batch begins at `sequence`, must be skipped, else 0, ().
+        """Return 1 if the update `step` must be skipped, else 0, ().
 
-        `loss` and `grad_norm` are all-reduced, (). A spike lies `spike_sigma` standard deviations
-        above the mean of the window; before the window is full that mean is NaN, and nothing is.
+        Its batch begins at `sequence`. `loss` and `grad_norm` are all-reduced, (). A spike is a
+        loss `spike_sigma` standard deviations above the mean of the window. Before the window is
+        full that mean is NaN, and nothing is a spike.
         """
         if is_sharded(grad_norm):  # by FSDP
             grad_norm = grad_norm.full_tensor()
@@ -57,28 +59,31 @@ class StepGuard:
             self.window = torch.where(finite, longer, self.window)
         else:
             spike = torch.zeros_like(finite)
-        skip = ~finite | spike if self.config.skip_spikes else ~finite
+        skip = ~finite
+        if self.config.skip_spikes:
+            skip = skip | spike
         results = torch.stack([value.to(loss.dtype) for value in (loss, grad_norm, skip, spike)])
         self.pending.append((step, sequence, results))
         return skip.float()
 
     def flush(self, log: Callable[[str], None]) -> dict[str, float]:
-        """The metrics of the last step; warn of the anomalies since the last flush, and count them.
+        """Return the metrics of the last step; warn of the anomalies since the last flush.
 
-        Waits for the device. Raises `TooManySkippedError` after `train.max_skipped` in a row.
+        Counts them. Waits for the device. Raises `TooManySkippedError` after `train.max_skipped` in
+        a row.
         """
-        results = torch.stack([results for *_, results in self.pending]).tolist()
-        pending, self.pending = self.pending, []
+        rows = torch.stack([results for _, _, results in self.pending]).tolist()
+        steps = [(step, sequence) for step, sequence, _ in self.pending]
+        self.pending = []
         warnings = 0
-        for (step, sequence, _), (loss, grad_norm, skip, spike) in zip(
-            pending, results, strict=True
-        ):
-            if (skip or spike) and (warnings := warnings + 1) <= NAMED:
-                what = "a spike" if spike else "not finite"
+        for (step, sequence), (loss, grad_norm, skip, spike) in zip(steps, rows, strict=True):
+            warnings += int(skip or spike)
+            if (skip or spike) and warnings <= NAMED:
+                anomaly = "a spike" if spike else "not finite"
+                skipped = "; its update was skipped" if skip else ""
                 log(
                     f"WARNING: step {step:,}: loss {loss:.4g}, gradient norm {grad_norm:.4g}: "
-                    f"{what}{'; its update was skipped' if skip else ''} "
-                    f"(sequences from {sequence:,})"
+                    f"{anomaly}{skipped} (sequences from {sequence:,})"
                 )
             self.spikes += int(spike)
             self.skipped += int(skip)
@@ -94,9 +99,9 @@ class StepGuard:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as plain JSON, under the names of `TrainState`."""
+        """Return the state that a checkpoint holds, as JSON, under the names of `TrainState`."""
         return {
-            "losses": [loss for loss in self.window.tolist() if loss == loss],
+            "losses": [loss for loss in self.window.tolist() if not math.isnan(loss)],
             "skipped": self.skipped,
             "skipped_in_row": self.skipped_in_row,
             "spikes": self.spikes,
@@ -107,12 +112,14 @@ class StepGuard:
         """Resume from `state_dict()`; other keys are ignored."""
         losses = [math.nan] * (SPIKE_WINDOW - len(state["losses"])) + state["losses"]
         self.window = torch.tensor(losses, device=self.window.device)
-        self.skipped, self.spikes = state["skipped"], state["spikes"]
-        self.skipped_in_row, self.train_loss = state["skipped_in_row"], state["train_loss"]
+        self.skipped = state["skipped"]
+        self.spikes = state["spikes"]
+        self.skipped_in_row = state["skipped_in_row"]
+        self.train_loss = state["train_loss"]
 
 
 def ranges(starts: list[int], length: int) -> list[list[int]]:
-    """[first, end) of the sequences of batches of `length` that begin at `starts`, ascending."""
+    """Merge batches of `length` sequences that begin at `starts`, ascending, into [first, end)."""
     merged: list[list[int]] = []
     for start in starts:
         if merged and merged[-1][1] == start:
@@ -123,16 +130,16 @@ def ranges(starts: list[int], length: int) -> list[list[int]]:
 
 
 def format_ranges(spans: list[list[int]]) -> str:
-    """`1,024 to 1,055, 2,048 to 2,079`: the first and the last sequence of each range."""
+    """Format the first and the last sequence of ranges: `1,024 to 1,055, 2,048 to 2,079`."""
     named = [f"{first:,} to {end - 1:,}" for first, end in spans[:NAMED]]
     return ", ".join(named) + (", ..." if len(spans) > NAMED else "")
 
 
 def check_weights(model: nn.Module, accelerator: Accelerator, step: int) -> None:
-    """Raise `DivergedError` on all ranks unless all weights are finite, and the same on all ranks
-    where each holds the whole model; a collective.
+    """Raise `DivergedError` on all ranks unless all weights are finite; a collective.
 
-    Called before a save: weights that overflowed in an update of finite norm must not be kept.
+    If each rank holds the whole model, the weights must be the same on all. Called before a save:
+    weights that overflowed in an update of finite norm must not be kept.
     """
     weights = list(model.parameters())
     # after an evaluation FSDP leaves some parameters whole; of the others each rank holds a shard

@@ -1,4 +1,4 @@
-"""TensorBoard beside a run, in a process that ends with it."""
+"""Run TensorBoard beside a run, in a process that ends with it."""
 
 import os
 import re
@@ -65,7 +65,8 @@ class Dashboard:
             for line in lines:
                 text = line.decode("utf-8", "replace").strip()
                 last = text or last
-                if found := re.search(r"TensorBoard \S+ at (http://\S+?)/? ", text):
+                found = re.search(r"TensorBoard \S+ at (http://\S+?)/? ", text)
+                if found:
                     self.log(f"dashboard  {found[1]}")
         if not self.ending:
             self.log(f"WARNING: the dashboard ended ({last}); training goes on without it")

@@ -1,4 +1,4 @@
-"""Warns at the start of a run if its evaluations will take a large share of it."""
+"""Warn at the start of a run if its evaluations will take a large share of it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,38 +8,46 @@ from accel_gpt.cost.flops import FORWARD_SHARE
 from accel_gpt.data.corpus import EvalSplit
 
 LARGE_SHARE = 1 / 5  # of the time between two evaluations
-SHORT_SECONDS, LONG_SECONDS = 30, 600  # never, and always, worth a line
+SHORT_SECONDS = 30  # an evaluation that is never worth a line; assumption
+LONG_SECONDS = 600  # an evaluation that is always worth a line; assumption
 # A first step also warms up caches and kernels, or compiles. On its own it tells the speed only if
 # it takes longer than that by far. Assumptions.
-WARM_UP_SECONDS, COMPILE_SECONDS = 10, 600
+WARM_UP_SECONDS = 10
+FIRST_COMPILED_SECONDS = 600
 
 
 class EvaluationTime:
     """Estimates the seconds of each evaluation from those of a step, once."""
 
     def __init__(self, config: Config, plan: Plan) -> None:
-        self.config, self.plan = config, plan
-        self.tokens = 0
+        self.config = config
+        self.plan = plan
+        self.tokens = 0  # that an evaluation reads, of all splits
         self.estimated = False
 
     def start(self, evaluated: Mapping[str, Sequence[EvalSplit]]) -> None:
         """Count the tokens that each evaluation reads, of all splits."""
-        self.tokens = sum(part_tokens(part) for parts in evaluated.values() for part in parts)
+        self.tokens = 0
+        for parts in evaluated.values():
+            self.tokens += sum(evaluated_tokens(part) for part in parts)
 
     def check(self, step_seconds: float, warm: bool, on_cpu: bool) -> str | None:
         """Return a warning if evaluations will take long; None later, and if nothing is known.
 
         `warm`: the first step of this launch is not among the timed ones.
         """
-        slow = WARM_UP_SECONDS if on_cpu and not self.config.train.compile else COMPILE_SECONDS
+        compiles = not on_cpu or self.config.train.compile
+        slow = FIRST_COMPILED_SECONDS if compiles else WARM_UP_SECONDS
         if self.estimated or not (warm or step_seconds > slow):
             return None
         self.estimated = True
         steps = min(self.config.eval.every or self.plan.max_steps, self.plan.max_steps)
         seconds = self.tokens / self.plan.tokens_per_step * FORWARD_SHARE * step_seconds
         share = seconds / (steps * step_seconds)
-        large = seconds > SHORT_SECONDS and share > LARGE_SHARE
-        return self.warning(seconds, steps, share) if large or seconds > LONG_SECONDS else None
+        takes_large_share = seconds > SHORT_SECONDS and share > LARGE_SHARE
+        if takes_large_share or seconds > LONG_SECONDS:
+            return self.warning(seconds, steps, share)
+        return None
 
     def warning(self, seconds: float, steps: int, share: float) -> str:
         """Say how long each evaluation takes, and which options shorten it."""
@@ -50,19 +58,19 @@ class EvaluationTime:
         more = "" if options.hellaswag is None else " without HellaSwag"
         every = f", or raise eval.every ({options.every:,})" if options.every else ""
         return (
-            f"WARNING: each evaluation takes about {about(seconds)}{more}, {times} the time of "
-            f"{between}; lower eval.tokens ({each}){every}"
+            f"WARNING: each evaluation takes about {format_estimate(seconds)}{more}, {times} the "
+            f"time of {between}; lower eval.tokens ({each}){every}"
         )
 
 
-def part_tokens(part: EvalSplit) -> int:
-    """The tokens of a source that are evaluated."""
+def evaluated_tokens(part: EvalSplit) -> int:
+    """Return the number of tokens of a source that are evaluated."""
     whole = int(part.split.lengths.sum())
     return whole if part.tokens is None else min(whole, part.tokens)
 
 
-def about(seconds: float) -> str:
-    """`40 s`, `25 min`, `2.2 hours`, `3.4 days`: no more digits than an estimate has."""
+def format_estimate(seconds: float) -> str:
+    """Format as `40 s`, `25 min`, `2.2 hours`, `3.4 days`: no more digits than an estimate has."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 90 * 60:

@@ -39,7 +39,7 @@ def skip_excluded(loader: Loader, plan: Plan, state: TrainState) -> None:
 def micro_batches(
     loader: Loader, accelerator: Accelerator, plan: Plan, document_end: int | None
 ) -> Iterator[Batch]:
-    """(tokens, targets, documents, weight) of each micro-step; the first three (B, T).
+    """Yield (tokens, targets, documents, weight) of each micro-step; the first three (B, T).
 
     `weight` scales the mean loss of the micro-batch so that the mean over micro-steps and ranks is
     the mean over all target tokens of the global batch: 1 where every sequence has as many. With
@@ -57,7 +57,8 @@ def micro_batches(
         tokens, targets = next(loader)
         targets, documents = separate(tokens, targets, document_end)
         batches.append((tokens, targets, documents, (targets != IGNORE).sum()))
-    total = accelerator.reduce(torch.stack([count for *_, count in batches]).sum(), "sum")
+    counts = torch.stack([count for _, _, _, count in batches])
+    total = accelerator.reduce(counts.sum(), "sum")
     # a mean of whole numbers: the same on any number of ranks
     mean = total / (plan.accumulation_steps * plan.world_size)
     for tokens, targets, documents, count in batches:
@@ -74,12 +75,14 @@ class Gradients:
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, seed: int, dropout: float
     ) -> None:
-        self.accelerator, self.model = accelerator, model
-        self.seed, self.dropout = seed, dropout
+        self.accelerator = accelerator
+        self.model = model
+        self.seed = seed
+        self.dropout = dropout
         self.loss = torch.zeros((), device=accelerator.device)
 
     def micro_step(self, sequence: int) -> AbstractContextManager[None]:
-        """The context of forward and backward pass of the micro-batch that begins at `sequence`."""
+        """Enclose forward and backward pass of the micro-batch that begins at `sequence`."""
         self.seed_dropout(sequence)
         context: AbstractContextManager[None] = self.accelerator.accumulate(self.model)
         return context
@@ -97,18 +100,23 @@ class Gradients:
         self.loss += loss.detach()
 
     def finish(self) -> Tensor:
-        """Leave the gradient, averaged over micro-steps and ranks, in `grad`. Returns the mean loss
-        over both, ().
+        """Leave the gradient, averaged over micro-steps and ranks, in `grad`.
+
+        Returns the mean loss over both, ().
         """
         loss: Tensor = self.loss / self.accelerator.gradient_accumulation_steps
         self.loss.zero_()
-        return self.accelerator.reduce(loss, "mean") if self.accelerator.num_processes > 1 else loss
+        if self.accelerator.num_processes > 1:
+            loss = self.accelerator.reduce(loss, "mean")
+        return loss
 
     def clip(self, limit: float) -> Tensor:
-        """Clip the global gradient norm to `limit` (0: no clipping). Returns the norm before
-        clipping, reduced over all ranks, ().
+        """Clip the global gradient norm to `limit` (0: no clipping).
+
+        Returns the norm before clipping, reduced over all ranks, ().
         """
-        accelerator, parameters = self.accelerator, self.model.parameters()
+        accelerator = self.accelerator
+        parameters = self.model.parameters()
         limit = limit or float("inf")
         if accelerator.distributed_type != DistributedType.NO:
             norm: Tensor = accelerator.clip_grad_norm_(parameters, limit)
@@ -145,7 +153,7 @@ class ExactGradients(Gradients):
 
     @contextmanager
     def micro_step(self, sequence: int) -> Iterator[None]:
-        """As above; DistributedDataParallel all-reduces nothing."""
+        """Enclose a micro-batch as `Gradients`; DistributedDataParallel all-reduces nothing."""
         self.seed_dropout(sequence)
         with self.accelerator.accumulate(), self.accelerator.no_sync(self.model):
             yield
@@ -160,7 +168,7 @@ class ExactGradients(Gradients):
                 parameter.grad = None
 
     def finish(self) -> Tensor:
-        """All-reduce the sums; the rest as above."""
+        """All-reduce the sums and round them into `grad`; returns the mean loss, ()."""
         world = self.accelerator.num_processes
         if world > 1:
             dist.all_reduce(self.sums)
@@ -174,6 +182,8 @@ class ExactGradients(Gradients):
 
 
 def make_gradients(config: Config, accelerator: Accelerator, model: nn.Module) -> Gradients:
-    """The gradients of `model`, as Accelerate wrapped it: exact with `train.reproducible`."""
+    """Make the gradients of `model`, as Accelerate wrapped it: exact with `train.reproducible`."""
     kind = ExactGradients if config.train.reproducible else Gradients
-    return kind(accelerator, model, config.seed, config.model.dropout)
+    return kind(
+        accelerator=accelerator, model=model, seed=config.seed, dropout=config.model.dropout
+    )

@@ -1,4 +1,4 @@
-"""The machine and the code of a run, as run.json records them and as all ranks must share them."""
+"""Describe the machine and the code of a run: for run.json, and to compare the ranks."""
 
 import contextlib
 import hashlib
@@ -25,7 +25,7 @@ PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "t
 
 
 def device_name(device: torch.device) -> str:
-    """The product name of the device."""
+    """Return the product name of the device."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     if device.type != "cpu":
@@ -34,11 +34,12 @@ def device_name(device: torch.device) -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or "CPU"
-    return next((v.partition(":")[2].strip() for v in lines if v.startswith("model name")), "CPU")
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "CPU"
 
 
 def memory_gb(device: torch.device) -> float:
-    """Peak memory of the device's allocator since the start, or of this process on a CPU; 1e9 B."""
+    """Return the peak memory in 1e9 bytes: of the device's allocator, on a CPU of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
@@ -46,7 +47,7 @@ def memory_gb(device: torch.device) -> float:
 
 
 def describe_machine(accelerator: Accelerator) -> dict[str, Any]:
-    """Versions, commit and hardware, as JSON."""
+    """Return versions, commit and hardware, as JSON."""
     return {
         "versions": {"python": platform.python_version(), **package_versions()},
         "commit": commit(),
@@ -59,16 +60,21 @@ def describe_machine(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def code_versions() -> dict[str, str]:
-    """Versions of Python and `PACKAGES`, and the commit where it is known."""
-    found = {"python": platform.python_version(), **package_versions()}
-    return found | ({"commit": known} if (known := commit()) else {})
+    """Return the versions of Python and `PACKAGES`, and the commit if it is known."""
+    versions = {"python": platform.python_version(), **package_versions()}
+    revision = commit()
+    if revision:
+        versions["commit"] = revision
+    return versions
 
 
 def rank_identity(config: Config) -> dict[str, Any]:
-    """What must be the same on all ranks: the options that are not `per_machine`, the code of this
-    package, and versions. The content of the data is compared when it is open.
+    """Return values that must be the same on all ranks: options, code and versions.
+
+    Options that are `per_machine` may differ. The content of the data is compared when it is open.
     """
-    package, code = Path(__file__).resolve().parents[1], hashlib.sha256()
+    package = Path(__file__).resolve().parents[1]
+    code = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         if file.is_file():  # no dangling link of an editor
             code.update(str(file.relative_to(package)).encode() + file.read_bytes())
@@ -85,7 +91,7 @@ def rank_identity(config: Config) -> dict[str, Any]:
 
 @cache
 def package_versions() -> Mapping[str, str]:
-    """Installed versions of `PACKAGES`."""
+    """Return the installed versions of `PACKAGES`."""
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -95,7 +101,10 @@ def package_versions() -> Mapping[str, str]:
 
 @cache
 def commit() -> str | None:
-    """The commit of this package's source, `-dirty` added if changed; None outside a checkout."""
+    """Return the commit of this package's source, with `-dirty` if changed.
+
+    None outside a checkout.
+    """
     here = Path(__file__).resolve().parents[2]
     if not (here / ".git").exists():
         return None

@@ -25,7 +25,7 @@ BACKENDS = ("gloo", "NCCL", "Connection closed by peer")  # in texts of errors w
 
 
 class RankError(PeerError):
-    """What another rank has raised, and prints; this rank ends with its exit code, in silence."""
+    """The error of another rank, which prints it; this rank ends with its exit code, in silence."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -44,16 +44,22 @@ def all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    own = None
+    failure: tuple[str, int] | None = None
     if error is not None:
-        own = str(error) or type(error).__name__, getattr(error, "exit_code", PeerError.exit_code)
-    for rank, failure in enumerate(all_gather(own, group)):
-        if failure:
-            raise error if error and rank == current_rank(group) else RankError(*failure)
+        exit_code = getattr(error, "exit_code", PeerError.exit_code)
+        failure = (str(error) or type(error).__name__, exit_code)
+    failures = all_gather(failure, group)
+    for rank, first in enumerate(failures):
+        if first is None:
+            continue
+        if error is not None and rank == current_rank(group):
+            raise error
+        text, exit_code = first
+        raise RankError(text, exit_code)
 
 
 def on_main(decide: Callable[[], Any]) -> Any:
-    """What `decide` returns on rank 0, on every rank; also what it raises there. A collective."""
+    """Return on every rank what `decide` returns on rank 0, or raise its error; a collective."""
     decision: Any = None
     with all_ranks():
         if current_rank() == 0:
@@ -62,7 +68,7 @@ def on_main(decide: Callable[[], Any]) -> Any:
 
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """`value` of every rank of `group` (None: all ranks), in their order; a collective."""
+    """Return `value` of every rank of `group` (None: all ranks), in their order; a collective."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -71,21 +77,23 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def current_rank(group: dist.ProcessGroup | None = None) -> int:
-    """The rank of this process in `group` (None: of all ranks)."""
+    """Return the rank of this process in `group` (None: of all ranks)."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def require_same(values: Mapping[str, Any], kind: type[AccelGPTError] = UserError) -> None:
-    """Raise `kind` on rank 0 unless `values` are the same on all ranks, which leave with its exit
-    code; a collective.
+    """Raise `kind` on rank 0 unless `values` are the same on all ranks; a collective.
+
+    The other ranks leave with its exit code.
     """
-    every = all_gather(dict(values))
-    differences = [
-        f"{key} is {every[0].get(key)} on rank 0 and {own.get(key)} on rank {rank}"
-        for rank, own in enumerate(every)
-        for key in every[0] | own
-        if own.get(key) != every[0].get(key)
-    ]
+    main, *others = all_gather(dict(values))
+    differences = []
+    for rank, other in enumerate(others, start=1):
+        for key in main | other:
+            expected = main.get(key)
+            value = other.get(key)
+            if value != expected:
+                differences.append(f"{key} is {expected} on rank 0 and {value} on rank {rank}")
     more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     text = (
         f"the processes of this run differ: {', '.join(differences[:SHOWN])}{more}; start all "
@@ -95,14 +103,17 @@ def require_same(values: Mapping[str, Any], kind: type[AccelGPTError] = UserErro
 
 
 def require_all(ok: bool, message: str, kind: type[AccelGPTError] = UserError) -> None:
-    """Raise `kind(message)` on rank 0 unless `ok`, which is the same on all ranks; the others leave
-    with its exit code.
+    """Raise `kind(message)` on rank 0 unless `ok`, which is the same on all ranks.
+
+    The other ranks leave with its exit code.
     """
     if ok:
         return
-    main = current_rank() == 0
+    is_main = current_rank() == 0
     end_group()
-    raise kind(message) if main else RankError(message, kind.exit_code)
+    if is_main:
+        raise kind(message)
+    raise RankError(message, kind.exit_code)
 
 
 def end_group() -> None:
@@ -112,7 +123,7 @@ def end_group() -> None:
 
 
 def sees_main(folder: Path) -> list[bool]:
-    """Whether each rank finds in its `folder` what rank 0 writes into its own; a collective."""
+    """Return whether each rank finds in its `folder` a file that rank 0 writes; a collective."""
 
     def write() -> str:
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +139,7 @@ def sees_main(folder: Path) -> list[bool]:
 
 
 def appears(path: Path) -> bool:
-    """Whether `path` exists, perhaps a moment later, as a client of NFS remembers a folder."""
+    """Return whether `path` exists, perhaps a moment later: a client of NFS remembers a folder."""
     end = time.monotonic() + APPEARS_SECONDS
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.1)
@@ -139,8 +150,9 @@ def appears(path: Path) -> bool:
 
 @contextmanager
 def peers(processes: int) -> Iterator[None]:
-    """Turn what torch raises when another rank has gone into a `PeerError`; after a `RankError`
-    leave with its exit code, as another rank prints it.
+    """Turn torch's errors about a rank that has gone into a `PeerError`.
+
+    After a `RankError` leave with its exit code, as another rank prints it.
     """
     try:
         yield
@@ -155,7 +167,7 @@ def peers(processes: int) -> Iterator[None]:
 
 
 def lost_peer(text: str) -> PeerError:
-    """The error of a rank whose peer has gone, of which torch said `text`."""
+    """Return the error of a rank whose peer has gone; `text` is torch's message."""
     first = text.strip().partition("\n")[0]
     reason = re.sub(r"^\[[^]]*\] *|\[/[^]]*\] *", "", first).partition(". ")[0]  # no file in C++
     return PeerError(

@@ -24,6 +24,7 @@ from accel_gpt.commands.options import EvaluateCommand, ExportCommand, SampleCom
 from accel_gpt.commands.sample import continue_prompt
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config, sections
+from accel_gpt.console import in_notebook
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import PeerError, UserError, require
 from accel_gpt.hub.load import load_pretrained
@@ -34,7 +35,6 @@ from accel_gpt.report.plots import loss_curves
 from accel_gpt.report.runs import open_runs
 from accel_gpt.train import launch
 from accel_gpt.training.run_folder import RunFolder
-from accel_gpt.training.terminal import in_notebook
 
 if TYPE_CHECKING:
     from pandas import DataFrame

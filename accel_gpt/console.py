@@ -1,4 +1,4 @@
-"""What a process writes to its terminal, and how it ends: one sentence and an exit code."""
+"""Write text, tables and progress to the terminal; end a process with one sentence and a code."""
 
 import contextlib
 import errno
@@ -9,26 +9,39 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from types import FrameType
+from typing import TYPE_CHECKING, Self
 
 from accel_gpt.errors import AccelGPTError, UserError, first_line
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")  # on a CPU; on CUDA
 # of a path that a user gave: not to be opened, too long, below a file
 PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+LINE_SECONDS = 10.0  # between two lines of progress
+BAR_SECONDS = 0.2  # between two drawings of a bar
 SHORTEST_PACE_SECONDS = 1.0  # a time left is estimated from no less; assumption
+
+
+# --------------------------------------------------------------------------- streams
 
 
 def printable(text: str) -> str:
     """Escape control characters in the text of a model: a terminal obeys them."""
-    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def open_closed_streams() -> None:
-    """Let streams that the caller closed, as `2>&-`, lead nowhere: the next file that is opened
-    would get the number of one, and with it what libraries write there.
+    """Redirect standard streams that the caller closed, as `2>&-`, to /dev/null.
+
+    Else the next file that is opened would get the number of one, and with it all that libraries
+    write there.
     """
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -38,7 +51,7 @@ def open_closed_streams() -> None:
 
 
 def write_out(text: str) -> None:
-    """Write to standard output; the control characters of a model not to a terminal."""
+    """Write to standard output; on a terminal, control characters are escaped."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
 
 
@@ -47,46 +60,157 @@ def write_err(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-class ProgressLine:
-    """What is being done, on stderr: a line that is renewed on a terminal; elsewhere a line when
-    10 s have passed without one.
+def can_draw() -> bool:
+    """Return whether standard error is a terminal that moves its cursor and shows UTF-8."""
+    moves_cursor = os.environ.get("TERM") not in ("dumb", "unknown")
+    return sys.stderr.isatty() and moves_cursor and "utf" in str(sys.stderr.encoding).lower()
+
+
+def in_notebook() -> bool:
+    """Return whether a notebook shows the output of this process."""
+    return "ipykernel.zmqshell" in sys.modules
+
+
+# --------------------------------------------------------------------------- progress
+
+
+class Progress:
+    """Shows on standard error how far a task is: a bar on a terminal, elsewhere a line every 10 s.
+
+    `unit`: the plural noun of the counts; `bytes` are shown in MB with their pace. `total` None:
+    not known. `done`: the count at the start. The clock starts at the first count, and anew when
+    the count falls back, as in the next part of a task.
     """
 
-    def __init__(self, terminal: bool | None = None) -> None:
-        self.terminal = sys.stderr.isatty() if terminal is None else terminal
-        self.shown, self.drawn = time.monotonic(), False
-
-    def show(self, text: str) -> None:
-        """Print `text`, unless a line was printed just before."""
-        now = time.monotonic()
-        if now - self.shown >= (0.2 if self.terminal else 10.0):
-            self.shown, self.drawn = now, True
-            sys.stderr.write(f"\r{text}\x1b[K" if self.terminal else f"{text}\n")
-            sys.stderr.flush()
-
-    def clear(self) -> None:
-        """Take the line from the terminal."""
-        if self.terminal and self.drawn:
-            sys.stderr.write("\r\x1b[K")
-        self.shown, self.drawn = time.monotonic(), False
-
-
-class EvaluationProgress:
-    """Says how far an evaluation is, and how long the rest of its batches takes."""
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        task: str,
+        unit: str,
+        total: int | None = None,
+        done: int = 0,
+        active: bool = True,
+    ) -> None:
+        self.task = task
+        self.unit = unit
+        self.total = total
+        self.done = done
+        self.active = active
+        self.drawn = can_draw()
+        self.first = done  # the count at `started`
         self.started = time.monotonic()
+        self.shown = self.started
+        self.bar: Bar | None = None
 
-    def words(self, done: int, total: int) -> str:
-        """Return how far the evaluation is; call before each batch."""
-        if done == 0:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self.bar:
+            with contextlib.suppress(OSError):  # of a terminal that is gone
+                self.bar.stop()
+            self.bar = None
+
+    def advance(self, amount: int) -> None:
+        """Add to the count."""
+        self.update(self.done + amount, self.total)
+
+    def update(self, done: int, total: int | None) -> None:
+        """Set the count and the total; show them if the last time is long enough ago."""
+        self.done = done
+        self.total = total
+        if done <= self.first:
+            self.first = done
             self.started = time.monotonic()
-        text = f"evaluating: batch {done:,} of {total:,}"
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Show the progress, unless it was shown just before."""
+        if not self.active:
+            return
+        now = time.monotonic()
+        if now - self.shown < (BAR_SECONDS if self.drawn else LINE_SECONDS):
+            return
+        self.shown = now
+        with contextlib.suppress(OSError):  # of a log on a full disk, a terminal that is gone
+            if self.drawn:
+                self.draw()
+            else:
+                write_err(self.text())
+                sys.stderr.flush()
+
+    def draw(self) -> None:
+        """Draw the bar."""
+        from rich.console import Console  # rich takes 40 ms
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        if self.bar is None:
+            self.bar = Bar(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                TextColumn("{task.fields[details]}", markup=False),
+                console=Console(stderr=True),
+                auto_refresh=False,  # no thread: `prepare` forks
+                redirect_stdout=sys.stdout.isatty(),  # else it would leave its file
+                transient=True,
+            )
+            self.bar.add_task("", details="")
+            self.bar.start()
+        self.bar.update(
+            self.bar.task_ids[0],
+            description=self.task,
+            total=self.total,
+            completed=self.done,
+            details=self.details(),
+        )
+        self.bar.refresh()
+
+    def text(self) -> str:
+        """Return the progress as a line: `tokenizing: 12.0 of 40.0 MB, 2.0 MB/s, left 0:00:14`."""
+        return f"{self.task}: {self.details()}"
+
+    def details(self) -> str:
+        """Return the counts, the pace of bytes and the time left, or spent if no total is known."""
         spent = time.monotonic() - self.started
-        if done == 0 or spent < SHORTEST_PACE_SECONDS:
-            return text
-        left = round(spent / done * (total - done))
-        return f"{text}, left {timedelta(seconds=left)}"
+        pace = (self.done - self.first) / max(spent, SHORTEST_PACE_SECONDS)  # per second
+        if self.unit == "bytes":
+            total = "" if self.total is None else f" of {self.total / 1e6:,.1f}"
+            counts = f"{self.done / 1e6:,.1f}{total} MB, {pace / 1e6:,.1f} MB/s"
+        else:
+            total = "" if self.total is None else f" of {self.total:,}"
+            counts = f"{self.done:,}{total} {self.unit}"
+        if self.total is None:
+            return f"{counts}, {timedelta(seconds=int(spent))}"
+        if pace == 0 or spent < SHORTEST_PACE_SECONDS:
+            return counts
+        left = max(self.total - self.done, 0) / pace
+        return f"{counts}, left {timedelta(seconds=round(left))}"
+
+
+@contextlib.contextmanager
+def ticking(progress: Progress, seconds: float = 1.0) -> Iterator[None]:
+    """Refresh `progress` from a thread, while a library works that reports nothing."""
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(seconds):
+            progress.refresh()
+
+    thread = threading.Thread(target=tick, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        progress.close()
+
+
+# --------------------------------------------------------------------------- tables and numbers
 
 
 def table(rows: Sequence[Sequence[str]], *columns: str, gap: int = 2) -> str:
@@ -94,18 +218,18 @@ def table(rows: Sequence[Sequence[str]], *columns: str, gap: int = 2) -> str:
 
     Each of `columns` is `<` or `>`, its alignment, and a minimum width: `<12`.
     """
-    widths = [
-        max(int(column[1:] or 0), *(len(row[i]) for row in rows if row))
-        for i, column in enumerate(columns)
-    ]
-    specs = [f"{column[0]}{width}" for column, width in zip(columns, widths, strict=True)]
-    lines = (
-        (" " * gap).join(f"{cell:{spec}}" for cell, spec in zip(row, specs, strict=True)).rstrip()
-        if row
-        else ""
-        for row in rows
-    )
-    return "".join(f"{line}\n" for line in lines)
+    specs = []
+    for number, column in enumerate(columns):
+        width = int(column[1:] or 0)
+        for row in rows:
+            if row:
+                width = max(width, len(row[number]))
+        specs.append(f"{column[0]}{width}")
+    text = ""
+    for row in rows:
+        cells = [f"{cell:{spec}}" for cell, spec in zip(row, specs, strict=bool(row))]
+        text += (" " * gap).join(cells).rstrip() + "\n"
+    return text
 
 
 def format_hours(hours: float) -> str:
@@ -120,52 +244,64 @@ def format_hours(hours: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
+# --------------------------------------------------------------------------- the end of a process
+
+
 def exit_on_sigterm() -> None:
     """Let SIGTERM end this process as an error does, so that temporary files are removed."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        signal.signal(signal.SIGTERM, leave)
 
 
 def note_failure(text: str) -> None:
-    """Give torch's launcher the reason for which this process ends: it prints that of the earliest
-    failure last, below its own traceback.
+    """Give torch's launcher the reason why this process ends.
+
+    The launcher prints the reason of the earliest failure last, below its own traceback.
     """
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
         before_others = int(time.time()) - 1  # the launcher dates in seconds those without a reason
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
             json.dump({"message": text, "timestamp": before_others}, file)
 
 
 def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """The exit code of `main(argv)`; a user's mistake, a full disk, or a path that cannot be opened
-    becomes one sentence on stderr.
+    """Run `main(argv)` and return its exit code.
+
+    A user's mistake, a full disk, or a path that cannot be opened becomes one sentence on stderr.
     """
     rank = os.environ.get("RANK", "0")
     open_closed_streams()
     try:
         return main(argv)
     except AccelGPTError as error:
-        sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {error}\n")
+        process = "" if rank == "0" else f"[process {rank}] "
+        write_err(f"{process}error: {error}")
         note_failure(f"error: {error}")
         return error.exit_code
     except (MemoryError, RuntimeError) as error:  # torch raises the second where malloc fails
         if isinstance(error, RuntimeError) and not OUT_OF_MEMORY.search(str(error)):
             raise
-        sys.stderr.write(
+        write_err(
             f"error: out of memory ({first_line(error)[-120:]}); lower the model's "
-            "size, train.micro_batch_size or sample.num: accel-gpt plan shows what they take\n"
+            "size, train.micro_batch_size or sample.num: accel-gpt plan shows what they take"
         )
         return UserError.exit_code
-    except BrokenPipeError:  # whoever read our output has enough, as `| head`
+    except BrokenPipeError:  # the reader of our output has enough, as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not full and error.errno not in PATH_ERRORS:
+        if error.errno in NO_ROOM:
+            write_err(f"error: {error}; make room and launch again")
+        elif error.errno in PATH_ERRORS:
+            write_err(f"error: {error}")
+        else:
             raise
-        advice = "; make room and launch again" if full else ""
-        sys.stderr.write(f"error: {error}{advice}\n")
         return UserError.exit_code
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        write_err("interrupted")
         return 130

@@ -60,7 +60,7 @@ from accel_gpt.training.stopping import (
     die_with_launcher,
     finish_uploads,
 )
-from accel_gpt.training.terminal import Display, last_words
+from accel_gpt.training.terminal import Display, summarize_run
 from accel_gpt.training.uploader import Uploader, open_uploaders
 
 # Data that can be hashed in this time, about 1 GB, is verified before the first step. A short run
@@ -141,19 +141,19 @@ def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[
             run.reporter.profiling(),
             contextlib.closing(run.verifier),
         ):
-            run.reporter.beat = watchdog.beat
+            run.reporter.watchdog = watchdog
             stop.starting = False
             stopping = complete_step(run, stop)
             while run.state.step < plan.last_step and not stopping:
                 stopping = make_step(run, stop)
-                run.reporter.completed(run.state.step)
+                run.reporter.step_completed(run.state.step)
             run.loader.close()
             run.writer.wait()
         stop.saved = stopping
-        run.reporter.write(run.reporter.trackers.finish)
+        run.reporter.finish()
         stopping |= finish_uploads(run.uploaders, accelerator, stop, stopping)
     stop.ignore()
-    display.log(last_words(config, plan, run.state, stop.received if stopping else None))
+    display.log(summarize_run(config, plan, run.state, stop.received if stopping else None))
     return PREEMPTED if stopping else 0
 
 
@@ -223,7 +223,7 @@ def set_up(
         verifier=verifier,
     )
     seek(run)
-    reporter.launch(run.corpus, state)
+    reporter.start(run.corpus, state)
     with all_ranks():
         verifier.check(wait_seconds=VERIFY_FIRST_SECONDS)
     model.train()  # evaluation and sampling leave the mode as they found it
@@ -294,7 +294,7 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     reporter = run.reporter
     # altered data makes a save due, in which all ranks learn of it, and save nothing
     retrying = run.writer.retry_is_due() or run.verifier.error is not None
-    stopping, retrying = stop.agreed(retrying, run.writer.seconds)
+    stopping, retrying = stop.agree_to_stop(retrying, run.writer.seconds)
     last = state.step == run.plan.last_step
     stopping = stopping and not last
     logging = last or state.step == 1 or state.step % config.log.every == 0
@@ -380,7 +380,7 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
 
     def beat(done: int, total: int) -> None:
         fault_point("evaluation")
-        run.reporter.evaluated(done, total)
+        run.reporter.batch_evaluated(done, total)
         stop.check(run.writer.seconds)
 
     record: Record = {}
@@ -411,7 +411,7 @@ def write_samples(run: Training, stop: StopSignal) -> None:
         step=run.state.step,
         beat=beat,
     )
-    run.reporter.samples(run.state.step, text)
+    run.reporter.write_samples(run.state.step, text)
 
 
 def save(run: Training, last: bool) -> None:

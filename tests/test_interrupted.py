@@ -124,7 +124,7 @@ def test_a_time_limit_ends_an_evaluation_that_does_not_fit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def end_of_time() -> None:
-        monkeypatch.setattr(StopSignal, "out_of_time", lambda *_: True)
+        monkeypatch.setattr(StopSignal, "is_out_of_time", lambda *_: True)
 
     calls = call_before(monkeypatch, validation, "collate", 2, end_of_time)
     assert launch(small_run("--train.time_limit", "1h")) == 75

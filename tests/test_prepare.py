@@ -27,7 +27,6 @@ from accel_gpt.files import lock
 from accel_gpt.prepare import prepare as room
 from accel_gpt.prepare import workers
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.prepare.progress import Progress
 from accel_gpt.prepare.recipe import recorded_path
 from tests.conftest import run_here
 
@@ -275,37 +274,6 @@ def test_no_worker_outlives_its_parent_with_the_lock(tmp_path: Path) -> None:
     start = time.monotonic()
     with lock(path):
         assert time.monotonic() - start < 30
-
-
-# --------------------------------------------------------------------------- progress
-
-
-def test_progress_is_plain_lines_at_most_every_five_seconds(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = iter([100.0, 101.0, 106.0, 107.0, 112.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    with Progress("tokenizing", 40_000_000) as progress:
-        for _ in range(4):
-            progress.add(6_000_000)
-    assert capsys.readouterr().err.splitlines() == [
-        "tokenizing: 12.0 of 40.0 MB, 2.0 MB/s, 14 s left",
-        "tokenizing: 24.0 of 40.0 MB, 2.0 MB/s, 8 s left",
-    ]
-
-
-def test_progress_is_a_bar_on_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    for total in (2_000_000, None):
-        with Progress("tokenizing", total) as progress:
-            progress.add(1_000_000)
-            time.sleep(0.11)
-            progress.add(1_000_000)
-        assert "2.0" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------- splits

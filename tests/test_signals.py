@@ -67,19 +67,19 @@ def test_time_limit_leaves_room_for_a_step_with_margin_and_a_save() -> None:
     now = time.monotonic
     stop = StopSignal(time_limit=1000.0, started=now() - 500)
     # a long start and a first step that compiles: no measure for the others
-    assert stop.agreed() == (False, False)
+    assert stop.agree_to_stop() == (False, False)
     stop.last_check = now() - 10
-    assert stop.agreed(other=True) == (False, True)
+    assert stop.agree_to_stop(other=True) == (False, True)
     stop.started, stop.last_check = now() - 925, now() - 5
-    assert stop.agreed(save_seconds=10.0) == (False, False)  # 925 + 2 (10 + 10) + 20
+    assert stop.agree_to_stop(save_seconds=10.0) == (False, False)  # 925 + 2 (10 + 10) + 20
     stop.started = now() - 945
-    assert stop.agreed(save_seconds=10.0) == (True, False)
+    assert stop.agree_to_stop(save_seconds=10.0) == (True, False)
     assert stop.received == "train.time_limit"
 
 
 def test_without_a_limit_time_is_no_reason() -> None:
     stop = StopSignal(started=-1e9)
-    assert stop.agreed() == (False, False)
+    assert stop.agree_to_stop() == (False, False)
     assert stop.received is None
 
 

@@ -6,7 +6,7 @@ import signal
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,12 +17,11 @@ from rich.console import Console
 from accel_gpt.config.experiment import CheckpointConfig, Config, EvalConfig, LogConfig, TrainConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.plan import make_plan
-from accel_gpt.console import ProgressLine
-from accel_gpt.prepare.bpe import train_bpe
+from accel_gpt.console import Progress, ticking
 from accel_gpt.training.panel import Panel, draw, means
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import SAME_PRESS_SECONDS
-from accel_gpt.training.terminal import Display, last_words
+from accel_gpt.training.terminal import Display, summarize_run
 from tests.terminals import Terminal, in_python
 
 Arguments = Callable[..., list[str]]
@@ -151,7 +150,7 @@ def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     config, panel = make()
     with Display(True, config, panel.plan) as display:
         display.show({"step": 4, "tokens": 400, "train/loss": 2.0}, 75.0)
-        display.advance(5)
+        display.show_step(5)
         display.resume(3, [1.0])
     assert capsys.readouterr().err == "step 4/20 | loss 2.0000 | left 0:01:15\n"
 
@@ -298,44 +297,79 @@ with display:
     assert shell.written.rindex(SHOWN) > shell.written.rindex(HIDDEN)
 
 
-def test_progress_is_a_line_every_ten_seconds_and_one_renewed_on_a_terminal(
+def test_progress_is_a_line_every_ten_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    plain, drawn = ProgressLine(terminal=False), ProgressLine(terminal=True)
-    for now in (101.0, 109.0, 111.0, 112.0, 122.0):
-        plain.show(f"at {now:.0f}")
-    plain.clear()
-    assert capsys.readouterr().err == "at 111\nat 122\n"
-    drawn.show("first")
-    drawn.show("too soon")
-    drawn.clear()
-    assert capsys.readouterr().err == "\rfirst\x1b[K\r\x1b[K"
+    with Progress("tokenizing", "bytes", total=80_000_000, done=2_000_000) as progress:
+        for now in (101.0, 109.0, 111.0, 112.0, 122.0):  # noqa: B007 - `monotonic` returns it
+            progress.advance(4_000_000)
+    assert capsys.readouterr().err.splitlines() == [
+        "tokenizing: 14.0 of 80.0 MB, 1.1 MB/s, left 0:01:01",
+        "tokenizing: 22.0 of 80.0 MB, 0.9 MB/s, left 0:01:04",
+    ]
+    quiet = Progress("tokenizing", "bytes", active=False)
+    now = 200.0
+    quiet.advance(4_000_000)
+    assert capsys.readouterr().err == ""
 
 
-def test_the_training_of_a_bpe_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[str] = []
-    monkeypatch.setattr(ProgressLine, "show", lambda _, text: shown.append(text))
-    monkeypatch.setattr("accel_gpt.prepare.progress.TICK", 0.01)
+@pytest.mark.parametrize("total", ["4_000_000", "None"])
+def test_progress_is_a_bar_on_a_terminal(total: str) -> None:
+    play = f"""
+import time
+from accel_gpt.console import Progress
+with Progress("tokenizing", "bytes", total={total}) as progress:
+    for _ in range(3):
+        time.sleep(0.25)
+        progress.advance(1_000_000)
+    print("a line of another")
+print("the end")
+"""
+    with Terminal(in_python(play)) as shell:
+        assert shell.finish() == 0
+        lines = shell.lines()
+        assert not shell.screen().cursor.hidden
+    assert b"tokenizing" in shell.written
+    assert "━".encode() in shell.written
+    assert b"3.0" in shell.written
+    assert lines == ["a line of another", "the end"]  # the bar is gone
 
-    def texts() -> Iterator[str]:
-        yield "ab " * 500_000
-        while not shown:
+
+def test_a_library_that_reports_nothing_is_ticking(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_gpt.console.LINE_SECONDS", 0.01)
+    progress = Progress("training the bpe", "characters")
+    shown = ""
+    with ticking(progress, seconds=0.02):
+        progress.done = 1_234
+        end = time.monotonic() + 20
+        while not shown and time.monotonic() < end:
             time.sleep(0.01)
+            shown = capsys.readouterr().err
+    assert shown.startswith("training the bpe: 1,234 characters, 0:00:00\n")
 
-    train_bpe(texts(), 257)
-    assert re.fullmatch(r"training the bpe on [01].\d million characters, 0 s", shown[0])
 
-
-def test_an_evaluation_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     config, panel = make()
-    panel.doing = "evaluating: batch 3 of 64"
-    assert "evaluating: batch 3 of 64   evaluation in" in "\n".join(drawn(panel, 100))
+    panel.doing = "evaluating: 3 of 64 batches"
+    assert "evaluating: 3 of 64 batches   evaluation in" in "\n".join(drawn(panel, 100))
     display = Display(True, config, make_plan(config, 1))
-    display.line.shown -= 11
-    display.evaluated(3, 64)
-    assert capsys.readouterr().err == "evaluating: batch 3 of 64\n"
+    display.show_evaluation(0, 64)
+    now = 111.0
+    display.show_evaluation(3, 64)
+    assert capsys.readouterr().err == "evaluating: 3 of 64 batches, left 0:03:44\n"
+    display.show_step(4)  # an evaluation that takes less than 10 s is not shown
+    display.show_evaluation(0, 64)
+    now = 120.0
+    display.show_evaluation(60, 64)
+    assert capsys.readouterr().err == ""
 
 
 def test_an_evaluation_tells_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,16 +380,16 @@ def test_an_evaluation_tells_the_time_left(monkeypatch: pytest.MonkeyPatch) -> N
     display.panel = panel
 
     def shown(done: int, total: int) -> str:
-        display.evaluated(done, total)
+        display.show_evaluation(done, total)
         return panel.doing
 
-    assert shown(0, 64) == "evaluating: batch 0 of 64"
+    assert shown(0, 64) == "evaluating: 0 of 64 batches"
     now = 104.0
-    assert shown(4, 64) == "evaluating: batch 4 of 64, left 0:01:00"
+    assert shown(4, 64) == "evaluating: 4 of 64 batches, left 0:01:00"
     now = 1000.0  # the next split
-    assert shown(0, 10) == "evaluating: batch 0 of 10"
+    assert shown(0, 10) == "evaluating: 0 of 10 batches"
     now = 1002.0
-    assert shown(1, 10) == "evaluating: batch 1 of 10, left 0:00:18"
+    assert shown(1, 10) == "evaluating: 1 of 10 batches, left 0:00:18"
 
 
 def test_an_acknowledged_signal_stays_in_the_panel(capsys: pytest.CaptureFixture[str]) -> None:
@@ -376,13 +410,13 @@ def test_a_sample_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == f"{text}\n"
 
 
-def test_the_last_words_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_summary_of_a_run_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs/my text/samples").mkdir(parents=True)
     for hidden in (".lock", ".tmp_metrics"):
         Path("runs/my text", hidden).touch()
     config = Config(out_dir="runs/my text", train=TrainConfig(max_steps=2))
-    words = last_words(config, make_plan(config, 1), TrainState(step=2), None)
+    words = summarize_run(config, make_plan(config, 1), TrainState(step=2), None)
     assert "accel-gpt sample 'runs/my text' --prompt" in words
     assert "accel-gpt report 'runs/my text'" in words
     assert "run         'runs/my text' (samples)" in words

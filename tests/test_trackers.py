@@ -151,7 +151,9 @@ def test_a_disk_that_was_full_is_told_once_and_the_curves_go_on(
     plain_write = LocalFileSystem._write
     monkeypatch.setattr(LocalFileSystem, "_write", write)
     if metrics_too:
-        monkeypatch.setattr(metrics, "append", partial(refuse, metrics.append))
+        monkeypatch.setattr(
+            metrics, "append_all_or_nothing", partial(refuse, metrics.append_all_or_nothing)
+        )
     bare = ("--sample.every", "0", "--checkpoint.every", "0")
     assert launch(small_run("--log.trackers", "tensorboard", *bare)) == 0
     said = capsys.readouterr().err

@@ -22,14 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from accel_gpt.config.data import DataConfig
-from accel_gpt.console import table
+from accel_gpt.console import Progress, table
 from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.shards import NoSplit, Split
 from accel_gpt.data.sources import is_url, open_data
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, require
 from accel_gpt.files import describe_path, sha256
-from accel_gpt.prepare.progress import Progress
 
 KEPT_SHARDS = 2  # shards behind a URL that are kept: the one being read and the next
 COUNTED_TOKENS = 1 << 20  # at once
@@ -63,7 +62,7 @@ def inspect_data(
     splits = {split.name: describe_split(split) for split, _ in opened}
     if not quick:
         size = sum(split.tokens * split.dtype.itemsize for split, _ in opened)
-        with Progress("reading", size) as progress:
+        with Progress("reading", "bytes", total=size) as progress:
             for split, tokenizer in opened:
                 found, wrong = read_split(split, tokenizer, progress)
                 problems += wrong
@@ -198,7 +197,7 @@ def count_tokens(
         ids = split.read(number, first, min(COUNTED_TOKENS, length - first))
         largest = max(largest, int(ids.max()))
         counts += np.bincount(np.minimum(ids, split.vocab_size), minlength=len(counts))
-        progress.add(ids.nbytes)
+        progress.advance(ids.nbytes)
     return largest
 
 

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config, TrainConfig
-from accel_gpt.console import EvaluationProgress, ProgressLine, write_err, write_out
+from accel_gpt.console import Progress, write_err, write_out
 from accel_gpt.data.corpus import Corpus, document_end, eval_splits, open_corpus
 from accel_gpt.data.sources import open_sources
 from accel_gpt.data.tokenizer import Tokenizer
@@ -144,13 +144,6 @@ def evaluate_model(
     """
     model = accelerator.prepare_model(model.eval(), evaluation_mode=True)
     batch_size = batch_size_of(config.train)
-    line = ProgressLine()
-    progress = EvaluationProgress()
-
-    def beat(done: int, total: int) -> None:
-        if accelerator.is_main_process:
-            line.show(progress.words(done, total))
-
     questions: Questions = ()
     if config.eval.hellaswag is not None:
         questions = read_questions(
@@ -160,19 +153,28 @@ def evaluate_model(
             limit=config.eval.hellaswag_limit,
         )
     metrics: dict[str, float] = {}
-    if data is not None:
-        metrics |= evaluate_folder(model, tokenizer, config, accelerator, name, data, beat)
-    elif config.data.train:
-        losses_only = replace(config, eval=replace(config.eval, hellaswag=None))
-        corpus = open_corpus(losses_only)
-        corpus.tokenizer.require_same(tokenizer, "the data", name)
-        evaluation = open_evaluation(losses_only, corpus)
-        metrics |= evaluation.metrics(model, accelerator, beat)
-        if config.eval.whole_at_end:
-            metrics |= evaluation.whole_val_metrics(model, accelerator, beat)
-    if questions:
-        metrics |= score_questions(model, questions, accelerator, batch_size, beat)
-    line.clear()
+    with Progress("evaluating", "batches", active=accelerator.is_main_process) as progress:
+        beat = progress.update
+        if data is not None:
+            metrics |= evaluate_folder(
+                model=model,
+                tokenizer=tokenizer,
+                config=config,
+                accelerator=accelerator,
+                name=name,
+                data=data,
+                beat=beat,
+            )
+        elif config.data.train:
+            losses_only = replace(config, eval=replace(config.eval, hellaswag=None))
+            corpus = open_corpus(losses_only)
+            corpus.tokenizer.require_same(tokenizer, "the data", name)
+            evaluation = open_evaluation(losses_only, corpus)
+            metrics |= evaluation.metrics(model, accelerator, beat)
+            if config.eval.whole_at_end:
+                metrics |= evaluation.whole_val_metrics(model, accelerator, beat)
+        if questions:
+            metrics |= score_questions(model, questions, accelerator, batch_size, beat)
     return metrics
 
 

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
+from accel_gpt.console import Progress, ticking
 from accel_gpt.data.tokenizer import (
     CharsTokenizer,
     Tokenizer,
@@ -20,7 +21,6 @@ from accel_gpt.data.tokenizer import (
 )
 from accel_gpt.data.tokenizer_json import BYTE_CHARS, bpe_content
 from accel_gpt.errors import require
-from accel_gpt.prepare.progress import ticking
 from accel_gpt.text.pieces import pieces
 
 PIECE_CHARACTERS = 65_536  # of text, small enough to spread over the cores
@@ -68,16 +68,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
         initial_alphabet=ByteLevel.alphabet(),
     )
-    seen = 0
+    progress = Progress("training the bpe", "characters")
 
     def short() -> Iterator[str]:
-        nonlocal seen
         for text in texts:
             for piece in pieces([text], PIECE_CHARACTERS):
-                seen += len(piece)
+                progress.done += len(piece)
                 yield piece
 
-    with ticking(lambda: f"training the bpe on {seen / 1e6:,.1f} million characters"):
+    with ticking(progress):
         tokenizer.train_from_iterator(short(), trainer)
     learned = tokenizer.get_vocab()
     if (reached := len(learned) + 1) < vocab_size:

@@ -26,14 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.console import write_err
+from accel_gpt.console import Progress, write_err
 from accel_gpt.data.index import INDEX, Index, read_index
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.files import locked_file, read_json, sync, write_file
 from accel_gpt.prepare.bpe import make_tokenizer
-from accel_gpt.prepare.progress import Progress
 from accel_gpt.prepare.recipe import check_same, is_ready, recipe, source_fingerprint
 from accel_gpt.prepare.shard_writer import ShardWriter, write_index
 from accel_gpt.prepare.workers import Tokenized, child_processes, encode_all, worker_count
@@ -215,13 +214,13 @@ class Work:
         done = sum(w.bytes + sum(s.bytes or 0 for s in w.shards) for w in self.writers.values())
         with (
             closing(self.batches(total)) as batches,
-            Progress("tokenizing", total, done) as progress,
+            Progress("tokenizing", "bytes", total=total, done=done) as progress,
         ):
             for batch in batches:
                 full = False
                 for split, tokens, begun, utf8_bytes in batch.encoded:
                     full |= self.writers[split].add(tokens, begun, utf8_bytes)
-                    progress.add(utf8_bytes)
+                    progress.advance(utf8_bytes)
                 if full:
                     self.save(batch.journal)
 

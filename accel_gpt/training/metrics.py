@@ -10,7 +10,7 @@ import io
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.training.machine import device_name, memory_gb
 from accel_gpt.training.run_folder import RunFolder, is_number
 
-# metrics.csv, and with it the keys of metrics.jsonl; progress in percent of the run. Mixtures have
-# data/epochs/NAME and eval/val_loss/NAME in metrics.jsonl besides; log.batch_hash, data/batch_hash.
+# Columns of metrics.csv, most of them keys of metrics.jsonl; progress in percent of the run.
+# metrics.jsonl also has data/epochs/NAME and eval/val_loss/NAME for mixtures, and data/batch_hash
+# with log.batch_hash.
 COLUMNS = (
     "step",
     "progress",
@@ -63,23 +64,28 @@ class MetricsLog:
     """The two files of metrics, cut back to the step that a run resumes from."""
 
     def __init__(self, out_dir: Path, step: int, tokens: int, max_steps: int) -> None:
-        self.losses: list[float]  # the training losses up to `step`
-        self.jsonl, self.csv = out_dir / "metrics.jsonl", out_dir / "metrics.csv"
-        self.tokens_before, self.max_steps = tokens, max_steps
+        self.jsonl = out_dir / "metrics.jsonl"
+        self.csv = out_dir / "metrics.csv"
+        self.tokens_before = tokens
+        self.max_steps = max_steps
         self.lock = threading.Lock()  # of the thread that saves
-        self.waiting: dict[Path, bytes] = {self.jsonl: b"", self.csv: b""}  # what the disk refused
+        self.waiting: dict[Path, bytes] = {self.jsonl: b"", self.csv: b""}  # refused by the disk
         for path in (self.jsonl, self.csv):
             require(not path.is_dir(), f"{path} is a folder, expected a file; move it away")
         run = RunFolder(out_dir)
         records = [record for record in run.records() if record["step"] <= step]
         rows = [row for row in run.csv_records() if int(row["step"]) <= step]
-        self.losses = [r["train/loss"] for r in records if is_number(r.get("train/loss"))]
+        self.losses: list[float] = []  # the training losses up to `step`
+        for record in records:
+            if is_number(record.get("train/loss")):
+                self.losses.append(record["train/loss"])
         write_file(self.jsonl, [as_jsonl(records)])
         write_file(self.csv, [as_csv(rows)])
 
     def write(self, record: Record) -> None:
-        """Append one record to both files. Raises `OSError` on a full disk; the record is then kept
-        and written with a later one.
+        """Append one record to both files.
+
+        Raises `OSError` on a full disk; the record is then kept and written with a later one.
         """
         loss = record.get("train/loss")
         row: dict[str, float] = {
@@ -95,7 +101,7 @@ class MetricsLog:
             for path, content in self.waiting.items():
                 if path == self.csv and not path.exists():  # somebody has removed it
                     content = as_csv([]) + content
-                append(path, content)
+                append_all_or_nothing(path, content)
                 self.waiting[path] = b""
 
     def sync(self) -> None:
@@ -109,18 +115,20 @@ class MetricsLog:
 
 
 class Speed:
-    """Tokens per second, and MFU where the peak of the device is known."""
+    """Computes tokens per second, and MFU if the peak of the device is known."""
 
     def __init__(self, gpt: GPT, plan: Plan, accelerator: Accelerator) -> None:
-        self.plan, self.device = plan, accelerator.device
+        self.plan = plan
+        self.device = accelerator.device
         self.flops_per_token = flops_per_token(gpt.config, gpt.vocab_size)
-        precision = accelerator.mixed_precision
-        tf32 = self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-        self.dtype = ("tf32" if tf32 else "fp32") if precision == "no" else precision
+        self.dtype = accelerator.mixed_precision
+        if self.dtype == "no":
+            tf32 = self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+            self.dtype = "tf32" if tf32 else "fp32"
         self.peak = peak_flops(device_name(self.device), self.dtype)
 
     def metrics(self, seconds_per_step: float) -> Record:
-        """The perf/ keys of a record; MFU as a fraction of the peak of all devices."""
+        """Return the perf/ keys of a record; MFU as a fraction of the peak of all devices."""
         rate = self.plan.tokens_per_step / seconds_per_step
         metrics = {
             "perf/tokens_per_second": rate,
@@ -133,48 +141,53 @@ class Speed:
 
 
 class Stopwatch:
-    """Seconds of the whole run, and of training alone between two log lines."""
+    """Measures the seconds of the whole run, and of training alone between two log lines."""
 
-    def __init__(
-        self, seconds_before: float, step: int, synchronize: Callable[[], object] = int
-    ) -> None:
-        self.synchronize = synchronize  # waits for the device
-        self.origin = time.monotonic() - seconds_before
-        self.launched, self.first_step = time.monotonic(), step
-        self.step, self.since, self.paused = step, time.monotonic(), 0.0
+    def __init__(self, device: torch.device, step: int, seconds_before: float) -> None:
+        now = time.monotonic()
+        self.device = device
+        self.first_start = now - seconds_before
+        self.launched = now
+        self.first_step = step
+        self.step = step  # of the last lap
+        self.since = now  # the last lap
+        self.paused = 0.0  # seconds since the last lap
 
     def elapsed(self) -> float:
-        """Seconds since the run's first start, those before a resume included."""
-        return time.monotonic() - self.origin
+        """Return the seconds since the run's first start, with the time before a resume."""
+        return time.monotonic() - self.first_start
 
     def left(self, step: int, max_steps: int) -> float:
-        """Seconds to the end at the pace of this launch, pauses included."""
+        """Return the seconds to the end at the pace of this launch, pauses included."""
         pace = (time.monotonic() - self.launched) / max(step - self.first_step, 1)
         return pace * (max_steps - step)
 
     def lap(self, step: int) -> float:
-        """Seconds of training per step since the last lap, without pauses."""
+        """Return the seconds of training per step since the last lap, without pauses."""
         now = time.monotonic()
         seconds = (now - self.since - self.paused) / max(step - self.step, 1)
-        self.step, self.since, self.paused = step, now, 0.0
+        self.step = step
+        self.since = now
+        self.paused = 0.0
         return seconds
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """The context of what is not training: evaluation, samples, checkpoints."""
-        self.synchronize()
+        """Enclose work that is not training: evaluation, samples, checkpoints."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         start = time.monotonic()
         yield
         self.paused += time.monotonic() - start
 
 
 def as_jsonl(records: Iterable[Mapping[str, Any]]) -> bytes:
-    """Records as the lines of metrics.jsonl; null for what is not finite."""
+    """Format records as the lines of metrics.jsonl; null for values that are not finite."""
     return "".join(f"{strict_json(record)}\n" for record in records).encode()
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]], header: bool = True) -> bytes:
-    """Rows of metrics.csv."""
+    """Format rows of metrics.csv."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
     if header:
@@ -183,8 +196,8 @@ def as_csv(rows: Iterable[Mapping[str, Any]], header: bool = True) -> bytes:
     return text.getvalue().encode()
 
 
-def append(path: Path, content: bytes) -> None:
-    """Add to a file, all or nothing; closed again at once so that a reader sees whole lines."""
+def append_all_or_nothing(path: Path, content: bytes) -> None:
+    """Append to a file, all or nothing; close it at once so that a reader sees whole lines."""
     with path.open("ab", buffering=0) as file:
         before = file.tell()
         try:

@@ -1,6 +1,7 @@
 """The live panel of a run on a terminal: the loss curve, a bar, metrics, what is due next.
 
-Drawn for whatever width and height the terminal has at the moment; at most `WIDEST` columns.
+Drawn for the current width and height of the terminal; at most `WIDEST` columns. rich, which takes
+20 ms to import, is imported when a panel is made.
 """
 
 import contextlib
@@ -12,18 +13,37 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from statistics import fmean
-from typing import Any
-
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.jupyter import JupyterMixin
-from rich.live import Live
-from rich.text import Text
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, plural
-from accel_gpt.console import write_err
-from accel_gpt.training.terminal import FORMS, in_notebook
+from accel_gpt.console import in_notebook, write_err
 
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.live import Live
+    from rich.padding import Padding
+    from rich.text import Text
+
+FORMS: Mapping[str, str] = MappingProxyType(  # of metrics
+    {
+        "train/loss": "loss {:.4f}",
+        "train/lr": "lr {:.2e}",
+        "train/grad_norm": "norm {:.2f}",
+        "train/skipped": "skipped {:,.0f}",
+        "perf/tokens_per_second": "{:,.0f} tok/s",
+        "perf/mfu": "MFU {:.1%}",
+        "perf/memory_gb": "{:.2f} GB",
+        "perf/step_ms": "{:,.1f} ms/step",
+        "tokens": "{:,.0f} tokens",
+        "eval/train_loss": "train {:.4f}",
+        "eval/val_loss": "val {:.4f}",
+        "eval/val_bits_per_byte": "{:.4f} bits/byte",
+        "eval/whole_val_loss": "whole val {:.4f}",
+        "eval/hellaswag_acc_norm": "HellaSwag {:.1%}",
+    }
+)
 WIDEST = 100  # columns; a terminal that is made narrower then wraps less of what is drawn
 FRAMES_PER_SECOND = 2
 BLOCKS = " ▁▂▃▄▅▆▇█"  # from nothing to full, in eighths of a row
@@ -40,29 +60,20 @@ LOSSES = (
 SPEEDS = ("perf/tokens_per_second", "perf/mfu", "perf/memory_gb", "perf/step_ms", "tokens")
 
 
-class Screen(Live):
-    """Draws a panel below what is printed, from a thread; goes on where the terminal is gone."""
-
-    def refresh(self) -> None:
-        """Draw."""
-        with contextlib.suppress(OSError):
-            super().refresh()
-
-
-class Panel(JupyterMixin):
-    """The metrics of a run, renderable by rich, between `start` and `stop` on stderr or in the cell
-    of a notebook.
-    """
+class Panel:
+    """The metrics of a run, drawn by rich on stderr, or in the cell of a notebook."""
 
     def __init__(self, config: Config, plan: Plan) -> None:
-        self.config, self.plan = config, plan
-        self.step, self.metrics, self.losses = 0, dict[str, float](), list[float]()
+        self.config = config
+        self.plan = plan
+        self.step = 0
+        self.metrics: dict[str, float] = {}
+        self.losses: list[float] = []
         self.doing = ""  # besides training
         self.notice = ""  # that the run is about to stop
         self.left: float | None = None  # seconds, at the time `updated`
         self.updated = time.monotonic()
-        console = Console(stderr=True)
-        self.screen = Screen(self, console=console, refresh_per_second=FRAMES_PER_SECOND)
+        self.screen = make_screen(self)
         self.stack = contextlib.ExitStack()
         self.cell: Any = None  # of a notebook, where it is drawn
 
@@ -71,7 +82,7 @@ class Panel(JupyterMixin):
         if in_notebook():
             from IPython.display import display
 
-            self.cell = display(self, display_id=True)
+            self.cell = display(self.in_cell(), display_id=True)
             return
         self.stack.enter_context(self.screen)
         self.stack.enter_context(logging_to_stderr())
@@ -79,10 +90,16 @@ class Panel(JupyterMixin):
     def stop(self) -> None:
         """Draw no more; an empty panel does not stay."""
         if self.cell:
-            self.cell.update(self)
+            self.cell.update(self.in_cell())
         self.screen.transient = not self.metrics
         with contextlib.suppress(OSError):  # of a terminal that is gone
             self.stack.close()
+
+    def in_cell(self) -> "Padding":
+        """Return this panel as a notebook shows it."""
+        from rich.padding import Padding
+
+        return Padding(self, 0)
 
     def print(self, text: str) -> None:
         """Print a line that stays, above the panel."""
@@ -100,19 +117,25 @@ class Panel(JupyterMixin):
             self.screen.refresh()
 
     def resume(self, step: int, losses: Iterable[float]) -> None:
-        """Begin at `step`, with the losses of the run until then."""
-        self.step, self.metrics, self.losses = step, {}, [*filter(math.isfinite, losses)]
+        """Continue at `step`, with the losses of the run until then."""
+        self.step = step
+        self.metrics = {}
+        self.losses = [loss for loss in losses if math.isfinite(loss)]
 
     def update(self, record: Mapping[str, float], seconds_left: float) -> None:
         """Show a record from now on; the metrics that it lacks stay."""
         self.step = int(record["step"])
         self.metrics |= record
-        self.left, self.updated = seconds_left, time.monotonic()
-        self.losses += filter(math.isfinite, [record.get("train/loss", math.nan)])
+        self.left = seconds_left
+        self.updated = time.monotonic()
+        loss = record.get("train/loss", math.nan)
+        if math.isfinite(loss):
+            self.losses.append(loss)
         if self.cell:
-            self.cell.update(self)
+            self.cell.update(self.in_cell())
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        """Yield the lines of the panel."""
         width = min(options.max_width, WIDEST)
         yield from self.curve(width)
         yield self.bar(width)
@@ -125,9 +148,10 @@ class Panel(JupyterMixin):
         if self.step < self.plan.max_steps:
             yield side_by_side(self.due(), width)
 
-    def curve(self, width: int) -> Iterable[Text]:
-        """The loss from the start to now, its highest and lowest value beside it; nothing before
-        there are two values.
+    def curve(self, width: int) -> Iterable["Text"]:
+        """Yield the loss from the start to now, its highest and lowest value beside it.
+
+        Nothing before there are two values.
         """
         points = means(self.losses, max(width - 9, 1))
         if len(points) < 2:
@@ -136,12 +160,13 @@ class Panel(JupyterMixin):
         for mark, line in zip(marks, draw(points), strict=True):
             yield one_line((f"{mark:>8} ", "dim"), (line, "cyan"))
 
-    def bar(self, width: int) -> Text:
-        """How far the run is."""
-        total, left = self.plan.max_steps, self.seconds_left()
+    def bar(self, width: int) -> "Text":
+        """Return the bar that shows how far the run is."""
+        total = self.plan.max_steps
+        left = self.seconds_left()
         line = one_line(("step ", "dim"), (f"{self.step:,}", "bold"), (f"/{total:,} ", "dim"))
         share = f" {self.step / total:.0%} "
-        rest = "left ?" if left is None else f"left {clock(left)}"
+        rest = "left ?" if left is None else f"left {format_clock(left)}"
         room = max(width - len(line) - len(share) - len(rest), 0)
         done = round(room * self.step / total)
         # two characters: without colors they alone tell how far it is
@@ -149,23 +174,50 @@ class Panel(JupyterMixin):
         return line.append(share).append(rest, "dim")
 
     def seconds_left(self) -> float | None:
-        """Seconds to the end of the run, as estimated with the last record."""
-        return None if self.left is None else max(self.left + self.updated - time.monotonic(), 0.0)
+        """Return the seconds to the end of the run, as estimated with the last record."""
+        if self.left is None:
+            return None
+        return max(self.left + self.updated - time.monotonic(), 0.0)
 
     def due(self) -> list[str]:
-        """When the next evaluation and the next checkpoint are due, by steps or by tokens."""
-        last, left = self.plan.max_steps, self.seconds_left()
-        save = next_multiple(self.step, self.config.checkpoint.every, last)
-        if tokens := self.config.checkpoint.every_tokens:
-            each = self.plan.tokens_per_step
-            save = min(save, math.ceil((self.step * each // tokens + 1) * tokens / each))
-        evaluation = next_multiple(self.step, self.config.eval.every, last)
+        """Return when the next evaluation and the next checkpoint are due."""
+        last = self.plan.max_steps
+        left = self.seconds_left()
         lines = [self.doing] if self.doing else []
-        for name, due in (("evaluation", evaluation), ("save", save)):
+        evaluation = next_multiple(self.step, self.config.eval.every, last)
+        for name, due in (("evaluation", evaluation), ("save", self.next_save())):
             steps = due - self.step
-            after = f" ({clock(left * steps / (last - self.step))})" if left else ""
+            after = ""
+            if left:
+                after = f" ({format_clock(left * steps / (last - self.step))})"
             lines.append(f"{name} in {plural(steps, 'step')}{after}")
         return lines
+
+    def next_save(self) -> int:
+        """Return the step of the next checkpoint, which is due by steps or by tokens."""
+        save = next_multiple(self.step, self.config.checkpoint.every, self.plan.max_steps)
+        every = self.config.checkpoint.every_tokens
+        if not every:
+            return save
+        tokens_per_step = self.plan.tokens_per_step
+        next_tokens = (self.step * tokens_per_step // every + 1) * every
+        return min(save, math.ceil(next_tokens / tokens_per_step))
+
+
+def make_screen(panel: Panel) -> "Live":
+    """Make the part of the terminal below all that is printed, where a thread draws `panel`.
+
+    It continues when the terminal is gone.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    class Screen(Live):
+        def refresh(self) -> None:
+            with contextlib.suppress(OSError):
+                super().refresh()
+
+    return Screen(panel, console=Console(stderr=True), refresh_per_second=FRAMES_PER_SECOND)
 
 
 @contextmanager
@@ -187,35 +239,37 @@ def logging_to_stderr() -> Iterator[None]:
 
 
 def means(losses: Sequence[float], width: int) -> list[float]:
-    """At most `width` means, each of as many losses but the last."""
+    """Return at most `width` means, each of as many losses but the last."""
     size = math.ceil(len(losses) / width) or 1
     return [fmean(losses[i : i + size]) for i in range(0, len(losses), size)]
 
 
 def draw(points: Sequence[float], rows: int = CURVE_ROWS) -> list[str]:
-    """Columns of blocks as high as the logarithms of `points`, the lowest point one eighth."""
+    """Draw columns of blocks as high as the logarithms of `points`, the lowest one eighth."""
     logs = [math.log(max(point, SMALLEST_LOSS)) for point in points]
-    low, high = min(logs), max(logs)
-    unit = (8 * rows - 1) / (high - low) if high > low else 0.0
+    low = min(logs)
+    high = max(logs)
+    unit = (8 * rows - 1) / (high - low) if high > low else 0.0  # eighths of a row
     heights = [1 + round((value - low) * unit) for value in logs]
-    return [
-        "".join(BLOCKS[min(max(height - 8 * row, 0), 8)] for height in heights)
-        for row in reversed(range(rows))
-    ]
+    lines = []
+    for row in reversed(range(rows)):
+        eighths = [min(max(height - 8 * row, 0), 8) for height in heights]
+        lines.append("".join(BLOCKS[each] for each in eighths))
+    return lines
 
 
 def next_multiple(step: int, every: int, last: int) -> int:
-    """The first multiple of `every` after `step`, or the last step; 0 for `every`: only that."""
+    """Return the first multiple of `every` after `step`; the last step if that is 0 or later."""
     return min((step // every + 1) * every, last) if every else last
 
 
-def clock(seconds: float) -> str:
-    """`0:03:20`, `2 days, 1:00:00`."""
+def format_clock(seconds: float) -> str:
+    """Format a time as `0:03:20` or `2 days, 1:00:00`."""
     return str(timedelta(seconds=round(seconds)))
 
 
-def side_by_side(parts: Sequence[str], width: int) -> Text:
-    """As many of the parts as fit into a line, their numbers bold."""
+def side_by_side(parts: Sequence[str], width: int) -> "Text":
+    """Put as many of the parts as fit into a line, their numbers bold."""
     line = ""
     for part in parts:
         longer = f"{line}   {part}" if line else part
@@ -227,6 +281,8 @@ def side_by_side(parts: Sequence[str], width: int) -> Text:
     return text
 
 
-def one_line(*parts: tuple[str, str]) -> Text:
-    """A line of texts with their styles, cut where the terminal ends."""
+def one_line(*parts: tuple[str, str]) -> "Text":
+    """Make a line of texts with their styles, cut where the terminal ends."""
+    from rich.text import Text
+
     return Text.assemble(*parts, no_wrap=True, overflow="crop")

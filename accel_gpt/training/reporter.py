@@ -1,10 +1,13 @@
-"""What a run reports: run.json, metrics, trackers and terminal, all from the same records."""
+"""Report a run: run.json, metrics, trackers, samples and terminal, all from the same records.
+
+Writes `config.yaml`, `run.json`, `metrics.jsonl`, `metrics.csv` and `samples/` in the run's folder.
+"""
 
 import contextlib
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -32,17 +35,21 @@ from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
 from accel_gpt.training.profiling import profile
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.state import TrainState
+from accel_gpt.training.stopping import Watchdog
 from accel_gpt.training.terminal import Display
 from accel_gpt.training.trackers import Trackers, quiet_tensorboard
 
 
 @contextmanager
 def open_display(config: Config, plan: Plan, accelerator: Accelerator) -> Iterator[Display]:
-    """The terminal of a run, and its dashboard with `log.dashboard`; both end with the context."""
-    main = accelerator.is_main_process
-    with Display(main, config, plan) as display, contextlib.ExitStack() as stack:
+    """Open the terminal of a run, and its dashboard with `log.dashboard`.
+
+    Both end with the context.
+    """
+    is_main = accelerator.is_main_process
+    with Display(is_main, config, plan) as display, contextlib.ExitStack() as stack:
         stack.enter_context(quiet_tensorboard())
-        if main and config.log.dashboard:
+        if is_main and config.log.dashboard:
             folder = Path(config.out_dir) / "tensorboard"
             stack.enter_context(Dashboard(folder, display.log))
         yield display
@@ -58,22 +65,28 @@ class Reporter:
         accelerator: Accelerator,
         gpt: GPT,
         display: Display,
-        check_folder: Callable[[], None] = lambda: None,
+        check_folder: Callable[[], None],
     ) -> None:
+        self.config = config
+        self.plan = plan
+        self.accelerator = accelerator
+        self.gpt = gpt
+        self.display = display
+        self.log = display.log
         self.check_folder = check_folder  # raises `BusyError` if the run's folder has gone
-        self.config, self.plan, self.accelerator, self.gpt = config, plan, accelerator, gpt
-        self.speed, self.display, self.log = Speed(gpt, plan, accelerator), display, display.log
-        self.trackers = Trackers(accelerator, config, has_mfu=self.speed.peak is not None)
         self.out_dir = Path(config.out_dir)
+        self.speed = Speed(gpt, plan, accelerator)
+        self.trackers = Trackers(accelerator, config, has_mfu=self.speed.peak is not None)
         self.metrics: MetricsLog | None = None  # on rank 0
         self.disk_full = False  # it has refused metrics
-        self.synchronize = torch.cuda.synchronize if accelerator.device.type == "cuda" else int
         self.evaluation_time = EvaluationTime(config, plan)
-        self.watch = Stopwatch(0.0, 0)
-        self.beat: Callable[[], None] = lambda: None  # of the watchdog
-        self.profile_step: Callable[[], None] = lambda: None
+        self.watch = Stopwatch(accelerator.device, step=0, seconds_before=0.0)
+        self.watchdog: Watchdog | None = None  # of the steps
+        self.profile_step: Callable[[], None] | None = None
 
-    def launch(self, corpus: Corpus, state: TrainState) -> None:
+    # ----------------------------------------------------------------------- the launch
+
+    def start(self, corpus: Corpus, state: TrainState) -> None:
         """Record this launch, which resumes at `state`, and print its first lines."""
         self.check_folder()
         self.evaluation_time.start(corpus.evaluated)
@@ -82,7 +95,7 @@ class Reporter:
             self.record_launch(corpus, machine, state.step)
             self.log(self.first_lines(corpus, machine))
         self.trackers.start(state.reported_step)
-        self.reset(state)
+        self.cut_back(state)
 
     def record_launch(self, corpus: Corpus, machine: dict[str, Any], step: int) -> None:
         """Write `config.yaml`, and add this launch to `run.json`."""
@@ -110,40 +123,49 @@ class Reporter:
         write_file(self.out_dir / "run.json", [text.encode()])
 
     def first_lines(self, corpus: Corpus, machine: dict[str, Any]) -> str:
-        """Model, data, plan and device of the run, for a person."""
-        config, speed = self.config, self.speed
-        parameters = parameter_counts(config.model, corpus.vocab_size)["total"]
-        unknown = "" if speed.peak else f"; no MFU: its {speed.dtype} peak is not known"
-        precision = "fp32" if machine["mixed_precision"] == "no" else machine["mixed_precision"]
+        """Describe model, data, plan and device of the run, for a person."""
+        parameters = parameter_counts(self.config.model, corpus.vocab_size)["total"]
+        megaflops = self.speed.flops_per_token / 1e6
+        plan = self.plan.describe().splitlines()
+        if self.config.model.depth:
+            plan += describe_depth(to_flat(self.config))
+        lines = [
+            f"model    {self.config.model.preset}, {parameters:,} parameters, "
+            f"{megaflops:,.1f} MFLOP a token",
+            *corpus.lines(self.plan),
+            *corpus.lines_on_bytes(),
+            *(f"plan     {line}" for line in plan),
+            self.device_line(machine),
+        ]
+        return "\n".join(lines)
+
+    def device_line(self, machine: dict[str, Any]) -> str:
+        """Describe processes, device, precision and threads."""
+        train = self.config.train
+        precision = machine["mixed_precision"]
+        if precision == "no":
+            precision = "fp32"
+        if train.mixed_precision is None:
+            by_launcher = launcher_precision() != "no"
+            precision += " (set by the launcher)" if by_launcher else " (default)"
         threads = plural(machine["threads_per_process"], "thread")
-        if self.accelerator.device.type == "cpu" and threads_of_environment(config.train):
+        if self.accelerator.device.type == "cpu" and threads_of_environment(train):
             threads += " (OMP_NUM_THREADS)"
-        source = ""
-        if config.train.mixed_precision is None:
-            source = " (default)" if launcher_precision() == "no" else " (set by the launcher)"
-        depth: Sequence[str] = ()
-        if config.model.depth:
-            depth = describe_depth(to_flat(config))
-        return "\n".join(
-            [
-                f"model    {config.model.preset}, {parameters:,} parameters, "
-                f"{speed.flops_per_token / 1e6:,.1f} MFLOP a token",
-                *corpus.lines(self.plan),
-                *corpus.lines_on_bytes(),
-                *(f"plan     {line}" for line in self.plan.describe().splitlines()),
-                *(f"plan     {line}" for line in depth),
-                f"device   {machine['processes']} x {machine['device']}, precision {precision}"
-                f"{source}, {threads}{unknown}",
-            ]
+        unknown_peak = ""
+        if not self.speed.peak:
+            unknown_peak = f"; no MFU: its {self.speed.dtype} peak is not known"
+        return (
+            f"device   {machine['processes']} x {machine['device']}, precision {precision}, "
+            f"{threads}{unknown_peak}"
         )
 
     def roll_back(self, state: TrainState) -> None:
-        """Drop what was written for the steps after `state`."""
+        """Drop the records of the steps after `state`."""
         self.trackers.reopen(state.reported_step + 1)
-        self.reset(state)
+        self.cut_back(state)
 
-    def reset(self, state: TrainState) -> None:
-        """Cut the files back to `state`; the clock continues from there."""
+    def cut_back(self, state: TrainState) -> None:
+        """Cut the files of metrics back to `state`; the clock continues from there."""
         if self.accelerator.is_main_process:
             self.metrics = MetricsLog(
                 out_dir=self.out_dir,
@@ -152,45 +174,58 @@ class Reporter:
                 max_steps=self.plan.max_steps,
             )
             self.display.resume(state.step, self.metrics.losses)
-        self.watch = Stopwatch(state.seconds, state.step, self.synchronize)
+        self.watch = Stopwatch(
+            self.accelerator.device, step=state.step, seconds_before=state.seconds
+        )
+
+    # ----------------------------------------------------------------------- the steps
 
     @contextmanager
     def profiling(self) -> Iterator[None]:
-        """The context of all steps of a launch, some of which `train.profile` records."""
+        """Enclose all steps of a launch, some of which `train.profile` records."""
         if not self.config.train.profile:
             yield
             return
         with profile(self.config, self.accelerator, self.log) as self.profile_step:
             yield
 
-    def completed(self, step: int) -> None:
-        """Note that a step was completed, with all that follows it."""
-        self.beat()
-        self.display.advance(step)
-        self.profile_step()
+    def beat(self) -> None:
+        """Note that the run made progress."""
+        if self.watchdog:
+            self.watchdog.beat()
 
-    def evaluated(self, done: int, total: int) -> None:
+    def step_completed(self, step: int) -> None:
+        """Note that a step was completed, with everything that was due after it."""
+        self.beat()
+        self.display.show_step(step)
+        if self.profile_step:
+            self.profile_step()
+
+    def batch_evaluated(self, done: int, total: int) -> None:
         """Note that `done` batches of an evaluation were computed."""
         self.beat()
-        self.display.evaluated(done, total)
+        self.display.show_evaluation(done, total)
 
     def step_metrics(self, step: int, loader: Loader) -> Record:
-        """Speed since the last call, and the hash of the last global batch; collectives."""
+        """Return the speed since the last call, and the hash of the last global batch.
+
+        A collective.
+        """
         warm = self.watch.step > self.watch.first_step
         seconds = self.watch.lap(step)
         on_cpu = self.accelerator.device.type == "cpu"
-        if warning := self.evaluation_time.check(seconds, warm, on_cpu):
+        warning = self.evaluation_time.check(seconds, warm, on_cpu)
+        if warning:
             self.log(warning)
         return self.speed.metrics(seconds) | self.batch_hash(loader)
 
     def batch_hash(self, loader: Loader) -> Record:
-        """The hash of the last global batch, with `log.batch_hash`; an all-reduce."""
+        """Return the hash of the last global batch, with `log.batch_hash`; an all-reduce."""
         if not loader.keep_sequences:
             return {}
         local = torch.tensor(batch_hash(loader.kept), device=self.accelerator.device)
-        return {
-            "data/batch_hash": int(self.accelerator.reduce(local, "sum").item()) % (1 << HASH_BITS)
-        }
+        total = int(self.accelerator.reduce(local, "sum").item())
+        return {"data/batch_hash": total % (1 << HASH_BITS)}
 
     def publish(self, state: TrainState, record: Record) -> None:
         """Write the metrics of a step to the files, the trackers and the terminal."""
@@ -205,47 +240,55 @@ class Reporter:
             self.accelerator.log(record, step=state.step)
             self.disk_full = False
 
-        self.write(write)
+        self.write_or_warn(write)
         if self.metrics:
             self.display.show(whole, self.watch.left(state.step, self.plan.max_steps))
 
-    def write(self, files: Callable[[], object]) -> None:
-        """Call `files`, which writes. A disk without room does not end a run: the metrics are
-        written when it has room, the trackers lack what they were sent; one warning until then.
-        Raises `BusyError` if the run's folder has gone.
-        """
-        self.check_folder()
-        try:
-            files()
-        except OSError as error:
-            if not self.disk_full:
-                free = ""
-                with contextlib.suppress(OSError):
-                    free = f" ({shutil.disk_usage(self.out_dir).free:,} bytes are free)"
-                self.log(
-                    f"WARNING: metrics could not be written in {self.out_dir}: "
-                    f"{error.strerror or error}{free}; training goes on, and they are written when "
-                    "there is room"
-                )
-            self.disk_full = True
-
     def samples_path(self, step: int) -> Path:
-        """The file of the samples of a step."""
+        """Return the file of the samples of a step."""
         return self.out_dir / "samples" / f"step_{step:08d}.txt"
 
-    def samples(self, step: int, text: str) -> None:
+    def write_samples(self, step: int, text: str) -> None:
         """Write samples to a file and the trackers; print those of the last step."""
         path = self.samples_path(step)
 
         def write() -> None:
-            self.trackers.samples(step, text)
+            self.trackers.log_samples(step, text)
             path.parent.mkdir(exist_ok=True)
             write_file(path, [f"{text}\n".encode()])
 
         if self.accelerator.is_main_process:
-            self.write(write)
+            self.write_or_warn(write)
         if step == self.plan.max_steps:
             self.log(printable(text))
+
+    def finish(self) -> None:
+        """Write the last values of the trackers, and close them."""
+        self.write_or_warn(self.trackers.finish)
+
+    def write_or_warn(self, write: Callable[[], object]) -> None:
+        """Call `write`; a disk without room does not end a run.
+
+        The metrics are written when the disk has room, the trackers lack what they were sent. There
+        is one warning until then. Raises `BusyError` if the run's folder has gone.
+        """
+        self.check_folder()
+        try:
+            write()
+        except OSError as error:
+            if not self.disk_full:
+                self.log(
+                    f"WARNING: metrics could not be written in {self.out_dir}: "
+                    f"{error.strerror or error}{self.free_bytes()}; training goes on, and they are "
+                    "written when there is room"
+                )
+            self.disk_full = True
+
+    def free_bytes(self) -> str:
+        """Describe the room on the disk; "" if it is not known."""
+        with contextlib.suppress(OSError):
+            return f" ({shutil.disk_usage(self.out_dir).free:,} bytes are free)"
+        return ""
 
     def sync(self) -> None:
         """Force the metrics to disk: before a checkpoint, which must not know more than they do."""

@@ -1,4 +1,7 @@
-"""Stops a run before its end: signals, a dead launcher, the time limit, a watchdog for hangs."""
+"""Stop a run before its end: signals, a dead launcher, the time limit, a watchdog for hangs.
+
+`StopSignal` keeps the reason, `agree_to_stop` tells it to all ranks after each step.
+"""
 
 import contextlib
 import ctypes
@@ -31,9 +34,12 @@ SAME_PRESS_SECONDS = 2.0  # a terminal and the launcher both deliver one Ctrl-C;
 PEER_FAILED = 70  # EX_SOFTWARE: this or another process failed
 LAUNCHER_WORDS = (b"torch", b"accel")  # in the command of one
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-TIME_LIMIT, INIT = "train.time_limit", "train.init_timeout"
+TIME_LIMIT = "train.time_limit"
+INIT = "train.init_timeout"
 REASONS = ("", TIME_LIMIT, *(number.name for number in SIGNALS))
-RESERVE_SHARE, RESERVE_SECONDS = 0.02, 1.0  # of the limit, at least; to end processes; assumption
+# time to end the processes, kept from the time limit; assumptions
+RESERVE_SHARE = 0.02  # of the limit
+RESERVE_SECONDS = 1.0  # at least
 CHECKS = 20  # of the watchdog, in the time that is allowed
 PAUSE_INTERVALS = 4  # between two checks: the process was paused; assumption
 
@@ -69,7 +75,8 @@ class StopSignal:
         self.started = time.monotonic() if started is None else started
         self.last_check: float | None = None
         self.longest = 0.0  # seconds between two calls: of a step, or a batch of an evaluation
-        self.launched, self.parent = started_by_launcher(), os.getppid()
+        self.launched = started_by_launcher()
+        self.parent = os.getppid()
         self.receiver, self.sender = socket.socketpair()
         self.sender.setblocking(False)
         self.thread = threading.Thread(target=self.listen, name="signals", daemon=True)
@@ -88,7 +95,7 @@ class StopSignal:
         self.received = self.received or signal.Signals(number).name
 
     def join(self, config: Config, accelerator: Accelerator) -> None:
-        """Take the time limit of a run, and the group of its ranks; a collective."""
+        """Set the time limit of a run, and the group of its ranks; a collective."""
         self.time_limit = duration("train.time_limit", config.train.time_limit)
         require(
             self.time_limit is None or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
@@ -105,11 +112,14 @@ class StopSignal:
                         self.receive(number)
 
     def receive(self, number: int) -> None:
-        """Acknowledge the first signal, and end at once if there is nothing to save or if this is a
-        second one, unless in an interactive session.
+        """Acknowledge the first signal; end at once if nothing can be saved, or at a second one.
+
+        An interactive session never ends here.
         """
-        now, orphaned = time.monotonic(), self.launched and os.getppid() != self.parent
-        self.parent = os.getppid()
+        now = time.monotonic()
+        parent = os.getppid()
+        orphaned = self.launched and parent != self.parent
+        self.parent = parent
         if self.first is None:
             self.first = now
             name = signal.Signals(number).name
@@ -140,8 +150,10 @@ class StopSignal:
                 sys.__stderr__.flush()
 
     def ignore(self) -> None:
-        """Ignore signals from now on: one would change the exit code of an interpreter that ends,
-        and the job would not be queued again.
+        """Ignore signals from now on.
+
+        One would change the exit code of an interpreter that ends, and the job would not be queued
+        again.
         """
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -149,34 +161,34 @@ class StopSignal:
         self.sender.close()  # which ends the thread
         self.thread.join()
 
-    def agreed(self, other: bool = False, save_seconds: float = 0.0) -> tuple[bool, bool]:
-        """Whether any rank has a reason to stop, and whether `other` is true on any rank.
+    def agree_to_stop(self, other: bool = False, save_seconds: float = 0.0) -> tuple[bool, bool]:
+        """Return whether any rank has a reason to stop, and whether `other` is true on any rank.
 
         An all-reduce over gloo, not over the devices. `save_seconds`: the time of a save after the
         step, which must fit into the time that is left.
         """
-        late = self.out_of_time(save_seconds)
-        reason = self.received or (TIME_LIMIT if late else "")
+        out_of_time = self.is_out_of_time(save_seconds)
+        reason = self.received or (TIME_LIMIT if out_of_time else "")
         flags = torch.tensor([REASONS.index(reason), int(other)])
         if self.group is not None:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
-        stop, others = flags.tolist()
-        self.received = self.received or REASONS[stop] or None  # perhaps of another rank
+        number, other_on_any = flags.tolist()
+        self.received = self.received or REASONS[number] or None  # perhaps of another rank
         if self.received and self.received != TIME_LIMIT:
             self.acknowledge(self.received)
-        return bool(stop), bool(others)
+        return bool(number), bool(other_on_any)
 
     def check(self, save_seconds: float = 0.0) -> None:
         """Raise `StopRequested` on all ranks if any has a reason to stop; a collective.
 
         Called before each batch of an evaluation, so that a time limit need not leave room for it.
         """
-        stop, _ = self.agreed(save_seconds=save_seconds)
-        if stop:
+        stopping, _ = self.agree_to_stop(save_seconds=save_seconds)
+        if stopping:
             raise StopRequested
 
-    def out_of_time(self, save_seconds: float) -> bool:
-        """Whether twice the longest step and save may not fit into the time that is left.
+    def is_out_of_time(self, save_seconds: float) -> bool:
+        """Return whether twice the longest step and save may not fit into the time that is left.
 
         The first step is not counted: it compiles and allocates.
         """
@@ -194,14 +206,18 @@ class StopSignal:
 def finish_uploads(
     uploaders: Iterable[Uploader], accelerator: Accelerator, stop: StopSignal, preempted: bool
 ) -> bool:
-    """Wait for the uploads, and end the process group; returns whether an interrupt left some.
-    What a signal keeps from being uploaded, the next launch uploads.
+    """Wait for the uploads, and end the process group; returns whether a signal left some.
 
-    If `preempted`, all ranks wait: a launcher ends all as soon as one has left with exit code 75.
+    The next launch makes the uploads that are left. If `preempted`, all ranks wait: a launcher ends
+    all as soon as one has left with exit code 75.
     """
+
+    def interrupted() -> bool:
+        return preempted or stop.received is not None
+
     if not preempted:
         accelerator.end_training()
-    left = [one.finish(lambda: preempted or stop.received is not None) for one in uploaders]
+    left = [uploader.finish(interrupted) for uploader in uploaders]
     if preempted:
         all_gather(None, stop.group)
         accelerator.end_training()
@@ -209,7 +225,7 @@ def finish_uploads(
 
 
 def interactive() -> bool:
-    """Whether this is a Python prompt or a notebook, which an interrupt must not end."""
+    """Return whether this is a Python prompt or a notebook, which an interrupt must not end."""
     return hasattr(sys, "ps1")
 
 
@@ -236,9 +252,9 @@ def die_with_launcher() -> None:
 class Watchdog:
     """Dumps the stacks of all threads and ends the process after `limit`, as `30m`, without a beat.
 
-    `limit` None: no limit. `key`: of the config, where `limit` is set; `problem`: what is written
-    then. A thread checks the clock. If the thread itself did not run for several of its intervals,
-    the process was paused (SIGSTOP, Ctrl-Z, a frozen container); a pause does not count.
+    `limit` None: no limit. `key`: the option that sets `limit`. `problem`: the words for the hang
+    in the message. A thread checks the clock. If the thread itself did not run for several of its
+    intervals, the process was paused (SIGSTOP, Ctrl-Z, a frozen container); a pause does not count.
 
     If a hanging call holds the interpreter, the thread cannot run either. faulthandler needs no
     interpreter and ends the process with exit code 1, but it cannot tell a pause: it waits for the
@@ -251,10 +267,12 @@ class Watchdog:
         key: str = "train.step_timeout",
         problem: str = "completed nothing",
     ) -> None:
-        self.limit, self.seconds = limit, duration(key, limit)
-        self.reason = f"{problem} within {limit} ({key}); it hangs here, or waits for another one "
-        self.reason += "that does"
-        self.last, self.done = time.monotonic(), threading.Event()
+        self.seconds = duration(key, limit)
+        self.reason = (
+            f"{problem} within {limit} ({key}); it hangs here, or waits for another one that does"
+        )
+        self.last = time.monotonic()
+        self.done = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:

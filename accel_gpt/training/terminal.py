@@ -1,4 +1,4 @@
-"""What a run prints: a live panel on a terminal, plain lines elsewhere."""
+"""Print what a run does: a live panel on a terminal, plain lines elsewhere."""
 
 import contextlib
 import os
@@ -7,37 +7,17 @@ import sys
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
-from accel_gpt.console import EvaluationProgress, ProgressLine
+from accel_gpt.console import Progress, can_draw, in_notebook, write_err
+from accel_gpt.training.panel import FORMS, Panel
 from accel_gpt.training.state import TrainState
 
-if TYPE_CHECKING:
-    from accel_gpt.training.panel import Panel
-
 SHOW_CURSOR = b"\x1b[?25h\n"  # which a live panel hides
-FORMS: Mapping[str, str] = MappingProxyType(  # of metrics
-    {
-        "train/loss": "loss {:.4f}",
-        "train/lr": "lr {:.2e}",
-        "train/grad_norm": "norm {:.2f}",
-        "train/skipped": "skipped {:,.0f}",
-        "perf/tokens_per_second": "{:,.0f} tok/s",
-        "perf/mfu": "MFU {:.1%}",
-        "perf/memory_gb": "{:.2f} GB",
-        "perf/step_ms": "{:,.1f} ms/step",
-        "tokens": "{:,.0f} tokens",
-        "eval/train_loss": "train {:.4f}",
-        "eval/val_loss": "val {:.4f}",
-        "eval/val_bits_per_byte": "{:.4f} bits/byte",
-        "eval/whole_val_loss": "whole val {:.4f}",
-        "eval/hellaswag_acc_norm": "HellaSwag {:.1%}",
-    }
-)
 PANEL_ONLY = ("train/skipped", "perf/memory_gb", "perf/step_ms", "tokens")
+LONGEST_LEFT = 10**12  # seconds; a `timedelta` holds no more
 
 
 class Display:
@@ -47,18 +27,15 @@ class Display:
     """
 
     def __init__(self, active: bool, config: Config, plan: Plan) -> None:
-        self.active, self.config, self.plan = active, config, plan
+        self.active = active
+        self.config = config
+        self.plan = plan
         self.verbose = active and config.log.level == "info"
         self.panel: Panel | None = None
-        self.line = ProgressLine(terminal=False)
-        self.evaluation = EvaluationProgress()
+        self.evaluation: Progress | None = None  # of the evaluation under way
 
     def __enter__(self) -> Self:
-        drawable = sys.stderr.isatty() and "utf" in str(sys.stderr.encoding).lower()
-        drawable &= os.environ.get("TERM") not in ("dumb", "unknown")  # it moves its cursor
-        if self.verbose and (drawable or in_notebook()):
-            from accel_gpt.training.panel import Panel
-
+        if self.verbose and (can_draw() or in_notebook()):
             self.panel = Panel(self.config, self.plan)
             self.panel.start()
         return self
@@ -76,7 +53,7 @@ class Display:
             if self.panel:
                 self.panel.print(text)
             else:
-                sys.stderr.write(f"{text}\n")
+                write_err(text)
 
     def acknowledge(self, text: str) -> None:
         """Print a line at every `log.level`; a panel draws it until the end."""
@@ -86,7 +63,7 @@ class Display:
             if self.panel:
                 self.panel.acknowledge(text)
             else:
-                sys.stderr.write(f"{text}\n")
+                write_err(text)
                 sys.stderr.flush()
 
     def show(self, record: Mapping[str, float], seconds_left: float) -> None:
@@ -96,32 +73,29 @@ class Display:
         if self.panel is None or "eval/val_loss" in record:
             keys = [key for key in FORMS if key in record and key not in PANEL_ONLY]
             metrics = " | ".join(FORMS[key].format(record[key]) for key in keys)
-            left = timedelta(seconds=min(round(seconds_left), 10**12))
+            left = timedelta(seconds=min(round(seconds_left), LONGEST_LEFT))
             self.log(f"step {record['step']:,}/{self.plan.max_steps:,} | {metrics} | left {left}")
 
-    def evaluated(self, done: int, total: int) -> None:
+    def show_evaluation(self, done: int, total: int) -> None:
         """Print or draw that `done` batches of an evaluation were computed."""
-        text = self.evaluation.words(done, total)
+        if self.evaluation is None:
+            in_lines = self.verbose and self.panel is None
+            self.evaluation = Progress("evaluating", unit="batches", active=in_lines)
+        self.evaluation.update(done, total)
         if self.panel:
-            self.panel.doing = text
-        elif self.verbose:
-            self.line.show(text)
+            self.panel.doing = self.evaluation.text()
 
-    def advance(self, step: int) -> None:
-        """Draw that a step was completed."""
+    def show_step(self, step: int) -> None:
+        """Draw that a step was completed, with its evaluation."""
+        self.evaluation = None
         if self.panel:
-            self.panel.step, self.panel.doing = step, ""
-        self.line.clear()
+            self.panel.step = step
+            self.panel.doing = ""
 
     def resume(self, step: int, losses: Iterable[float]) -> None:
-        """Begin at a step, with the losses of the run until then."""
+        """Continue at a step, with the losses of the run until then."""
         if self.panel:
             self.panel.resume(step, losses)
-
-
-def in_notebook() -> bool:
-    """Whether a notebook shows what this process prints."""
-    return "ipykernel.zmqshell" in sys.modules
 
 
 def show_cursor() -> None:
@@ -130,13 +104,11 @@ def show_cursor() -> None:
         os.write(sys.__stderr__.fileno(), SHOW_CURSOR)
 
 
-def last_words(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:
-    """What the run reached, where it is, and what to do next."""
-    out, val = shlex.quote(config.out_dir), state.val_loss
-    files = ", ".join(sorted(path.name for path in Path(config.out_dir).glob("[!.]*")))
-    length = "train.max_tokens" if config.train.max_tokens else "train.max_steps"
+def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:
+    """Return the last lines of a launch: what the run reached, where it is, what to do next."""
+    out = shlex.quote(config.out_dir)
     spent = timedelta(seconds=round(state.seconds))
-    loss = "" if val is None else f", val loss {val:.4f}"
+    loss = "" if state.val_loss is None else f", val loss {state.val_loss:.4f}"
     if signal_name:
         return (
             f"{signal_name}: saved at step {state.step:,} after {spent}{loss}; "
@@ -147,7 +119,11 @@ def last_words(config: Config, plan: Plan, state: TrainState, signal_name: str |
             f"train.stop_at: saved at step {state.step:,} of {plan.max_steps:,} after {spent}"
             f"{loss}; launch again without it to continue"
         )
-    allow = f" and --checkpoint.allow_change {length}" * (config.schedule.name != "constant")
+    files = ", ".join(sorted(path.name for path in Path(config.out_dir).glob("[!.]*")))
+    length = "train.max_tokens" if config.train.max_tokens else "train.max_steps"
+    allow = ""
+    if config.schedule.name != "constant":
+        allow = f" and --checkpoint.allow_change {length}"
     return (
         f"{state.step:,} steps, {state.tokens:,} tokens in {spent}{loss}\n"
         f"  run         {out} ({files})\n"

@@ -1,4 +1,4 @@
-"""Accelerate's trackers: starting them, the config and samples, TensorBoard's groups of charts.
+"""Start Accelerate's trackers, write config and samples to them, group TensorBoard's charts.
 
 A resumed run continues the same run of `wandb` and `trackio`: its name there is kept in
 `tracker_run` in its folder.
@@ -30,15 +30,17 @@ class Trackers:
     """The trackers of a run; on other ranks than 0 there are none."""
 
     def __init__(self, accelerator: Accelerator, config: Config, has_mfu: bool) -> None:
-        self.accelerator, self.config = accelerator, config
+        self.accelerator = accelerator
+        self.config = config
         self.charts = chart_groups(config, has_mfu)
 
     def start(self, step: int) -> None:
         """Start all, to resume from `step`; TensorBoard drops the steps after it.
 
-        Raises `UserError` where one fails to start, as wandb without a login.
+        Raises `UserError` if one fails to start, as wandb without a login.
         """
-        config, accelerator = self.config, self.accelerator
+        config = self.config
+        accelerator = self.accelerator
         kwargs: dict[str, Any] = {"tensorboard": {"purge_step": step + 1}}
         if accelerator.is_main_process and set(config.log.trackers) - {"tensorboard"}:
             kwargs |= resumable(Path(config.out_dir))
@@ -56,7 +58,7 @@ class Trackers:
             sys.stdin = stdin
         if not accelerator.is_main_process:
             return
-        options = {k: str(v) for k, v in to_flat(config).items()}
+        options = {key: str(value) for key, value in to_flat(config).items()}
         for tracker in accelerator.trackers:
             if isinstance(tracker, TensorBoardTracker):
                 self.add_charts(tracker)
@@ -65,7 +67,7 @@ class Trackers:
                 tracker.store_init_configuration(options)
 
     def reopen(self, step: int) -> None:
-        """Begin a new file of TensorBoard's curves, which drops the steps from `step` on."""
+        """Open a new file of TensorBoard's curves, which drops the steps from `step` on."""
         from torch.utils.tensorboard import SummaryWriter
 
         for tracker in self.accelerator.trackers:
@@ -76,44 +78,54 @@ class Trackers:
                 self.add_charts(tracker)
 
     def finish(self) -> None:
-        """Write what is left, and close all."""
-        trackers, self.accelerator.trackers = self.accelerator.trackers, []  # also after an error
+        """Write the last values, and close all."""
+        trackers = self.accelerator.trackers
+        self.accelerator.trackers = []  # also after an error
         for tracker in trackers:
             tracker.finish()
 
     def add_charts(self, tracker: TensorBoardTracker) -> None:
-        """Begin a file of curves with the groups of charts."""
+        """Write the groups of charts into a new file of curves."""
         tracker.writer.add_custom_scalars(self.charts)
         tracker.writer.flush()
 
-    def samples(self, step: int, text: str) -> None:
-        """Write the samples of a step."""
+    def log_samples(self, step: int, text: str) -> None:
+        """Write the samples of a step to all trackers."""
         for tracker in self.accelerator.trackers:
             in_markdown = isinstance(tracker, TensorBoardTracker)
             tracker.log({"samples": as_code(text) if in_markdown else text}, step=step)
 
 
 def resumable(out_dir: Path) -> dict[str, Any]:
-    """Options with which wandb and trackio continue a run under its name, which is chosen once;
-    wandb records only what it is given.
+    """Return options with which wandb and trackio continue a run under its name.
+
+    The name is chosen once. wandb records nothing that it is not given.
     """
     path = out_dir / "tracker_run"
     if not path.is_file():
         folder = re.sub(r"[^\w.-]+", "-", out_dir.resolve().name)
         write_file(path, [f"{folder}-{secrets.token_hex(4)}\n".encode()])
     name = path.read_text(encoding="utf-8").strip()
-    only = {"disable_git": True, "save_code": False, "x_disable_meta": True}  # it has argv, too
-    silent = {"console": "off", "silent": True}
-    named = {"id": name, "name": name, "resume": "allow", "dir": str(out_dir)}
-    return {
-        "wandb": {**named, "settings": {**only, **silent}},
-        "trackio": {"name": name, "resume": "allow"},
+    wandb_settings = {
+        "disable_git": True,
+        "save_code": False,
+        "x_disable_meta": True,  # has the command line, too
+        "console": "off",
+        "silent": True,
     }
+    wandb = {
+        "id": name,
+        "name": name,
+        "resume": "allow",
+        "dir": str(out_dir),
+        "settings": wandb_settings,
+    }
+    return {"wandb": wandb, "trackio": {"name": name, "resume": "allow"}}
 
 
 @contextmanager
 def quiet_tensorboard() -> Iterator[None]:
-    """TensorBoard's thread ends without a traceback: its error is raised where it is used."""
+    """Suppress the traceback of TensorBoard's thread, whose error is raised in its writer."""
     before = threading.excepthook
 
     def hook(error: threading.ExceptHookArgs) -> None:
@@ -128,7 +140,7 @@ def quiet_tensorboard() -> Iterator[None]:
 
 
 def chart_groups(config: Config, has_mfu: bool) -> dict[str, dict[str, list[Any]]]:
-    """TensorBoard's page of custom scalars: group -> chart -> patterns of the keys of its lines."""
+    """Return TensorBoard's custom scalars: group -> chart -> patterns of the keys of its lines."""
     charts = {
         "loss/train and val": ["^train/loss$", "^eval/train_loss$", "^eval/val_loss($|/)"],
         "loss/bits per byte": ["^eval/val_bits_per_byte($|/)"],
@@ -137,9 +149,11 @@ def chart_groups(config: Config, has_mfu: bool) -> dict[str, dict[str, list[Any]
         "optimization/skipped updates and spikes": ["^train/skipped$", "^train/spikes$"],
         "speed/tokens per second": ["^perf/tokens_per_second$"],
         "speed/ms per step": ["^perf/step_ms$"],
-        **({"speed/MFU": ["^perf/mfu$"]} if has_mfu else {}),
+        "speed/MFU": ["^perf/mfu$"],
         "memory/GB": ["^perf/memory_gb$"],
     }
+    if not has_mfu:
+        del charts["speed/MFU"]
     if config.eval.hellaswag:
         charts["HellaSwag/accuracy"] = ["^eval/hellaswag_acc(_norm)?$"]
     groups: dict[str, dict[str, list[Any]]] = {}
@@ -150,5 +164,5 @@ def chart_groups(config: Config, has_mfu: bool) -> dict[str, dict[str, list[Any]
 
 
 def as_code(text: str) -> str:
-    """`text` as TensorBoard, which reads Markdown, shows it unchanged."""
+    """Indent `text` so that TensorBoard, which reads Markdown, shows it unchanged."""
     return "\n".join(f"    {line}" for line in text.splitlines())

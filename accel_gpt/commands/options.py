@@ -136,12 +136,12 @@ class PrepareCommand(PrepareConfig, Command):
 
     source: SourceKind | None = option(
         None,
-        "What path or dataset holds; null or auto: what the endings of path's files tell, dataset "
-        "with --dataset, else stdlib, the library of this Python.",
+        "Kind of what path or dataset holds. null or auto: the kind by the endings of the files "
+        "in path, dataset with --dataset, else stdlib, the library of this Python.",
     )
     out: str = option(
         "",
-        "Folder to make; empty: data/<name of path, or source>_<tokenizer>.",
+        "Folder to make. empty: data/<name of path, or source>_<tokenizer>.",
     )
     from_config: bool = internal(False)  # a run prepares its data
 
@@ -211,44 +211,46 @@ class SampleCommand(Command):
 
     run: str = option(
         REQUIRED,
-        "Folder of a run, of one checkpoint, or in transformers format; or a Hub id, as gpt2.",
+        "Folder of a run, of one checkpoint or of a model in transformers format; or a Hub id, "
+        "such as gpt2.",
         positional=True,
     )
     prompt: str = option(
         "",
-        "Text to continue; empty: the start of a document.",
+        "Text to continue. empty: the start of a document.",
     )
     num: int = option(
         1,
-        "Samples.",
+        "Number of samples.",
     )
     max_new_tokens: int = option(
         200,
-        "Tokens per sample.",
+        "Number of tokens to generate per sample.",
     )
     temperature: float = option(
         0.8,
-        "0: greedy.",
+        "Softmax temperature. 0: greedy decoding.",
     )
     top_k: int | None = option(
         50,
-        "Tokens to choose from; null: all.",
+        "Sample from the k most likely tokens. null: from all.",
     )
     top_p: float = option(
         1.0,
-        "Probability mass to choose from.",
+        "Sample from the most likely tokens whose probabilities sum to top_p.",
     )
     seed: int = option(
         1337,
-        "Of the draws.",
+        "Seed of the sampled tokens.",
     )
     checkpoint: str = option(
         "last",
-        "Of a run: last, best, or a step.",
+        "Checkpoint of a run: last, best, or a step.",
     )
     interactive: bool = option(
         False,
-        "Type prompts on a terminal, a line each; \\n in one is a line end; texts as they come.",
+        "Continue prompts that you type on a terminal, a line each, token by token. \\n in a "
+        "prompt is a line end.",
     )
 
     def __post_init__(self) -> None:
@@ -277,26 +279,27 @@ class EvaluateCommand(Command):
 
     run: str = option(
         REQUIRED,
-        "Folder of a run, of one checkpoint, or in transformers format; or a Hub id, as gpt2.",
+        "Folder of a run, of one checkpoint or of a model in transformers format; or a Hub id, "
+        "such as gpt2.",
         positional=True,
     )
     checkpoint: str = option(
         "last",
-        "Of a run: last, best, or a step.",
+        "Checkpoint of a run: last, best, or a step.",
     )
     data: str | None = option(
         None,
-        "Data folder, or its URL, whose val split is measured; null: the data of the run.",
+        "Data folder, or its URL, whose val split is measured. null: the data of the run.",
     )
     tokens: int | Literal["run"] | None = option(
         "run",
-        "Tokens of each split, spread over it; null: all; run: as many as the run's eval.tokens.",
+        "Number of tokens of each split, spread over it. null: all. run: the run's eval.tokens.",
         above=0,
     )
     hellaswag: str | None = option(
         None,
-        "JSONL file in the original format, or Hub id, as Rowan/hellaswag; null: the run's, if "
-        "any.",
+        "JSONL file in the original format, or a Hub id such as Rowan/hellaswag. null: the run's "
+        "eval.hellaswag.",
     )
     hellaswag_limit: int | None = option(
         None,
@@ -319,12 +322,12 @@ class EvaluateCommand(Command):
     )
     batch_size: int | None = option(
         None,
-        "Windows per process and forward; null: the run's train.micro_batch_size, else 8.",
+        "Sequences per process in a forward pass. null: the run's train.micro_batch_size, else 8.",
         above=0,
     )
     json: bool = option(
         False,
-        "One JSON object in place of a table.",
+        "Print one JSON object instead of a table.",
     )
 
 
@@ -343,7 +346,8 @@ class ExportCommand(Command):
 
     run: str = option(
         REQUIRED,
-        "Folder of a run, of one checkpoint, or in transformers format; or a Hub id.",
+        "Folder of a run, of one checkpoint or of a model in transformers format; or a Hub id, "
+        "such as gpt2.",
         positional=True,
     )
     to: str = option(
@@ -352,15 +356,15 @@ class ExportCommand(Command):
     )
     checkpoint: str = option(
         "last",
-        "Of a run: last, best, or a step.",
+        "Checkpoint of a run: last, best, or a step.",
     )
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
-        "Of the weights.",
+        "Data type of the weights.",
     )
     overwrite: bool = option(
         False,
-        "Replace an exported model that is at `to`.",
+        "Replace an exported model in the folder.",
     )
 
     def __post_init__(self) -> None:
@@ -387,23 +391,23 @@ class PushCommand(Command):
     )
     repo: str = option(
         "",
-        "Repository, user/name; made if it is missing.",
+        "Repository, user/name. It is made if it is missing.",
     )
     checkpoint: str | None = option(
         None,
-        "last, best, or a step; null: the one that --revision step-N names, else last.",
+        "last, best, or a step. null: the step that --revision step-N names, else last.",
     )
     revision: str | None = option(
         None,
-        "Branch to upload to, made if it is missing; null: main, with a tag step-N.",
+        "Branch to upload to; it is made if it is missing. null: main, with a tag step-N.",
     )
     private: bool = option(
         False,
-        "Make the repository a private one.",
+        "Make the repository private.",
     )
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
-        "Of the weights.",
+        "Data type of the weights.",
     )
     include_state: bool = option(
         False,
@@ -411,11 +415,11 @@ class PushCommand(Command):
     )
     license: str | None = option(
         None,
-        "Of the weights, as the Hub spells it: apache-2.0, mit, cc-by-4.0, ...",
+        "Licence of the weights, by its identifier on the Hub: apache-2.0, mit, cc-by-4.0, ...",
     )
     data_license: str | None = option(
         None,
-        "Of the data, for the model card.",
+        "Licence of the data, for the model card.",
     )
 
     def __post_init__(self) -> None:
@@ -437,12 +441,12 @@ class InspectCommand(Command):
 
     path: str = option(
         REQUIRED,
-        "Data folder, of any project, or its URL; or folder of a run or of a checkpoint.",
+        "Data folder of any project, or its URL; or the folder of a run or a checkpoint.",
         positional=True,
     )
     json: bool = option(
         False,
-        "One JSON object in place of text.",
+        "Print one JSON object instead of text.",
     )
     quick: bool = option(
         False,
@@ -450,16 +454,16 @@ class InspectCommand(Command):
     )
     tokenizer: str | None = option(
         None,
-        "gpt2, bytes or the path of a tokenizer.json, for shards that do not name theirs.",
+        "Tokenizer of shards that do not name one: gpt2, bytes or the path of a tokenizer.json.",
     )
     windows: int = option(
         2,
-        "First sequences of each split that are shown as text.",
+        "Number of sequences of each split to show as text, from the first.",
         at_least=0,
     )
     block_size: int = option(
         64,
-        "Tokens in such a sequence.",
+        "Number of tokens in a sequence that is shown.",
         above=0,
     )
 
@@ -485,90 +489,90 @@ class PlanCommand(Command, exclusive=(("mfu", "tokens_per_second"), ("config", "
     )
     ladder: str | None = option(
         None,
-        "Folder of accel-gpt ladder, for the expected loss; null: a shipped one that matches.",
+        "Folder of accel-gpt ladder, for the expected loss. null: a shipped one that matches.",
     )
     budget: float | None = option(
         None,
-        "What a run may cost, at --price: tells what to train for it, by the ladder.",
+        "Cost of a run, at --price. The ladder tells what to train for it.",
         above=0,
     )
     hours: float | None = option(
         None,
-        "The same by the hours that it may take.",
+        "Time budget in hours. The ladder tells what to train in it.",
         above=0,
     )
     out: str = option(
         "budget.yaml",
-        "Config to write, which trains what a budget or hours are best spent on.",
+        "Config to write: what the budget or the hours are best spent on.",
     )
     gpus: int | None = option(
         None,
-        "Devices of all nodes, one process each; null: as --config_file says, else 1.",
+        "Number of devices of all nodes, one process each. null: as --config_file says, else 1.",
         above=0,
     )
     nodes: int | None = option(
         None,
-        "Machines; null: as --config_file says, else enough for 8 GPUs in each.",
+        "Number of machines. null: as --config_file says, else enough for 8 GPUs in each.",
         above=0,
     )
     gpus_per_node: int | None = option(
         None,
-        "Devices of a machine; null: --gpus divided by --nodes.",
+        "Number of devices of a machine. null: --gpus divided by --nodes.",
         above=0,
     )
     gpu: str | None = option(
         None,
-        "Their kind: h100, h200, b200, a100-80gb, l40s, 'rtx 4090', ...; null: CPUs.",
+        "Kind of the devices: h100, h200, b200, a100-80gb, l40s, 'rtx 4090', ... null: CPUs.",
     )
     memory_gb: float | None = option(
         None,
-        "Memory of a device in 1e9 bytes; null: the memory of --gpu.",
+        "Memory of a device in units of 1e9 bytes. null: the memory of --gpu.",
         above=0,
     )
     distribution: Literal["ddp", "fsdp", "hsdp"] | None = option(
         None,
-        "ddp: each device holds all; fsdp: its share; hsdp: the devices of a node share, each node "
-        "holds all; null: what --config_file says, else ddp.",
+        "ddp: each device holds the whole model. fsdp: each holds a share. hsdp: the devices of a "
+        "node share it, each node holds the whole. null: as --config_file says, else ddp.",
     )
     config_file: str | None = option(
         None,
-        "What `accelerate config` wrote: number of processes, precision, FSDP.",
+        "File that `accelerate config` wrote: number of processes, precision, FSDP.",
     )
     mfu: float | None = option(
         None,
-        "Share of the peak FLOP/s that is reached, 0 to 1, for the hours.",
+        "Share of the devices' peak FLOP/s that training reaches, 0 to 1.",
         above=0,
         at_most=1,
     )
     tokens_per_second: float | None = option(
         None,
-        "Of all devices together, in place of mfu; like it without waiting for other devices.",
+        "Speed of all devices together, instead of mfu. Neither counts waiting for other devices.",
         above=0,
     )
     bandwidth: float | None = option(
         None,
-        "Of the network of a node in Gbit/s, one direction, all its cards together: 8 of 400 are "
-        "3200.",
+        "Bandwidth of a node's network in Gbit/s, one direction, all its cards together: 8 of 400 "
+        "are 3200.",
         above=0,
     )
     latency: float = option(
         NODE_LATENCY * 1e3,
-        "Of a message from node to node in milliseconds.",
+        "Latency of a message between nodes in milliseconds.",
         at_least=0,
     )
     price: float | None = option(
         None,
-        "Of a device for an hour, in any currency.",
+        "Price of a device for an hour, in any currency.",
         above=0,
     )
     vocab_size: int | None = option(
         None,
-        "Tokens in the vocabulary, where neither data nor tokenizer tell.",
+        "Number of tokens in the vocabulary, if neither data nor tokenizer tell it.",
         above=0,
     )
     json: bool = option(
         False,
-        "One JSON object in place of text.",
+        "Print one JSON object instead of text.",
     )
     loaded: Config | None = internal(None)  # None with --budget and --hours
 
@@ -603,14 +607,14 @@ class SweepCommand(KeysCommand):
 
     random: int | None = option(
         None,
-        "Number of settings to draw from all combinations, each trained with every seed; null: "
+        "Number of settings to draw from all combinations, each trained with every seed. null: "
         "all.",
         above=0,
     )
     halve_at: tuple[float, ...] = option(
         (),
-        "Shares of the steps, as 0.25,0.5; after each only the better half of the settings goes "
-        "on.",
+        "Shares of the steps, such as 0.25,0.5. After each, only the better half of the settings "
+        "goes on.",
     )
     grid: Grid = internal(None)
     given: Mapping[str, Any] = internal(None)  # keys that all runs share
@@ -646,13 +650,13 @@ class LadderCommand(KeysCommand):
 
     config: str = option(
         REQUIRED,
-        "YAML file, or name of a shipped config, as for train. With model.depth in it all that "
-        "follows from the depth is the rung's own; else its shape alone.",
+        "YAML file, or name of a shipped config, as for train. If it sets model.depth, a rung has "
+        "all that follows from its depth; else only the shape.",
         positional=True,
     )
     depths: tuple[int, ...] = option(
         (1, 2, 3, 4),
-        "Sizes: layers, at 64 channels each, up to a multiple of 128.",
+        "Sizes: numbers of layers, with 64 channels each, rounded up to a multiple of 128.",
     )
     ratios: tuple[float, ...] = option(
         (10.5,),
@@ -660,11 +664,11 @@ class LadderCommand(KeysCommand):
     )
     seeds: tuple[int, ...] = option(
         (),
-        "Seeds of each size and length; empty: the seed of the config.",
+        "Seeds of each size and length. empty: the seed of the config.",
     )
     out: str | None = option(
         None,
-        "Folder of the rungs; null: out_dir of the config with _ladder behind it.",
+        "Folder of the rungs. null: out_dir of the config with _ladder behind it.",
     )
     given: Mapping[str, Any] = internal(None)  # keys of the config and the command line
     base: Config = internal(None)  # the config in which they are set
@@ -706,26 +710,26 @@ class BenchCommand(ConfigCommand):
 
     warmup: int = option(
         5,
-        "Steps before those that are measured.",
+        "Number of steps before the measured ones.",
         above=0,
     )
     steps: int = option(
         20,
-        "Steps that are measured.",
+        "Number of measured steps.",
         above=0,
     )
     parts: int = option(
         5,
-        "Further steps, in which each part is waited for and timed by itself; 0: none.",
+        "Number of further steps, in which each part is waited for and timed. 0: none.",
         at_least=0,
     )
     compare: bool = option(
         False,
-        "Measure float32 and bf16, compiled or not, side by side: what auto chooses between.",
+        "Measure float32 and bf16, compiled or not, side by side.",
     )
     json: bool = option(
         False,
-        "One JSON object in place of text.",
+        "Print one JSON object instead of text.",
     )
 
 
@@ -750,12 +754,12 @@ class ReportCommand(Command):
     )
     out: str | None = option(
         None,
-        "HTML file; null: report.html in the run, or for several runs in the current folder.",
+        "HTML file. null: report.html in the run, or for several runs in the current folder.",
     )
     reference: str = option(
         "auto",
-        "Grey curve to compare with: a name in configs/references, a .json file, or none; auto: "
-        "the one for the same model, vocabulary and data.",
+        "Grey curve to compare with: a name in configs/references, a .json file, or none. auto: "
+        "the curve for the same model, vocabulary and data.",
     )
 
 
@@ -775,12 +779,12 @@ class VerifyResumeCommand(ConfigCommand):
 
     steps: int = option(
         20,
-        "Steps of each run.",
+        "Number of steps of each run.",
     )
     kills: int = option(
         5,
-        "Launches that end with SIGKILL to all their processes at a random moment; 0: one run "
-        "more, not stopped, tells whether the machine repeats itself.",
+        "Number of launches that SIGKILL ends at a random moment, with all their processes. 0: "
+        "one more run that is not stopped, which tells whether the machine repeats itself.",
         at_least=0,
     )
     processes: tuple[int, ...] = option(
@@ -795,7 +799,7 @@ class VerifyResumeCommand(ConfigCommand):
     )
     keep: bool = option(
         False,
-        "Keep the temporary folder of the runs also when all is equal.",
+        "Keep the temporary folder of the runs even if all is equal.",
     )
 
     def __post_init__(self) -> None:

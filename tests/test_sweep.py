@@ -126,7 +126,7 @@ def test_a_comma_of_a_list_separates_no_values() -> None:
         (["--optim.lr", "1"], "no option has several values; write them as --optim.lr 1e-3,3e-3"),
         (["--optim.lr", "1,x"], "optim.lr is 'x'; expected a number"),
         (["--optim.lr", "1,"], "optim.lr is ''; expected a number"),
-        (["--optim.lr", "1,1.0"], "optim.lr is 1,1.0, where a value stands twice"),
+        (["--optim.lr", "1,1.0"], "optim.lr is 1,1.0, which lists a value twice"),
         (["--optim.lr", "1,2", "--random", "3"], "--random is 3, but the values have only 2 comb"),
         (["--optim.lr", "1,2", "--halve_at", "0.5,0.2"], "--halve_at is (0.5, 0.2); expected"),
         (["--seed", ",".join(map(str, range(1001)))], "these are 1,001 runs, more than 1,000"),

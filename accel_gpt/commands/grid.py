@@ -72,7 +72,9 @@ def split_values(key: str, text: str) -> list[str]:
     if all(structured) or (any(structured) and text.startswith(("[", "{"))):
         values = [text]
     converted = {repr([*read_options(Config, [f"--{key}={value}"])]) for value in values}
-    require(len(converted) == len(values), f"{key} is {text}, where a value stands twice")
+    require(
+        len(converted) == len(values), f"{key} is {text}, which lists a value twice; list it once"
+    )
     return values
 
 

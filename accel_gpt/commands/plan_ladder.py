@@ -82,9 +82,10 @@ def plan_loss(options: PlanCommand, config: Config, vocab_size: int) -> dict[str
 
 
 def predict_loss(ladder: Ladder, config: Config, vocab_size: int) -> dict[str, Any]:
-    """Predict the loss of a config, with what speaks against the prediction."""
+    """Predict the loss of a config, with warnings."""
     size = law_size(config, vocab_size)
-    rungs, own = to_flat(ladder_config(ladder, config)), to_flat(config)
+    rungs = to_flat(ladder_config(ladder, config))
+    own = to_flat(config)
     same_window = (
         rungs["eval.tokens"] == own["eval.tokens"]
         and rungs["model.block_size"] == own["model.block_size"]
@@ -188,7 +189,7 @@ def plan_budget(options: PlanCommand, ladder: Ladder, network: Network) -> dict[
         row = candidate(options, ladder, network, depth, hours)
         if row is not None:
             found.append(row)
-            best = min(found, key=lambda one: (len(one["doubts"]) > 0, one["loss"]))
+            best = min(found, key=guess_and_loss)
         if depth >= max(ladder.depths[-1], best["depth"] + WORSE):
             break
     smallest = min(size.flops for size in ladder.sizes)
@@ -207,6 +208,11 @@ def plan_budget(options: PlanCommand, ladder: Ladder, network: Network) -> dict[
         "best": best["depth"],
         "config": str(out),
     }
+
+
+def guess_and_loss(row: Mapping[str, Any]) -> tuple[bool, float]:
+    """Return the order of candidates: a guess comes after all others, then the loss decides."""
+    return len(row["doubts"]) > 0, row["loss"]
 
 
 def candidate(
@@ -289,7 +295,11 @@ def given_keys(ladder: Ladder) -> dict[str, Any]:
 
 def measured_flops(folder: str, ladder: Ladder, depth: int) -> float:
     """Return the FLOP/s of a process in the rungs nearest to a depth, the median of their steps."""
-    nearest = min(ladder.depths, key=lambda other: abs(other - depth))
+
+    def distance(other: int) -> int:
+        return abs(other - depth)
+
+    nearest = min(ladder.depths, key=distance)
     found = []
     for rung, size in zip(ladder.rungs, ladder.sizes, strict=True):
         if rung["depth"] == nearest:

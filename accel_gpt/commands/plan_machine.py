@@ -21,7 +21,7 @@ from accel_gpt.errors import UserError, require
 from accel_gpt.training.run_folder import RunFolder
 
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
-NODE = 8  # GPUs of a node where nothing says it: assumption, as in HGX and OAM boards
+NODE = 8  # GPUs of a node if nothing says it: assumption, as in HGX and OAM boards
 
 
 def make_machine(options: PlanCommand, config: Config) -> Machine:

@@ -100,7 +100,7 @@ def memory_rows(memory: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     if memory["host"]:
         host = dict(memory["host"])
         libraries = host.pop("libraries")
-        most = max(host, key=lambda part: memory["host"][part])
+        most = max(host, key=host.__getitem__)
         yield "memory of a node's host", gigabytes(libraries + host[most]), f"libraries and {most}"
         for part, size in memory["host"].items():
             yield f"  {part}", gigabytes(size), ""
@@ -110,7 +110,8 @@ def time_rows(time: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield speed, hours and cost."""
     if time["step"]:
         yield from step_rows(time["step"])
-    speed, evaluation = time["tokens_per_second"], time["evaluation_hours"]
+    speed = time["tokens_per_second"]
+    evaluation = time["evaluation_hours"]
     yield "tokens per second", f"{speed:,.0f}" if speed else "?", time["source"]
     if time["mfu"] is not None:
         yield "  MFU", f"{time['mfu']:.1%}", "of the peak of all devices"

@@ -98,7 +98,7 @@ def train_settings(settings: Sequence[Setting], shares: Sequence[float]) -> bool
     failed = False
     alive = list(settings)
     for share in shares:
-        runs = [at_share(run, share) for setting in alive for run in setting.runs]
+        runs = [at_share(run, share) for run in all_runs(alive)]
         if Series(runs).train():
             failed = True
         better_half = math.ceil(len(alive) / 2)
@@ -110,14 +110,22 @@ def write_sweep_page(
     settings: Sequence[Setting], rows: Sequence[Sequence[str]], folder: Path
 ) -> bool:
     """Write report.html: the table and the curves of the best runs; False if no run has started."""
-    runs = [run for setting in settings for run in setting.runs]
-    started = [str(run.folder) for run in runs[:MOST_CURVES] if RunFolder(run.folder).launches]
+    best = all_runs(settings)[:MOST_CURVES]
+    started = [str(run.folder) for run in best if RunFolder(run.folder).launches]
     if not started:
         return False
     section = {"heading": "Settings, best first", "image": "", "lines": [], "rows": rows}
     page = build_page(open_runs(started), None, section)
     write_file(folder / "report.html", [page.encode(errors="replace")])
     return True
+
+
+def all_runs(settings: Sequence[Setting]) -> list[SeriesRun]:
+    """Return the runs of all settings, in their order."""
+    runs: list[SeriesRun] = []
+    for setting in settings:
+        runs.extend(setting.runs)
+    return runs
 
 
 def make_settings(

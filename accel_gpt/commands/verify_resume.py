@@ -33,7 +33,7 @@ LAST_LINES = 30  # of a launch that failed; torchrun adds some 20 to the trainer
 
 
 def run(options: VerifyResumeCommand) -> int:
-    """Kill and resume runs of a config; 1 where they differ from one that was never stopped.
+    """Kill and resume runs of a config; 1 if they differ from one that was never stopped.
 
     Raises `UserError` if the config does not fit the numbers of processes, `LaunchFailed` if a
     launch ends by itself.
@@ -214,7 +214,10 @@ def kill_tree(process: subprocess.Popen[str]) -> None:
     """
     top = psutil.Process(process.pid)
     tree: list[psutil.Process] = []
-    while fresh := [one for one in (top, *top.children(recursive=True)) if one not in tree]:
+    while True:
+        fresh = [one for one in (top, *top.children(recursive=True)) if one not in tree]
+        if not fresh:
+            break
         for one in fresh:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.suspend()

@@ -1,4 +1,4 @@
-"""Options that follow from `model.depth`, where the config does not set them. No torch.
+"""Derive options from `model.depth`, if the config does not set them. No torch.
 
 Rules and reference values are those of nanochat (Karpathy 2025-26, scripts/base_train.py) and of
 modded-nanogpt's track 3 (Jordan and others 2026, start 36); docs/explanation/fast.md has them as a

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from accel_gpt.config.options import Section, option
-from accel_gpt.errors import require
+from accel_gpt.config.options import Section, option, own_options
+from accel_gpt.errors import UserError
 
 MUON_LR = 0.02  # Jordan et al. 2024, for the original scale
 STACK = 2**24
@@ -73,32 +73,38 @@ class OptimConfig(Section, prefix="optim."):
         "Peak learning rate of Muon, on the same schedule. null: lr, or with muon_scale original "
         "0.02.",
         above=0,
+        optimizer="muon",
     )
     muon_scale: Literal["match_rms_adamw", "original"] = option(
         "match_rms_adamw",
         "Factor on muon_lr by the shape of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, "
         "columns)), which makes updates as large as AdamW's (Liu et al. 2025). original: "
         "sqrt(max(1, rows / columns)).",
+        optimizer="muon",
     )
     muon_weight_decay: float | None = option(
         None,
         "Decoupled weight decay of Muon's matrices. null: weight_decay.",
         at_least=0,
+        optimizer="muon",
     )
     muon_momentum: float = option(
         0.95,
         "Nesterov momentum of Muon.",
         at_least=0,
         below=1,
+        optimizer="muon",
     )
     muon_momentum_warmup: int = option(
         0,
         "Number of steps in which the momentum rises from 0.85 to muon_momentum. 0: none.",
         at_least=0,
+        optimizer="muon",
     )
     muon_cautious_decay: bool = option(
         False,
         "Decay a weight only where Muon's update also makes it smaller (Chen et al. 2025).",
+        optimizer="muon",
     )
 
     @property
@@ -110,13 +116,10 @@ class OptimConfig(Section, prefix="optim."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [
-            f.name
-            for f in fields(self)
-            if f.name.startswith("muon_") and getattr(self, f.name) != f.default
-        ]
-        require(
-            self.name == "muon" or not given,
-            f"optim.{given[0] if given else ''} is set but optim.name is {self.name}; "
-            "leave it out, or set optim.name to muon",
-        )
+        for field in fields(self):
+            optimizer = own_options(OptimConfig)[field.name].optimizer
+            if optimizer not in (None, self.name) and getattr(self, field.name) != field.default:
+                raise UserError(
+                    f"optim.{field.name} is set but optim.name is {self.name}; leave it out, or "
+                    f"set optim.name to {optimizer}"
+                )

@@ -58,6 +58,8 @@ class Option:
     is an error. default: the config may set another value. never: weights do not tell it."""
     matched: bool = True
     """A reference curve is shown beside runs that have the same value."""
+    optimizer: str | None = None
+    """It takes effect with this optim.name only, and may be set with no other."""
 
     def problem(self, value: object) -> str | None:
         """Return the bound that a number breaks, as `it must be above 0`, or None."""
@@ -93,6 +95,7 @@ def option(
     per_machine: bool = False,
     inherited: Inherited = "always",
     matched: bool = True,
+    optimizer: str | None = None,
 ) -> Any:
     """Return a dataclass field with its description; see `Option`."""
     described = Option(
@@ -111,6 +114,7 @@ def option(
         per_machine=per_machine,
         inherited=inherited,
         matched=matched,
+        optimizer=optimizer,
     )
     return dataclasses.field(default=default, metadata={"option": described})
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 Inherit = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 SCHEME = r"[A-Za-z][\w+.-]*://"
-# user:password@, and a user alone in a web address, where it is an access token
+# user:password@; and a single user in a web address, as that is an access token
 PASSWORD = re.compile(rf"{SCHEME}[^\s/?#]*:[^\s/?#]*@\S*|(?i:https?)://[^\s/?#]+@\S*")
 # parameters by which URLs are signed
 SIGNATURE = re.compile(

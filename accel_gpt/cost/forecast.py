@@ -94,7 +94,7 @@ class RunTime:
 
     step: dict[str, Any]  # where the time of a step goes, see `step_time`
     tokens_per_second: float  # of all devices
-    hours: float  # with evaluations, where they are known
+    hours: float  # with evaluations, if they are known
     evaluation_hours: float | None  # None: not known
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from accel_gpt.cost.scaling import Floats, Law, Size, log_loss, log_terms
 from accel_gpt.errors import UserError
 
-HUBER = 1e-3  # of the error in log L, where squares end; Hoffmann et al. 2022
+HUBER = 1e-3  # error in log L above which the loss is linear; Hoffmann et al. 2022
 FEWEST = 6  # rungs of a law with two terms, which has five constants
 DRAWS = 200  # of the bootstrap: ends of a 90 % interval to about a tenth of its width
 STARTING_SHARES = (0.2, 0.5, 0.8)  # E as a share of the lowest loss

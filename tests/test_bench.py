@@ -112,24 +112,6 @@ def test_the_table_names_the_formula_of_mfu(
     assert "where a step" not in shown
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--steps", "0"], "--steps is 0; it must be above 0"),
-        (["--train.micro_batch", "2"], "did you mean train.micro_batch_size?"),
-        (["--train.micro_batch_size", "3"], "train.tokens_per_step is 256, not a multiple"),
-        (["--data.train", "nowhere"], "nowhere"),
-    ],
-)
-def test_a_mistake_is_one_sentence(
-    small_run: Arguments, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(*small_run(*words)) in (2, 3)
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
 @pytest.mark.slow
 def test_two_processes_tell_one_table(small_run: Arguments, tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -346,42 +346,6 @@ def test_an_accelerate_config_brings_processes_precision_and_fsdp(
     assert "num_processes in" in mistake(capsys, GPT2, "--config_file", path)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--gpu", "h10"), "--gpu h10 is not in the table of devices; did you mean h100?"),
-        (("--gpu", "tpu-v4"), "--gpu tpu-v4 is a TPU, on which accel-gpt does not train"),
-        (("--gpus", 0), "--gpus is 0; it must be above 0"),
-        (("--gpus", 7), "not a multiple of 32 sequences x 1024 tokens x 7 processes"),
-        (
-            ("--bandwidth", 400),
-            "--bandwidth is 400.0",
-        ),
-        (("--gpus", 8, "--nodes", 3), "8 devices are not 3 nodes of equal size; give two of"),
-        (("--gpus", 8, "--nodes", 2, "--gpus_per_node", 8), "8 devices are not 2 nodes of 8"),
-        (("--mfu", 40, "--gpu", "h100"), "--mfu is 40.0; it must be above 0 and at most 1"),
-        (
-            ("--mfu", 0.4, "--train.mixed_precision", "no"),
-            "none is known for 1 x CPU process, float32; give --tokens_per_second",
-        ),
-        (
-            ("--mfu", 0.4, "--tokens_per_second", 9),
-            "--mfu is 0.4 and --tokens_per_second is 9.0; set one of them",
-        ),
-        (("--measure",), "--measure no longer exists; measure the speed of this machine with"),
-        (("--optim.learning_rate", 1), "did you mean optim.lr?"),
-        (("--gpuz", 1), "unknown key gpuz"),
-        (("--train.mixed_precision", "fp16"), "a CPU has no fp16 training"),
-        (("--train.max_tokens", "null"), "the length of the run is not set"),
-        (("--config_file", GPT2), "has no distributed_type"),
-    ],
-)
-def test_a_mistake_is_one_sentence(
-    words: tuple[Any, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert message in mistake(capsys, GPT2, *words)
-
-
 def test_times_are_written_as_people_do() -> None:
     given = (0.01, 0.4, 1.995, 2.17, 80.0)
     assert [*map(format_hours, given)] == ["36 s", "24 min", "2 h 0 min", "2 h 10 min", "3.3 days"]

@@ -228,29 +228,6 @@ def test_data_behind_a_url(data: Path, capsys: Printed, monkeypatch: pytest.Monk
     assert there | {"path": str(data)} == here
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["x", "--tokenizers", "gpt2"], "--tokenizers no longer exists; tokenize the text with"),
-        (["x", "--block-size", "0"], "--block_size is 0; it must be above 0"),
-        (["nowhere"], "nowhere does not exist; give a data folder"),
-        (["input.txt"], "input.txt is a file; give a data folder"),
-        (["/dev/null"], "/dev/null is neither a file nor a folder; give a data folder"),
-    ],
-)
-def test_mistakes(
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: Printed,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("input.txt").write_text("text")
-    assert call("inspect", *words) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_help_and_data_need_no_torch(data: Path) -> None:
     code = (
         "import sys\nfrom accel_gpt.cli import dispatch\n"

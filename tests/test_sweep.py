@@ -16,6 +16,7 @@ from accel_gpt.commands import grid, sweep
 from accel_gpt.commands.grid import draw_settings, split_values
 from accel_gpt.commands.series import SeriesRun
 from accel_gpt.config.parse import load_config
+from accel_gpt.errors import UserError
 from tests.conftest import THOROUGH, run_here
 from tests.runs import LAUNCH, make_run, record
 
@@ -104,6 +105,8 @@ def test_settings_are_drawn_with_all_their_seeds() -> None:
     assert drawn == draw_settings(swept, 4)
     assert [[run.pop("seed") for run in runs] for runs in drawn] == [["7", "8"]] * 4
     assert len({tuple(one.items()) for one, _ in drawn}) == 4
+    with pytest.raises(UserError, match="these are 1,001 runs"):
+        draw_settings({"seed": [*map(str, range(1001))]}, None)
 
 
 def test_a_comma_of_a_list_separates_no_values() -> None:
@@ -114,31 +117,6 @@ def test_a_comma_of_a_list_separates_no_values() -> None:
         ("optim.lr", "1e-3, 1e-2", 2),
     ):
         assert len(split_values(key, text)) == count
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (
-            ["--optim.lrr", "1,2"],
-            "unknown key optim.lrr on the command line; did you mean optim.lr?",
-        ),
-        (["--optim.lr", "1"], "no option has several values; write them as --optim.lr 1e-3,3e-3"),
-        (["--optim.lr", "1,x"], "optim.lr is 'x'; expected a number"),
-        (["--optim.lr", "1,"], "optim.lr is ''; expected a number"),
-        (["--optim.lr", "1,1.0"], "optim.lr is 1,1.0, which lists a value twice"),
-        (["--optim.lr", "1,2", "--random", "3"], "--random is 3, but the values have only 2 comb"),
-        (["--optim.lr", "1,2", "--halve_at", "0.5,0.2"], "--halve_at is (0.5, 0.2); expected"),
-        (["--seed", ",".join(map(str, range(1001)))], "these are 1,001 runs, more than 1,000"),
-        (["--train.micro_batch_size", "8,3"], "train.tokens_per_step is 256, not a multiple of 3"),
-        (["hello"], "unexpected argument 'hello'"),
-    ],
-)
-def test_mistakes_are_one_sentence(
-    words: list[str], sentence: str, made: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert made(*words) == 2
-    assert capsys.readouterr().err.startswith(f"error: {sentence}")
 
 
 def test_the_folder_of_another_sweep_is_refused(

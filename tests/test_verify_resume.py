@@ -46,27 +46,6 @@ def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 # --------------------------------------------------------------------------- its options
 
-TWO = ["--train.micro_batch_size", "4"]  # which two processes can have
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--steps", "1"], "steps is 1; it must be 2 or more"),
-        (["--processes", "1,0"], "processes is 1,0; expected numbers above 0"),
-        (["--processes", "3", *TWO], "3 processes = 384; nearest: 384"),
-        (["--optim.lrr", "1"], "unknown key optim.lrr on the command line; did you mean optim.lr?"),
-    ],
-)
-def test_a_mistake_is_reported_before_anything_starts(
-    words: list[str], message: str, small_run: Arguments, rooms: Path, capsys: Printed
-) -> None:
-    assert call(*small_run(*words)) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert not list(rooms.iterdir())
-
 
 @pytest.mark.parametrize(
     "schedule",

@@ -74,8 +74,8 @@ def make_network(options: PlanCommand, config: Config, machine: Machine) -> Netw
     """
     require(
         not options.mfu or machine.peak(config.train.matmul_precision) is not None,
-        f"--mfu {options.mfu} is a share of a peak, and none is known for {machine}; "
-        "give --tokens_per_second",
+        f"--mfu is {options.mfu}, but no peak FLOP/s is known for {machine}; give "
+        "--tokens_per_second",
     )
     require(
         machine.nodes > 1 or not options.bandwidth,

@@ -162,10 +162,8 @@ NOT_YET = {
     "accel_gpt.data.tokenizer",
     "accel_gpt.text.files",
     "accel_gpt.training.backup",
-    "accel_gpt.training.panel",
     "accel_gpt.training.resume",
     "accel_gpt.training.state",
-    "accel_gpt.training.terminal",
 }
 
 

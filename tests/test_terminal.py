@@ -410,7 +410,9 @@ def test_a_sample_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == f"{text}\n"
 
 
-def test_the_summary_of_a_run_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_summary_of_a_run_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs/my text/samples").mkdir(parents=True)
     for hidden in (".lock", ".tmp_metrics"):

@@ -1,9 +1,9 @@
 """A Hugging Face Hub on the loopback address, for the real `huggingface_hub` client.
 
-`with HubServer() as hub:` keeps models, named `user/name`, in memory, answers the requests by which
-they are pushed and loaded, and fails as the test asks. A client that has hf_xet uses it without
-asking what the server offers, so HF_HUB_DISABLE_XET must be set: `point_at` does that for this
-process, `environment` for another one.
+`with HubServer() as hub:` keeps models and data sets, named `user/name`, in memory, answers the
+requests by which they are pushed and loaded, and fails as the test asks. A client that has hf_xet
+uses it without asking what the server offers, so HF_HUB_DISABLE_XET must be set: `point_at`
+does that for this process, `environment` for another one.
 """
 
 import base64
@@ -28,13 +28,13 @@ import pytest
 import yaml
 
 LFS = re.compile(r"\.(safetensors|bin|png|pkl)$|tfevents")
-API, REVISION = r"/api/models/(?P<name>[^/]+/[^/]+)", "(?P<revision>[^/]+)"
+API, REVISION = r"/api/(?:models|datasets)/(?P<name>[^/]+/[^/]+)", "(?P<revision>[^/]+)"
 ROUTES = (  # method, path, method of Handler; all but GET and /storage/ need the token
     ("GET", rf"{API}(?:/revision/{REVISION})?", "info"),
     ("GET", rf"{API}/tree/{REVISION}(?:/(?P<folder>.+))?", "tree"),
     ("POST", rf"{API}/paths-info/{REVISION}", "paths_info"),
     ("GET", rf"{API}/refs", "refs"),
-    ("GET", rf"/(?P<name>[^/]+/[^/]+)/resolve/{REVISION}/(?P<path>.+)", "resolve"),
+    ("GET", rf"/(?:datasets/)?(?P<name>[^/]+/[^/]+)/resolve/{REVISION}/(?P<path>.+)", "resolve"),
     ("POST", "/api/validate-yaml", "validate_yaml"),
     ("POST", "/api/repos/create", "create_repo"),
     ("POST", rf"{API}/preupload/{REVISION}", "preupload"),
@@ -350,6 +350,12 @@ class Handler(BaseHTTPRequestHandler):
         headers = {"ETag": f'"{oid(path, data)}"', "X-Repo-Commit": made}
         if LFS.search(path):
             headers |= {"X-Linked-Etag": headers["ETag"], "X-Linked-Size": str(len(data))}
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if wanted and data:
+            first = int(wanted[1])
+            last = min(int(wanted[2] or len(data)), len(data) - 1)
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+            return 206, data[first : last + 1], headers
         return 200, data, headers
 
     # ----------------------------------------------------------------------- writing

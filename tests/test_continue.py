@@ -20,12 +20,12 @@ from accel_gpt.data.index import read_index
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
 from accel_gpt.errors import DataError, UserError
+from accel_gpt.prepare import documents as sources
 from accel_gpt.prepare import prepare as build
 from accel_gpt.prepare import shard_writer as writer
 from accel_gpt.prepare import workers
 from accel_gpt.prepare.bpe import train_bpe
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.text import documents as sources
 
 fork = multiprocessing.get_context("fork")
 
@@ -236,16 +236,16 @@ def test_ctrl_c_keeps_what_is_made_and_says_so(
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, saves: int, error: BaseException) -> None:
     """Raise `error` once, after the journal was written `saves` times with text."""
-    real, left = build.Work.save, saves + 1
+    real, left = build.Preparation.save, saves + 1
 
-    def save(work: build.Work, *position: Any) -> None:
+    def save(work: build.Preparation, *position: Any) -> None:
         nonlocal left
         real(work, *position)
         left -= 1
         if left == 0:
             raise error
 
-    monkeypatch.setattr(build.Work, "save", save)
+    monkeypatch.setattr(build.Preparation, "save", save)
 
 
 @pytest.fixture
@@ -478,7 +478,7 @@ def test_what_stopped_at_an_invalid_line_continues_with_skip_invalid(
 
 
 def test_small_documents_make_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    piece = sources.Piece("train", "a", True, True, b"", (0, 0, 0))
+    piece = sources.Piece("train", "a", True, True, b"", sources.Position())
     found = list(workers.batches(piece for _ in range(500)))
     assert max(map(len, found)) < 50
     assert sum(map(len, found)) == 500

@@ -29,7 +29,6 @@ LEVELS = [
     ["data"],
     ["training"],
     ["evals"],
-    ["text"],
     ["prepare"],
     ["report"],
     ["hub"],
@@ -41,7 +40,7 @@ LEVELS = [
 # what `import accel_gpt.train` may load
 INNER = {
     *("train", "errors", "console", "files", "launcher", "records"),
-    *("config", "cost", "model", "optim", "data", "training", "evals", "text", "prepare", "hub"),
+    *("config", "cost", "model", "optim", "data", "training", "evals", "prepare", "hub"),
 }
 # each costs 0.1 to 1 s
 HEAVY = {
@@ -160,7 +159,6 @@ NOT_YET = {
     "accel_gpt.data.planning",
     "accel_gpt.data.sources",
     "accel_gpt.data.tokenizer",
-    "accel_gpt.text.files",
     "accel_gpt.training.backup",
     "accel_gpt.training.resume",
     "accel_gpt.training.state",

@@ -118,8 +118,8 @@ def test_line_ends_of_windows_become_those_of_unix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever a file is cut: between chunks, pieces and splits."""
-    monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 20)
-    monkeypatch.setattr("accel_gpt.text.readers.CHUNK_BYTES", 7)
+    monkeypatch.setattr("accel_gpt.prepare.documents.BATCH_CHARACTERS", 20)
+    monkeypatch.setattr("accel_gpt.prepare.readers.CHUNK_BYTES", 7)
     text = "ab cd\n\nefg. h\n  \n" * 4
     config = PrepareConfig("text", str(tmp_path / "a.txt"), tokenizer="chars", workers=1)
     for lines in ("\n", "\r\n"):

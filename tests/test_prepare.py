@@ -99,7 +99,7 @@ def test_any_number_of_workers_writes_the_same_bytes(
     config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("accel_gpt.prepare.workers.BATCH_CHARACTERS", 300)
-    monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 40)
+    monkeypatch.setattr("accel_gpt.prepare.documents.BATCH_CHARACTERS", 40)
     config = replace(config, tokenizer="bpe", vocab_size=280)
     for count in (1, 3):
         prepare(replace(config, workers=count), tmp_path / str(count))
@@ -112,7 +112,7 @@ def test_long_documents_in_pieces_give_the_same_tokens(
 ) -> None:
     config = replace(config, tokenizer="bpe", vocab_size=280)
     prepare(config, tmp_path / "whole")
-    monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 10)
+    monkeypatch.setattr("accel_gpt.prepare.documents.BATCH_CHARACTERS", 10)
     prepare(config, tmp_path / "pieces")
     for name in ("train", "val"):
         assert tokens(tmp_path / "whole", name) == tokens(tmp_path / "pieces", name)
@@ -228,7 +228,7 @@ fork = multiprocessing.get_context("fork")
 
 
 def prepare_and_count(config: PrepareConfig, out: Path, built: Any) -> None:
-    real = room.fill
+    real = room.write_folder
 
     def counted(*arguments: Any) -> None:
         with built.get_lock():
@@ -236,7 +236,7 @@ def prepare_and_count(config: PrepareConfig, out: Path, built: Any) -> None:
         time.sleep(0.2)
         real(*arguments)
 
-    room.fill = counted
+    room.write_folder = counted
     prepare(config, out)
 
 

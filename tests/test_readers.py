@@ -1,8 +1,10 @@
 """One file of any kind is read row by row; damage is named, or skipped and counted."""
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +17,9 @@ import pytest
 
 from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.text.documents import documents, sample_texts, split_pieces
-from accel_gpt.text.readers import Skipped, json_lines
+from accel_gpt.prepare.documents import Position, documents, sample_texts, split_pieces
+from accel_gpt.prepare.readers import Row, Skipped, json_lines
+from accel_gpt.prepare.sources import guess_source
 
 ROWS = ["one", None, "", "two\nlines", "é 👍"]
 KEPT = ["one", "two\nlines", "é 👍"]
@@ -41,23 +44,23 @@ def lines(*texts: str | None) -> bytes:
     return b"".join(json.dumps({"n": 1, "body": text}).encode() + b"\n" for text in texts)
 
 
-def zst(path: Path, data: bytes) -> None:
-    with path.open("ab") as raw, pa.CompressedOutputStream(raw, "zstd") as file:
-        file.write(data)
+def compress(data: bytes, ending: str) -> bytes:
+    """`data` as a file with that ending holds it; several such parts make one file."""
+    if ending == ".zst":
+        return bytes(pa.Codec("zstd").compress(data, asbytes=True))
+    others = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    return others[ending](data)
 
 
 # --------------------------------------------------------------------------- JSON lines
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.jsonl.gz", "x.jsonl.zst"])
-def test_json_lines_are_read_plain_and_compressed(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("ending", ["", ".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+def test_json_lines_are_read_plain_and_compressed(tmp_path: Path, name: str, ending: str) -> None:
     data = b"\xef\xbb\xbf" + lines(*ROWS) + b"\r\n \n" + b'{"body": "last"}'
-    path = tmp_path / name
-    if name.endswith(".zst"):
-        zst(path, data[:40])
-        zst(path, data[40:])  # a second frame
-    else:
-        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    path = tmp_path / f"{name}{ending}"
+    path.write_bytes(compress(data[:40], ending) + compress(data[40:], ending))
     assert read(path, "jsonl", text_field="body") == [*KEPT, "last"]
     with pytest.raises(UserError, match=r"'text', which line 1 of .* columns: n, body") as error:
         read(path, "jsonl")
@@ -79,8 +82,8 @@ def test_a_bad_line_is_named_by_its_number_or_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, message: str
 ) -> None:
     limit = 200 if len(line) < 9999 else 10**6
-    monkeypatch.setattr("accel_gpt.text.readers.LONGEST_JSON_LINE", limit)
-    monkeypatch.setattr("accel_gpt.text.readers.CHUNK_BYTES", 16)
+    monkeypatch.setattr("accel_gpt.prepare.readers.LONGEST_JSON_LINE", limit)
+    monkeypatch.setattr("accel_gpt.prepare.readers.CHUNK_BYTES", 16)
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "ab"}\n' + line + b'{"text": "b"}\n')
     with pytest.raises(DataError, match=message):
@@ -95,32 +98,51 @@ def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
 
 
 def test_line_numbers_and_offsets_go_on_after_a_bomb(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_gpt.text.readers.LONGEST_JSON_LINE", 20)
+    monkeypatch.setattr("accel_gpt.prepare.readers.LONGEST_JSON_LINE", 20)
     told: list[str] = []
     data = b"x" * 21 + b"\n" + b"y" * 99 + b"\n\n" + b'{"t": "\xff"}\n' + b'{"t": "a"}\n'
     rows = json_lines(io.BytesIO(data), "it", "t", 0, told.append)
-    assert list(rows) == [(3, "a")]
+    assert list(rows) == [Row(3, "a")]
     assert [t[:9] for t in told] == ["line 1 of", "line 2 of", "it is not"]
     assert f"at offset {data.index(0xFF)}, in line 4" in told[2]
 
 
-@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst"])
-def test_a_truncated_archive_is_named(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
+@pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz", ".zst"])
+def test_a_truncated_archive_is_named(tmp_path: Path, ending: str) -> None:
     data = b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(5000))
-    if name.endswith(".gz"):
-        path.write_bytes(gzip.compress(data))
-    else:
-        zst(path, data)
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(DataError, match=rf"{name} cannot be read as jsonl, or not to its end: "):
+    path = tmp_path / f"x.jsonl{ending}"
+    path.write_bytes(compress(data, ending)[:-9])
+    with pytest.raises(DataError, match=rf"{ending} cannot be read as jsonl, or not to its end: "):
         read(path, "jsonl")
     texts, count = after_skips(path, "jsonl")
     assert texts == [str(i * i) for i in range(len(texts))]
     assert count >= 1
-    path.write_bytes(b"neither gzip nor zstd, but long enough to tell")
+    path.write_bytes(b"no archive at all, but long enough to tell")
     with pytest.raises(DataError, match="make or download it again"):
         read(path, "jsonl")
+
+
+@pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz", ".zst"])
+def test_compressed_text_is_read_as_plain_text_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """In pieces that begin anywhere; damage is named."""
+    monkeypatch.setattr("accel_gpt.prepare.documents.BATCH_CHARACTERS", 500)
+    monkeypatch.setattr("accel_gpt.prepare.readers.CHUNK_BYTES", 99)
+    text = "".join(f"line {i * i} of the é text\n" for i in range(2000))
+    plain = tmp_path / "plain" / "x.txt"
+    packed = tmp_path / "packed" / f"x.txt{ending}"
+    for path, data in ((plain, text.encode()), (packed, compress(text.encode(), ending))):
+        path.parent.mkdir()
+        path.write_bytes(data)
+    expected = list(split_pieces(asked(plain, "text"), True))
+    config = PrepareConfig(source=guess_source(str(packed.parent)), path=str(packed.parent))
+    assert config.source == "text"
+    assert list(split_pieces(config, True)) == expected
+    assert list(split_pieces(config, True, expected[20].after)) == expected[21:]
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(DataError, match=rf"x\.txt{ending} cannot be read as text, or not to its"):
+        list(split_pieces(config, True))
 
 
 # --------------------------------------------------------------------------- Parquet, Arrow
@@ -178,13 +200,17 @@ def test_only_the_row_groups_and_the_column_asked_for_are_read(
     real = pq.ParquetFile.iter_batches
 
     def spy(self: Any, **asked: Any) -> Any:
-        seen.append((asked["row_groups"], asked["columns"]))
+        seen.append((list(asked["row_groups"]), asked["columns"]))
         return real(self, **asked)
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", spy)
     config = asked(tmp_path / "x.parquet", "parquet")
-    assert [p.text for p in split_pieces(config, True, (0, 7, 0))] == ["row 7", "row 8", "row 9"]
-    assert seen == [([3], ["text"]), ([4], ["text"])]
+    assert [p.text for p in split_pieces(config, True, Position(0, 7))] == [
+        "row 7",
+        "row 8",
+        "row 9",
+    ]
+    assert seen == [([3, 4], ["text"])]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
@@ -219,7 +245,7 @@ def test_flipped_bytes_never_kill_the_process(tmp_path: Path) -> None:
     whole = path.read_bytes()
     offset = whole.index(b"\x09\x00\x00\x00\x12\x00\x00\x00")  # where the second row begins, ends
     path.write_bytes(whole[:offset] + b"\xff\xff\xff\x7f" + whole[offset + 4 :])
-    code = "from accel_gpt.text.documents import documents\n"
+    code = "from accel_gpt.prepare.documents import documents\n"
     code += "from accel_gpt.config.data import PrepareConfig\n"
     code += f"list(documents(PrepareConfig(source='arrow', path={str(path)!r})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -247,7 +273,7 @@ PEAK = """
 import sys
 from pathlib import Path
 import pyarrow.parquet, pyarrow.ipc
-from accel_gpt.text.documents import split_pieces
+from accel_gpt.prepare.documents import split_pieces
 from accel_gpt.config.data import PrepareConfig
 def memory_mb():  # without the pages of files
     return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1000

@@ -5,12 +5,16 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pyarrow as pa
@@ -23,9 +27,9 @@ from hypothesis import strategies as st
 from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.data.index import read_index
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.prepare.prepare import prepare
-from accel_gpt.text.documents import (
+from accel_gpt.prepare.documents import (
     Piece,
+    Position,
     documents,
     expected_bytes,
     sample_texts,
@@ -33,10 +37,18 @@ from accel_gpt.text.documents import (
     split_hash,
     split_pieces,
 )
-from accel_gpt.text.files import describe_source, guess_source, stdlib_files
-from accel_gpt.text.pieces import pieces
-from accel_gpt.text.readers import Skipped
-from accel_gpt.text.selection import DATA_ENDINGS, TEXT_ENDINGS, select_files
+from accel_gpt.prepare.pieces import pieces
+from accel_gpt.prepare.prepare import prepare
+from accel_gpt.prepare.readers import Skipped
+from accel_gpt.prepare.sources import (
+    DATA_ENDINGS,
+    TEXT_ENDINGS,
+    describe_source,
+    guess_source,
+    select_files,
+    stdlib_files,
+)
+from tests.hub_server import HubServer, environment
 
 
 def read(path: object, source: SourceKind = "text", **more: Any) -> list[str]:
@@ -244,15 +256,72 @@ def test_rows_of_the_hub_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         list(documents(replace(config, text_field="body")))
 
 
+def rows_file(number: int) -> bytes:
+    """A Parquet file of a data set, with 3 MB of text."""
+    texts = [f"row {i} of file {number}\n" * 10 for i in range(15_000)]
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"text": texts, "n": range(15_000)}), sink, row_group_size=3000)
+    return sink.getvalue()
+
+
+@pytest.mark.slow
+def test_a_stopped_preparation_from_the_hub_resumes_where_it_was(tmp_path: Path) -> None:
+    """With the same bytes, without the files before, and without a cache on disk."""
+    words = [sys.executable, "-m", "accel_gpt.cli", "prepare", "--dataset", "tester/text"]
+    words += ["--tokenizer", "bytes", "--shard_tokens", "300000", "--workers", "1", "--out"]
+    with HubServer() as hub:
+        hub.add("tester/text", {f"train-{n}.parquet": rows_file(n) for n in range(3)})
+        environ = os.environ | environment(hub, tmp_path / "home")
+
+        def start(name: str, **more: str) -> "subprocess.Popen[str]":
+            command = [*words, str(tmp_path / name)]
+            return subprocess.Popen(
+                command, env=environ | more, text=True, stdout=PIPE, stderr=PIPE
+            )
+
+        whole = start("whole")
+        assert "prepared" in whole.communicate()[0]
+        stopped = start("stopped")
+        while not (tmp_path / "stopped.partial" / "train_000014.npy").exists():
+            assert stopped.poll() is None
+            time.sleep(0.001)
+        stopped.kill()
+        stopped.communicate()
+        hub.requests.clear()
+        assert "resuming from" in start("stopped").communicate()[1]
+        read = Counter(path.rpartition("/")[2] for _, path in hub.requests)
+        assert read["train-0.parquet"] < read["train-1.parquet"]  # only for the columns
+        offline = start("other", HF_HUB_OFFLINE="1")
+        assert "the Hub was not reached" in offline.communicate()[1]
+        assert offline.returncode == 2
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "stopped" / path.name).read_bytes()
+    cached = [path for path in (tmp_path / "home").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in cached) < 20_000
+
+
 def test_reading_a_hub_data_set_goes_on_after_any_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the state of the data set, so that few rows are read again."""
     import datasets
 
+    monkeypatch.setattr("accel_gpt.prepare.readers.STATE_ROWS", 3)
+    monkeypatch.setattr("accel_gpt.prepare.documents.BATCH_CHARACTERS", 12)
+    texts = [f"row {i} of it\n" * (1 + i % 3) + "end" for i in range(20)]
+
     def load(*_: Any, **__: Any) -> Any:
-        data = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(7)]})
-        return data.to_iterable_dataset()
+        return datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset(num_shards=3)
 
     monkeypatch.setattr("datasets.load_dataset", load)
-    check_resume(PrepareConfig(source="dataset", dataset="me/data"))
+    config = PrepareConfig(source="dataset", dataset="me/data")
+    check_resume(config)
+    whole = list(split_pieces(config, True))
+    assert "".join(piece.text for piece in whole) == "".join(texts)
+    state = whole[-2].after.state
+    assert state is not None
+    assert state["row"] == 18
+    texts[:7] = ["of another shard"] * 7  # the first shard is not read again
+    last = list(split_pieces(config, True, whole[-2].after))
+    assert [piece.text for piece in last] == [whole[-1].text]
 
 
 # --------------------------------------------------------------------------- splits
@@ -296,16 +365,16 @@ def test_the_share_held_out_is_that_asked_for(fraction: float) -> None:
 def test_long_documents_are_cut_only_where_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 10)
+    monkeypatch.setattr("accel_gpt.prepare.documents.BATCH_CHARACTERS", 10)
     head, tail = "line one\nline two\nline three\nxxx", "xxxx"
     (tmp_path / "a.txt").write_text(head + tail)
     config = PrepareConfig(source="text", path=str(tmp_path))
     train, val = key_of(head), key_of(tail)
     assert list(split_pieces(config, True)) == [
-        Piece("train", "line one\nline two\n", True, False, train, (0, 18, 0)),
-        Piece("train", "line three\n", False, False, train, (0, 29, 0)),
-        Piece("train", "xxx", False, True, train, (0, 32, 0)),
-        Piece("val", "xxxx", True, True, val, (0, 36, 0)),
+        Piece("train", "line one\nline two\n", True, False, train, Position(0, 18)),
+        Piece("train", "line three\n", False, False, train, Position(0, 29)),
+        Piece("train", "xxx", False, True, train, Position(0, 32)),
+        Piece("val", "xxxx", True, True, val, Position(0, 36)),
     ]
     assert [len(piece.text) for piece in split_pieces(config, False)] == [32, 4]
 
@@ -339,14 +408,22 @@ def make(folder: Path, source: SourceKind, count: int = 3) -> PrepareConfig:
 FILES: tuple[SourceKind, ...] = ("text", "jsonl", "parquet", "arrow")
 
 
+def read_from(config: PrepareConfig, start: Position) -> list[Piece]:
+    """The pieces after a position, without states of `datasets`, which differ for one place."""
+    found = split_pieces(config, True, start)
+    return [piece._replace(after=piece.after._replace(state=None)) for piece in found]
+
+
 def check_resume(config: PrepareConfig) -> None:
     """Reading goes on after any piece exactly where it was."""
     whole = list(split_pieces(config, True))
-    assert [p.after for p in whole] == sorted(p.after for p in whole)
-    assert len({p.after for p in whole}) == len(whole) > 1
+    places = [piece.after[:3] for piece in whole]
+    assert places == sorted(set(places))
+    assert len(whole) > 1
+    expected = read_from(config, Position())
     for i, piece in enumerate(whole):
         again = json.loads(json.dumps(piece.after))
-        assert list(split_pieces(config, True, tuple(again))) == whole[i + 1 :]
+        assert read_from(config, Position(*again)) == expected[i + 1 :]
 
 
 @pytest.mark.parametrize("source", FILES)
@@ -358,9 +435,9 @@ def test_reading_goes_on_after_any_piece(
     count: int,
     few: int,
 ) -> None:
-    monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 12)
-    monkeypatch.setattr("accel_gpt.text.documents.FEW_TEXTS", few)
-    monkeypatch.setattr("accel_gpt.text.readers.CHUNK_BYTES", 7)
+    monkeypatch.setattr("accel_gpt.prepare.documents.BATCH_CHARACTERS", 12)
+    monkeypatch.setattr("accel_gpt.prepare.documents.FEW_TEXTS", few)
+    monkeypatch.setattr("accel_gpt.prepare.readers.CHUNK_BYTES", 7)
     config = make(tmp_path / "made", source, count)
     check_resume(config)
     pieces = list(split_pieces(config, True))
@@ -379,7 +456,7 @@ class Input:
 
 
 def test_standard_input_is_read_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_gpt.text.documents.BATCH_CHARACTERS", 30)
+    monkeypatch.setattr("accel_gpt.prepare.documents.BATCH_CHARACTERS", 30)
 
     def read_stdin(source: SourceKind, data: str, *start: Any) -> list[Piece]:
         monkeypatch.setattr("sys.stdin", Input(data.encode()))
@@ -597,7 +674,7 @@ def test_chunks_make_no_difference_to_pieces(text: str, size: int, step: int) ->
 
 
 def test_text_that_cannot_be_cut_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_gpt.text.pieces.LONGEST", 1000)
+    monkeypatch.setattr("accel_gpt.prepare.pieces.LONGEST", 1000)
     with pytest.raises(DataError, match=r"x\.txt has [\d,]+ characters without a line end"):
         list(pieces(("a" * 100 for _ in range(100)), 10, "x.txt"))
     words = ["a" * 90 + " " for _ in range(100)]

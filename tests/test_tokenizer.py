@@ -20,7 +20,7 @@ from accel_gpt.data.tokenizer import (
 )
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.prepare.bpe import make_tokenizer, train_bpe
-from accel_gpt.text.pieces import pieces
+from accel_gpt.prepare.pieces import pieces
 
 VOCAB_SIZE = 600
 KINDS = ("bytes", "chars", "bpe", "gpt2", "hf")

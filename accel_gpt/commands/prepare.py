@@ -10,7 +10,7 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.console import write_out
 from accel_gpt.errors import require
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.text.files import guess_source
+from accel_gpt.prepare.sources import guess_source
 
 
 def run(options: PrepareCommand) -> int:

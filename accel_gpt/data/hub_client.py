@@ -129,3 +129,38 @@ def user_error(error: BaseException, repo: str, action: str, revision: str | Non
     if action == "read":
         failed = f"{repo} is not a local folder, and cannot be read"
     return UnreachableError(f"{failed}: the Hub cannot be reached: {first_line(error)}")
+
+
+def describe_dataset_error(
+    dataset: str, config: str | None, split: str, error: BaseException
+) -> str:
+    """Say what went wrong with a data set, and what to do, by the classes of the errors."""
+    names: set[str] = set()
+    texts: list[str] = []
+    link: BaseException | None = error
+    while link is not None and len(texts) < 20:
+        names |= {kind.__name__ for kind in type(link).__mro__}
+        texts.append(str(link))
+        link = link.__cause__ or link.__context__
+    log_in = "hf auth login, or set HF_TOKEN"
+    offline = {
+        "OfflineModeIsEnabled",
+        "ConnectionError",
+        "ConnectError",
+        "TimeoutException",
+        "Timeout",
+        "LocalEntryNotFoundError",
+    }
+    missing = {"RepositoryNotFoundError", "DatasetNotFoundError", "RevisionNotFoundError"}
+    if "GatedRepoError" in names or any("gated dataset" in text for text in texts):
+        advice = f"it is gated: accept its terms at https://hf.co/datasets/{dataset}, then {log_in}"
+    elif names & missing:
+        advice = f"it does not exist, or is private: check its id; for a private one {log_in}"
+    elif names & offline:
+        advice = "the Hub was not reached: check the network, and that HF_HUB_OFFLINE is not set"
+    else:
+        advice = "check its id, configuration and split"
+    return (
+        f"data set {dataset} (config {config}, split {split}) could not be read from the Hub; "
+        f"{advice} ({type(error).__name__}: {error})"
+    )

@@ -21,7 +21,7 @@ from accel_gpt.data.tokenizer import (
 )
 from accel_gpt.data.tokenizer_json import BYTE_CHARS, bpe_content
 from accel_gpt.errors import require
-from accel_gpt.text.pieces import pieces
+from accel_gpt.prepare.pieces import pieces
 
 PIECE_CHARACTERS = 65_536  # of text, small enough to spread over the cores
 # Assumption: longer repeats are rulers and binary blobs, on which a vocabulary would be wasted.
@@ -70,16 +70,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     progress = Progress("training the bpe", "characters")
 
-    def short() -> Iterator[str]:
+    def short_pieces() -> Iterator[str]:
         for text in texts:
             for piece in pieces([text], PIECE_CHARACTERS):
                 progress.done += len(piece)
                 yield piece
 
     with ticking(progress):
-        tokenizer.train_from_iterator(short(), trainer)
+        tokenizer.train_from_iterator(short_pieces(), trainer)
     learned = tokenizer.get_vocab()
-    if (reached := len(learned) + 1) < vocab_size:
+    reached = len(learned) + 1
+    if reached < vocab_size:
         sys.stderr.write(
             f"WARNING: the text is small: its bpe has {reached:,} tokens, fewer than the "
             f"{vocab_size:,} of data.prepare.vocab_size\n"

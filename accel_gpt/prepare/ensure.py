@@ -23,7 +23,7 @@ from accel_gpt.data.sources import is_url
 from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import PREEMPTED, is_main, launch_child, local_rank, rank
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.text.selection import select_files
+from accel_gpt.prepare.sources import select_files
 from accel_gpt.training.ranks import all_gather, all_ranks, appears, end_group, sees_main
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # SIGINT reaches the child too

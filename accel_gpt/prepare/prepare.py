@@ -1,16 +1,14 @@
 """Text -> a data folder of token shards, made once, completely or not at all.
 
-Reads what `text/documents.py` finds; writes shards, dataset.json and tokenizer.json into
+Reads the documents of a source; writes shards, dataset.json and tokenizer.json into
 `<out>.partial`, which gets the name `<out>` once it is complete. A journal there, written whenever
 a shard is full, lets the same command resume after any interruption, with the same bytes.
 
-Memory, with w workers: of text at most 2w + 1 batches of about 1 MB wait here and one in each
-worker. With the interpreter, its libraries and the
-vocabulary (100 to 150 MB a process, partly shared) that is at most about 0.5 GB for 2 workers
-(15 MB of JSON lines took 0.11 GB, half a million documents of one letter 0.15 GB), and stays below
-2 GiB on any input that can be cut (see `Tokenizer.cuts_at_lines`: for tokenizer.json files of
-others the longest document is added about ten times). Training a bpe comes before and takes what
-its `sample_bytes` need.
+Memory, with w workers: at most 2w + 1 batches of about 1 MB of text wait here, and one in each
+worker. With the interpreter, its libraries and the vocabulary a process takes 100 to 150 MB, partly
+shared; a process that streams a data set takes about 250 MB. Other people's tokenizer.json files
+may not allow cutting (see `Tokenizer.cuts_at_lines`): then about ten times the longest document is
+added. Training a bpe comes before and takes what its `sample_bytes` need.
 """
 
 import json
@@ -33,18 +31,19 @@ from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.files import locked_file, read_json, sync, write_file
 from accel_gpt.prepare.bpe import make_tokenizer
-from accel_gpt.prepare.recipe import check_same, is_ready, recipe, source_fingerprint
-from accel_gpt.prepare.shard_writer import ShardWriter, write_index
-from accel_gpt.prepare.workers import Tokenized, child_processes, encode_all, worker_count
-from accel_gpt.text.documents import (
+from accel_gpt.prepare.documents import (
     SPLITS,
+    Position,
     documents,
     expected_bytes,
     sample_texts,
     split_pieces,
 )
-from accel_gpt.text.files import guess_source, select
-from accel_gpt.text.readers import Skipped
+from accel_gpt.prepare.readers import Skipped
+from accel_gpt.prepare.recipe import check_same, is_ready, recipe, source_fingerprint
+from accel_gpt.prepare.shard_writer import ShardWriter, write_index
+from accel_gpt.prepare.sources import guess_source, select
+from accel_gpt.prepare.workers import Tokenized, child_processes, encode_all, worker_count
 
 JOURNAL = "progress.json"
 JOURNAL_VERSION = 1
@@ -70,13 +69,14 @@ def prepare(config: PrepareConfig, out: Path) -> bool:
     if is_ready(config, out):
         return False
     source = source_fingerprint(config)  # fails before anything is made
-    folder, start = out.with_name(f"{out.name}.partial"), time.monotonic()
+    folder = out.with_name(f"{out.name}.partial")
+    start = time.monotonic()
     try:
-        with writing(out, "" if config.path == "-" else f"; {RESUMES}"):
+        with lock_folder(out, "" if config.path == "-" else f"; {RESUMES}"):
             if is_ready(config, out):
                 return False
             describe_selection(config)
-            fill(config, folder, source)
+            write_folder(config, folder, source)
             publish(folder, out)
     except KeyboardInterrupt:
         if folder.exists() and config.path != "-":
@@ -88,9 +88,7 @@ def prepare(config: PrepareConfig, out: Path) -> bool:
 
 
 def with_source(config: PrepareConfig, out: Path) -> PrepareConfig:
-    """`config` with the kind of its source if that is auto: as `out` has it if it was made, else
-    the kind of the files with the most bytes.
-    """
+    """Replace the source auto by the kind that `out` was made from, or that its files have."""
     if config.source != "auto":
         return config
     made = read_index(out).prepared.get("source") if (out / INDEX).exists() else None
@@ -105,8 +103,8 @@ def describe_selection(config: PrepareConfig) -> None:
 
 
 @contextmanager
-def writing(out: Path, advice: str) -> Iterator[None]:
-    """Hold the lock of a data folder; what the disk refuses is a `UserError` ending in `advice`."""
+def lock_folder(out: Path, advice: str) -> Iterator[None]:
+    """Hold the lock of a data folder. An error of the disk is a `UserError` ending in `advice`."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         notice = f"another process prepares {out}; waiting for it\n"
@@ -116,49 +114,45 @@ def writing(out: Path, advice: str) -> Iterator[None]:
         raise UserError(f"data folder {out} could not be written: {error}{advice}") from None
 
 
-def fill(config: PrepareConfig, folder: Path, source: str) -> None:
-    """Write everything that the data folder will hold into `folder`, or what is missing there."""
+def write_folder(config: PrepareConfig, folder: Path, source: str) -> None:
+    """Write the whole content of the data folder into `folder`, or what is missing there."""
     copied = source_fingerprint(config, times=False)
     requested = recipe(config) | {"source_fingerprint": copied}
     if source and (folder / INDEX).exists():  # stopped between its completion and its new name
         check_same(folder, read_index(folder).prepared, requested)
         return
-    work = begin(config, folder, requested, source)
+    work = resume_or_start(config, folder, requested, source)
     work.write_shards()
-    hold_out(work.writers, config.val_fraction, work.tokenizer.eot_id)
+    fill_empty_split(work.writers, config.val_fraction, work.tokenizer.eot_id)
     splits = {name: writer.finish() for name, writer in work.writers.items()}
-    try:
-        tokens = {name: sum(shard.tokens for shard in splits[name]) for name in SPLITS}
-        check_enough_text(tokens, config.val_fraction)
-    except UserError:
+    tokens = {name: sum(shard.tokens for shard in splits[name]) for name in SPLITS}
+    if min(tokens.values()) < 2:
         shutil.rmtree(folder)
-        raise
+        raise UserError(
+            f"there is too little text to train on: {tokens['train']} tokens for train and "
+            f"{tokens['val']} for val, expected at least 2 each; give more text, or another "
+            f"data.prepare.val_fraction than {config.val_fraction}"
+        )
     sync(folder)
     counts = work.counts() if config.skip_invalid else {}
     write_index(folder, work.tokenizer, splits, requested | counts)
 
 
-def hold_out(writers: Mapping[str, ShardWriter], val_fraction: float, eot_id: int | None) -> None:
-    """Cut the last shard where all of the few documents fell to one split: its end is the other."""
+def fill_empty_split(
+    writers: Mapping[str, ShardWriter], val_fraction: float, eot_id: int | None
+) -> None:
+    """If every one of a few documents lies in one split, make its end the other split."""
     for full, empty, share in (("train", "val", val_fraction), ("val", "train", 1 - val_fraction)):
-        lacking, source = writers[empty], writers[full]
+        lacking = writers[empty]
+        source = writers[full]
         if not lacking.shards and lacking.tokens < 2 and source.tokens > 3:
             count = min(max(2, int(source.tokens * share)), source.tokens - 2)
-            lacking.add(*source.take(count, eot_id))
-
-
-def check_enough_text(tokens: Mapping[str, int], val_fraction: float) -> None:
-    """`UserError` unless each split holds a token and its successor."""
-    if min(tokens.values()) < 2:
-        raise UserError(
-            f"there is too little text to train on: {tokens['train']} tokens for train and "
-            f"{tokens['val']} for val, expected at least 2 each; give more text, or another "
-            f"data.prepare.val_fraction than {val_fraction}"
-        )
+            tokens, document_count, utf8_bytes = source.cut_end(count, eot_id)
+            lacking.add(tokens, document_count, utf8_bytes)
 
 
 def publish(folder: Path, out: Path) -> None:
-    """Remove what is no part of the complete folder, and give it its name."""
+    """Remove what is no part of the complete folder, and rename it to `out`."""
     splits = read_index(folder).splits
     shards = {shard.name for split in splits.values() for shard in split}
     kept = {INDEX, "tokenizer.json", "tokenizer_config.json", *shards}
@@ -171,70 +165,79 @@ def publish(folder: Path, out: Path) -> None:
 
 
 def summary(index: Index) -> str:
-    """Shards, tokens, bytes per token, and how much was left out."""
-    shards = [shard for part in index.splits.values() for shard in part]
-    tokens = sum(shard.tokens for shard in shards)
-    utf8_bytes = sum(shard.bytes for shard in shards)
-    each = ", ".join(f"{name} {sum(s.tokens for s in p):,}" for name, p in index.splits.items())
+    """Describe shards, tokens, bytes per token, and how much was left out."""
+    tokens: dict[str, int] = {}
+    utf8_bytes = 0
+    count = 0
+    for name, shards in index.splits.items():
+        tokens[name] = sum(shard.tokens for shard in shards)
+        utf8_bytes += sum(shard.bytes for shard in shards)
+        count += len(shards)
+    total = sum(tokens.values())
+    each = ", ".join(f"{name} {number:,}" for name, number in tokens.items())
     skipped = index.prepared.get("skipped")
     left_out = "" if skipped is None else f", {skipped:,} invalid skipped"
     return (
-        f"{len(shards)} shards, {tokens:,} tokens ({each}), {utf8_bytes / max(1, tokens):.2f} "
-        f"bytes per token{left_out}"
+        f"{count} shards, {total:,} tokens ({each}), {utf8_bytes / max(1, total):.2f} bytes per "
+        f"token{left_out}"
     )
 
 
-class Work:
-    """A folder that is being filled, from where its `journal` says: its settings under "asked", the
-    position in the source, how full the shards are, and the `counts`.
+class Preparation:
+    """A folder into which shards are written, from the position in its journal on.
 
-    Raises `DataError` for a folder that holds less than the journal says.
+    The journal holds its settings under "asked", the position in the source, how full the shards
+    are, and the `counts`. Raises `DataError` for a folder that holds less than the journal says.
     """
 
     def __init__(self, config: PrepareConfig, folder: Path, journal: dict[str, Any]) -> None:
-        self.config, self.folder, self.journal = config, folder, journal
+        self.config = config
+        self.folder = folder
+        self.journal = journal
         self.tokenizer = load_tokenizer(folder)
-        dtype = token_dtype(self.tokenizer.vocab_size)
-        states = journal["splits"]
+        self.skipped = Skipped(config.skip_invalid, journal["skipped"])
         self.writers = {
             name: ShardWriter(
                 folder=folder,
                 split=name,
-                dtype=dtype,
+                dtype=token_dtype(self.tokenizer.vocab_size),
                 shard_tokens=config.shard_tokens,
-                state=states.get(name),
+                state=journal["splits"].get(name),
             )
             for name in SPLITS
         }
-        self.skipped = Skipped(config.skip_invalid, journal["skipped"])
 
     def write_shards(self) -> None:
-        """Append what the source holds from the position of the journal on."""
+        """Append the documents of the source from the position of the journal on."""
         total = expected_bytes(self.config)
-        done = sum(w.bytes + sum(s.bytes or 0 for s in w.shards) for w in self.writers.values())
+        done = sum(writer.total_bytes for writer in self.writers.values())
         with (
             closing(self.batches(total)) as batches,
             Progress("tokenizing", "bytes", total=total, done=done) as progress,
         ):
             for batch in batches:
                 full = False
-                for split, tokens, begun, utf8_bytes in batch.encoded:
-                    full |= self.writers[split].add(tokens, begun, utf8_bytes)
-                    progress.advance(utf8_bytes)
+                for piece in batch.encoded:
+                    writer = self.writers[piece.split]
+                    if writer.add(piece.tokens, piece.documents, piece.utf8_bytes):
+                        full = True
+                    progress.advance(piece.utf8_bytes)
                 if full:
                     self.save(batch.journal)
 
     def batches(self, total: int | None) -> Generator[Tokenized, None, None]:
-        """What is to be appended, in order."""
-        first, second, third = self.journal["position"]
-        start = (first, second, third)
-        cut_long = self.tokenizer.cuts_at_lines
-        pieces = split_pieces(self.config, cut_long, start, skipped=self.skipped)
+        """Tokenize what follows the position of the journal, in order."""
+        pieces = split_pieces(
+            self.config,
+            cut_long=self.tokenizer.cuts_at_lines,
+            start=Position(*self.journal["position"]),
+            skipped=self.skipped,
+        )
         workers = worker_count(self.config.workers, total)
         return encode_all(pieces, self.counts, self.folder, workers)
 
     def counts(self) -> dict[str, int]:
-        """How many invalid documents were skipped, as far as the source was read."""
+        """Return how many invalid documents were skipped, as far as the source was read."""
         return {"skipped": self.skipped.count}
 
     def save(self, changes: Mapping[str, Any]) -> None:
@@ -245,11 +248,13 @@ class Work:
         write_file(self.folder / JOURNAL, [json.dumps(self.journal).encode()])
 
 
-# --------------------------------------------------------------------------- begin or resume
+# --------------------------------------------------------------------------- start or resume
 
 
-def begin(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], source: str) -> Work:
-    """Resume in `folder` where that is possible; else start over and report why."""
+def resume_or_start(
+    config: PrepareConfig, folder: Path, requested: Mapping[str, Any], source: str
+) -> Preparation:
+    """Resume in `folder` if that is possible; otherwise start over and report why."""
     if folder.exists():
         try:
             return resume(config, folder, requested, source)
@@ -266,9 +271,15 @@ def begin(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], sou
             create_tokenizer(config, folder)
         for path in folder.iterdir():
             sync(path)
-        journal = {"version": JOURNAL_VERSION, "asked": requested, "source": source, "splits": {}}
-        journal |= {"position": (0, 0, 0), "skipped": 0}
-        work = Work(config, folder, journal)
+        journal = {
+            "version": JOURNAL_VERSION,
+            "asked": requested,
+            "source": source,
+            "splits": {},
+            "position": Position(),
+            "skipped": 0,
+        }
+        work = Preparation(config, folder, journal)
         work.save({})
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -276,11 +287,12 @@ def begin(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], sou
     return work
 
 
-def resume(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], source: str) -> Work:
-    """The work from where its journal says.
+def resume(
+    config: PrepareConfig, folder: Path, requested: Mapping[str, Any], source: str
+) -> Preparation:
+    """Open the preparation that the journal in `folder` describes.
 
-    Raises `DataError` where it cannot be resumed, another `UserError` where it must not be
-    discarded.
+    Raises `DataError` if it cannot be resumed, another `UserError` if it must not be discarded.
     """
     if not source:
         raise DataError("standard input cannot be read again")
@@ -297,12 +309,12 @@ def resume(config: PrepareConfig, folder: Path, requested: Mapping[str, Any], so
         check_same(folder, begun, {**requested, "skip_invalid": config.skip_invalid})
         if given not in (None, journal["tokenizer"]):
             raise DataError("the tokenizer has changed")
-        work = Work(config, folder, journal)
+        work = Preparation(config, folder, journal)
     except AccelGPTError:
         raise
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"its {JOURNAL} is missing or damaged ({error!r:.80})") from None
-    tokens = sum(w.tokens + sum(s.tokens for s in w.shards) for w in work.writers.values())
+    tokens = sum(writer.total_tokens for writer in work.writers.values())
     sys.stderr.write(f"resuming from {tokens:,} tokens in {folder}\n")
     return work
 
@@ -317,7 +329,7 @@ def create_tokenizer(config: PrepareConfig, folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove an unfinished folder; `UserError` when it holds a file that is not of this module."""
+    """Remove an unfinished folder; `UserError` if it holds a file that this module did not make."""
     strange = [path.name for path in folder.iterdir() if not re.match(OURS, path.name)]
     if strange:
         raise UserError(

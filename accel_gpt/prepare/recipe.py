@@ -16,9 +16,9 @@ from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.sources import is_url
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, UserError, require
+from accel_gpt.prepare.documents import expected_bytes
 from accel_gpt.prepare.shard_writer import UNRECORDED
-from accel_gpt.text.documents import expected_bytes
-from accel_gpt.text.files import describe_source
+from accel_gpt.prepare.sources import describe_source
 
 # Not `workers`; not `skip_invalid`: a folder that can be made without it is the same with it, and a
 # preparation that stopped at an invalid byte resumes with it.
@@ -26,13 +26,13 @@ NOT_RECORDED = ("workers", "skip_invalid")
 
 
 def recipe(config: PrepareConfig) -> dict[str, Any]:
-    """All settings that the content depends on."""
+    """Return all settings that the content depends on."""
     kept = {key: value for key, value in asdict(config).items() if key not in NOT_RECORDED}
     return {**kept, "path": recorded_path(config.path)}
 
 
 def recorded_path(path: str | None) -> str | None:
-    """A path as an index records it: of a URL without the user, its query by its SHA-256."""
+    """Return a path as an index records it: a URL without the user, its query as a SHA-256."""
     if path is None or not is_url(path):
         return path
     parts = urllib.parse.urlsplit(path)
@@ -43,7 +43,7 @@ def recorded_path(path: str | None) -> str | None:
 
 
 def source_fingerprint(config: PrepareConfig, *, times: bool = True) -> str:
-    """A hash that changes with the source; empty for standard input, which cannot be read again.
+    """Return a hash that changes with the source; empty for standard input, which is read once.
 
     Without `times`, a copy of the files has the same one. Raises `UserError` when the source does
     not exist.
@@ -53,26 +53,27 @@ def source_fingerprint(config: PrepareConfig, *, times: bool = True) -> str:
 
 
 def other_settings(made: Mapping[str, Any], requested: Mapping[str, Any]) -> list[str]:
-    """The requested settings that `made` has otherwise; those of a bpe count only for a bpe."""
-    return [
-        f"{key}: {made.get(key)}, requested {value}"
-        for key, value in requested.items()
-        if made.get(key) != value
-        and not (key in ("vocab_size", "sample_bytes") and requested.get("tokenizer") != "bpe")
-    ]
+    """Describe the settings in which `made` differs; options of a bpe count only for a bpe."""
+    differences = []
+    for key, value in requested.items():
+        if key in ("vocab_size", "sample_bytes") and requested.get("tokenizer") != "bpe":
+            continue
+        if made.get(key) != value:
+            differences.append(f"{key}: {made.get(key)}, requested {value}")
+    return differences
 
 
 def check_same(folder: Path, begun: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
-    """`UserError` when `folder` was begun with other settings or text: its work is not discarded.
+    """Raise `UserError` if `folder` was begun with other settings or text: its work is kept.
 
     The path may be written differently, as the fingerprint says what it holds.
     """
     settings = {k: v for k, v in requested.items() if k not in ("path", "source_fingerprint")}
     # an earlier version could drop documents, and mark the tokens of prompts
-    settings |= {"dedupe": False, "loss_on": "text"}
-    begun = {"dedupe": False, "loss_on": "text", **dict(UNRECORDED), **begun}
+    removed = {"dedupe": False, "loss_on": "text"}
+    begun = {**removed, **dict(UNRECORDED), **begun}
     remedy = f"or remove {folder} to start over"
-    if differ := other_settings(begun, settings):
+    if differ := other_settings(begun, {**settings, **removed}):
         raise UserError(
             f"{folder} was begun with other settings ({'; '.join(differ)}); repeat the command "
             f"with those, {remedy}"
@@ -127,7 +128,7 @@ def is_tokenizer_of(spec: str, folder: Path) -> bool:
 
 
 def text_changed(config: PrepareConfig, prepared: str | None) -> bool:
-    """Whether the files of the source are on this machine and differ from those prepared."""
+    """Whether the files of the source are on this machine and differ from the files prepared."""
     if not prepared or is_url(str(config.path)):
         return False
     try:

@@ -34,10 +34,15 @@ class ShardWriter:
         shard_tokens: int,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        self.folder, self.split, self.dtype = Path(folder), split, dtype
+        self.folder = Path(folder)
+        self.split = split
+        self.dtype = dtype
         self.shard_tokens = shard_tokens
         self.shards: list[Shard] = []
-        self.tokens = self.documents = self.bytes = 0  # of the shard being written
+        # of the shard being written
+        self.tokens = 0
+        self.documents = 0
+        self.bytes = 0
         self.buffer = bytearray()  # tokens that are not in the file yet
         if state is not None:
             self.resume(state)
@@ -47,9 +52,21 @@ class ShardWriter:
         """File of the shard being written."""
         return self.folder / f"{self.split}_{len(self.shards):06d}.npy"
 
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of all shards."""
+        return self.tokens + sum(shard.tokens for shard in self.shards)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the text of all shards."""
+        return self.bytes + sum(shard.bytes or 0 for shard in self.shards)
+
     def add(self, tokens: Tokens, documents: int, utf8_bytes: int) -> bool:
-        """Append `documents` documents of `utf8_bytes` bytes, which count for the shard in which
-        they begin; a document is cut only where a shard is full. Returns whether one became full.
+        """Append tokens; return whether a shard became full.
+
+        Their `documents` and `utf8_bytes` count for the shard in which they begin. A document is
+        cut only where a shard is full.
         """
         before = len(self.shards)
         self.documents += documents
@@ -67,12 +84,15 @@ class ShardWriter:
                 self.flush()
         return len(self.shards) > before
 
-    def take(self, count: int, eot_id: int | None) -> tuple[Tokens, int, int]:
-        """Cut about the last `count` tokens off the shard being written, between documents if it
-        holds several: what `add` takes, its bytes by their share.
+    def cut_end(self, count: int, eot_id: int | None) -> tuple[Tokens, int, int]:
+        """Cut about the last `count` tokens off the shard being written, between two documents.
+
+        A shard that holds one document is cut inside it. Returns tokens, documents and bytes for
+        `add`; the bytes are estimated by the share of the tokens.
         """
         self.flush()
-        tokens, kept = np.fromfile(self.path, self.dtype, offset=HEADER), self.tokens - count
+        tokens = np.fromfile(self.path, self.dtype, offset=HEADER)
+        kept = self.tokens - count
         starts = np.flatnonzero(tokens[:-1] == eot_id) + 1  # of documents but the first
         if len(starts):
             kept = int(starts[np.argmin(abs(starts - kept))])
@@ -81,20 +101,24 @@ class ShardWriter:
         utf8_bytes = self.bytes * (self.tokens - kept) // self.tokens
         if eot_id is not None:  # a document counts where it ends
             self.documents -= documents
-        self.tokens, self.bytes = kept, self.bytes - utf8_bytes
+        self.tokens = kept
+        self.bytes -= utf8_bytes
         return tokens[kept:], documents, utf8_bytes
 
     def save(self) -> dict[str, Any]:
-        """The state from which to resume, once all that was added survives a power cut."""
+        """Make all that was added survive a power cut; return the state from which to resume."""
         if self.tokens:
             self.flush()
             sync(self.path)
-        shards = [entry(shard) for shard in self.shards]
-        counts = {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes}
-        return {"shards": shards, **counts}
+        return {
+            "shards": [entry(shard) for shard in self.shards],
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "bytes": self.bytes,
+        }
 
     def finish(self) -> list[Shard]:
-        """Complete the last shard; all shards in order."""
+        """Complete the last shard; return all shards in order."""
         if self.tokens:
             self.close_shard()
         return self.shards
@@ -106,7 +130,7 @@ class ShardWriter:
         self.buffer.clear()
 
     def close_shard(self) -> None:
-        """Write the header of the current shard and make it safe on disk; the next one begins."""
+        """Write the header of the current shard, make it safe on disk, and go to the next one."""
         self.flush()
         path = self.path
         fields = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.tokens,)}
@@ -114,23 +138,37 @@ class ShardWriter:
             np.lib.format.write_array_header_1_0(file, fields)
             assert file.tell() == HEADER
         sync(path)
-        largest = int(np.memmap(path, self.dtype, "r", HEADER).max())
-        counts = (self.tokens, self.documents, self.bytes)
-        self.shards.append(Shard(path.name, *counts, sha256(path), largest))
-        self.tokens = self.documents = self.bytes = 0
+        self.shards.append(
+            Shard(
+                name=path.name,
+                tokens=self.tokens,
+                documents=self.documents,
+                bytes=self.bytes,
+                sha256=sha256(path),
+                max_token=int(np.memmap(path, self.dtype, "r", HEADER).max()),
+            )
+        )
+        self.tokens = 0
+        self.documents = 0
+        self.bytes = 0
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Bring the files back to a saved state."""
-        self.shards = [Shard(**one) for one in state["shards"]]
-        counts = (int(state[key]) for key in ("tokens", "documents", "bytes"))
-        self.tokens, self.documents, self.bytes = counts
-        written = [(shard.name, shard.tokens) for shard in self.shards]
-        for name, tokens in [*written, (self.path.name, self.tokens)]:
-            path, size = self.folder / name, HEADER + tokens * self.dtype.itemsize
-            if tokens and (not path.exists() or path.stat().st_size < size):
-                raise DataError(f"{name} holds less than was written to it")
+        self.shards = [Shard(**shard) for shard in state["shards"]]
+        self.tokens = int(state["tokens"])
+        self.documents = int(state["documents"])
+        self.bytes = int(state["bytes"])
+        for shard in self.shards:
+            self.check_size(self.folder / shard.name, shard.tokens)
         if self.tokens:
-            os.truncate(path, size)
+            os.truncate(self.path, self.check_size(self.path, self.tokens))
+
+    def check_size(self, path: Path, tokens: int) -> int:
+        """Raise `DataError` unless a file holds `tokens` tokens; return the bytes they take."""
+        size = HEADER + tokens * self.dtype.itemsize
+        if not path.exists() or path.stat().st_size < size:
+            raise DataError(f"{path.name} holds less than was written to it")
+        return size
 
 
 def write_index(
@@ -149,14 +187,10 @@ def write_index(
         "prepared": {k: v for k, v in prepared.items() if (k, v) not in UNRECORDED},
         "splits": {name: [entry(shard) for shard in shards] for name, shards in splits.items()},
     }
-    save_index(folder, index)
-
-
-def save_index(folder: str | Path, index: Mapping[str, Any]) -> None:
-    """Write dataset.json completely or not at all."""
-    write_file(Path(folder) / INDEX, [(json.dumps(index, indent=1) + "\n").encode()])
+    content = json.dumps(index, indent=1) + "\n"
+    write_file(Path(folder) / INDEX, [content.encode()])
 
 
 def entry(shard: Shard) -> dict[str, Any]:
-    """A shard as the index lists it."""
+    """Convert a shard to its entry in the index."""
     return {key: value for key, value in asdict(shard).items() if key != "offset"}

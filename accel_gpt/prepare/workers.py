@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from accel_gpt.data.shards import Tokens
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import UserError
-from accel_gpt.text.documents import BATCH_CHARACTERS, Piece
+from accel_gpt.prepare.documents import BATCH_CHARACTERS, Piece
 
 # Assumption: a piece takes about 1 KiB beside its text on its way through the processes; so a batch
 # holds 10,000 documents of one letter and not a million.
@@ -26,7 +26,7 @@ PIECE_OVERHEAD = 100  # characters
 
 
 class Encoded(NamedTuple):
-    """Tokens of a piece, end-of-text included where it ends a document."""
+    """Tokens of a piece, end-of-text included if the piece ends a document."""
 
     split: str
     tokens: Tokens
@@ -42,16 +42,27 @@ class Tokenized(NamedTuple):
     journal: Mapping[str, Any]
 
 
+class Waiting(NamedTuple):
+    """A batch that a process is encoding."""
+
+    pieces: list[Piece]
+    journal: Mapping[str, Any]
+    tokens: Future[list[Tokens]]
+
+
 def worker_count(requested: int, total: int | None) -> int:
-    """Processes that tokenize: as requested, or one a core, but no more than there are batches."""
+    """Return the number of processes: as requested, or one a core, at most one a batch."""
+    if requested:
+        return requested
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    useful = cores if total is None else 1 + total // BATCH_CHARACTERS
-    return requested or max(1, min(cores, useful))
+    if total is None:
+        return cores
+    return min(cores, 1 + total // BATCH_CHARACTERS)
 
 
 @contextmanager
 def child_processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool whose processes end with this one however it ends."""
+    """Open a pool of processes that end with this one however it ends."""
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(count, context, start_child)
@@ -89,34 +100,45 @@ def encode_all(
     folder: Path,
     workers: int,
 ) -> Generator[Tokenized, None, None]:
-    """The pieces in their order, encoded by the tokenizer in `folder`, with at most two batches in
-    flight for each of the `workers` processes; with the `counts` when they had been read.
+    """Encode pieces in their order with the tokenizer in `folder`.
+
+    At most two batches are in flight for each of the `workers` processes. The journal of a batch
+    holds the `counts` at the time when the batch had been read.
     """
     cached_tokenizer.cache_clear()
     cached_tokenizer(folder)  # here, so that processes that fork inherit it
-    waiting: deque[tuple[list[Piece], dict[str, Any], Future[list[Tokens]]]] = deque()
-
-    def first() -> Tokenized:
-        batch, journal, future = waiting.popleft()
-        encoded = [
-            Encoded(piece.split, tokens, int(piece.first), len(piece.text.encode()))
-            for piece, tokens in zip(batch, future.result(), strict=True)
-        ]
-        return Tokenized(encoded, journal)
-
+    waiting: deque[Waiting] = deque()
     with child_processes(workers) as pool:
+        # all processes fork now, before reading `pieces` starts threads or takes memory
+        pool.submit(encode_batch, folder, []).result()
         for batch in batches(pieces):
             journal = {"position": batch[-1].after, **counts()}
-            texts = [(piece.text, piece.last) for piece in batch]  # of a `Piece` 10 % slower
-            waiting.append((batch, journal, pool.submit(encode_batch, folder, texts)))
+            texts = [(piece.text, piece.last) for piece in batch]  # a `Piece` takes 10 % longer
+            tokens = pool.submit(encode_batch, folder, texts)
+            waiting.append(Waiting(batch, journal, tokens))
             if len(waiting) >= 2 * workers:
-                yield first()
+                yield result_of(waiting.popleft())
         while waiting:
-            yield first()
+            yield result_of(waiting.popleft())
+
+
+def result_of(batch: Waiting) -> Tokenized:
+    """Wait until a batch is encoded."""
+    encoded = []
+    for piece, tokens in zip(batch.pieces, batch.tokens.result(), strict=True):
+        encoded.append(
+            Encoded(
+                split=piece.split,
+                tokens=tokens,
+                documents=int(piece.first),
+                utf8_bytes=len(piece.text.encode()),
+            )
+        )
+    return Tokenized(encoded, batch.journal)
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in lists of about `BATCH_CHARACTERS`."""
+    """Collect pieces in lists of about `BATCH_CHARACTERS`."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -124,18 +146,19 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         size += len(piece.text) + PIECE_OVERHEAD
         if size >= BATCH_CHARACTERS:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
 
 def encode_batch(folder: Path, texts: list[tuple[str, bool]]) -> list[Tokens]:
-    """The work of a tokenizing process: tokens of each (text, whether it ends a document)."""
+    """Encode each (text, whether it ends a document), in a tokenizing process."""
     return cached_tokenizer(folder).encode_pieces(texts)
 
 
 @functools.cache
 def cached_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in `folder`, loaded once."""
+    """Load the tokenizer in `folder` once."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     return load_tokenizer(folder)

@@ -1,14 +1,18 @@
-"""Which files of a path are read, and which are left out.
+"""Which files of a source are read, in which order, and which are left out.
 
-The ending of a name tells JSON lines, Parquet and Arrow; every other file is text unless it is
-binary. One kind is read: the source that the config names, or with `auto` the kind with the most
-bytes.
+The ending of a name tells JSON lines, Parquet and Arrow, also of compressed files; every other file
+is text unless it is binary. One kind is read: the source that the config names, or with `auto` the
+kind with the most bytes. Downloads go to ~/.cache/accel_gpt (or $XDG_CACHE_HOME/accel_gpt).
 """
 
 import codecs
 import functools
 import glob
+import hashlib
+import json
 import os
+import re
+import sysconfig
 import types
 from collections import defaultdict
 from collections.abc import Mapping
@@ -16,25 +20,125 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from accel_gpt.config.data import SourceKind
-from accel_gpt.errors import UserError
-from accel_gpt.files import describe_path
+from accel_gpt.config.data import PrepareConfig, SourceKind
+from accel_gpt.data.remote import Store, Unreachable
+from accel_gpt.data.sources import is_url
+from accel_gpt.errors import AccelGPTError, DataError, UserError, require
+from accel_gpt.files import describe_path, read_json
 
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 DATA_ENDINGS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     {
-        "jsonl": tuple(a + b for a in (".jsonl", ".json", ".ndjson") for b in ("", ".gz", ".zst")),
+        "jsonl": JSON_ENDINGS + tuple(a + b for a in JSON_ENDINGS for b in COMPRESSIONS),
         "parquet": (".parquet",),
         "arrow": (".arrow", ".feather"),
     }
 )
 # Endings of files that hold text for certain: a .json file beside them only describes them.
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".js")
+COMPRESSED_TEXT = tuple(a + b for a in TEXT_ENDINGS for b in COMPRESSIONS)
 BINARY = "binary"
 SNIFFED_BYTES = 8192  # bytes at the start of a file that tell text from binary, as in git
 TEXT_CONTROLS = frozenset(b"\a\b\t\n\f\r\x1b")  # control characters that text may hold
 # Files that only a run, a data folder, or an unfinished one holds.
 MADE_HERE = (".lock", "run.json", "dataset.json", "progress.json")
+# Tests and installed packages are no part of the library's own sources.
+STDLIB_SKIP = frozenset(
+    ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled")
+)
 LINES = 10  # lines about endings that are printed; assumption: more are not read
+
+
+def check_source(config: PrepareConfig) -> None:
+    """Raise `UserError` for a source that is not text, or not of standard input."""
+    require(
+        config.source is not None,
+        "data.prepare.source is not set; for text give stdlib, text, jsonl, "
+        "parquet, arrow or dataset, otherwise an existing folder as data.train",
+    )
+    require(
+        config.path != "-" or config.source in ("text", "jsonl"),
+        f"data.prepare.source is {config.source}, which cannot be read from standard input; give "
+        "text or jsonl, or a file",
+    )
+
+
+def list_source(config: PrepareConfig) -> list[Path]:
+    """List the local files of a source; a URL is downloaded first.
+
+    Raises `UserError` if all are empty.
+    """
+    if config.source == "stdlib":
+        return stdlib_files()
+    found = select(config).files
+    require(
+        any(path.stat().st_size for path in found),
+        f"data.prepare.path is {config.path}, which holds no text: {found[0]} is empty; expected "
+        "a file with text in it",
+    )
+    return found
+
+
+def select(config: PrepareConfig) -> "Selection":
+    """Choose the files of a source with a path; a URL is downloaded first."""
+    assert config.source is not None
+    assert config.path is not None
+    found = None
+    if is_url(config.path):
+        found = [download_text(config.path)]
+    elif config.source == "arrow":
+        found = saved_files(config.path, config.dataset_split)
+    if found is None:
+        return select_files(config.path, config.source)
+    return Selection(path=config.path, source=config.source, files=found)
+
+
+def describe_source(config: PrepareConfig, times: bool = True) -> str:
+    """Return a fingerprint (SHA-256 in hex) of a source; empty for standard input.
+
+    For files it covers names, sizes and, with `times`, times of change; for a download URL and
+    size; for a data set its id.
+    """
+    check_source(config)
+    if config.path == "-":
+        return ""
+    seen: list[object] = []
+    if config.source == "dataset":
+        seen = [config.dataset, config.dataset_config, config.dataset_split]
+    elif config.path is not None and is_url(config.path):
+        seen = [config.path, *(path.stat().st_size for path in list_source(config))]
+    else:
+        paths = [path.absolute() for path in list_source(config)]
+        root = os.path.commonpath([path.parent for path in paths])
+        for path in paths:
+            status = path.stat()
+            entry: list[object] = [path.relative_to(root).as_posix(), status.st_size]
+            if times:
+                entry.append(status.st_mtime_ns)
+            seen.append(entry)
+    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
+
+
+def guess_source(path: str) -> SourceKind:
+    """Tell what `path` holds: see `select_files`; a URL by its ending, else text.
+
+    Raises `UserError` if there is nothing to read, and for standard input, which has no ending.
+    """
+    require(
+        path != "-",
+        "data.prepare.path is -, and standard input does not tell what it holds; give --source "
+        "text or --source jsonl",
+    )
+    if is_saved(Path(path).expanduser()):
+        return "arrow"
+    if is_url(path):
+        name = path.split("?")[0].split("#")[0]
+        return cast(SourceKind, kind_of_name(name) or "text")
+    return select_files(path).source
+
+
+# --------------------------------------------------------------------------- a selection
 
 
 @dataclass(frozen=True)
@@ -189,11 +293,11 @@ def kind_of_file(path: Path) -> str:
 
 
 def kind_of_name(name: str) -> str:
-    """The kind of source that a name's ending tells; empty if it tells none."""
+    """Tell the kind of source from the ending of a name; empty if it tells none."""
     for kind, endings in DATA_ENDINGS.items():
         if name.lower().endswith(endings):
             return kind
-    return ""
+    return "text" if name.lower().endswith(COMPRESSED_TEXT) else ""
 
 
 @functools.lru_cache(maxsize=1 << 20)
@@ -291,3 +395,89 @@ def nothing_to_read(path: str, source: SourceKind, groups: list[Group]) -> str:
 def files_text(count: int) -> str:
     """A number of files in words."""
     return f"{count:,} file" if count == 1 else f"{count:,} files"
+
+
+# --------------------------------------------------------------------------- other places
+
+
+def stdlib_files() -> list[Path]:
+    """List the Python sources of the running interpreter's library, without tests."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [n for n in folders if n not in STDLIB_SKIP and not n.startswith(".")]
+        for name in names:
+            path = Path(folder, name)
+            if name.lower().endswith(".py") and not name.startswith(".") and path.is_file():
+                found.append(path)
+    found.sort(key=lambda path: path.relative_to(root).parts)
+    require(
+        bool(found),
+        f"this Python has no library sources in {root}; choose another data.prepare.source",
+    )
+    return found
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `datasets` wrote a folder with save_to_disk."""
+    names = ("state.json", "dataset_dict.json")
+    return any(os.path.isfile(folder / name) for name in names)
+
+
+def saved_files(path: str, split: str) -> list[Path] | None:
+    """List the files of a folder that `datasets` wrote with save_to_disk; None for other folders.
+
+    Other Arrow files in it are caches of derived data. `split` chooses one of several splits.
+    """
+    folder = Path(path).expanduser()
+    if not is_saved(folder):
+        return None
+    try:
+        if os.path.isfile(folder / "dataset_dict.json"):
+            splits = [str(name) for name in read_json(folder / "dataset_dict.json")["splits"]]
+            require(
+                split in splits,
+                f"data.prepare.dataset_split is {split}, which {path} does not have; it has "
+                f"{', '.join(splits)}",
+            )
+            folder /= split
+        state = folder / "state.json"
+        found = [state.with_name(part["filename"]) for part in read_json(state)["_data_files"]]
+        missing = [file.name for file in found if not file.is_file()]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing")
+    except AccelGPTError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{folder / 'state.json'} or dataset_dict.json is not as save_to_disk writes it "
+            f"({error!r:.80}); copy the whole folder again"
+        ) from None
+    return found
+
+
+def download_text(url: str) -> Path:
+    """Download the file at `url`, unless it was downloaded before; return its path."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accel_gpt"
+    address, mark, query = url.partition("?")
+    folder, _, name = address.rstrip("/").rpartition("/")
+    number = hashlib.sha256(url.encode()).hexdigest()[:16]
+    target = cache / f"{number}-{re.sub(r'[^A-Za-z0-9._-]', '_', name)}"
+    if target.exists():
+        return target
+    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        store = Store(f"{folder}{mark}{query}")
+        with temporary.open("wb") as file:
+            for _, data in store.read(name, 0, store.info(name).size):
+                file.write(data)
+        temporary.rename(target)
+    except (OSError, AccelGPTError, Unreachable) as error:
+        raise UserError(
+            f"{url} could not be downloaded to {cache}: {error}; if the network does not let you, "
+            "fetch it by hand and give data.prepare.path the file"
+        ) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target

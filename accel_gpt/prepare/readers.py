@@ -1,0 +1,390 @@
+"""Text out of files of any size and out of Hub data sets, bit by bit.
+
+Text files are read by byte offset; JSON lines, Parquet, Arrow and data sets by row, counted from 0.
+A null is an empty text. Memory: a chunk of a text file, or a batch of rows and the longest row.
+
+`skip` is called with a sentence for each thing that cannot be decoded. It raises `DataError`, or
+returns, and reading goes on after it.
+
+Data sets of the Hub are streamed by `datasets`. Files of this machine are not: a process that reads
+JSON lines or Parquet with `datasets` takes 220 to 520 MB instead of 35 to 110, a line that is not
+JSON makes it read the whole file, and a damaged Parquet file aborted 3 of 30 processes (datasets
+5.2.0, pyarrow 26.0.1).
+"""
+
+import bz2
+import codecs
+import gzip
+import io
+import json
+import lzma
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from accel_gpt.config.data import PrepareConfig
+from accel_gpt.data.hub_client import describe_dataset_error
+from accel_gpt.errors import AccelGPTError, DataError, UserError
+
+Skip = Callable[[str], None]
+State = dict[str, Any]
+
+CHUNK_BYTES = 1 << 20  # bytes of a file read at once
+BATCH_ROWS = 64  # of Parquet, decoded at once
+STATE_ROWS = 1000  # rows of a data set between two states; at most so many are read again
+LONGEST_JSON_LINE = 64 << 20  # bytes; assumption: a longer line is no document but a bomb or a blob
+TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "null")
+# What decompression and Arrow raise for files that are damaged.
+DAMAGE = (
+    EOFError,
+    OSError,
+    zlib.error,
+    lzma.LZMAError,
+    ValueError,
+    NotImplementedError,
+    KeyError,
+    MemoryError,
+)
+
+
+class Row(NamedTuple):
+    """A document out of a file or a data set."""
+
+    number: int
+    text: str
+    state: State | None = None
+    """Of a data set: where `datasets` can resume, at this row or before; see `hub_rows`."""
+
+
+@dataclass
+class Skipped:
+    """Counts what cannot be decoded, if that is `allowed`; otherwise it is an error."""
+
+    allowed: bool
+    count: int = 0
+
+    def add(self, message: str) -> None:
+        """Count one more thing. The first one is reported on stderr."""
+        if not self.allowed:
+            raise DataError(message) from None
+        if self.count == 0:
+            sys.stderr.write(f"skipped (data.prepare.skip_invalid is set): {message}\n")
+        self.count += 1
+
+
+@contextmanager
+def needs_package(name: str) -> Iterator[None]:
+    """Turn an `ImportError` into a `UserError` that says what to install."""
+    try:
+        yield
+    except ImportError:
+        raise UserError(
+            f"this source of text needs the package {name}; pip install {name}"
+        ) from None
+
+
+# --------------------------------------------------------------------------- files
+
+
+class DamagedError(DataError):
+    """A file that cannot be decompressed or decoded, or not to its end."""
+
+
+@contextmanager
+def open_file(path: Path, source: str) -> Iterator[BinaryIO]:
+    """Open a file for reading, decompressed by the ending of its name.
+
+    Whatever reading it raises becomes a `DataError` that names the file.
+    """
+    try:
+        with path.open("rb") as raw, decompress(raw, path.name.lower()) as file:
+            yield file
+    except AccelGPTError:
+        raise
+    except DAMAGE as error:
+        if isinstance(error, OSError) and error.errno:
+            raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise DamagedError(
+            f"{path} cannot be read as {source}, or not to its end: {error}; expected a whole "
+            f"{source} file: make or download it again"
+        ) from None
+
+
+def decompress(raw: BinaryIO, name: str) -> BinaryIO:
+    """Return a file with the decompressed bytes of `raw`; `raw` itself for other endings."""
+    if name.endswith(".gz"):
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    if name.endswith(".bz2"):
+        return cast(BinaryIO, bz2.BZ2File(raw))
+    if name.endswith(".xz"):
+        return cast(BinaryIO, lzma.LZMAFile(raw))
+    if name.endswith(".zst"):
+        with needs_package("pyarrow"):
+            import pyarrow as pa
+        stream = pa.CompressedInputStream(raw, "zstd")
+        return cast(BinaryIO, io.BufferedReader(stream, CHUNK_BYTES))
+    return raw
+
+
+# --------------------------------------------------------------------------- text
+
+
+def text_start(path: Path) -> int:
+    """Return the offset of the first byte of text, after a byte order mark."""
+    with open_file(path, "text") as file:
+        return len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
+
+
+def text_chunks(path: Path, start: int, end: int | None = None) -> Iterator[str]:
+    """Read bytes `start` to `end` of a text file as text, line ends included, in chunks.
+
+    Raises `DataError` naming the first byte that is not UTF-8.
+    """
+    with open_file(path, "text") as file:
+        if file.seekable():
+            file.seek(start)
+        else:
+            left = start
+            while left:
+                left -= len(file.read(min(CHUNK_BYTES, left)))
+        yield from decode_chunks(file, path, start, end)
+
+
+def decode_chunks(
+    file: BinaryIO, where: object, start: int, end: int | None = None
+) -> Iterator[str]:
+    """Decode UTF-8 from a file that is at offset `start`, until `end`; keep \\r\\n in one chunk."""
+    utf8 = codecs.getincrementaldecoder("utf-8")()
+    decoder = io.IncrementalNewlineDecoder(utf8, translate=False)
+    offset = start
+    ended = False
+    while not ended:
+        data = file.read(CHUNK_BYTES if end is None else min(CHUNK_BYTES, end - offset))
+        offset += len(data)
+        ended = not data
+        try:
+            text = decoder.decode(data, final=ended)
+        except UnicodeDecodeError as error:
+            raise not_utf8(where, error, offset - len(error.object)) from None
+        if text:
+            yield text
+
+
+def not_utf8(where: object, error: UnicodeDecodeError, offset: int, detail: str = "") -> DataError:
+    """Describe bytes that are not UTF-8. `offset`: position of the first byte decoded."""
+    return DataError(
+        f"{where} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset "
+        f"{offset + error.start}{detail}; convert it first, for example with iconv -t UTF-8"
+    )
+
+
+# --------------------------------------------------------------------------- JSON lines
+
+
+def read_rows(source: str, path: Path, field: str, first: int, skip: Skip) -> Iterator[Row]:
+    """Read the rows of a jsonl, parquet or arrow file from number `first` on.
+
+    Raises `UserError` for a column that is not there. If damage may be skipped, the rest of the
+    file is left out.
+    """
+    readers = {"jsonl": json_lines, "parquet": parquet_rows, "arrow": arrow_rows}
+    try:
+        with open_file(path, source) as file:
+            if path.stat().st_size:
+                yield from readers[source](file, path, field, first, skip)
+    except DamagedError as error:
+        skip(str(error))
+
+
+def json_lines(file: BinaryIO, where: object, field: str, first: int, skip: Skip) -> Iterator[Row]:
+    """Read JSON lines. A line ends with a line feed; a line of white space is no row."""
+    number = 0
+    row = 0
+    offset = 0
+    while line := file.readline(LONGEST_JSON_LINE + 1):
+        number += 1
+        size = len(line)
+        too_long = size > LONGEST_JSON_LINE
+        if too_long or not line.isspace():
+            if row >= first:
+                try:
+                    yield Row(row, json_text(line, offset, number, where, field))
+                except DataError as error:
+                    skip(str(error))
+            row += 1
+        while too_long and line and not line.endswith(b"\n"):
+            line = file.readline(CHUNK_BYTES)
+            size += len(line)
+        offset += size
+
+
+def json_text(line: bytes, offset: int, number: int, where: object, field: str) -> str:
+    """Return the text of line `number`, which begins at `offset`; `DataError` if it has none."""
+    if len(line) > LONGEST_JSON_LINE:
+        raise DataError(
+            f"line {number} of {where} is longer than {LONGEST_JSON_LINE:,} bytes; expected a JSON "
+            "object in each line"
+        )
+    try:
+        row = json.loads(line.decode("utf-8").removeprefix("\ufeff"))
+    except UnicodeDecodeError as error:
+        raise not_utf8(where, error, offset, f", in line {number}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"line {number} of {where} is not JSON: {error}; expected an object in each line (an "
+            "array over several lines becomes one by jq -c '.[]')"
+        ) from None
+    if not isinstance(row, dict):
+        raise DataError(
+            f"line {number} of {where} is {row!r:.50}; expected an object such as "
+            f'{{"{field}": "..."}} (an array becomes lines by jq -c \'.[]\')'
+        )
+    check_column(field, f"line {number} of {where}", row)
+    value = row[field]
+    if value is None or isinstance(value, str):
+        return value or ""
+    raise DataError(f"line {number} of {where} has {value!r:.50} in column {field}; expected text")
+
+
+def check_column(field: str, where: object, columns: Iterable[str]) -> None:
+    """Raise `UserError` if the column `field` is missing."""
+    if field not in columns:
+        raise UserError(
+            f"data.prepare.text_field is {field!r}, which {where} does not have; its columns: "
+            f"{', '.join(columns)}"
+        )
+
+
+# --------------------------------------------------------------------------- Parquet, Arrow
+
+
+def parquet_rows(file: BinaryIO, path: Path, field: str, first: int, skip: Skip) -> Iterator[Row]:
+    """Read a column of a Parquet file. Row groups before row `first` are not read."""
+    with needs_package("pyarrow"):
+        from pyarrow.parquet import ParquetFile
+    # By path: a Python file would be read by threads that need the interpreter when it ends.
+    with ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as table:
+        check_type(table.schema_arrow, field, path)
+        number = 0
+        group = 0
+        while group < table.num_row_groups:
+            rows = table.metadata.row_group(group).num_rows
+            if number + rows > first:
+                break
+            number += rows
+            group += 1
+        batches = table.iter_batches(
+            batch_size=BATCH_ROWS,
+            row_groups=range(group, table.num_row_groups),
+            columns=[field],
+            use_threads=False,
+        )
+        yield from column_rows(batches, number, path, first, skip)
+
+
+def arrow_rows(file: BinaryIO, path: Path, field: str, first: int, skip: Skip) -> Iterator[Row]:
+    """Read a column of an Arrow file in the file or the stream format, mapped into memory."""
+    with needs_package("pyarrow"):
+        import pyarrow as pa
+        from pyarrow import ipc
+    has_index = file.read(6) == b"ARROW1"
+    opener = ipc.open_file if has_index else ipc.open_stream
+    with pa.memory_map(str(path)) as memory:
+        schema = opener(memory).schema
+        check_type(schema, field, path)
+        memory.seek(0)
+        column = schema.get_field_index(field)
+        options = ipc.IpcReadOptions(included_fields=[column], use_threads=False)
+        reader = opener(memory, options=options)
+        batches = reader
+        if has_index:
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        yield from column_rows(batches, 0, path, first, skip)
+
+
+def check_type(schema: Any, field: str, path: Path) -> None:
+    """Raise an error unless the column is there, once, and holds text, or bytes of text."""
+    import pyarrow as pa
+
+    check_column(field, path, schema.names)
+    count = schema.names.count(field)
+    if count > 1:
+        raise DataError(f"column {field} of {path} stands there {count} times; expected one")
+    kind = schema.field(field).type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if str(kind) not in TEXT_TYPES:
+        raise DataError(f"column {field} of {path} holds {kind}; expected text")
+
+
+def column_rows(
+    batches: Iterable[Any], number: int, path: Path, first: int, skip: Skip
+) -> Iterator[Row]:
+    """Read the rows of batches with one column. The first row of the first batch is `number`."""
+    for batch in batches:
+        if number + len(batch) > first:
+            values = text_bytes(batch.column(0))
+            for i in range(max(0, first - number), len(batch)):
+                try:
+                    yield Row(number + i, (values[i].as_py() or b"").decode("utf-8"))
+                except UnicodeDecodeError as error:
+                    skip(str(not_utf8(f"row {number + i} of {path}", error, 0, " of its text")))
+        number += len(batch)
+
+
+def text_bytes(column: Any) -> Any:
+    """Return a column of text as bytes. Its offsets are checked: in a damaged file they may lie."""
+    import pyarrow as pa
+
+    if str(column.type) == "string":
+        column = column.view(pa.binary())
+    elif str(column.type) == "large_string":
+        column = column.view(pa.large_binary())
+    column.validate(full=True)
+    return column.cast(pa.large_binary())
+
+
+# --------------------------------------------------------------------------- the Hub
+
+
+def hub_rows(config: PrepareConfig, first: int, state: State | None, skip: Skip) -> Iterator[Row]:
+    """Stream the rows of a Hub data set from number `first` on.
+
+    `state` is the state of a row before: {"row": number of the next row, "dataset": `state_dict` of
+    the data set at that row}. `skip` is called for values that are no text.
+    """
+    with needs_package("datasets"):
+        import datasets
+    datasets.config.TORCH_AVAILABLE = False  # it would import torch: 165 MB and a second
+    field = config.text_field
+    where = f"data set {config.dataset}"
+    try:
+        data = datasets.load_dataset(
+            config.dataset, config.dataset_config, split=config.dataset_split, streaming=True
+        )
+        start = 0
+        if state is not None:
+            data.load_state_dict(state["dataset"])
+            start = state["row"]
+        for number, row in enumerate(data, start):
+            if number >= first:
+                check_column(field, where, row)
+                value = row[field]
+                if value is None or isinstance(value, str):
+                    yield Row(number, value or "", state)
+                else:
+                    skip(f"row {number} of {where} has {value!r:.50} in column {field}, not text")
+            if (number + 1) % STATE_ROWS == 0:
+                state = {"row": number + 1, "dataset": data.state_dict()}
+    except AccelGPTError:
+        raise
+    except Exception as error:  # of datasets, pyarrow, fsspec, huggingface_hub, httpx
+        raise UserError(
+            describe_dataset_error(
+                str(config.dataset), config.dataset_config, config.dataset_split, error
+            )
+        ) from None

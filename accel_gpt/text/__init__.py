@@ -1,1 +1,0 @@
-"""Documents from files, URLs and the Hub."""

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from accel_gpt import cli
-from accel_gpt.config.compare import option_of
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import leaves
 from accel_gpt.hub import push as pushing
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.training import uploader
@@ -349,10 +350,10 @@ def test_private_paths_and_names_planted_in_a_run_are_not_pushed(
     words = (str(tmp_path), host, "alice", "PASSWORD")
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     assert state["config"]["data.val"] == str(corpus)
-    for key, value in state["config"].items():
-        free = option_of(key).resume in ("free", "start")
-        if free and (value is None or isinstance(value, str)):
+    for key, hint in leaves(Config).items():
+        if hint in (str, str | None):
             state["config"][key] = url
+    state["config"]["later.key"] = url
     versions = state["versions"] | {"commit": "abcdef012345-dirty"}
     state["versions"] = versions | {url: "1"}
     state["data_sources"][0]["name"] = url

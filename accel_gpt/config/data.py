@@ -12,7 +12,9 @@ SourceKind = Literal["stdlib", "auto", "text", "jsonl", "parquet", "arrow", "dat
 
 
 @dataclass(frozen=True)
-class PrepareConfig(Section, prefix="data.prepare.", resume="free", per_machine=True):
+class PrepareConfig(
+    Section, prefix="data.prepare.", resume="free", per_machine=True, published=True
+):
     """How to make the data folder when it is missing."""
 
     source: SourceKind | None = option(
@@ -26,28 +28,34 @@ class PrepareConfig(Section, prefix="data.prepare.", resume="free", per_machine=
         None,
         "File, folder, glob, http(s) URL, or - for standard input; for text, jsonl, parquet and "
         "arrow.",
+        published="name",
     )
     dataset: str | None = option(
         None,
         "Id of a Hub dataset, for source dataset. It is streamed, never downloaded whole.",
+        published="dataset",
     )
     dataset_config: str | None = option(
         None,
         "Configuration name of the Hub dataset.",
+        published="name",
     )
     dataset_split: str = option(
         "train",
         "Split of the Hub dataset.",
+        published="name",
     )
     text_field: str = option(
         "text",
         "Name of the column that holds the text; for jsonl, parquet, arrow and dataset.",
+        published="name",
     )
     tokenizer: str = option(
         "gpt2",
         "bytes, chars, bpe (trained on the text), gpt2, the path of a tokenizer.json, or a Hub id "
         "(user/name).",
         essential=True,
+        published="name",
     )
     vocab_size: int = option(
         4096,
@@ -134,7 +142,7 @@ class Weighted(Section, prefix="data.train."):
 
 
 @dataclass(frozen=True)
-class DataConfig(Section, prefix="data."):
+class DataConfig(Section, prefix="data.", published=True):
     """Data to train on, and its order."""
 
     train: str | tuple[Weighted, ...] = option(
@@ -144,6 +152,7 @@ class DataConfig(Section, prefix="data."):
         resume="free",
         validation=True,
         per_machine=True,
+        published="name",
     )
     text: str | None = option(
         None,

@@ -15,7 +15,9 @@ from accel_gpt.errors import require
 
 
 @dataclass(frozen=True)
-class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens"),)):
+class TrainConfig(
+    Section, prefix="train.", exclusive=(("max_steps", "max_tokens"),), published=True
+):
     """Batch size, length and numerics of the run."""
 
     tokens_per_step: int = option(
@@ -175,6 +177,7 @@ class ScheduleConfig(
     Section,
     prefix="schedule.",
     exclusive=(("warmup_steps", "warmup_tokens"), ("decay_steps", "decay_tokens", "decay_share")),
+    published=True,
 ):
     """The learning rate as a function of the step."""
 
@@ -218,7 +221,7 @@ class ScheduleConfig(
 
 
 @dataclass(frozen=True)
-class EvalConfig(Section, prefix="eval."):
+class EvalConfig(Section, prefix="eval.", published=True):
     """Validation loss on fixed tokens, HellaSwag."""
 
     every: int = option(
@@ -251,6 +254,7 @@ class EvalConfig(Section, prefix="eval."):
         "dataset such as Rowan/hellaswag. null: do not.",
         resume="free",
         per_machine=True,
+        published="dataset",
     )
     hellaswag_limit: int | None = option(
         None,
@@ -269,7 +273,7 @@ class EvalConfig(Section, prefix="eval."):
 
 
 @dataclass(frozen=True)
-class SampleConfig(Section, prefix="sample.", resume="free"):
+class SampleConfig(Section, prefix="sample.", resume="free", published=True):
     """Samples generated during training."""
 
     every: int = option(
@@ -472,6 +476,7 @@ class Config(Section):
         1337,
         "Seed of the initial weights, the data order and dropout.",
         resume="refuse",
+        published=True,
     )
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -10,7 +10,7 @@ from accel_gpt.errors import require
 
 
 @dataclass(frozen=True)
-class ModelConfig(Section, prefix="model.", resume="refuse"):
+class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
     """Shape of the model; the defaults are GPT-2 small."""
 
     preset: Literal["gpt2", "llama", "qwen3", "fast"] = option(
@@ -42,6 +42,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
         per_machine=True,
         inherited="never",
         matched=False,
+        published="model",
     )
     n_layer: int = option(
         12,

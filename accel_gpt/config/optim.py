@@ -13,7 +13,7 @@ that what an update needs besides its state does not grow with the number of blo
 
 
 @dataclass(frozen=True)
-class OptimConfig(Section, prefix="optim."):
+class OptimConfig(Section, prefix="optim.", published=True):
     """The optimizer."""
 
     name: Literal["adamw", "muon"] = option(

@@ -21,6 +21,7 @@ from accel_gpt.errors import require
 
 Resume = Literal["free", "start", "ask", "refuse"]
 Inherited = Literal["always", "default", "never"]
+Published = bool | Literal["name", "dataset", "model"]
 Groups = tuple[tuple[str, ...], ...]
 REQUIRED: Any = dataclasses.MISSING  # the default of an option that must be given
 LONGEST_SECONDS = 1000 * 86_400.0  # of a time limit: 1,000 days
@@ -60,6 +61,10 @@ class Option:
     """A reference curve is shown beside runs that have the same value."""
     optimizer: str | None = None
     """It takes effect with this optim.name only, and may be set with no other."""
+    published: Published | None = None
+    """What of the value a model card shows. True: a number, a switch or one of the choices that its
+    type lists. name: also the last part of a path. dataset, model: also the id of a data set or a
+    model on the Hub. False: nothing. None: as the section says."""
 
     def problem(self, value: object) -> str | None:
         """Return the bound that a number breaks, as `it must be above 0`, or None."""
@@ -96,6 +101,7 @@ def option(
     inherited: Inherited = "always",
     matched: bool = True,
     optimizer: str | None = None,
+    published: Published | None = None,
 ) -> Any:
     """Return a dataclass field with its description; see `Option`."""
     described = Option(
@@ -115,6 +121,7 @@ def option(
         inherited=inherited,
         matched=matched,
         optimizer=optimizer,
+        published=published,
     )
     return dataclasses.field(default=default, metadata={"option": described})
 
@@ -128,14 +135,15 @@ class Section:
     """Base of a class of options, which checks their bounds.
 
     `prefix` stands before the names in messages. At most one of each group in `exclusive` may be
-    set. `resume` and `per_machine` of the class statement hold for options that do not say it
-    themselves. Raises `UserError` that names the option and its value.
+    set. `resume`, `per_machine` and `published` of the class statement hold for options that do not
+    say it themselves. Raises `UserError` that names the option and its value.
     """
 
     prefix: ClassVar[str] = ""
     exclusive: ClassVar[Groups] = ()
     default_resume: ClassVar[Resume] = "ask"
     default_per_machine: ClassVar[bool] = False
+    default_published: ClassVar[bool] = False
 
     def __init_subclass__(
         cls,
@@ -143,11 +151,13 @@ class Section:
         exclusive: Groups | None = None,
         resume: Resume | None = None,
         per_machine: bool | None = None,
+        published: bool | None = None,
     ) -> None:
         cls.prefix = cls.prefix if prefix is None else prefix
         cls.exclusive = cls.exclusive if exclusive is None else exclusive
         cls.default_resume = cls.default_resume if resume is None else resume
         cls.default_per_machine = cls.default_per_machine if per_machine is None else per_machine
+        cls.default_published = cls.default_published if published is None else published
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
@@ -197,17 +207,21 @@ def own_options(cls: Any) -> Mapping[str, Option]:
 def all_options(cls: type) -> Mapping[str, Option]:
     """Map the dotted key of each option, those of sections included, to what is known of it.
 
-    `resume` and `per_machine` are filled in from the section.
+    `resume`, `per_machine` and `published` are filled in from the section.
     """
     found: dict[str, Option] = {}
     kinds = field_types(cls)
     for field in dataclasses.fields(cls):
         if "option" in field.metadata:
             one: Option = field.metadata["option"]
+            published = one.published
+            if published is None:
+                published = getattr(cls, "default_published", False)
             found[field.name] = dataclasses.replace(
                 one,
                 resume=one.resume or getattr(cls, "default_resume", "ask"),
                 per_machine=one.per_machine or getattr(cls, "default_per_machine", False),
+                published=published,
             )
         elif dataclasses.is_dataclass(kinds[field.name]):
             inner = all_options(kinds[field.name])

@@ -1,8 +1,10 @@
-"""What everybody may see of a run: an allow-list, by which a card and the files of a push are made.
+"""Select what everybody may see of a run, for the model card and the other files of a push.
 
-Numbers, switches and a key's own choices are public, and so are device, commit and versions.
-Of paths and URLs only the last part is, if it is a plain name; everything else stays private. The
-texts of samples are public: a user who pushes a run publishes them.
+Of the config, each option says what is public (`published` in `config/options.py`). Metrics, the
+texts of samples, device, commit and versions are public. Of a path or URL at most the last part is,
+if it is a plain name. Everything else stays private.
+
+Writes metrics.jsonl, metrics.csv, tensorboard/ and the copy of a checkpoint that a push uploads.
 """
 
 import hashlib
@@ -14,6 +16,8 @@ from typing import Any
 
 from accel_gpt.config.compare import option_of
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.options import Published, all_options
 from accel_gpt.config.parse import leaves
 from accel_gpt.data.hub_client import parse_repo
 from accel_gpt.errors import CheckpointError, UserError
@@ -26,15 +30,6 @@ from accel_gpt.training.resume import NOT_TOLD
 from accel_gpt.training.run_folder import RunFolder, number
 from accel_gpt.training.trackers import as_code
 
-SECTIONS = ("seed", "data.", "model.", "train.", "optim.", "schedule.", "eval.", "sample.")
-HUB_ID_KEYS = ("data.prepare.dataset", "eval.hellaswag")
-NAMED_KEYS = (
-    "data.prepare.path",
-    "data.prepare.dataset_config",
-    "data.prepare.dataset_split",
-    "data.prepare.text_field",
-    "data.prepare.tokenizer",
-)
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 METRIC = re.compile(r"step|tokens|time|(?:train|data|perf|eval)/\w{1,60}(?:/.+)?")
 LAUNCH_KEYS = ("commit", "device", "mixed_precision", "processes")
@@ -110,45 +105,62 @@ def initial_model_name(name: str) -> str | None:
     return hub_model(name) or public_name(re.sub(r"(?<=/)([\w.-]+)@[\w.-]+$", r"\1", name))
 
 
-# --------------------------------------------------------------------------- records
+# --------------------------------------------------------------------------- config
 
 
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the public keys of a config, dotted, names in place of paths."""
     hints = leaves(Config)
-    keys = [key for key in hints if key in config and key.startswith(SECTIONS)]
-    found = {key: public_value(key, hints[key], config[key]) for key in keys}
-    return {k: value for k, value in found.items() if value is not None or config[k] is None}
+    found: dict[str, Any] = {}
+    for key, option in all_options(Config).items():
+        if not option.published or key not in config:
+            continue
+        value = public_value(option.published, hints[key], config[key])
+        if value is not None or config[key] is None:
+            found[key] = value
+    return found
 
 
-def public_value(key: str, hint: Any, value: Any) -> Any:
-    """Return what is public of a value in a config; None: nothing."""
-    if isinstance(value, list) and key == "data.train":  # a mixture
+def public_value(published: Published | None, hint: Any, value: Any) -> Any:
+    """Return what may be shown of a value, given the type of its option; None: nothing."""
+    if is_harmless(hint, value):
+        return value
+    if published in (None, True, False):
+        return None
+    if isinstance(value, list):  # a mixture
         return [
             {"path": public_name(str(one.get("path"))) or "data", "weight": number(one["weight"])}
             for one in value
         ]
-    if isinstance(value, bool | int | float) or (isinstance(value, str) and value in choices(hint)):
-        return value
     if not isinstance(value, str):
         return None
-    if key == "model.init_from":
+    if published == "model":
         return initial_model_name(value)
-    if key in HUB_ID_KEYS:
+    if published == "dataset":
         return hub_dataset(value)
-    if value.startswith("hf://") and (repo := hub_dataset(value)):
-        return f"hf://datasets/{repo}"
-    if key == "data.train":
-        return public_name(value) or "data"
-    return public_name(value) if key in NAMED_KEYS else None
+    repo = hub_dataset(value) if value.startswith("hf://") else None
+    return f"hf://datasets/{repo}" if repo else public_name(value)
 
 
-def choices(hint: Any) -> set[str]:
-    """Return the texts that a type allows: those of each `Literal` in it."""
+def is_harmless(hint: Any, value: Any) -> bool:
+    """Return whether a value is a number, a switch, null, or a choice that its type lists."""
+    if isinstance(value, str):
+        return value in listed_choices(hint)
+    return value is None or isinstance(value, bool | int | float)
+
+
+def listed_choices(hint: Any) -> set[str]:
+    """Return the texts in each `Literal` of a type."""
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Literal:
         return {choice for choice in arguments if isinstance(choice, str)}
-    return set().union(*map(choices, arguments))
+    found: set[str] = set()
+    for argument in arguments:
+        found |= listed_choices(argument)
+    return found
+
+
+# --------------------------------------------------------------------------- records
 
 
 def public_launch(launch: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,32 +234,54 @@ def write_events(run: RunFolder, records: list[dict[str, Any]], path: Path) -> N
 
 
 def copy_state(checkpoint: Path, to: Path) -> None:
-    """Copy a checkpoint, its two files that hold the config by what is public in them."""
+    """Copy a checkpoint, without what is private in trainer_state.json and model.json.
+
+    Only the files that the manifest lists are copied.
+    """
     manifest = read_object(checkpoint / "manifest.json", CheckpointError)
     to.mkdir()
-    for name, entry in manifest["files"].items():  # no other file that lies there
-        if name in ("trainer_state.json", "model.json"):
+    for name, entry in manifest["files"].items():
+        if name == "trainer_state.json":
             write_json(to / name, public_state(read_object(checkpoint / name, CheckpointError)))
-            entry |= {"size": (to / name).stat().st_size, "sha256": sha256(to / name)}
+        elif name == "model.json":
+            write_json(to / name, public_shape(read_object(checkpoint / name, CheckpointError)))
         else:
             link(str(checkpoint / name), str(to / name))
+            continue
+        entry["size"] = (to / name).stat().st_size
+        entry["sha256"] = sha256(to / name)
     write_json(to / "manifest.json", manifest)
 
 
-def public_state(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of trainer_state.json or model.json without the keys of its config that a
-    resume may change, such as paths: it takes these from the config that it is given.
+def public_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of trainer_state.json without what is private.
+
+    Its config lacks the keys that a resume takes from the config that it is given, such as paths.
+    In place of a text that is not one of the listed choices stands `NOT_TOLD`, which equals every
+    value at a resume.
     """
-    public = {
-        key: value
-        for key, value in content["config"].items()
-        if option_of(key).resume not in ("free", "start") and key != "init_from"
+    hints = leaves(Config)
+    config: dict[str, Any] = {}
+    for key, value in state["config"].items():
+        if option_of(key).resume in ("free", "start"):
+            continue
+        config[key] = value if is_harmless(hints.get(key), value) else NOT_TOLD
+    public = {**state, "config": config}
+    if recorded := state.get("versions"):
+        public["versions"] = public_versions(recorded)
+        if "commit" in recorded:
+            public["versions"]["commit"] = recorded["commit"]
+    public["data_sources"] = [
+        {**source, "name": public_source(source["name"])}
+        for source in state.get("data_sources", ())
+    ]
+    return public
+
+
+def public_shape(shape: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of model.json without texts that are not listed choices."""
+    hints = leaves(ModelConfig)
+    config = {
+        key: value for key, value in shape["config"].items() if is_harmless(hints.get(key), value)
     }
-    hidden = {key: NOT_TOLD for key in public if f"{key}.".startswith("data.val.") and public[key]}
-    content["config"] = public | hidden
-    if versions := content.get("versions"):
-        commit = {"commit": versions["commit"]} if "commit" in versions else {}
-        content["versions"] = public_versions(versions) | commit
-    for source in content.get("data_sources", ()):
-        source["name"] = public_source(source["name"])
-    return content
+    return {**shape, "config": config}

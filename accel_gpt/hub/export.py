@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import Module
 
 from accel_gpt.config.data import DataConfig
 from accel_gpt.data import tokenizer_json
@@ -51,9 +52,10 @@ WRITTEN = (
 )
 TEMPORARY = ".tmp_export"
 SHARD_SIZE = "5GB"  # of model.safetensors, as transformers had it for long
-COMPARED_SEQUENCES, COMPARED_TOKENS = 2, 1024
-COMPARED_LOGITS = 128  # of the last tokens: of all of them they could take gigabytes
-# The class that takes tokenizer.json as it is. transformers 5 calls it TokenizersBackend and knows
+COMPARED_SEQUENCES = 2
+COMPARED_TOKENS = 1024  # of each sequence, at most the context
+COMPARED_LOGITS = 128  # of the last tokens; the logits of all tokens can take gigabytes
+# The class that reads tokenizer.json unchanged. transformers 5 calls it TokenizersBackend and knows
 # this name too; transformers 4 and the servers built on it know no other.
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 EXPORT_DTYPES = MappingProxyType(
@@ -63,14 +65,14 @@ EXPORT_DTYPES = MappingProxyType(
 
 @dataclass(frozen=True)
 class Exported:
-    """What was exported, and how it compares."""
+    """An exported model and the result of the comparison."""
 
-    model_class: str
+    model_class: str  # of transformers
     parameters: int
     bytes: int  # of the weights
     dtype: str
-    difference: float  # the largest between two logits
-    compared_on: str
+    difference: float  # the largest difference of two logits
+    compared_on: str  # the tokens, in words
     transformers: str  # version
 
     def describe(self, folder: Path) -> str:
@@ -92,16 +94,16 @@ def export(
 ) -> Exported:
     """Export the model `name`, as `load_pretrained` finds it, to the folder `to`.
 
-    The folder appears when it is complete and compared, or not at all. Raises `UserError` if it
-    holds something and not `overwrite`, or if no class of transformers computes the model,
-    `CheckpointError` if transformers computes something else.
+    The folder appears when it is complete and compared, or not at all. Raises `UserError` if the
+    folder holds other files, or if no class of transformers computes the model; `CheckpointError`
+    if transformers computes other values.
     """
     to = to.resolve()
     check_target(to, overwrite)
     pretrained = find_pretrained(name, checkpoint)
     model, tokenizer = load_pretrained(name, checkpoint)
     matching_preset(model.config)  # raises before anything is written
-    # a folder that exists may be a mount point, or somebody's working directory: it is filled
+    # an existing folder may be a mount point or a working directory, so it is not replaced
     temporary = to / TEMPORARY if to.is_dir() else to.with_name(f".tmp_{to.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -116,36 +118,41 @@ def export(
 
 
 def check_target(to: Path, overwrite: bool) -> None:
-    """Raise `UserError` if a folder holds something that may not be replaced."""
-    require(not to.exists() or to.is_dir(), f"{to} is a file; give a folder to make")
-    for path in sorted(to.iterdir()) if to.is_dir() else ():
-        exported = overwrite and any(fnmatch(path.name, kind) for kind in WRITTEN)
+    """Raise `UserError` if a folder holds files that may not be replaced."""
+    if not to.exists():
+        return
+    require(to.is_dir(), f"{to} is a file; give a folder to make")
+    for path in sorted(to.iterdir()):
+        exported = any(fnmatch(path.name, pattern) for pattern in WRITTEN)
         require(
-            exported or path.name == TEMPORARY,
+            path.name == TEMPORARY or (overwrite and exported),
             f"{to} already holds {path.name}; give another folder; --overwrite replaces an "
             "exported model, and nothing else",
         )
 
 
 def move_files(temporary: Path, to: Path) -> None:
-    """Rename a finished folder, or move its files into the folder that has its name already.
+    """Rename a finished folder, or move its files into the folder `to` if that exists.
 
-    There config.json is removed first and moved last: a folder without it is not a model.
+    config.json is removed first and moved last: a folder without it is not a model.
     """
     if not to.is_dir():
         temporary.rename(to)
         return
-    for path in sorted(to.iterdir(), key=lambda path: path.name != "config.json"):
+    (to / "config.json").unlink(missing_ok=True)
+    for path in to.iterdir():
         if path.name != TEMPORARY:
             path.unlink()
-    for path in sorted(temporary.iterdir(), key=lambda path: path.name == "config.json"):
-        path.rename(to / path.name)
+    for path in temporary.iterdir():
+        if path.name != "config.json":
+            path.rename(to / path.name)
+    (temporary / "config.json").rename(to / "config.json")
 
 
 def write_model(
     model: GPT, tokenizer: Tokenizer, pretrained: Pretrained, folder: Path, dtype: str
 ) -> Exported:
-    """Write all files of a model into `folder`, which exists, and compare what transformers reads.
+    """Write all files of a model into an existing folder, and compare what transformers computes.
 
     Consumes the model.
     """
@@ -173,32 +180,45 @@ def write_model(
 def write_files(
     model: GPT, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype
 ) -> tuple[int, int]:
-    """Write all files of a model into `folder`; returns its parameters and their bytes.
+    """Write all files of a model into `folder`; return the count of its parameters and their bytes.
 
-    Consumes the model: its memory is freed on the way.
+    Consumes the model, to free its memory.
     """
     from huggingface_hub import save_torch_state_dict
 
-    dtype_name = str(dtype).removeprefix("torch.")
-    shape = write_hf_config(model.config, model.vocab_size, tokenizer.eot_id, dtype_name)
-    generation = {key: shape[key] for key in ("bos_token_id", "eos_token_id")}
-    generation["pad_token_id"] = tokenizer.eot_id
-    for name, content in (("config.json", shape), ("generation_config.json", generation)):
-        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-        write_file(folder / name, [text.encode()])
+    config = write_hf_config(
+        model.config,
+        vocab_size=model.vocab_size,
+        eot_id=tokenizer.eot_id,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    generation = {
+        "bos_token_id": config["bos_token_id"],
+        "eos_token_id": config["eos_token_id"],
+        "pad_token_id": tokenizer.eot_id,
+    }
+    write_settings(folder / "config.json", config)
+    write_settings(folder / "generation_config.json", generation)
     export_tokenizer(tokenizer, folder, model.config.block_size)
     tensors = export_tensors(model, matching_preset(model.config), dtype)
     model.to("meta")  # frees its memory, before another process needs as much
     save_torch_state_dict(tensors, folder, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
     for file in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", file)  # it is readable by its owner only
+        shutil.copymode(folder / "config.json", file)  # only its owner could read it
     parameters = sum(tensor.numel() for tensor in tensors.values())
-    return parameters, sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    return parameters, size
+
+
+def write_settings(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file as transformers writes its configs."""
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    write_file(path, [text.encode()])
 
 
 @torch.no_grad()
 def round_weights(model: GPT, dtype: torch.dtype) -> None:
-    """Round the weights to the values that they have in the file; not the rotary table."""
+    """Round the weights to their values in the exported file, but not the rotary table."""
     for weight in model.parameters():
         weight.copy_(weight.to(dtype))
 
@@ -207,30 +227,41 @@ def round_weights(model: GPT, dtype: torch.dtype) -> None:
 
 
 def compared_tokens(model: GPT, tokenizer: Tokenizer, pretrained: Pretrained) -> tuple[Tensor, str]:
-    """Return (B, T) tokens of the val split that the run evaluated, and a description of them.
+    """Return (B, T) tokens to compare on, and a description of them.
 
-    Random tokens if the data is not available.
+    They come from the val split that the run evaluated. They are random if that is not available.
     """
     length = min(COMPARED_TOKENS, model.config.block_size)
     path = val_path(pretrained)
     reason = "the val data is not known"
     if path:
         try:
-            split, _ = open_data(path, "val", DataConfig(tokenizer=None))
-            size = int(split.lengths[0])
-            found = min(length, size)
-            starts = np.array([0, size - found])  # the ends of the first shard
-            sequences = split.read_many(np.zeros_like(starts), starts, found)
-            file = split.folder / split.shards[0].name
-            check_tokens(sequences, model.vocab_size, lambda row: (file, int(starts[row])))
-            text = f"{COMPARED_SEQUENCES} sequences of {found} val tokens of {path}"
-            return torch.from_numpy(sequences.astype(np.int64)), text
+            return read_val_tokens(path, length, model.vocab_size)
         except UserError as error:
             reason = str(error).partition(";")[0]
-    generator = torch.Generator().manual_seed(0)
-    vocab_size, shape = min(tokenizer.vocab_size, model.vocab_size), (COMPARED_SEQUENCES, length)
-    tokens = torch.randint(vocab_size, shape, generator=generator)
+    tokens = torch.randint(
+        min(tokenizer.vocab_size, model.vocab_size),
+        (COMPARED_SEQUENCES, length),
+        generator=torch.Generator().manual_seed(0),
+    )
     return tokens, f"{COMPARED_SEQUENCES} x {length} random tokens ({reason})"
+
+
+def read_val_tokens(path: str, length: int, vocab_size: int) -> tuple[Tensor, str]:
+    """Read both ends of the first shard of a val split; return (B, T) tokens and a description.
+
+    T is `length`, or less for a shorter shard. Raises `UserError` if the data cannot be read.
+    """
+    split, _ = open_data(path, "val", DataConfig(tokenizer=None))
+    size = int(split.lengths[0])
+    length = min(length, size)
+    shards = np.zeros(COMPARED_SEQUENCES, dtype=np.int64)
+    starts = np.array([0, size - length])
+    tokens = split.read_many(shards, starts, length)
+    file = split.folder / split.shards[0].name
+    check_tokens(tokens, vocab_size, lambda row: (file, int(starts[row])))
+    description = f"{COMPARED_SEQUENCES} sequences of {length} val tokens of {path}"
+    return torch.from_numpy(tokens.astype(np.int64)), description
 
 
 def val_path(pretrained: Pretrained) -> str | None:
@@ -238,41 +269,54 @@ def val_path(pretrained: Pretrained) -> str | None:
     if not pretrained.is_checkpoint:
         return None
     config = read_state(pretrained.folder).config
-    listed = [path for key, path in config.items() if f"{key}.".startswith("data.val.")]
-    first = next(filter(None, [*listed, config.get("data.train")]), None)
-    if isinstance(first, list):
-        first = first[0]["path"]
-    return first if isinstance(first, str) else None
+    named = [path for key, path in config.items() if f"{key}.".startswith("data.val.") and path]
+    train = config.get("data.train")
+    if named:
+        path = named[0]
+    elif isinstance(train, list):  # a mixture
+        path = train[0]["path"]
+    else:
+        path = train
+    return path if path and isinstance(path, str) else None
 
 
 @torch.no_grad()
 def compute_reference(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
-    """Return what `verify.py` compares: `tokens` (B, T), `logits` of the last of them (B, L, V),
-    and the hidden states (B, T, C) before each block and after the last norm: 0000, 0001, ...
+    """Return the values that `verify.py` compares.
+
+    They are `tokens` (B, T), `logits` (B, L, V) of the last L tokens, and the hidden states
+    (B, T, C) before each block and after the last norm, which are named 0000, 0001, ...
     """
     states: list[Tensor] = []
-    hooks = [
-        block.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0].clone()))
-        for block in model.blocks
-    ]
-    hooks.append(model.norm_f.register_forward_hook(lambda _, _inputs, out: states.append(out)))
+
+    def keep_input(_module: Module, inputs: tuple[Tensor]) -> None:
+        states.append(inputs[0].clone())
+
+    def keep_output(_module: Module, _inputs: tuple[Tensor], output: Tensor) -> None:
+        states.append(output)
+
+    hooks = [block.register_forward_pre_hook(keep_input) for block in model.blocks]
+    hooks.append(model.norm_f.register_forward_hook(keep_output))
     logits = model(tokens)[:, -COMPARED_LOGITS:].contiguous()
     for hook in hooks:
         hook.remove()
-    numbered = {f"{i:04d}": state for i, state in enumerate(states)}
-    return {"tokens": tokens, "logits": logits, **numbered}
+    reference = {"tokens": tokens, "logits": logits}
+    for number, state in enumerate(states):
+        reference[f"{number:04d}"] = state
+    return reference
 
 
 def prove_equal(reference: dict[str, Tensor], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    """Let a new process open `folder` with transformers and compare it with `reference`.
+    """Open `folder` with transformers in a new process and compare it with `reference`.
 
-    Raises `CheckpointError` with the first difference, `UserError` if the process failed.
+    Returns the report of that process. Raises `CheckpointError` with the first difference,
+    `UserError` if the process failed.
     """
     text = tokenizer.decode(reference["tokens"][0].tolist())
-    content = {**reference, "ids": torch.tensor(tokenizer.encode(text))}
+    ids = torch.tensor(tokenizer.encode(text))
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         file = Path(temporary) / "reference.safetensors"
-        save_file(content, file, metadata={"text": text})
+        save_file({**reference, "ids": ids}, file, metadata={"text": text})
         done = run_child(
             [str(folder), str(file)],
             module="accel_gpt.hub.verify",
@@ -295,14 +339,15 @@ def prove_equal(reference: dict[str, Tensor], tokenizer: Tokenizer, folder: Path
 
 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
-    """Write the tokenizer as files that `AutoTokenizer` opens: tokenizer.json and
-    tokenizer_config.json, with the chat template that it came with, if any.
+    """Write the tokenizer as files that `AutoTokenizer` opens.
 
-    `encode(text, add_special_tokens=False)`, `decode(ids)` and `eos_token_id` of transformers then
-    equal ours, with two exceptions. In a text, "<|endoftext|>" is the special token for
-    transformers and plain text for us (`split_special_tokens` makes it plain there too). A
-    character that a chars tokenizer does not know raises "WordLevel error: Missing [UNK] token from
-    the vocabulary", where ours raises `UserError`. `block_size`: tokens, for model_max_length.
+    The files are tokenizer.json and tokenizer_config.json, with the chat template that the
+    tokenizer came with, if any. `encode(text, add_special_tokens=False)`, `decode(ids)` and
+    `eos_token_id` of transformers then equal ours, with two exceptions. In a text, "<|endoftext|>"
+    is the special token for transformers and plain text for us (`split_special_tokens` makes it
+    plain there too). A character that a chars tokenizer does not know raises "WordLevel error:
+    Missing [UNK] token from the vocabulary", where ours raises `UserError`. `block_size`: tokens,
+    for model_max_length.
     """
     config = json.dumps(tokenizer_config(tokenizer, block_size), ensure_ascii=False, indent=2)
     (folder / tokenizer_json.FILE).write_text(tokenizer.file_text, encoding="utf-8")
@@ -310,22 +355,22 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> Non
 
 
 def tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json: what the tokenizer came with, and what ours
-    needs. eos_token is what ends a document in the training data, even if a chat ended otherwise.
+    """Return the content of tokenizer_config.json.
+
+    It holds the settings that the tokenizer came with, and ours. eos_token ends a document in the
+    training data, even if a chat ended otherwise.
     """
     config = dict(tokenizer.config)
     for key, value in config.items():  # transformers 5 takes a string, or an object with its type
         if isinstance(value, dict) and "content" in value and "__type" not in value:
             config[key] = value["content"]
-    config |= {
-        "tokenizer_class": TOKENIZER_CLASS,
-        "model_max_length": block_size,
-        "clean_up_tokenization_spaces": False,
-    }
+    config["tokenizer_class"] = TOKENIZER_CLASS
+    config["model_max_length"] = block_size
+    config["clean_up_tokenization_spaces"] = False
     if tokenizer.eot_id is None:
         return config
     if tokenizer_json.spelling(config.get("eos_token")) != tokenizer.eot:
         config["eos_token"] = tokenizer.eot
     if tokenizer.kind != "hf":
-        config.setdefault("bos_token", EOT)  # as GPT-2: the end of a document begins the next
+        config.setdefault("bos_token", EOT)  # as in GPT-2: the end of a document begins the next
     return config

@@ -1,12 +1,13 @@
-"""Weights of transformers' classes -> ours, and back.
+"""Convert the weights of transformers' classes to ours, and back.
 
-`weight_table` lists which of their tensors make up each of ours. It is read in both directions, so
-a model that was loaded is exported under the same names.
+`weight_table` lists the tensors of transformers that make up each of ours. It is read in both
+directions, so a model that was loaded is exported under the same names.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model.sharding import load_full
 
 Tensors = Mapping[str, Callable[[], Tensor]]
-"""Name -> what reads the tensor: one at a time, for files larger than the memory."""
+"""Name -> function that reads the tensor: one at a time, for files larger than the memory."""
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # masks and tables that old versions stored with the weights
@@ -27,7 +28,7 @@ BUFFERS = re.compile(r".*\.attn\.(bias|masked_bias)|.*rotary_emb\.inv_freq")
 
 
 class HFTensor(NamedTuple):
-    """A tensor of transformers, and the rows of a tensor of ours that it holds."""
+    """A tensor of transformers, and the rows of our tensor that it holds."""
 
     name: str
     ours: str
@@ -35,40 +36,51 @@ class HFTensor(NamedTuple):
     transposed: bool = False
     """GPT-2's Conv1D stores (in, out)."""
     mirrored: bool = False
-    """Its rotary positions turn the other way: see `mirror`."""
+    """Its rotary positions turn the other way; see `mirror`."""
 
 
 def weight_table(model: GPT, preset: str) -> Iterator[HFTensor]:
     """Yield the tensors that the class of `preset` has for a model of this shape."""
-    config, tokens = model.config, slice(model.vocab_size)
-    gpt2 = preset == "gpt2"
-    embedding = "transformer.wte.weight" if gpt2 else "model.embed_tokens.weight"
-    yield HFTensor(embedding, "wte.weight", tokens)
-    yield from gpt2_weights(config) if gpt2 else rope_weights(config, preset)
+    config = model.config
+    tokens = slice(model.vocab_size)
+    if preset == "gpt2":
+        yield HFTensor("transformer.wte.weight", "wte.weight", tokens)
+        yield from gpt2_weights(config)
+    else:
+        yield HFTensor("model.embed_tokens.weight", "wte.weight", tokens)
+        yield from rope_weights(config, preset)
     if not config.tie_embeddings:
         yield HFTensor("lm_head.weight", "head.weight", tokens)
 
 
 def gpt2_weights(config: ModelConfig) -> Iterator[HFTensor]:
-    """Yield those of GPT2LMHeadModel, which has biases whatever `config.bias` is."""
-    linears = {"attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj"}
-    linears |= {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+    """Yield the tensors of GPT2LMHeadModel, which always has biases."""
+    linears = {
+        "attn.qkv": "attn.c_attn",
+        "attn.proj": "attn.c_proj",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    }
     yield HFTensor("transformer.wpe.weight", "wpe.weight")
     for kind in ("weight", "bias"):
+        transposed = kind == "weight"
         for i in range(config.n_layer):
-            block, theirs = f"blocks.{i}", f"transformer.h.{i}"
+            theirs, ours = f"transformer.h.{i}", f"blocks.{i}"
             for name, conv in linears.items():
-                names = f"{theirs}.{conv}.{kind}", f"{block}.{name}.{kind}"
-                yield HFTensor(*names, transposed=kind == "weight")
+                yield HFTensor(
+                    f"{theirs}.{conv}.{kind}", f"{ours}.{name}.{kind}", transposed=transposed
+                )
             for n in (1, 2):
-                yield HFTensor(f"{theirs}.ln_{n}.{kind}", f"{block}.norm_{n}.{kind}")
+                yield HFTensor(f"{theirs}.ln_{n}.{kind}", f"{ours}.norm_{n}.{kind}")
         yield HFTensor(f"transformer.ln_f.{kind}", f"norm_f.{kind}")
 
 
 def rope_weights(config: ModelConfig, preset: str) -> Iterator[HFTensor]:
-    """Yield those of LlamaForCausalLM, Qwen3ForCausalLM or NanoChatForCausalLM."""
-    Q, K = config.n_head * config.head_size, config.kv_heads * config.head_size
-    fast, hidden = preset == "fast", config.hidden_size
+    """Yield the tensors of LlamaForCausalLM, Qwen3ForCausalLM or NanoChatForCausalLM."""
+    Q = config.n_head * config.head_size
+    K = config.kv_heads * config.head_size
+    hidden = config.hidden_size
+    fast = preset == "fast"
     linears = [
         HFTensor("self_attn.q_proj", "attn.qkv", slice(Q), mirrored=fast),
         HFTensor("self_attn.k_proj", "attn.qkv", slice(Q, Q + K), mirrored=fast),
@@ -76,8 +88,9 @@ def rope_weights(config: ModelConfig, preset: str) -> Iterator[HFTensor]:
         HFTensor("self_attn.o_proj", "attn.proj"),
     ]
     norms = []
-    if fast:  # norms without weights
-        linears += [HFTensor("mlp.fc1", "mlp.up"), HFTensor("mlp.fc2", "mlp.down")]
+    if fast:  # its norms have no weights
+        linears.append(HFTensor("mlp.fc1", "mlp.up"))
+        linears.append(HFTensor("mlp.fc2", "mlp.down"))
     else:
         linears.append(HFTensor("mlp.gate_proj", "mlp.up", slice(hidden)))
         linears.append(HFTensor("mlp.up_proj", "mlp.up", slice(hidden, None)))
@@ -88,11 +101,18 @@ def rope_weights(config: ModelConfig, preset: str) -> Iterator[HFTensor]:
     if preset == "qwen3":
         norms.append(HFTensor("self_attn.q_norm", "attn.qk_norm.q"))
         norms.append(HFTensor("self_attn.k_norm", "attn.qk_norm.k"))
-    for kind in ("weight", "bias") if config.bias else ("weight",):
-        for i in range(config.n_layer):
-            for part in linears + norms if kind == "weight" else linears:
-                theirs, ours = f"model.layers.{i}.{part.name}", f"blocks.{i}.{part.ours}"
-                yield part._replace(name=f"{theirs}.{kind}", ours=f"{ours}.{kind}")
+    yield from in_each_block(config, [*linears, *norms], "weight")
+    if config.bias:
+        yield from in_each_block(config, linears, "bias")
+
+
+def in_each_block(config: ModelConfig, parts: list[HFTensor], kind: str) -> Iterator[HFTensor]:
+    """Yield the weight or bias of each part of a block, for all blocks."""
+    for i in range(config.n_layer):
+        for part in parts:
+            yield part._replace(
+                name=f"model.layers.{i}.{part.name}.{kind}", ours=f"blocks.{i}.{part.ours}.{kind}"
+            )
 
 
 def mirror(tensor: Tensor, head_size: int) -> Tensor:
@@ -114,34 +134,21 @@ def mirror(tensor: Tensor, head_size: int) -> Tensor:
 def load_weights(model: GPT, preset: str, tensors: Tensors, name: str) -> None:
     """Copy the weights of a class of transformers into `model`, whose context may be shorter.
 
-    `name`: of the model, for errors. Raises `UserError` if a tensor is missing, left over or of
-    another shape.
+    `name` is the name of the model in errors. Raises `UserError` if a tensor is missing, left over
+    or of another shape.
     """
-    config, own = model.config, model.state_dict()
+    weights = model.state_dict()
     table = list(weight_table(model, preset))
-    prefix = "transformer." if preset == "gpt2" else "model."
-    # a model that was saved without its head lacks the prefix
-    found = {
-        key if key.startswith((prefix, "lm_head.")) else prefix + key: read
-        for key, read in tensors.items()
-        if not BUFFERS.fullmatch(key)
-    }
-    if config.tie_embeddings:
-        drop_tied_head(found, table[0].name, name)
-    expected = {part.name for part in table}
-    kind = f"tensors of a {HF_CLASSES[preset]} with its config.json"
-    if missing := sorted(expected - found.keys()):
-        raise UserError(f"{name} lacks {len(missing)} of the {kind}: {', '.join(missing[:3])}")
-    if extra := sorted(found.keys() - expected):
-        raise UserError(f"{name} has {len(extra)} that are no {kind}: {', '.join(extra[:3])}")
-    for ours, parts in groupby(table, lambda part: part.ours):
-        full = torch.zeros(own[ours].shape)  # the rows that pad the vocabulary stay zero
+    readers = matching_tensors(model, preset, tensors, name)
+    for ours, parts in groupby(table, attrgetter("ours")):
+        full = torch.zeros(weights[ours].shape)  # the rows that pad the vocabulary stay zero
         for part in parts:
-            tensor, target = found[part.name](), full[part.rows]
+            tensor = readers[part.name]()
             if part.transposed:
                 tensor = tensor.T
             if ours == "wpe.weight":
-                tensor = tensor[: config.block_size]
+                tensor = tensor[: model.config.block_size]
+            target = full[part.rows]
             if tensor.dtype not in FLOATS:
                 raise UserError(f"{name} has {part.name} as {tensor.dtype}; expected floats")
             if tensor.shape != target.shape:
@@ -149,8 +156,35 @@ def load_weights(model: GPT, preset: str, tensors: Tensors, name: str) -> None:
                     f"{name} does not fit its config.json: {part.name} has shape "
                     f"{tuple(tensor.shape)}, expected {tuple(target.shape)}"
                 )
-            target.copy_(mirror(tensor, config.head_size) if part.mirrored else tensor)
-        load_full(own[ours], full)
+            if part.mirrored:
+                tensor = mirror(tensor, model.config.head_size)
+            target.copy_(tensor)
+        load_full(weights[ours], full)
+
+
+def matching_tensors(
+    model: GPT, preset: str, tensors: Tensors, name: str
+) -> Mapping[str, Callable[[], Tensor]]:
+    """Return `tensors` under the names in `weight_table`, without buffers and a tied head.
+
+    Raises `UserError` if one is missing or left over.
+    """
+    # a model that was saved without its head lacks the prefix
+    prefix = "transformer." if preset == "gpt2" else "model."
+    found: dict[str, Callable[[], Tensor]] = {}
+    for key, read in tensors.items():
+        if not BUFFERS.fullmatch(key):
+            whole = key if key.startswith((prefix, "lm_head.")) else prefix + key
+            found[whole] = read
+    expected = [part.name for part in weight_table(model, preset)]
+    if model.config.tie_embeddings:
+        drop_tied_head(found, expected[0], name)
+    kind = f"tensors of a {HF_CLASSES[preset]} with its config.json"
+    if missing := sorted(set(expected) - found.keys()):
+        raise UserError(f"{name} lacks {len(missing)} of the {kind}: {', '.join(missing[:3])}")
+    if extra := sorted(found.keys() - set(expected)):
+        raise UserError(f"{name} has {len(extra)} that are no {kind}: {', '.join(extra[:3])}")
+    return found
 
 
 def drop_tied_head(found: dict[str, Callable[[], Tensor]], embedding: str, name: str) -> None:
@@ -176,15 +210,18 @@ def drop_tied_head(found: dict[str, Callable[[], Tensor]], embedding: str, name:
 @torch.no_grad()
 def export_tensors(model: GPT, preset: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the weights under the names of the class of `preset`, without the rows that pad."""
-    own, found = model.state_dict(), {}
+    weights = model.state_dict()
+    exported: dict[str, Tensor] = {}
     for part in weight_table(model, preset):
-        if part.ours in own:
-            tensor = own[part.ours][part.rows].to(dtype)
+        if part.ours in weights:
+            tensor = weights[part.ours][part.rows].to(dtype)
         else:  # GPT2LMHeadModel cannot be without biases
-            weight = own[part.ours.removesuffix("bias") + "weight"]
+            weight = weights[part.ours.removesuffix("bias") + "weight"]
             tensor = torch.zeros(len(weight), dtype=dtype)
         if part.mirrored:
             tensor = mirror(tensor, model.config.head_size)
-        # a copy, also of a slice: storage of its own, as the file will have
-        found[part.name] = (tensor.T if part.transposed else tensor).clone().contiguous()
-    return found
+        if part.transposed:
+            tensor = tensor.T
+        # a copy, also of a slice, because the file stores each tensor on its own
+        exported[part.name] = tensor.clone().contiguous()
+    return exported

@@ -1,10 +1,10 @@
-"""Push a run to the Hub: the exported model, its card, metrics and curves, on request its state.
+"""Push a run to the Hub: the exported model, its card, metrics and curves.
 
     accel-gpt push RUN --repo user/name
 
 A repository holds the exported model, README.md and loss.png, metrics.csv, metrics.jsonl and
-tensorboard/, and with `include_state` the whole checkpoint in checkpoint/. Each push is one commit:
-on main with a tag step-N, or on the branch `revision`.
+tensorboard/. With `include_state` it also holds the checkpoint in checkpoint/. Each push is one
+commit: on main with a tag step-N, or on the branch `revision`.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,7 +32,7 @@ from accel_gpt.training.run_folder import RunFolder
 
 T = TypeVar("T")
 
-# files of an earlier push, which a later one removes if it has not got them
+# files of an earlier push that a later push removes, unless it writes them itself
 REPLACED = (
     "model.safetensors",
     "model-*-of-*.safetensors",
@@ -55,11 +56,11 @@ def push(
     license: str | None = None,  # noqa: A002
     data_license: str | None = None,
 ) -> str:
-    """Push a run, or one checkpoint; return a line with its address. `accel-gpt push --help`
-    describes the options.
+    """Push a run, or one checkpoint; return a line with its address.
 
-    Raises `UserError` if the Hub refuses or cannot be reached, `CheckpointError` if the checkpoint
-    is damaged or transformers computes something else than our model.
+    `accel-gpt push --help` describes the options. Raises `UserError` if the Hub refuses or cannot
+    be reached; `CheckpointError` if the checkpoint is damaged, or if transformers computes other
+    values than our model.
     """
     require(
         is_repo(repo) and "/" in repo,
@@ -69,7 +70,7 @@ def push(
     path = find_checkpoint(Path(run), checkpoint or (named[1] if named else "last"))
     verify(path)
     step = read_state(path).step
-    with_retries(lambda: create_repo(repo, private, revision), repo)  # refused before the work
+    with_retries(partial(create_repo, repo, private, revision), repo)  # refused before the work
     remove_stale_folders(path.parent)
     try:
         with tempfile.TemporaryDirectory(prefix=".push_", dir=path.parent) as temporary:
@@ -80,19 +81,28 @@ def push(
             exported = write_model(model, tokenizer, pretrained, folder, dtype)
             del model
             run_folder = RunFolder(path.resolve().parents[1])
-            names = repo, exported.model_class, dtype, license, data_license
-            write_card(run_folder, path, tokenizer, folder, *names)
+            write_card(
+                run_folder,
+                path,
+                tokenizer,
+                folder,
+                repo=repo,
+                model_class=exported.model_class,
+                dtype=dtype,
+                license=license,
+                data_license=data_license,
+            )
             write_logs(run_folder, folder)
             if include_state:
                 copy_state(path, folder / STATE)
-            url = with_retries(lambda: upload(folder, repo, revision, step), repo)
+            url = with_retries(partial(upload, folder, repo, revision, step), repo)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{run} cannot be prepared for the push: {error}") from None
     return f"step {step:,} is at {url}\n"
 
 
 def remove_stale_folders(root: Path) -> None:
-    """Remove what killed pushes left, once they are too old to be still at work."""
+    """Remove the folders of killed pushes: those too old to be still in use."""
     for folder in root.glob(".push_*"):
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > STALE_SECONDS:
@@ -100,7 +110,7 @@ def remove_stale_folders(root: Path) -> None:
 
 
 def with_retries(call: Callable[[], T], repo: str) -> T:
-    """Call until the connection holds; a refusal is raised at once."""
+    """Call `call` until the connection holds; raise a refusal at once."""
     for pause in PAUSES_SECONDS:
         try:
             with hub_errors(repo, "written"):
@@ -124,23 +134,27 @@ def create_repo(repo: str, private: bool, branch: str | None) -> None:
 def upload(folder: Path, repo: str, branch: str | None, step: int) -> str:
     """Commit the files of `folder` to `branch`, or to main with a tag; return their address.
 
-    All in one commit, as `upload_folder` does not promise. Unchanged files are not sent again.
-    Files of an earlier push that this one lacks, such as shards of the weights, are removed.
+    One commit holds all files, which `upload_folder` does not promise. Unchanged files are not sent
+    again. Files of an earlier push that this one lacks, such as shards of the weights, are removed.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     (folder / "config.json").stat()  # nothing is deleted on the Hub for a folder that was removed
     files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
-    api, tag = HfApi(), f"step-{step}"
-    existing = api.list_repo_files(repo, revision=branch)
-    stale = {n for n in existing if any(fnmatch(n, pattern) for pattern in REPLACED)} - files.keys()
-    added = [CommitOperationAdd(name, path) for name, path in sorted(files.items())]
-    deleted = [CommitOperationDelete(name) for name in sorted(stale)]
-    message = f"step {step:,}"
-    commit = api.create_commit(repo, added + deleted, commit_message=message, revision=branch)
-    if branch is None:
-        tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo).tags}
-        if tag in tags and tags[tag] != commit.oid:
-            api.delete_tag(repo, tag=tag)
-        api.create_tag(repo, tag=tag, revision=commit.oid, exist_ok=True)
-    return f"{api.endpoint}/{repo}/tree/{branch or tag}"
+    api = HfApi()
+    operations: list[CommitOperationAdd | CommitOperationDelete] = []
+    for name, path in sorted(files.items()):
+        operations.append(CommitOperationAdd(name, path))
+    for name in sorted(api.list_repo_files(repo, revision=branch)):
+        replaced = any(fnmatch(name, pattern) for pattern in REPLACED)
+        if replaced and name not in files:
+            operations.append(CommitOperationDelete(name))
+    commit = api.create_commit(repo, operations, commit_message=f"step {step:,}", revision=branch)
+    if branch:
+        return f"{api.endpoint}/{repo}/tree/{branch}"
+    tag = f"step-{step}"
+    tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo).tags}
+    if tag in tags and tags[tag] != commit.oid:
+        api.delete_tag(repo, tag=tag)
+    api.create_tag(repo, tag=tag, revision=commit.oid, exist_ok=True)
+    return f"{api.endpoint}/{repo}/tree/{tag}"

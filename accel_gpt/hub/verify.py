@@ -2,11 +2,13 @@
 
     python -m accel_gpt.hub.verify FOLDER REFERENCE.safetensors
 
-REFERENCE is what `export.compute_reference` returns, and a text with its `ids`. Prints one JSON
-object; exit code `DIFFERENT` and one sentence if the two differ. Imports nothing of this package.
+Reads the folder and REFERENCE: the values of `export.compute_reference`, and a text with its `ids`.
+Prints one JSON object. If the two differ it prints one sentence and exits with code `DIFFERENT`.
+Imports nothing of this package.
 """
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 DIFFERENT = 3  # an exit code that no crash has
-EXPORT_TOLERANCE = 1e-4  # absolute, and relative to the largest value: float32, in another order
+# Absolute, and relative to the largest value: sums of float32 in another order. Assumption.
+EXPORT_TOLERANCE = 1e-4
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,21 +34,20 @@ def main(argv: Sequence[str]) -> int:
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
     )
-    model, loading = loaded[0].eval(), loaded[1]
+    model, loading = loaded
     with torch.no_grad():
-        out = model(ours["tokens"], output_hidden_states=True)
-    logits = out.logits[:, -ours["logits"].shape[1] :]
-    problem = key_mismatch(loading) or first_difference(ours, list(out.hidden_states), logits)
+        output = model.eval()(ours["tokens"], output_hidden_states=True)
+    logits = output.logits[:, -ours["logits"].shape[1] :]
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-    ids = tokenizer(text, **plain)["input_ids"]
-    if not problem and ids != ours["ids"].tolist():
+    encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+    problem = key_mismatch(loading) or first_difference(ours, list(output.hidden_states), logits)
+    if not problem and encoded["input_ids"] != ours["ids"].tolist():
         problem = f"its tokenizer returns other ids for {text[:40]!r}"
     if problem:
         sys.stderr.write(f"{type(model).__name__} of transformers: {problem}\n")
         return DIFFERENT
     report = {
-        "difference": difference(ours["logits"], logits),
+        "difference": largest_difference(ours["logits"], logits),
         "transformers": transformers.__version__,
     }
     sys.stdout.write(json.dumps(report))
@@ -62,21 +64,23 @@ def key_mismatch(loading: Any) -> str | None:
 
 def first_difference(ours: dict[str, Tensor], states: list[Tensor], logits: Tensor) -> str | None:
     """Return where the two computations first differ, from the embeddings up, if they do."""
-    layers = ["the embeddings", *(f"block {i} of {len(states) - 1}" for i in range(1, len(states)))]
-    pairs = [(layer, ours[f"{i:04d}"], states[i]) for i, layer in enumerate(layers)]
-    for layer, expected, found in (*pairs, ("the head", ours["logits"], logits)):
-        gap = difference(expected, found)
-        if gap > EXPORT_TOLERANCE * max(1.0, expected.abs().max().item()):
-            return f"its values differ from ours in {layer}, by up to {gap:.2e}"
+    compared = [("the embeddings", ours["0000"], states[0])]
+    for i in range(1, len(states)):
+        compared.append((f"block {i} of {len(states) - 1}", ours[f"{i:04d}"], states[i]))
+    compared.append(("the head", ours["logits"], logits))
+    for layer, expected, found in compared:
+        difference = largest_difference(expected, found)
+        if difference > EXPORT_TOLERANCE * max(1.0, expected.abs().max().item()):
+            return f"its values differ from ours in {layer}, by up to {difference:.2e}"
     return None
 
 
-def difference(ours: Tensor, theirs: Tensor) -> float:
+def largest_difference(ours: Tensor, theirs: Tensor) -> float:
     """Return the largest absolute difference; infinite for other shapes or nan."""
     if ours.shape != theirs.shape:
-        return float("inf")
-    gap = (ours - theirs).abs().max().item()
-    return gap if gap == gap else float("inf")
+        return math.inf
+    difference = (ours - theirs).abs().max().item()
+    return math.inf if math.isnan(difference) else difference
 
 
 if __name__ == "__main__":

@@ -247,7 +247,7 @@ def test_the_wheel_alone_trains_by_name_and_reports(wheel: Path, tmp_path: Path)
     assert (run / "checkpoints/step_00000003").is_dir()
     assert (run / "quickstart.yaml").read_bytes() == (ROOT / "configs/quickstart.yaml").read_bytes()
     shown("report", "runs/quickstart", "--reference", "quickstart")
-    assert "quickstart, measured by us" in (run / "report.html").read_text(encoding="utf-8")
+    assert "quickstart, trained with accel_gpt" in (run / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -337,7 +337,7 @@ def test_a_run_is_compared_with_the_reference_of_its_like(
     assert report(second) == 0
     text = (second / "report.html").read_text()
     assert drawn(text)["reference"]["v"] == curve["val_loss"]
-    assert "small, measured by us" in text
+    assert "small, trained with accel_gpt" in text
     assert drawn(page(second))["reference"] is None  # --reference none
     wider = make_run(tmp_path / "wider", model=ModelConfig(n_layer=2, n_head=2, n_embd=64))
     assert find_reference("auto", open_runs([str(wider)])) is None

@@ -1,8 +1,8 @@
-"""The page of a report: one HTML file that needs no network.
+"""Write the report of runs as one HTML page that needs no network.
 
-`page.html` is the template, `page.css` and `page.js` are put into it; a Content-Security-Policy
-with their hashes lets a browser run nothing else. Texts of a run can be anybody's: Jinja2 escapes
-them.
+Fills in the template `page.html`, with `page.css` and `page.js` inside it. A
+Content-Security-Policy with their hashes lets a browser run nothing else. Anybody can have written
+the texts of a run, so Jinja2 escapes them.
 """
 
 import base64
@@ -32,16 +32,18 @@ from accel_gpt.report.payload import (
 from accel_gpt.report.plots import short
 from accel_gpt.report.runs import NamedRun
 
-MOST_STEPS = 12  # of samples, of one run
+MOST_STEPS = 12  # with samples, of one run
 MOST_TEXTS = 8  # of one step
 LONGEST_TEXT = 3000  # characters of a sample
 LONGEST_VALUE = 400  # characters of a value of the config
-ERRORS = ("_se", "_stderr")  # how the key of a standard error ends
-# what of eval/ is shown elsewhere
+LONGEST_DURATION = 1e9  # seconds
+ERROR_ENDINGS = ("_se", "_stderr")  # of the key of a standard error
+# metrics under eval/ that the page shows outside "Evaluations"
 SHOWN = ("eval/train_loss", "eval/val_loss", "eval/val_perplexity", "eval/val_bits_per_byte")
-# labels of results that rank runs
-BEST_LOSS, TRAIN_LOSS, BITS_PER_BYTE = "best val loss", "train loss, last", "bits per byte, last"
-PER_TOKEN = (BEST_LOSS, TRAIN_LOSS)
+BEST_LOSS = "best val loss"
+TRAIN_LOSS = "train loss, last"
+BITS_PER_BYTE = "bits per byte, last"
+NOT_RECORDED = "not recorded"
 HERE = Path(__file__).parent
 
 
@@ -51,8 +53,11 @@ def build_page(
     series: Mapping[str, Any] | None = None,
     title: str | None = None,
 ) -> str:
-    """The whole page; `series`: what a sweep or a ladder found: `heading`, `image`, a PNG as
-    base64 or None, `lines` of text and `rows` of a table, the first of which names its columns."""
+    """Return the whole page.
+
+    `series` describes a sweep or a ladder: `heading`, `image` (a PNG as base64, or None), `lines`
+    of text, and `rows` of a table, whose first row names its columns.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
@@ -62,7 +67,8 @@ def build_page(
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    style, script = ((HERE / f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
+    style = (HERE / "page.css").read_text("utf-8")
+    script = (HERE / "page.js").read_text("utf-8")
     return environment.get_template("page.html").render(
         runs=runs,
         title=title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
@@ -74,57 +80,59 @@ def build_page(
         script=script,
         script_hash=content_hash(script),
         data=payload(runs, reference),
-        results=results(runs[0]),
-        comparison=comparison(runs),
+        results=final_results(runs[0]),
+        comparison=compare_results(runs),
         facts=facts_table(runs),
-        notes=notes(runs),
-        evaluations=evaluations(runs),
+        notes=explain_curves(runs),
+        evaluations=evaluations_table(runs),
         hellaswag=HELLASWAG,
-        samples=[samples(run, number) for number, run in enumerate(runs) if run.samples],
-        config=config(runs),
+        samples=[sample_columns(run, index) for index, run in enumerate(runs) if run.samples],
+        config=config_tables(runs),
     )
 
 
 def drop_unprintable(value: object) -> object:
-    """A value as a template shows it: a text without control characters."""
-    if not isinstance(value, str) or hasattr(value, "__html__"):  # which is markup
+    """Return a value of the template, without control characters if it is a text."""
+    is_markup = hasattr(value, "__html__")
+    if not isinstance(value, str) or is_markup:
         return value
     return "".join(c for c in value if c.isprintable() or c in "\n\t")
 
 
 def content_hash(content: str) -> str:
-    """The hash by which a Content-Security-Policy allows a script or style."""
+    """Return the hash by which a Content-Security-Policy allows a script or style."""
     digest = hashlib.sha256(content.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
-def notes(runs: Sequence[NamedRun]) -> list[str]:
-    """How to read the curves."""
-    found: list[str] = []
-    if empty := [run.name for run in runs if not len(run.metrics.steps)]:
-        found.append(f"No metrics yet: {', '.join(empty)}.")
+def explain_curves(runs: Sequence[NamedRun]) -> list[str]:
+    """Return sentences on how to read the curves."""
+    notes: list[str] = []
+    empty = [run.name for run in runs if not len(run.metrics.steps)]
+    if empty:
+        notes.append(f"No metrics yet: {', '.join(empty)}.")
     marks = [all_marks(run) for run in runs]
-    kinds = {mark["kind"] for one in marks for mark in one[:MOST_MARKS]}
-    for kind, note in (
-        ("resume", "Dashed vertical lines: the run was resumed."),
-        ("skip", "Red triangles: skipped updates."),
-        ("spike", "Orange triangles: loss spikes."),
-    ):
-        found += [note] if kind in kinds else []
-    if any(len(one) > MOST_MARKS for one in marks):
-        found.append(f"Only the first {MOST_MARKS} marks of a run are drawn.")
+    kinds = {mark["kind"] for of_run in marks for mark in of_run[:MOST_MARKS]}
+    if "resume" in kinds:
+        notes.append("Dashed vertical lines: the run was resumed.")
+    if "skip" in kinds:
+        notes.append("Red triangles: skipped updates.")
+    if "spike" in kinds:
+        notes.append("Orange triangles: loss spikes.")
+    if any(len(of_run) > MOST_MARKS for of_run in marks):
+        notes.append(f"Only the first {MOST_MARKS} marks of a run are drawn.")
     if not same_tokenizer(runs):
-        found.append(
+        notes.append(
             "The runs have different tokenizers: compare their bits per byte, not their losses in "
             "nats per token."
         )
-    if any(map(is_thinned, runs)):
-        found.append(
+    if any(is_thinned(run) for run in runs):
+        notes.append(
             f"Curves of more than {MOST_POINTS:,} points are thinned: the lowest and the highest "
             "value of each bucket are drawn, the smoothed curve is that of the means. "
             "metrics.jsonl has all values."
         )
-    return found
+    return notes
 
 
 # --------------------------------------------------------------------------- results
@@ -136,60 +144,63 @@ class Result(NamedTuple):
     label: str
     value: str
     step: int | None = None  # at which it was reached
-    loss: float = math.nan  # or bits per byte: to compare runs by
+    loss: float = math.nan  # loss or bits per byte, to compare runs by
 
 
-def results(run: NamedRun) -> list[Result]:
-    """The final metrics of a run."""
-    metrics, found = run.metrics, []
+def final_results(run: NamedRun) -> list[Result]:
+    """Return the final metrics of a run."""
+    metrics = run.metrics
+    results: list[Result] = []
     steps, losses = metrics.curve("eval/val_loss")
-    train_loss = metrics.last("train/loss")
     if len(losses):
         i = int(losses.argmin())
-        found.append(Result(BEST_LOSS, f"{losses[i]:.4f}", int(steps[i]), losses[i]))
+        results.append(Result(BEST_LOSS, f"{losses[i]:.4f}", int(steps[i]), losses[i]))
     for key, label, form in (
         ("eval/val_bits_per_byte", BITS_PER_BYTE, ",.4g"),
         ("eval/val_perplexity", "perplexity, last", ",.4g"),
         ("eval/hellaswag_acc_norm", "HellaSwag acc_norm", ".2%"),
     ):
-        if (value := metrics.last(key)) is not None:
-            found.append(Result(label, format(value, form), loss=value))
+        value = metrics.last(key)
+        if value is not None:
+            results.append(Result(label, format(value, form), loss=value))
+    train_loss = metrics.last("train/loss")
     if not len(losses) and train_loss is not None:
-        found.append(Result(TRAIN_LOSS, f"{train_loss:.4f}", None, train_loss))
-    found.append(Result("steps", f"{run.last_step:,}"))
+        results.append(Result(TRAIN_LOSS, f"{train_loss:.4f}", loss=train_loss))
+    results.append(Result("steps", f"{run.last_step:,}"))
     if len(metrics.tokens) and np.isfinite(metrics.tokens[-1]):
-        found.append(Result("tokens", short(float(metrics.tokens[-1]))))
+        results.append(Result("tokens", short(float(metrics.tokens[-1]))))
     if len(metrics.seconds) and np.isfinite(metrics.seconds[-1]):
-        seconds = round(min(max(float(metrics.seconds[-1]), 0.0), 1e9))
-        found.append(Result("duration", str(timedelta(seconds=seconds))))
+        seconds = round(min(max(float(metrics.seconds[-1]), 0.0), LONGEST_DURATION))
+        results.append(Result("duration", str(timedelta(seconds=seconds))))
     for key, label, form, summarize in (
         ("perf/tokens_per_second", "tokens/s, median", ",.0f", np.median),
         ("perf/mfu", "MFU, median", ".1%", np.median),
         ("perf/memory_gb", "peak memory, GB", ".2f", np.max),
     ):
-        if len(values := metrics.curve(key)[1]):
-            found.append(Result(label, format(float(summarize(values)), form)))
-    return found
+        _, values = metrics.curve(key)
+        if len(values):
+            results.append(Result(label, format(float(summarize(values)), form)))
+    return results
 
 
-def comparison(runs: Sequence[NamedRun]) -> dict[str, Any]:
-    """The results of several runs: labels, and for each run the values and which are the best.
+def compare_results(runs: Sequence[NamedRun]) -> dict[str, Any]:
+    """Return `labels` of results, and `rows` with a value and whether it is the best, for each run.
 
-    Losses in nats per token compare runs of one tokenizer, bits per byte those of several.
+    Losses in nats per token compare runs of one tokenizer, bits per byte runs of several.
     """
-    each = [{result.label: result for result in results(run)} for run in runs]
-    labels = list(dict.fromkeys(label for one in each for label in one))
-    ranked = PER_TOKEN if same_tokenizer(runs) else (BITS_PER_BYTE,)
-    lowest = {
-        label: min(one[label].loss for one in each if label in one)
-        for label in labels
-        if label in ranked
-    }
+    results = [{result.label: result for result in final_results(run)} for run in runs]
+    labels = list(dict.fromkeys(label for of_run in results for label in of_run))
+    ranked = (BEST_LOSS, TRAIN_LOSS) if same_tokenizer(runs) else (BITS_PER_BYTE,)
+    lowest: dict[str, float] = {}
+    for label in ranked:
+        losses = [of_run[label].loss for of_run in results if label in of_run]
+        if losses:
+            lowest[label] = min(losses)
     rows = []
-    for one in each:
+    for of_run in results:
         row = []
         for label in labels:
-            result = one.get(label)
+            result = of_run.get(label)
             best = result is not None and result.loss == lowest.get(label)
             row.append((result.value if result else "", best))
         rows.append(row)
@@ -197,7 +208,7 @@ def comparison(runs: Sequence[NamedRun]) -> dict[str, Any]:
 
 
 def same_tokenizer(runs: Sequence[NamedRun]) -> bool:
-    """Whether all runs have one tokenizer, as far as they recorded it."""
+    """Return whether all runs have one tokenizer, as far as they recorded it."""
     found = {
         (
             str(run.last_launch("data", "tokenizer")),
@@ -213,118 +224,157 @@ def same_tokenizer(runs: Sequence[NamedRun]) -> bool:
 
 
 def facts_table(runs: Sequence[NamedRun]) -> list[tuple[str, list[str]]]:
-    """What ran, on what and where: a row each, with one value if all runs agree."""
-    each = [run_facts(run) for run in runs]
-    rows = [(name, [one[name] for one in each]) for name in each[0]]
-    return [(name, values[:1] if len(set(values)) == 1 else values) for name, values in rows]
+    """Return the facts of the runs: a row each, with one value if all runs agree."""
+    facts = [run_facts(run) for run in runs]
+    rows = []
+    for name in facts[0]:
+        values = [of_run[name] for of_run in facts]
+        rows.append((name, values[:1] if len(set(values)) == 1 else values))
+    return rows
 
 
 def run_facts(run: NamedRun) -> dict[str, str]:
-    """Model, data, hardware, commit, versions and command, as the last launch recorded them."""
-    parameters, vocabulary = (run.last_launch("model", k) for k in ("parameters", "vocab_size"))
-    model = [in_one_line(run.config.get("model.preset", "not recorded"))]
-    if isinstance(parameters, int):
-        model.append(f"{parameters:,} parameters")
-    for key, label in (
-        ("n_layer", "{} layers"),
-        ("n_head", "{} heads"),
-        ("n_embd", "{} channels"),
-        ("block_size", "context {}"),
-    ):
-        if (value := run.config.get(f"model.{key}")) is not None:
-            model.append(label.format(in_one_line(value)))
-    if isinstance(vocabulary, int):
-        model.append(f"vocabulary {vocabulary:,}")
-    data, versions = run.last_launch("data", "lines"), run.last_launch("versions")
+    """Return model, data, hardware, commit, versions and command of the last launch."""
+    data = run.last_launch("data", "lines")
     if not isinstance(data, list):
-        data = [in_one_line(run.config.get("data.train", "not recorded"))]
-    launches, steps = f"{len(run.launches):,}", [f"{step:,}" for step, _ in run.resumes()]
-    if steps:
-        launches += f"; resumed at step {', '.join(steps[:8])}{', ...' if len(steps) > 8 else ''}"
+        data = [in_one_line(run.config.get("data.train", NOT_RECORDED))]
+    versions = run.last_launch("versions")
+    if isinstance(versions, dict):
+        packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    else:
+        packages = NOT_RECORDED
     return {
-        "Model": ", ".join(model),
+        "Model": describe_model(run),
         "Data": "\n".join(map(str, data)),
-        "Hardware": hardware(run),
-        "Commit": str(run.last_launch("commit") or "not recorded"),
-        "Launches": launches,
-        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items())
-        if isinstance(versions, dict)
-        else "not recorded",
-        "Command": str(run.last_launch("command") or "not recorded"),
+        "Hardware": describe_hardware(run),
+        "Commit": str(run.last_launch("commit") or NOT_RECORDED),
+        "Launches": describe_launches(run),
+        "Versions": packages,
+        "Command": str(run.last_launch("command") or NOT_RECORDED),
     }
 
 
-def hardware(run: NamedRun) -> str:
-    """`8 x NVIDIA H100, precision bf16, torch 2.13.0`."""
-    processes, device = run.last_launch("processes"), run.last_launch("device")
+def describe_model(run: NamedRun) -> str:
+    """Return preset, parameters and shape, such as `gpt2, 124,439,808 parameters, 12 layers`."""
+    parts = [in_one_line(run.config.get("model.preset", NOT_RECORDED))]
+    parameters = run.last_launch("model", "parameters")
+    if isinstance(parameters, int):
+        parts.append(f"{parameters:,} parameters")
+    for key, form in (
+        ("model.n_layer", "{} layers"),
+        ("model.n_head", "{} heads"),
+        ("model.n_embd", "{} channels"),
+        ("model.block_size", "context {}"),
+    ):
+        value = run.config.get(key)
+        if value is not None:
+            parts.append(form.format(in_one_line(value)))
+    vocab_size = run.last_launch("model", "vocab_size")
+    if isinstance(vocab_size, int):
+        parts.append(f"vocabulary {vocab_size:,}")
+    return ", ".join(parts)
+
+
+def describe_launches(run: NamedRun) -> str:
+    """Return the number of launches and the first steps at which the run was resumed."""
+    text = f"{len(run.launches):,}"
+    steps = [f"{step:,}" for step, _ in run.resumes()]
+    if steps:
+        more = ", ..." if len(steps) > 8 else ""
+        text += f"; resumed at step {', '.join(steps[:8])}{more}"
+    return text
+
+
+def describe_hardware(run: NamedRun) -> str:
+    """Return devices, threads, precision and torch: `8 x NVIDIA H100, precision bf16, ...`."""
+    processes = run.last_launch("processes")
+    device = run.last_launch("device")
     if not isinstance(device, str) or not isinstance(processes, int):
-        return "not recorded"
-    torch, threads = run.last_launch("versions", "torch"), run.last_launch("threads_per_process")
+        return NOT_RECORDED
+    torch = run.last_launch("versions", "torch")
+    threads = run.last_launch("threads_per_process")
+    precision = run.last_launch("mixed_precision")
     parts = [f"{processes} x {' '.join(device.split())}"]
     if isinstance(threads, int) and "cpu" in str(torch):
         parts.append(plural(threads, "thread"))
-    precision = run.last_launch("mixed_precision")
     parts.append(f"precision {'fp32' if precision == 'no' else precision}")
-    return ", ".join([*parts, f"torch {torch}"])
+    parts.append(f"torch {torch}")
+    return ", ".join(parts)
 
 
-def evaluations(runs: Sequence[NamedRun]) -> list[tuple[str, list[str]]]:
-    """The newest values of HellaSwag and of other tasks: a row each, a value for each run."""
-    drawn = {key for panel in PLOTS for key in panel.keys} - {"eval/hellaswag_acc_norm"}
-    keys = [
-        key
-        for key in dict.fromkeys(key for run in runs for key in run.metrics.keys("eval/"))
-        if key not in drawn and not key.startswith(SHOWN) and not key.endswith(ERRORS)
-    ]
-    return [(key.removeprefix("eval/"), [newest(run, key) for run in runs]) for key in keys]
+def evaluations_table(runs: Sequence[NamedRun]) -> list[tuple[str, list[str]]]:
+    """Return the newest values of HellaSwag and other tasks: a row each, a value for each run."""
+    drawn = {key for plot in PLOTS for key in plot.keys} - {"eval/hellaswag_acc_norm"}
+    keys = dict.fromkeys(key for run in runs for key in run.metrics.keys("eval/"))
+    rows = []
+    for key in keys:
+        if key not in drawn and not key.startswith(SHOWN) and not key.endswith(ERROR_ENDINGS):
+            values = [newest_value(run, key) for run in runs]
+            rows.append((key.removeprefix("eval/"), values))
+    return rows
 
 
-def newest(run: NamedRun, key: str) -> str:
-    """The last value of a metric with its standard error, and its step unless that is the last."""
+def newest_value(run: NamedRun, key: str) -> str:
+    """Return the last value of a metric with its standard error, and its step if it is older."""
     steps, values = run.metrics.curve(key)
     if not len(values):
         return ""
     text = f"{values[-1]:.4g}"
-    for ending in ERRORS:
-        if (error := run.metrics.last(key + ending)) is not None:
+    for ending in ERROR_ENDINGS:
+        error = run.metrics.last(key + ending)
+        if error is not None:
             text += f" ± {error:.2g}"
-    return text + (f" (step {steps[-1]:,.0f})" if steps[-1] != run.step else "")
+    if steps[-1] != run.step:
+        text += f" (step {steps[-1]:,.0f})"
+    return text
 
 
-def samples(run: NamedRun, number: int) -> dict[str, Any]:
-    """The texts that a run sampled, at up to `MOST_STEPS` steps spread evenly."""
+def sample_columns(run: NamedRun, number: int) -> dict[str, Any]:
+    """Return the texts that a run sampled, at up to `MOST_STEPS` steps spread evenly."""
     steps = list(run.samples)
     chosen = sorted({round(i) for i in np.linspace(0, len(steps) - 1, MOST_STEPS)})
     columns = []
-    for step in (steps[i] for i in chosen):
-        texts = run.sample_texts(step)
-        cut = [
-            f"{text[:LONGEST_TEXT]}\n[{len(text) - LONGEST_TEXT:,} more characters]"
-            if len(text) > LONGEST_TEXT
-            else text
-            for text in texts[:MOST_TEXTS]
-        ]
-        columns.append((step, cut, len(texts) - len(cut)))
+    for i in chosen:
+        texts = run.sample_texts(steps[i])
+        shown = [shorten(text) for text in texts[:MOST_TEXTS]]
+        columns.append((steps[i], shown, len(texts) - len(shown)))
     return {"run": run.name, "number": number, "columns": columns, "steps": len(steps)}
 
 
-def config(runs: Sequence[NamedRun]) -> dict[str, Any]:
-    """The settings of one run that are not the default, and all; of several those that differ."""
+def shorten(text: str) -> str:
+    """Return a sample, cut after `LONGEST_TEXT` characters."""
+    if len(text) <= LONGEST_TEXT:
+        return text
+    return f"{text[:LONGEST_TEXT]}\n[{len(text) - LONGEST_TEXT:,} more characters]"
+
+
+def config_tables(runs: Sequence[NamedRun]) -> dict[str, Any]:
+    """Return `rows` of settings that are worth showing, and `all` settings of a single run.
+
+    Of one run `rows` are the settings that are not the default, of several those that differ.
+    """
     configs = [run.config for run in runs]
-    names = list(dict.fromkeys(name for one in configs for name in one))
     if len(runs) == 1:
-        shown = list(changed_keys(configs[0]))
-    else:
-        values = {n: {json.dumps(one.get(n), default=str) for one in configs} for n in names}
-        shown = [name for name in names if len(values[name]) > 1 and name != "out_dir"]
+        return {
+            "rows": settings_rows(list(changed_keys(configs[0])), configs),
+            "all": settings_rows(list(configs[0]), configs),
+        }
+    different = []
+    for name in dict.fromkeys(name for config in configs for name in config):
+        values = {json.dumps(config.get(name), default=str) for config in configs}
+        if len(values) > 1 and name != "out_dir":
+            different.append(name)
+    return {"rows": settings_rows(different, configs), "all": []}
 
-    def table(keys: Sequence[str]) -> list[tuple[str, list[str]]]:
-        return [(name, [in_one_line(one.get(name)) for one in configs]) for name in keys]
 
-    return {"rows": table(shown), "all": table(names) if len(runs) == 1 else []}
+def settings_rows(
+    names: Sequence[str], configs: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, list[str]]]:
+    """Return a row for each setting: its name and its value in each config."""
+    return [(name, [in_one_line(config.get(name)) for config in configs]) for name in names]
 
 
 def in_one_line(value: Any) -> str:
-    """A value of the config as YAML has it on one line."""
+    """Return a value of the config as YAML writes it on one line."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."

@@ -1,4 +1,4 @@
-"""What is drawn: the plots of a report as plain data, for the page and for PNG files alike.
+"""Turn the metrics of runs into the plain data that the script of a report draws.
 
     runs        [{name, clock {step, tokens, seconds}, flops_per_token, marks [{step, kind, text}]}]
     panels      [{name, title, unit, log, smooth, low, guides [{value, label}],
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from accel_gpt.config.plan import plural
 from accel_gpt.report.runs import NamedRun
 from accel_gpt.training.run_folder import Floats, Metrics
 
@@ -27,22 +28,25 @@ MOST_MARKS = 400  # of a run
 
 @dataclass(frozen=True)
 class Plot:
-    """One plot. A key that ends with a slash stands for all keys that begin with it."""
+    """A plot of the page. A key that ends with a slash stands for all keys that begin with it."""
 
     name: str
     title: str
     unit: str
     keys: tuple[str, ...]
-    log: bool = False  # the axis of the values
-    factor: float = 1.0  # from what is recorded to `unit`
+    log: bool = False  # logarithmic axis of the values
+    factor: float = 1.0  # converts a recorded value to `unit`
     smooth: bool = False
     low: bool = False  # lower is better: the best value is labelled, the first drop may be cut
 
-    def present(self, metrics: Metrics) -> list[str]:
-        """The keys that are recorded."""
+    def recorded_keys(self, metrics: Metrics) -> list[str]:
+        """Return the keys of the plot that a run recorded."""
         found: list[str] = []
         for key in self.keys:
-            found += metrics.keys(key) if key.endswith("/") else [key] * (key in metrics.columns)
+            if key.endswith("/"):
+                found += metrics.keys(key)
+            elif key in metrics.columns:
+                found.append(key)
         return found
 
 
@@ -59,10 +63,11 @@ PLOTS = (
     Plot("mfu", "MFU", "% of the peak", ("perf/mfu",), factor=100, smooth=True),
     Plot("memory", "Peak memory", "GB", ("perf/memory_gb",)),
 )
-# of curves in a plot of several keys; of a report of one run, in which val has the same everywhere
+# names of curves in a plot of several keys
 NAMES = MappingProxyType(
     {"train/loss": "train", "eval/train_loss": "train, evaluated", "eval/val_loss": "val"}
 )
+# indices of colors in a report of one run, in which val has the same color everywhere
 COLORS = MappingProxyType({"eval/val_loss": 1, "eval/val_bits_per_byte": 1, "eval/train_loss": 2})
 HELLASWAG = (
     (25.0, "random", ""),
@@ -73,9 +78,8 @@ HELLASWAG = (
 
 
 def payload(runs: Sequence[NamedRun], reference: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Everything that is drawn, as the module describes it."""
-    by_name = {run.name: run.metrics for run in runs}
-    plots = [plot_entry(plot, by_name, reference) for plot in PLOTS]
+    """Return the data that the page draws, as the module describes it."""
+    plots = [plot_entry(plot, runs, reference) for plot in PLOTS]
     return {
         "runs": [
             {
@@ -92,62 +96,83 @@ def payload(runs: Sequence[NamedRun], reference: Mapping[str, Any] | None) -> di
 
 
 def clock_entry(metrics: Metrics) -> dict[str, Any]:
-    """Steps, tokens and seconds at up to `MOST_POINTS` records; without a clock that is unknown."""
-    kept = np.unique(np.linspace(0, max(len(metrics.steps) - 1, 0), MOST_POINTS).astype(int))
+    """Return the known clocks (step, tokens, seconds) at up to `MOST_POINTS` records."""
+    last = max(len(metrics.steps) - 1, 0)
+    kept = np.unique(np.linspace(0, last, MOST_POINTS).astype(int))
     clocks = {"step": metrics.steps, "tokens": metrics.tokens, "seconds": metrics.seconds}
-    known = {name: v for name, v in clocks.items() if len(v) and np.isfinite(v).all()}
-    return {name: six_digits(values[kept]) for name, values in known.items()}
+    entry = {}
+    for name, values in clocks.items():
+        if len(values) and np.isfinite(values).all():
+            entry[name] = six_digits(values[kept])
+    return entry
 
 
 def plot_entry(
-    plot: Plot, runs: Mapping[str, Metrics], reference: Mapping[str, Any] | None = None
+    plot: Plot, runs: Sequence[NamedRun], reference: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """One plot of runs by their names."""
-    keys = list(dict.fromkeys(key for metrics in runs.values() for key in plot.present(metrics)))
+    """Return one plot of all runs."""
+    keys = list(dict.fromkeys(key for run in runs for key in plot.recorded_keys(run.metrics)))
     keys.sort(key=lambda key: plot.keys.index(key) if key in plot.keys else 0)
-    curves, single = [], len(runs) == 1
-    for place, key in enumerate(keys):
+    single = len(runs) == 1
+    curves = []
+    for index, key in enumerate(keys):
         several = len(plot.keys) > 1 or key not in plot.keys
         name = NAMES.get(key, key.split("/", 2)[-1]) if several else ""
-        dots = key.startswith("eval/") and key != "eval/train_loss"
-        for number, (run, metrics) in enumerate(runs.items()):
-            if key not in metrics.columns:
+        style = curve_style(key)
+        for number, run in enumerate(runs):
+            if key not in run.metrics.columns:
                 continue
-            own_color = place if plot.name == "val_sets" else COLORS.get(key, 0)
+            if not single:
+                color = number
+            elif plot.name == "val_sets":
+                color = index
+            else:
+                color = COLORS.get(key, 0)
             curve: dict[str, Any] = {
                 "run": number,
                 "key": key,
                 "name": name,
-                "label": name if single else ", ".join(filter(None, (run, name))),
-                "color": own_color if single else number,
-                "style": "dots" if dots else "dashed" if key.startswith("eval/") else "line",
-                "best": single and dots and plot.low and plot.name != "val_sets",
+                "label": name if single else ", ".join(filter(None, (run.name, name))),
+                "color": color,
+                "style": style,
+                "best": single and style == "dots" and plot.low and plot.name != "val_sets",
             }
-            curves.append(curve | points(metrics, key, plot))
-    fields = ("name", "title", "unit", "log", "smooth", "low")
-    entry = {field: getattr(plot, field) for field in fields}
-    return entry | {"guides": guides(plot, reference), "curves": curves}
+            curves.append(curve | curve_points(run.metrics, key, plot))
+    return {
+        "name": plot.name,
+        "title": plot.title,
+        "unit": plot.unit,
+        "log": plot.log,
+        "smooth": plot.smooth,
+        "low": plot.low,
+        "guides": guide_lines(plot, reference),
+        "curves": curves,
+    }
 
 
-def points(metrics: Metrics, key: str, plot: Plot) -> dict[str, Any]:
-    """Steps and values of a curve, thinned."""
+def curve_style(key: str) -> str:
+    """Return how the curve of a metric is drawn: line, dashed or dots."""
+    if key == "eval/train_loss":
+        return "dashed"
+    return "dots" if key.startswith("eval/") else "line"
+
+
+def curve_points(metrics: Metrics, key: str, plot: Plot) -> dict[str, Any]:
+    """Return steps and values of a curve, thinned if it has more than `MOST_POINTS`."""
     steps, values = metrics.curve(key)
     values = np.clip(values, -1e200, 1e200) * plot.factor  # so that no mean or axis overflows
     if len(values) <= MOST_POINTS:
         return {"s": six_digits(steps), "v": six_digits(values)}
     kept = thin(values, MOST_POINTS)
-    found = {"s": six_digits(steps[kept]), "v": six_digits(values[kept])}
+    points = {"s": six_digits(steps[kept]), "v": six_digits(values[kept])}
     if plot.smooth:
-        buckets = MOST_POINTS // 2
-        found |= {
-            "ms": six_digits(bucket_means(steps, buckets)),
-            "m": six_digits(bucket_means(values, buckets)),
-        }
-    return found
+        points["ms"] = six_digits(bucket_means(steps, MOST_POINTS // 2))
+        points["m"] = six_digits(bucket_means(values, MOST_POINTS // 2))
+    return points
 
 
-def guides(plot: Plot, reference: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Horizontal lines to compare with."""
+def guide_lines(plot: Plot, reference: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return horizontal lines to compare with."""
     if plot.name == "hellaswag":
         return [{"value": value, "label": f"{name} {value:g} %"} for value, name, _ in HELLASWAG]
     if plot.name == "loss" and reference:
@@ -159,7 +184,7 @@ def guides(plot: Plot, reference: Mapping[str, Any] | None) -> list[dict[str, An
 
 
 def reference_entry(reference: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The curve of a reference; None without one."""
+    """Return the curve of a reference; None without one."""
     if not reference or not reference["curve"]["step"]:
         return None
     curve = reference["curve"]
@@ -172,28 +197,35 @@ def reference_entry(reference: Mapping[str, Any] | None) -> dict[str, Any] | Non
 
 
 def all_marks(run: NamedRun) -> list[dict[str, Any]]:
-    """Where the run was resumed, where updates were skipped, and where the loss spiked."""
-    found: list[dict[str, Any]] = []
+    """Return where the run was resumed, where updates were skipped, and where the loss spiked."""
+    marks: list[dict[str, Any]] = []
     for step, times in run.resumes():
-        text = f"resumed at step {step:,}" + (f", {times} times" if times > 1 else "")
-        found.append({"step": step, "kind": "resume", "text": text})
-    for key, kind, one, several in (
-        ("train/skipped", "skip", "skipped update", "skipped updates"),
-        ("train/spikes", "spike", "loss spike", "loss spikes"),
-    ):
-        steps, counts = run.metrics.curve(key)
-        before = np.concatenate([[0.0], counts[:-1]])
-        since = np.concatenate([[0.0], steps[:-1]])
-        for i in np.flatnonzero(counts > before):
-            count, first, last = int(counts[i] - before[i]), int(since[i]) + 1, int(steps[i])
-            where = f"step {last:,}" if first >= last else f"steps {first:,} to {last:,}"
-            text = f"{count:,} {one if count == 1 else several}, {where}"
-            found.append({"step": last, "kind": kind, "text": text})
-    return found
+        text = f"resumed at step {step:,}"
+        if times > 1:
+            text += f", {times} times"
+        marks.append({"step": step, "kind": "resume", "text": text})
+    marks += count_marks(run, "train/skipped", "skip", "skipped update")
+    marks += count_marks(run, "train/spikes", "spike", "loss spike")
+    return marks
+
+
+def count_marks(run: NamedRun, key: str, kind: str, noun: str) -> list[dict[str, Any]]:
+    """Return a mark at each record in which a count of the run has grown."""
+    marks = []
+    steps, counts = run.metrics.curve(key)
+    counts_before = np.concatenate([[0.0], counts[:-1]])
+    steps_before = np.concatenate([[0.0], steps[:-1]])
+    for i in np.flatnonzero(counts > counts_before):
+        first = int(steps_before[i]) + 1
+        last = int(steps[i])
+        where = f"step {last:,}" if first >= last else f"steps {first:,} to {last:,}"
+        text = f"{plural(int(counts[i] - counts_before[i]), noun)}, {where}"
+        marks.append({"step": last, "kind": kind, "text": text})
+    return marks
 
 
 def is_thinned(run: NamedRun) -> bool:
-    """Whether a curve has more points than are drawn."""
+    """Return whether a curve has more points than are drawn."""
     return any(len(rows) > MOST_POINTS for rows, _ in run.metrics.columns.values())
 
 
@@ -201,10 +233,10 @@ def is_thinned(run: NamedRun) -> bool:
 
 
 def thin(values: Floats, most: int) -> npt.NDArray[np.int64]:
-    """Indices (m,), m <= `most`, of values that look the same when drawn.
+    """Return indices (m,), m <= `most`, of values that look the same when drawn.
 
-    The smallest and the largest value of each bucket, so that no spike is lost, the first and the
-    last.
+    They are the first and the last value, and the smallest and the largest of each bucket, so that
+    no spike is lost.
     """
     if len(values) <= most:
         return np.arange(len(values))
@@ -216,16 +248,16 @@ def thin(values: Floats, most: int) -> npt.NDArray[np.int64]:
 
 
 def bucket_means(values: Floats, buckets: int) -> Floats:
-    """The mean of each bucket, shape (buckets,)."""
+    """Return the mean of each bucket, shape (buckets,)."""
     edges = bucket_edges(len(values), buckets)
     return np.asarray(np.add.reduceat(values, edges[:-1]) / np.diff(edges))
 
 
 def bucket_edges(count: int, buckets: int) -> list[int]:
-    """Where buckets of equally many values begin, and the end of the last one."""
+    """Return where buckets of equally many values begin, and the end of the last one."""
     return [count * i // buckets for i in range(buckets + 1)]
 
 
 def six_digits(values: Floats) -> list[float | int]:
-    """Values with six digits, which is more than a plot shows; whole numbers stay whole."""
+    """Round values to six digits, more than a plot shows; whole numbers stay whole."""
     return [int(v) if v == int(v) and abs(v) < 1e15 else float(f"{v:.6g}") for v in values.tolist()]

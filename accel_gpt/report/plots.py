@@ -1,4 +1,4 @@
-"""PNG files drawn by matplotlib, without a display: losses of a run, and a ladder of sizes."""
+"""Draw the losses of a run, and the law of a ladder, as PNG with matplotlib; needs no display."""
 
 import io
 from collections.abc import Iterable, Mapping
@@ -29,23 +29,22 @@ def loss_curves(records: Iterable[Mapping[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(12, 7), dpi=100, facecolor="white")
     figure.subplots_adjust(left=0.1, right=0.975, top=0.965, bottom=0.105)
     axes = figure.add_subplot()
-    late = []
-    for key, label, color in (
-        ("train/loss", "train loss", COLORS[0]),
-        ("eval/val_loss", "val loss", COLORS[1]),
-    ):
-        steps, values = metrics.curve(key)
-        if len(values) == 0:
-            continue
-        tokens = np.interp(steps, metrics.steps, metrics.tokens)
-        marker = "o" if len(values) == 1 or key == "eval/val_loss" else ""
-        if key == "train/loss":
-            axes.plot(tokens, values, color=color, alpha=0.3, linewidth=1.2)
-            values = smoothed(values)
-        axes.plot(tokens, values, color=color, label=label, linewidth=2.2, marker=marker)
-        late.append(values[len(values) // 16 :])
     style_axes(axes, "loss, nats per token")
     axes.set_xlabel("tokens", fontsize=14, color=INK)
+    late: list[Floats] = []  # values after the first drop
+    steps, losses = metrics.curve("train/loss")
+    if len(losses):
+        tokens = np.interp(steps, metrics.steps, metrics.tokens)
+        means = smoothed(losses)
+        marker = "o" if len(losses) == 1 else ""
+        axes.plot(tokens, losses, color=COLORS[0], alpha=0.3, linewidth=1.2)
+        axes.plot(tokens, means, color=COLORS[0], label="train loss", linewidth=2.2, marker=marker)
+        late.append(means[len(means) // 16 :])
+    steps, losses = metrics.curve("eval/val_loss")
+    if len(losses):
+        tokens = np.interp(steps, metrics.steps, metrics.tokens)
+        axes.plot(tokens, losses, color=COLORS[1], label="val loss", linewidth=2.2, marker="o")
+        late.append(losses[len(losses) // 16 :])
     if late:
         low = min(values.min() for values in late)
         high = max(values.max() for values in late)
@@ -124,7 +123,7 @@ def style_axes(axes: "Axes", title: str) -> None:
 
 
 def short(value: float) -> str:
-    """A number with four digits and a unit: 1500000 as 1.5M."""
+    """Write a number with four digits and a unit: 1500000 as 1.5M."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"

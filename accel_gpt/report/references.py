@@ -1,13 +1,13 @@
-"""Reference curves: what others, or we ourselves, measured with the same model on the same data.
+"""Find, read and write reference curves: losses of the same model on the same data.
 
-`configs/references/NAME.json` holds one: `title`, `source` (a URL or the command), `config`,
-`commit`, `hardware`, `flops_per_token`, `match` with any of `model`, `vocab_size`,
-`data_fingerprint`, `data_prepared` and `data_folder`, `curve` with lists `step`, `tokens`,
-`seconds` and `val_loss`, and `points`, values without a curve: `label` and `val_loss`.
-`write_reference` makes one from a run. NAME_ladder.json is none: see `cost/scaling.py`.
+Reads `configs/references/NAME.json`, with the keys `title`, `source` (a URL or the command),
+`config`, `commit`, `hardware`, `flops_per_token`; `match` with any of `model`, `vocab_size`,
+`data_fingerprint`, `data_prepared` and `data_folder`; `curve` with lists `step`, `tokens`,
+`seconds` and `val_loss`; and `points`, values without a curve: `label` and `val_loss`.
+`write_reference` makes such a file from a run. NAME_ladder.json is another: `cost/scaling.py`.
 
-A run matches if model, vocabulary and data are those of `match`. The data is known by its
-fingerprint, by what `data.prepare` made it from, or by the name of its folder.
+A run matches if its model, vocabulary and data equal those in `match`. The data is known by its
+fingerprint, by the text that `data.prepare` made it from, or by the name of its folder.
 """
 
 import json
@@ -25,7 +25,7 @@ from accel_gpt.config.parse import changed_keys
 from accel_gpt.config.shipped import shipped_folder
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import read_json
-from accel_gpt.report.page import hardware
+from accel_gpt.report.page import describe_hardware
 from accel_gpt.report.runs import NamedRun, open_runs
 from accel_gpt.training.run_folder import is_number
 
@@ -46,7 +46,7 @@ CURVE = ("step", "tokens", "seconds", "val_loss")
 
 
 def find_reference(requested: str, runs: Sequence[NamedRun]) -> Mapping[str, Any] | None:
-    """The reference of that name or path; for `auto` the one that the first run matches, if any.
+    """Return the reference of a name or path; for `auto` the one that the first run matches.
 
     Raises `UserError` for an unknown name and for a file that is not a reference.
     """
@@ -56,7 +56,7 @@ def find_reference(requested: str, runs: Sequence[NamedRun]) -> Mapping[str, Any
     known = {path.stem: path for path in found if not path.stem.endswith("_ladder")}
     if requested == "auto":
         curves = [read_reference(path) for _, path in sorted(known.items())]
-        return next((one for one in curves if fits(one["match"], runs[0])), None)
+        return next((one for one in curves if matches_run(one["match"], runs[0])), None)
     if requested.endswith(".json"):
         return read_reference(Path(requested))
     require(
@@ -68,7 +68,7 @@ def find_reference(requested: str, runs: Sequence[NamedRun]) -> Mapping[str, Any
 
 
 def write_reference(folder: str, path: str) -> None:
-    """Write the val losses of the finished run in `folder` as a reference curve, to `path`."""
+    """Write the val losses of the finished run in `folder` to `path`, as a reference curve."""
     [run] = open_runs([folder])
     require(
         run.state == "finished" and bool(run.metrics.keys("eval/val_loss")),
@@ -85,17 +85,17 @@ def make_reference(run: NamedRun) -> dict[str, Any]:
     command = str(run.last_launch("command") or "")
     name = config_name(command)
     return {
-        "title": f"{name or run.name}, measured by us",
+        "title": f"{name or run.name}, trained with accel_gpt",
         "source": command,
         "config": changed_keys(run.config),
         "commit": run.last_launch("commit"),
-        "hardware": hardware(run),
+        "hardware": describe_hardware(run),
         "flops_per_token": run.flops_per_token,
         "match": {
-            "model": shape(run),
+            "model": shape_fields(run),
             "vocab_size": run.last_launch("model", "vocab_size"),
             "data_fingerprint": run.last_launch("data", "fingerprint"),
-            "data_prepared": prepared(run),
+            "data_prepared": preparation(run),
         },
         "curve": {
             "step": run.metrics.steps[rows].astype(int).tolist(),
@@ -108,74 +108,75 @@ def make_reference(run: NamedRun) -> dict[str, Any]:
 
 
 def read_reference(path: Path) -> dict[str, Any]:
-    """The content of a file of references; `UserError` if it is not one."""
+    """Read a reference; raise `UserError` if the file is not one."""
     try:
         found = read_json(path)
         curve = {key: list(found["curve"][key]) for key in CURVE}
         points = [{"label": str(p["label"]), "val_loss": p["val_loss"]} for p in found["points"]]
-        require(len({len(values) for values in curve.values()}) == 1, "its lists differ in length")
-        numbers = [value for values in curve.values() for value in values]
-        numbers += [point["val_loss"] for point in points]
-        require(all(map(is_number, numbers)), "a value is not a number")
+        numbers = [point["val_loss"] for point in points]
+        for values in curve.values():
+            numbers += values
+            require(len(values) == len(curve["step"]), "its lists differ in length")
+        require(all(is_number(number) for number in numbers), "a value is not a number")
         require(isinstance(found["match"], dict), "match is not an object")
-        texts = {key: str(found[key]) for key in ("title", "source")}
+        flops = found.get("flops_per_token")
+        return {
+            "name": path.stem,
+            "title": str(found["title"]),
+            "source": str(found["source"]),
+            "hardware": str(found.get("hardware") or ""),
+            "commit": str(found.get("commit") or ""),
+            "match": found["match"],
+            "curve": curve,
+            "points": points,
+            "flops_per_token": flops if is_number(flops) else None,
+        }
     except OSError as error:
         raise UserError(f"--reference {path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a reference curve: {error}") from None
-    flops = found.get("flops_per_token")
-    texts |= {key: str(found.get(key) or "") for key in ("hardware", "commit")}
-    return {
-        **texts,
-        "name": path.stem,
-        "match": found["match"],
-        "curve": curve,
-        "points": points,
-        "flops_per_token": flops if is_number(flops) else None,
-    }
 
 
-def fits(match: Mapping[str, Any], run: NamedRun) -> bool:
-    """Whether a reference was measured for runs like this one."""
+def matches_run(match: Mapping[str, Any], run: NamedRun) -> bool:
+    """Return whether a reference was measured for runs like this one."""
     model = match.get("model")
-    same_model = isinstance(model, dict) and DEFAULTS | model == shape(run)
+    same_model = isinstance(model, dict) and DEFAULTS | model == shape_fields(run)
     same_vocabulary = match.get("vocab_size") == run.last_launch("model", "vocab_size")
     return same_model and same_vocabulary and same_data(match, run)
 
 
 def same_data(match: Mapping[str, Any], run: NamedRun) -> bool:
-    """Whether a run reads the data that a reference was measured on."""
+    """Return whether a run reads the data that a reference was measured on."""
     fingerprint = run.last_launch("data", "fingerprint")
     if fingerprint is not None and match.get("data_fingerprint") == fingerprint:
         return True
-    source = prepared(run)
+    made_from = preparation(run)
     expected = match.get("data_prepared")
-    if source is not None and isinstance(expected, dict) and PREPARE_DEFAULTS | expected == source:
+    if made_from and isinstance(expected, dict) and PREPARE_DEFAULTS | expected == made_from:
         return True
     folder = run.config.get("data.train")
     return isinstance(folder, str) and match.get("data_folder") == Path(folder).name
 
 
-def prepared(run: NamedRun) -> dict[str, Any] | None:
-    """What `data.prepare` makes the data of a run from; None if its options do not name a text.
+def preparation(run: NamedRun) -> dict[str, Any] | None:
+    """Return the options that made the data of a run; None if they do not name a text.
 
-    The path of a file names no text: another machine has another text there.
+    The path of a file names no text: another machine may have another text there.
     """
-    found = {
+    options = {
         name: run.config.get(f"data.prepare.{name}", value)
         for name, value in PREPARE_DEFAULTS.items()
     }
-    url = str(found["path"]).startswith(("http://", "https://"))
-    named = found["source"] in ("stdlib", "dataset") or url
-    return found if named else None
+    is_url = str(options["path"]).startswith(("http://", "https://"))
+    return options if is_url or options["source"] in ("stdlib", "dataset") else None
 
 
-def shape(run: NamedRun) -> dict[str, Any]:
-    """The fields of the config that decide the shape of the model and its initial weights."""
+def shape_fields(run: NamedRun) -> dict[str, Any]:
+    """Return the fields of the config that decide the model's shape and initial weights."""
     return {name: run.config.get(f"model.{name}", value) for name, value in DEFAULTS.items()}
 
 
 def config_name(command: object) -> str | None:
-    """The name of the config that a command trains: `x` for `train a/x.yaml` and `train x`."""
+    """Return the name of the config that a command trains: `x` for `train a/x.yaml`, `train x`."""
     found = re.search(r"\btrain(?:\.py)? ('[^']+'|\S+)", str(command))
     return re.sub(r"\.ya?ml$", "", Path(found[1].strip("'")).name) if found else None

@@ -1,4 +1,4 @@
-"""The runs of a report: a run's folder with its name and state, and where it was resumed."""
+"""Open the runs of a report: each run's folder with its name, its state and its resumes."""
 
 import os
 from collections.abc import Sequence
@@ -15,38 +15,40 @@ class NamedRun(RunFolder):
     def __init__(self, path: Path, name: str) -> None:
         super().__init__(path)
         self.name = name
-        self.running = self.in_use  # read before the metrics: those of a run that ends are complete
+        # read before the metrics, so that a run that ends in between is complete
+        self.running = self.in_use
 
     @cached_property
     def last_step(self) -> int:
-        """The last step that is known: a checkpoint may lie beyond the last record."""
+        """Return the last step that is known: a checkpoint may be newer than the last record."""
         return max([self.step, *self.checkpoints])
 
     @property
     def state(self) -> str:
-        """`running`, `stopped` or `finished`."""
+        """Return `running`, `stopped` or `finished`."""
         if self.running:
             return "running"
         return "stopped" if self.max_steps and self.last_step < self.max_steps else "finished"
 
     @property
     def status(self) -> str:
-        """The state in words, with the steps of a run that is not at its end."""
+        """Return the state in words, with the steps of a run that is not at its end."""
         if self.state == "finished":
             return "finished"
+        state = "in progress:" if self.running else "stopped at"
         of = f" of {self.max_steps:,}" if self.max_steps else ""
-        return f"{'in progress:' if self.running else 'stopped at'} step {self.last_step:,}{of}"
+        return f"{state} step {self.last_step:,}{of}"
 
     @property
     def flops_per_token(self) -> float | None:
-        """FLOPs of a training step per token, if the run recorded them."""
+        """Return the FLOPs of a training step per token, if the run recorded them."""
         flops = self.last_launch("model", "flops_per_token")
         return float(flops) if is_number(flops) and flops > 0 else None
 
     def resumes(self) -> list[tuple[int, int]]:
-        """Steps at which the run was resumed, ascending, and how many times.
+        """Return the steps at which the run was resumed, ascending, and how many times.
 
-        A resume beyond the step of a later one is left out: its steps were done again.
+        A resume beyond the step of a later resume is left out: its steps were repeated.
         """
         times: dict[int, int] = {}
         lowest = float("inf")
@@ -59,7 +61,7 @@ class NamedRun(RunFolder):
 
 
 def open_runs(folders: Sequence[str]) -> list[NamedRun]:
-    """The runs in `folders`; `UserError` for a folder that is not a run."""
+    """Open the runs in `folders`; raise `UserError` for a folder that is not a run."""
     paths = [Path(folder) for folder in folders]
     for path in paths:
         if not path.is_dir():
@@ -73,7 +75,10 @@ def open_runs(folders: Sequence[str]) -> list[NamedRun]:
 
 
 def unique_names(paths: Sequence[Path]) -> list[str]:
-    """The last one to three parts of each path, as many as make them unique, else numbered."""
+    """Return the last one to three parts of each path, as many as make them unique.
+
+    Names that are equal even so are numbered.
+    """
     absolute = [Path(os.path.abspath(path)) for path in paths]
     for count in (1, 2, 3):
         names = ["/".join(path.parts[-count:]) for path in absolute]

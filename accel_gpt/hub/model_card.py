@@ -1,12 +1,12 @@
-"""The model card of a checkpoint for the Hugging Face Hub: README.md and loss.png.
+"""Write the model card of a checkpoint for the Hugging Face Hub: README.md and loss.png.
 
-`model_card.jinja` is the template; its values are numbers, and texts that `public.py` lets through.
+Reads the checkpoint, the run's folder and the template `model_card.jinja`. The values of the
+template are numbers, and texts that `public.py` lets through.
 """
 
 import json
 import re
-from collections.abc import Mapping
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import build, changed_keys, to_nested
-from accel_gpt.config.plan import make_plan, plural
+from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.shards import open_split
@@ -38,8 +38,9 @@ from accel_gpt.training.checkpoint import read_shape, read_state
 from accel_gpt.training.run_folder import RunFolder, is_number, number
 from accel_gpt.training.state import TrainState
 
-MOST_SAMPLES, LONGEST_SAMPLE = 3, 3000  # texts, characters of one
-# controls, and what turns text around, hides in it or ends a line for some readers of Markdown
+MOST_SAMPLES = 3
+LONGEST_SAMPLE = 3000  # characters
+# control characters, and those that turn text around, are invisible or end a line in some viewers
 UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]"
 )
@@ -63,19 +64,15 @@ def write_card(
     """
     state = read_state(checkpoint)
     records = [record for record in public_records(run) if record["step"] <= state.step]
-    newest = {
-        key: (record["step"], value)
-        for record in records
-        for key, value in record.items()
-        if is_number(value)
-    }
-    has_curve = bool({"train/loss", "eval/val_loss"} & newest.keys())
+    newest = newest_metrics(records)
+    has_curve = "train/loss" in newest or "eval/val_loss" in newest
     if is_number(state.val_loss):
         newest.setdefault("eval/val_loss", (state.step, state.val_loss))
     if has_curve:
         loss_curves(records, folder / "loss.png")
-    values = values_of_model(checkpoint, state) | values_of_run(run, state)
-    values |= {
+    values = {
+        **values_of_model(checkpoint, state),
+        **values_of_run(run, state),
         "state": state,
         "newest": newest,
         "has_curve": has_curve,
@@ -89,6 +86,16 @@ def write_card(
         "prompt": json.dumps(usable_prompt(tokenizer), ensure_ascii=False),
     }
     (folder / "README.md").write_text(render(values), encoding="utf-8")
+
+
+def newest_metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, Any]]:
+    """Return the last number of each metric, with its step."""
+    newest: dict[str, tuple[int, Any]] = {}
+    for record in records:
+        for key, value in record.items():
+            if is_number(value):
+                newest[key] = (record["step"], value)
+    return newest
 
 
 def values_of_model(checkpoint: Path, state: TrainState) -> dict[str, Any]:
@@ -110,51 +117,67 @@ def values_of_model(checkpoint: Path, state: TrainState) -> dict[str, Any]:
 
 def values_of_run(run: RunFolder, state: TrainState) -> dict[str, Any]:
     """Return the values of the template that describe the run up to the checkpoint."""
-    config, sources = public_config(state.config), sources_of(state)
-    hub_ids = list(dict.fromkeys(one["hub_id"] for one in sources if one.get("hub_id")))
+    config = public_config(state.config)
+    sources = sources_of(state)
+    hub_ids = list(dict.fromkeys(source["hub_id"] for source in sources if source.get("hub_id")))
     data_name = " + ".join(source.get("hub_id") or source["name"] for source in sources)
-    # those that led to the checkpoint
-    launches = [
-        public_launch(launch)
-        for index, launch in enumerate(run.launches)
-        if index == 0 or number(launch.get("step")) < state.step
-    ]
-    devices = (f"{one['processes']} x {one['device']}" for one in launches if one["device"])
+    launches = launches_before(run, state.step)
     launch = launches[-1] if launches else {}
-    try:
-        plan = make_plan(build(Config, state.config), state.world_size)
-    except (UserError, TypeError, ValueError):  # the config of another version
-        plan = None
-    text = yaml.safe_dump(to_nested(changed_keys(config)), sort_keys=False, allow_unicode=True)
-    sampled = sorted((step for step in run.samples if step <= state.step), reverse=True)
-    samples = ((step, text) for step in sampled for text in run.sample_texts(step))
+    devices = [f"{one['processes']} x {one['device']}" for one in launches if one["device"]]
+    settings = to_nested(changed_keys(config))
     return {
-        "plan": plan,
+        "plan": plan_of(state),
         "config": config,
-        "yaml": text.rstrip(),
+        "yaml": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip(),
         "sources": sources,
         "hub_ids": hub_ids,
         "data_name": data_name,
-        # the Hub takes nothing but what looks like an id
+        # the Hub accepts only an id here
         "data_type": hub_ids[0] if hub_ids else re.sub(r"[^\w.-]+", "-", data_name),
-        "samples": list(islice(samples, MOST_SAMPLES)),
+        "samples": newest_samples(run, state.step),
         "launch": launch,
         "hardware": "; then ".join(dict.fromkeys(devices)),
         "precision": launch.get("mixed_precision") or config.get("train.mixed_precision"),
     }
 
 
+def launches_before(run: RunFolder, step: int) -> list[dict[str, Any]]:
+    """Return what is public of the launches that led to the checkpoint of a step."""
+    return [
+        public_launch(launch)
+        for index, launch in enumerate(run.launches)
+        if index == 0 or number(launch.get("step")) < step
+    ]
+
+
+def plan_of(state: TrainState) -> Plan | None:
+    """Return the plan of a run; None if its config is of a version that this one cannot read."""
+    try:
+        return make_plan(build(Config, state.config), state.world_size)
+    except (UserError, TypeError, ValueError):
+        return None
+
+
+def newest_samples(run: RunFolder, last_step: int) -> list[tuple[int, str]]:
+    """Return the newest samples up to a step, each with its step."""
+    samples: list[tuple[int, str]] = []
+    for step in sorted(run.samples, reverse=True):
+        if step <= last_step and len(samples) < MOST_SAMPLES:
+            samples += [(step, text) for text in run.sample_texts(step)]
+    return samples[:MOST_SAMPLES]
+
+
 def sources_of(state: TrainState) -> list[dict[str, Any]]:
-    """Return the sources of the data, each with its public name and share of the sequences; with
-    its Hub id and tokens, where its folder is still there, unchanged.
+    """Return the sources of the data: public name, share of the sequences, Hub id and tokens.
+
+    Hub id and tokens are there only if the folder of the source is, unchanged.
     """
-    config = state.config
-    train = config.get("data.train")
+    train = state.config.get("data.train")
     paths = [source.get("path") for source in train] if isinstance(train, list) else [train]
     folders = dict(read_folder(str(path)) for path in paths)
     recorded = trained_sources(vars(state))
     total = sum(source.weight for source in recorded)
-    found = [
+    sources = [
         {
             "name": public_source(source.name),
             "share": source.weight / total,
@@ -162,12 +185,17 @@ def sources_of(state: TrainState) -> list[dict[str, Any]]:
         }
         for source in recorded
     ]
-    if len(found) == 1:
-        prepare = {key: config.get(f"data.prepare.{key}") for key in ("source", "path", "dataset")}
-        origins = ({"path": paths[0]}, prepare)
-        found[0]["name"] = public_name(str(paths[0] or "")) or "data"
-        found[0].setdefault("hub_id", next(filter(None, map(hub_id_of, origins)), None))
-    return found
+    if len(sources) == 1:
+        sources[0]["name"] = public_name(str(paths[0] or "")) or "data"
+        if "hub_id" not in sources[0]:
+            sources[0]["hub_id"] = configured_hub_id(paths[0], state.config)
+    return sources
+
+
+def configured_hub_id(path: Any, config: Mapping[str, Any]) -> str | None:
+    """Return the Hub data set that the path or the preparation in a config names, if any."""
+    prepare = {key: config.get(f"data.prepare.{key}") for key in ("source", "path", "dataset")}
+    return hub_id_of({"path": path}) or hub_id_of(prepare)
 
 
 def hub_id_of(prepared: Mapping[str, Any]) -> str | None:
@@ -183,22 +211,26 @@ def read_folder(path: str) -> tuple[str, dict[str, Any]]:
     try:
         if is_url(path) or not (Path(path) / INDEX).is_file():
             return "", {}
-        train, index = open_split(path, "train"), read_index(Path(path))
-        val = open_split(path, "val").tokens if index.splits.get("val") else None
+        train = open_split(path, "train")
+        index = read_index(Path(path))
+        val = open_split(path, "val") if index.splits.get("val") else None
     except (UserError, OSError):
         return "", {}
-    repo = hub_id_of(index.prepared)
-    return train.fingerprint, {"hub_id": repo, "train_tokens": train.tokens, "val_tokens": val}
+    return train.fingerprint, {
+        "hub_id": hub_id_of(index.prepared),
+        "train_tokens": train.tokens,
+        "val_tokens": val.tokens if val else None,
+    }
 
 
 def usable_prompt(tokenizer: Tokenizer) -> str:
     """Return a word that the tokenizer can encode."""
     try:
         tokenizer.encode("The")
+        return "The"
     except UserError:  # a vocabulary of characters without these
-        chars = map(tokenizer.decode, ([i] for i in range(tokenizer.vocab_size)))
-        return next((char for char in chars if char.isalnum()), tokenizer.decode([0]))
-    return "The"
+        characters = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
+        return next((one for one in characters if one.isalnum()), characters[0])
 
 
 # --------------------------------------------------------------------------- Markdown
@@ -229,7 +261,7 @@ def code(text: str) -> Markup:
 
 
 def fenced(text: str, language: str) -> Markup:
-    """Put text into a block of code that it cannot end, without control characters."""
+    """Put text into a block of code that the text cannot end; replace control characters."""
     text = UNSEEN.sub("\ufffd", text.replace("\r\n", "\n"))
     if len(text) > LONGEST_SAMPLE:
         text = f"{text[:LONGEST_SAMPLE]} [...]"

@@ -1,5 +1,6 @@
-"""Helpers of the scripts here: processes in turn, medians, tables, facts of the machine."""
+"""Helpers of the scripts here: commands, systems measured in turn, tables, facts of the machine."""
 
+import argparse
 import json
 import os
 import platform
@@ -17,7 +18,21 @@ import torch
 from accel_gpt.training.machine import commit, device_name, package_versions
 
 ROOT = Path(__file__).resolve().parents[1]
+OURS = ("-m", "accel_gpt.cli")
 Metrics = dict[str, float]
+Subjects = Mapping[str, Callable[[], Metrics]]
+
+
+def make_parser(doc: str | None, peer: bool) -> argparse.ArgumentParser:
+    """Return a parser with the options of every script; `peer`: it takes nanoGPT and a text."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if peer:
+        parser.add_argument("nanogpt", type=Path)
+        parser.add_argument("text", type=Path)
+    parser.add_argument("--json", type=Path, help="file for the report")
+    return parser
 
 
 def run_command(command: Sequence[str | Path], folder: Path | None = None, **env: str) -> str:
@@ -45,8 +60,13 @@ def last_json(output: str) -> Any:
     return json.loads(output.strip().splitlines()[-1])
 
 
+def read_records(out_dir: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that `work` takes, with what a GPU still computes for it."""
+    """Return the seconds that `work` takes on this machine and its GPU."""
     start = time.perf_counter()
     work()
     if torch.cuda.is_initialized():
@@ -54,9 +74,7 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def interleave(
-    subjects: Mapping[str, Callable[[], Metrics]], rounds: int
-) -> dict[str, list[Metrics]]:
+def interleave(subjects: Subjects, rounds: int) -> dict[str, list[Metrics]]:
     """Measure all subjects in turn, `rounds` times, so that a drift of the machine hits all."""
     found: dict[str, list[Metrics]] = {name: [] for name in subjects}
     for number in range(rounds):
@@ -73,12 +91,6 @@ def median(rounds: Sequence[Metrics], key: str) -> float:
     return statistics.median(metrics[key] for metrics in rounds)
 
 
-def window_means(values: Sequence[float], size: int) -> list[float]:
-    """Return the means of `size` values at a time."""
-    starts = range(0, len(values) - size + 1, size)
-    return [statistics.fmean(values[start : start + size]) for start in starts]
-
-
 def flags(options: Mapping[str, object]) -> list[str]:
     """Write options as the words of a command line; None and booleans as YAML has them."""
     words = []
@@ -88,44 +100,31 @@ def flags(options: Mapping[str, object]) -> list[str]:
     return words
 
 
-def machine_facts() -> dict[str, Any]:
-    """Describe the machine, its versions and this checkout: what a figure belongs to."""
+def start_report() -> dict[str, Any]:
+    """Print the machine, the versions and the commit that figures belong to; return them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
+    facts = {
         "device": device_name(device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_gb": round(memory / 1e9, 1),
         "load_average": os.getloadavg()[0],  # of the last minute: 0 on an idle machine
-        "platform": platform.platform(),
         "versions": {"python": platform.python_version(), **package_versions()},
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
     }
-
-
-def headline(facts: Mapping[str, Any]) -> str:
-    """Write the facts as one line."""
-    parts = [
-        str(facts["device"]),
-        f"{facts['cores']} cores",
-        f"{facts['threads']} threads",
-        f"load {facts['load_average']:.1f}",
-        f"torch {facts['versions']['torch']}",
-        f"commit {facts['commit']}",
-        str(facts["date"]),
-    ]
-    return ", ".join(parts)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Write a table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+    print(", ".join(f"{key} {value}" for key, value in facts.items() if key != "versions"))
+    return {"facts": facts}
 
 
 def save_report(path: Path | None, report: Mapping[str, Any]) -> None:
     """Write the report as JSON if `path` is given."""
     if path:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table in Markdown."""
+    print()
+    for line in (head, ["---"] * len(head), *rows):
+        print("| " + " | ".join(line) + " |")
+    print(flush=True)

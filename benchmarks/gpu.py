@@ -12,7 +12,7 @@ ablations: ours with all logits at once, with Muon, uncompiled and in float32, a
     micro-batch.
 first_step: seconds from the first batch to the end of the update, compiler cache cold and warm.
 
-`benchmarks/throughput.py --only checkpoint` measures saves from the card, too.
+`benchmarks/disk_io.py --only checkpoint` measures saves from the card, too.
 
 `--tiny` runs a tiny model uncompiled on a CPU: it tests this file and measures nothing.
 """
@@ -29,18 +29,20 @@ from typing import Any
 
 import torch
 from common import (
+    OURS,
     ROOT,
     Metrics,
+    Subjects,
     flags,
-    headline,
     interleave,
-    machine_facts,
+    make_parser,
     median,
+    print_table,
     run_command,
     save_report,
-    table,
+    start_report,
 )
-from peers import CHARS, GPT2, OURS, Job, Subjects, accel_gpt, copy_nanogpt, nanogpt, trainer
+from peers import CHARS, GPT2, Job, accel_gpt, copy_nanogpt, nanogpt, trainer
 
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.cost.devices import peak_flops
@@ -65,22 +67,16 @@ WHOLE_LOGITS = (
 
 def main() -> None:
     """Measure what `--only` names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("nanogpt", type=Path)
-    parser.add_argument("text", type=Path)
+    parser = make_parser(__doc__, peer=True)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--micro_batches", nargs="+", type=int, default=[16, 32, 64])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", type=Path, help="file for the report")
     args = parser.parse_args()
     if not args.tiny and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device; run it on a machine with one, or with --tiny")
     job = TINY_JOB if args.tiny else JOB
-    report: dict[str, Any] = {"facts": machine_facts()}
-    print(headline(report["facts"]))
+    report = start_report()
     with tempfile.TemporaryDirectory() as folder:
         copy_nanogpt(args.nanogpt, args.text, Path(folder), {job.data})
         for name in args.only:
@@ -95,7 +91,7 @@ def speed(args: argparse.Namespace, work: Path, job: Job) -> dict[int, Any]:
     compiled = not args.tiny  # compiling takes longer than a test may
     for batch_size in args.micro_batches:
         at = replace(job, batch_size=batch_size)
-        subjects: Subjects = {
+        subjects = {
             "nanoGPT": partial(nanogpt, work, at, compiled=compiled),
             "Trainer": partial(trainer, work, at, compiled=compiled, bf16=not args.tiny),
             "accel_gpt": ours(args, work, at),
@@ -107,7 +103,7 @@ def speed(args: argparse.Namespace, work: Path, job: Job) -> dict[int, Any]:
 def ablations(args: argparse.Namespace, work: Path, job: Job) -> dict[str, list[Metrics]]:
     """Compare ours with ours without one thing."""
     at = replace(job, batch_size=min(args.micro_batches))
-    subjects: Subjects = {
+    subjects = {
         "accel_gpt": ours(args, work, at),
         "all logits at once": ours(args, work, at, start=WHOLE_LOGITS),
         "Muon": ours(args, work, at, more=("--optim.name", "muon")),
@@ -186,7 +182,7 @@ def compare(args: argparse.Namespace, job: Job, subjects: Subjects) -> dict[str,
     first = next(iter(found))
     head = [f"{job.batch_size} x {job.block_size} tokens", "ms a step", "tokens/s", "MFU"]
     head += [f"tokens/s of {first}'s", "GB", f"GB of {first}'s"]
-    print("\n" + table(head, rows) + "\n", flush=True)
+    print_table(head, rows)
     return found
 
 

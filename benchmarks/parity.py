@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, flags, headline, machine_facts, save_report
+from common import ROOT, flags, make_parser, save_report, start_report
 from torch import nn
 
 from accel_gpt import train
@@ -49,16 +49,10 @@ NAMES = {  # nanoGPT's names of weights, and ours
 
 def main(argv: list[str]) -> int:
     """Train both, step by step, and print their losses; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("nanogpt", type=Path)
-    parser.add_argument("text", type=Path)
+    parser = make_parser(__doc__, peer=True)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--json", type=Path, help="file for the report")
     args, options = parser.parse_known_args(argv)
-    facts = machine_facts()
-    print(headline(facts))
+    report = start_report()
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(args, options, Path(folder))
         losses = train_both(args.nanogpt, config, args.steps)
@@ -69,7 +63,7 @@ def main(argv: list[str]) -> int:
     largest = max(differences)
     at_step = differences.index(largest) + 1
     print(f"largest difference in {args.steps} steps: {largest:.2e}, at step {at_step}")
-    save_report(args.json, {"facts": facts, "losses": losses, "largest": largest})
+    save_report(args.json, {**report, "losses": losses, "largest": largest})
     return int(largest > LIMIT)
 
 

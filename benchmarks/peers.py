@@ -1,7 +1,7 @@
 """Compare speed, memory and loss with nanoGPT and transformers' Trainer on this machine's CPU.
 
     python benchmarks/peers.py NANOGPT TEXT [--only steps whole] [--sizes char4 char6 gpt2]
-        [--systems NAME ...] [--rounds 3] [--steps N] [--batch N] [--json FILE]
+        [--systems NAME ...] [--rounds 3] [--steps N] [--json FILE]
 
 NANOGPT is a checkout of karpathy/nanoGPT, run unmodified in a copy. TEXT is tinyshakespeare. The
 size gpt2 needs GPT-2's vocabulary; without a network, set TIKTOKEN_CACHE_DIR.
@@ -26,7 +26,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,50 +34,41 @@ from typing import Any
 
 import torch
 from common import (
+    OURS,
     ROOT,
     Metrics,
+    Subjects,
     flags,
-    headline,
     interleave,
     last_json,
-    machine_facts,
+    make_parser,
     median,
+    print_table,
+    read_records,
     run_command,
     save_report,
-    table,
+    start_report,
     timed,
-    window_means,
 )
 
 CHARS = "shakespeare_char"  # folders of nanoGPT's data
 GPT2 = "shakespeare"
 VOCAB_SIZES = {CHARS: 65, GPT2: 50304}  # as nanoGPT's models have them
-Subjects = dict[str, Callable[[], Metrics]]
 
 
 def main() -> None:
     """Measure what `--only` names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("nanogpt", type=Path)
-    parser.add_argument("text", type=Path)
-    parser.add_argument("--only", nargs="+", choices=["steps", "whole"], default=["steps", "whole"])
+    parser = make_parser(__doc__, peer=True)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
     parser.add_argument("--systems", nargs="+", help="names as in the table; default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="in place of each size's own")
-    parser.add_argument("--batch", type=int, help="sequences a step, in place of each size's own")
-    parser.add_argument("--json", type=Path, help="file for the report")
     args = parser.parse_args()
-    report: dict[str, Any] = {"facts": machine_facts()}
-    print(headline(report["facts"]))
+    report = start_report()
     with tempfile.TemporaryDirectory() as folder:
-        if "steps" in args.only:
-            report["steps"] = compare_steps(args, Path(folder))
-            save_report(args.json, report)
-        if "whole" in args.only:
-            report["whole"] = compare_whole_commands(args, Path(folder))
+        for name in args.only:
+            report[name] = PARTS[name](args, Path(folder))
             save_report(args.json, report)
 
 
@@ -105,8 +96,11 @@ class Job:
         return self.batch_size * self.block_size
 
     def step_ms(self, times_ms: Sequence[float]) -> float:
-        """Return the milliseconds of a step, given those of all steps in a row."""
-        return statistics.median(window_means(times_ms[self.warmup_steps :], self.window))
+        """Return the milliseconds of a step, given the times of all steps in a row."""
+        counted = times_ms[self.warmup_steps :]
+        starts = range(0, len(counted) - self.window + 1, self.window)
+        means = [statistics.fmean(counted[start : start + self.window]) for start in starts]
+        return statistics.median(means)
 
 
 SIZES = {
@@ -130,17 +124,13 @@ def compare_steps(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     copy_nanogpt(args.nanogpt, args.text, work, {SIZES[size].data for size in args.sizes})
     report = {}
     for size in args.sizes:
-        job = SIZES[size]
-        if args.steps:
-            job = replace(job, steps=args.steps)
-        if args.batch:
-            job = replace(job, batch_size=args.batch)
+        job = replace(SIZES[size], steps=args.steps or SIZES[size].steps)
         subjects = systems(work, job)
         chosen = args.systems or list(subjects)
         found = interleave({name: subjects[name] for name in chosen}, args.rounds)
         report[size] = {"job": asdict(job), "rounds": found}
         print(f"\n{size}: {job.n_layer} layers x {job.n_embd}, {job.block_size} tokens of context")
-        print("\n" + format_steps(job, found) + "\n", flush=True)
+        print_steps(job, found)
     return report
 
 
@@ -152,19 +142,15 @@ def systems(work: Path, job: Job) -> Subjects:
         "Trainer": partial(trainer, work, job, compiled=False, bf16=False),
         "Trainer, compiled": partial(trainer, work, job, compiled=True, bf16=False),
         "Trainer, bf16": partial(trainer, work, job, compiled=False, bf16=True),
-        "Trainer, bf16 compiled": partial(trainer, work, job, compiled=True, bf16=True),
         "accel_gpt": partial(accel_gpt, work, job, precision="no", compiled="false"),
         "accel_gpt, compiled": partial(accel_gpt, work, job, precision="no", compiled="true"),
         "accel_gpt, bf16": partial(accel_gpt, work, job, precision="bf16", compiled="false"),
-        "accel_gpt, bf16 compiled": partial(
-            accel_gpt, work, job, precision="bf16", compiled="true"
-        ),
         "accel_gpt, auto": partial(accel_gpt, work, job, precision="auto", compiled="auto"),
     }
 
 
-def format_steps(job: Job, found: Mapping[str, Sequence[Metrics]]) -> str:
-    """Write medians, and the tokens/s of each of our forms over those of every system."""
+def print_steps(job: Job, found: Mapping[str, Sequence[Metrics]]) -> None:
+    """Print medians, and the tokens/s of each of our forms over those of every system."""
     step_ms = {name: median(rounds, "step_ms") for name, rounds in found.items()}
     ours = [name for name in step_ms if name.startswith("accel_gpt")]
     rows = []
@@ -174,7 +160,7 @@ def format_steps(job: Job, found: Mapping[str, Sequence[Metrics]]) -> str:
         ratios = [f"{ms / step_ms[form]:.2f}" for form in ours]
         rows.append([name, f"{ms:,.1f}", f"{rate:,.0f}", f"{memory:.2f}", *ratios])
     head = [f"{job.batch_size} x {job.block_size} tokens", "ms a step", "tokens/s", "GB"]
-    return table([*head, *(f"{form} over it" for form in ours)], rows)
+    print_table([*head, *(f"{form} over it" for form in ours)], rows)
 
 
 def copy_nanogpt(nanogpt: Path, text: Path, work: Path, data: Iterable[str]) -> Path:
@@ -287,9 +273,6 @@ def trainer(work: Path, job: Job, compiled: bool, bf16: bool) -> Metrics:
     return {"step_ms": job.step_ms(found["times_ms"]), "memory_gb": found["memory_gb"]}
 
 
-OURS = ("-m", "accel_gpt.cli")
-
-
 def accel_gpt(
     work: Path,
     job: Job,
@@ -304,6 +287,7 @@ def accel_gpt(
     options: dict[str, object] = {
         "out_dir": out,
         "data.train": work / "nanoGPT/data" / job.data,
+        "data.tokenizer": "gpt2" if job.data == GPT2 else None,
         "model.n_layer": job.n_layer,
         "model.n_head": job.n_head,
         "model.n_embd": job.n_embd,
@@ -324,13 +308,10 @@ def accel_gpt(
         "sample.every": 0,
         "checkpoint.every": 0,
     }
-    if job.data == GPT2:
-        options["data.tokenizer"] = "gpt2"
     config = work / "empty.yaml"
     config.write_text("{}\n")
     run_command([sys.executable, *start, "train", config, *flags(options), *more], work)
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    records = [record for record in records if "perf/step_ms" in record]
+    records = [record for record in read_records(out) if "perf/step_ms" in record]
     counted = records[job.warmup_steps // job.window :]
     return {
         "step_ms": statistics.median(record["perf/step_ms"] for record in counted),
@@ -367,7 +348,6 @@ def compare_whole_commands(args: argparse.Namespace, work: Path) -> dict[str, li
     Our runs take another seed each round; nanoGPT's seed is fixed. `--steps` shortens all of them.
     """
     copy = copy_nanogpt(args.nanogpt, args.text, work, {CHARS})
-    subjects: Subjects = {"nanoGPT": partial(whole_nanogpt, copy, args.steps)}
     settings: dict[str, object] = {
         "source": "text",
         "path": args.text.resolve(),
@@ -376,6 +356,7 @@ def compare_whole_commands(args: argparse.Namespace, work: Path) -> dict[str, li
         "val_fraction": 0.1,
     }
     run_command([sys.executable, *OURS, "prepare", *flags(settings)])
+    subjects = {"nanoGPT": partial(whole_nanogpt, copy, args.steps)}
     for name in CONFIGS:
         subjects[name] = partial(whole_ours, name, work, args.steps, itertools.count())
     found = interleave(subjects, args.rounds)
@@ -385,8 +366,7 @@ def compare_whole_commands(args: argparse.Namespace, work: Path) -> dict[str, li
         ratio = seconds / median(found["nanoGPT"], "seconds")
         loss = statistics.mean(metrics["val_loss"] for metrics in rounds)
         rows.append([name, f"{seconds:.1f}", f"{ratio:.3f}", f"{loss:.4f}"])
-    head = ["whole command", "seconds", "of nanoGPT's", "val loss, mean"]
-    print("\n" + table(head, rows) + "\n", flush=True)
+    print_table(["whole command", "seconds", "of nanoGPT's", "val loss, mean"], rows)
     return found
 
 
@@ -396,15 +376,11 @@ def whole_nanogpt(copy: Path, steps: int | None) -> Metrics:
     if steps:
         command += [f"--max_iters={steps}", f"--eval_interval={steps}"]
     seconds = timed(lambda: run_command(command, copy))
-    return {
-        "seconds": seconds,
-        **last_json(run_command([sys.executable, "-c", WHOLE_VAL_LOSS], copy)),
-    }
+    evaluated = last_json(run_command([sys.executable, "-c", WHOLE_VAL_LOSS], copy))
+    return {"seconds": seconds, **evaluated}
 
 
-def whole_ours(
-    config: str, work: Path, steps: int | None, seeds: "itertools.count[int]"
-) -> Metrics:
+def whole_ours(config: str, work: Path, steps: int | None, seeds: Iterator[int]) -> Metrics:
     """Run `accelerate launch` of a config, which evaluates the whole val split at its end."""
     out = work / "run"
     options: dict[str, object] = {
@@ -419,9 +395,12 @@ def whole_ours(
     command += [ROOT / "accelerate_config.yaml", ROOT / "accel_gpt/train.py"]
     command += [ROOT / f"configs/{config}.yaml", *flags(options)]
     seconds = timed(lambda: run_command(command))
-    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    val_loss = read_records(out)[-1]["eval/whole_val_loss"]
     shutil.rmtree(out)
-    return {"seconds": seconds, "val_loss": last["eval/whole_val_loss"]}
+    return {"seconds": seconds, "val_loss": val_loss}
+
+
+PARTS = {"steps": compare_steps, "whole": compare_whole_commands}
 
 
 if __name__ == "__main__":

@@ -43,25 +43,24 @@ def peer(tmp_path: Path) -> tuple[str, str]:
     return str(Path(os.environ["ACCEL_GPT_PEERS"]) / "nanoGPT"), str(text)
 
 
-def test_throughput_without_a_vocabulary(tmp_path: Path) -> None:
-    options = ("--only", "load", "checkpoint", "upload", "--rounds", "1", "--tiny")
-    found = report_of(tmp_path, "throughput.py", *options)
+def test_loading_and_checkpoints(tmp_path: Path) -> None:
+    options = ("--only", "load", "checkpoint", "--rounds", "1", "--tiny")
+    found = report_of(tmp_path, "disk_io.py", *options)
     assert set(found["load"]) == {
         "nanoGPT's get_batch",
         "accel_gpt, 1 shard",
         "accel_gpt, 1,000 shards",
     }
     assert len(found["checkpoint"]["saves"]["accel_gpt, async_save"]) == 2
-    assert set(found["upload"]) == {"without copies", "with copies"}
 
 
 @pytest.mark.usefixtures("gpt2_vocabulary")
-def test_throughput_of_a_preparation(tmp_path: Path) -> None:
+def test_a_preparation(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     line = json.dumps({"text": text_of(500)}) + "\n"
     text.write_text(line * 3, encoding="utf-8")
     options = ("--only", "prepare", "--rounds", "1", "--text", str(text))
-    found = report_of(tmp_path, "throughput.py", *options)
+    found = report_of(tmp_path, "disk_io.py", *options)
     assert set(found["prepare"]) == {"tiktoken, one thread", "accel-gpt prepare, 2 workers"}
 
 

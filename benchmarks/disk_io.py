@@ -1,19 +1,17 @@
-"""Measure what moves data: loading batches, preparing text, checkpoints, and their upload.
+"""Measure what moves data: loading batches, preparing text, saving checkpoints.
 
-    python benchmarks/throughput.py [--only load prepare checkpoint upload] [--rounds 3]
-        [--text TEXT.jsonl] [--workers 2] [--target FOLDER_OR_URL] [--json FILE] [--tiny]
+    python benchmarks/disk_io.py [--only load prepare checkpoint] [--rounds 3]
+        [--text TEXT.jsonl] [--workers 2] [--json FILE] [--tiny]
 
 load: tokens/s of batches of 12 x 1,024 tokens as training gets them, from one shard and from 1,000,
     beside nanoGPT's get_batch on the same tokens.
-prepare: MB/s of text and memory of the largest process of `accel-gpt prepare` with GPT-2's
-    tokenizer, beside tiktoken's own encoding on one thread. TEXT.jsonl has one document a line,
-    under "text"; 100 MB or more give steady figures. Default: the sources of Python's standard
-    library. It needs GPT-2's vocabulary; without a network, set TIKTOKEN_CACHE_DIR.
+prepare: MB/s of `accel-gpt prepare` with GPT-2's tokenizer, beside tiktoken's own encoding on one
+    thread. TEXT.jsonl has one document a line, under "text"; 100 MB or more give steady figures.
+    Default: the sources of Python's standard library. It needs GPT-2's vocabulary; without a
+    network, set TIKTOKEN_CACHE_DIR.
 checkpoint: seconds in which training stands still for a checkpoint of GPT-2 124M with AdamW, with
     and without checkpoint.async_save, beside torch.save and fsync of the same tensors; and seconds
     to verify the checkpoint's hashes.
-upload: the median step of a small run and the seconds of its whole command, with and without
-    checkpoint.copy_to. Default target: a folder on this disk. Give s3://bucket/folder for yours.
 
 All figures are medians over the rounds. `--tiny` measures nothing: it tests this file.
 """
@@ -27,7 +25,6 @@ import statistics
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,19 +32,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 from accelerate import Accelerator
 from common import (
+    OURS,
     Metrics,
+    Subjects,
     flags,
-    headline,
     interleave,
-    machine_facts,
+    make_parser,
     median,
+    print_table,
     run_command,
     save_report,
-    table,
+    start_report,
     timed,
 )
 
@@ -69,25 +67,19 @@ from accel_gpt.training.state import TrainState
 
 BATCH_SIZE = 12
 BLOCK_SIZE = 1024
-OURS = (sys.executable, "-m", "accel_gpt.cli")
 Tokens = npt.NDArray[np.uint16]
 
 
 def main() -> None:
     """Measure what `--only` names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, peer=False)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--text", type=Path, help="JSON lines")
     parser.add_argument("--workers", type=int, default=2, help="of accel-gpt prepare")
-    parser.add_argument("--target", help="folder or URL of the copies")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", type=Path, help="file for the report")
     args = parser.parse_args()
-    report: dict[str, Any] = {"facts": machine_facts()}
-    print(headline(report["facts"]))
+    report = start_report()
     for name in args.only:
         print(f"\n{name}\n", flush=True)
         with tempfile.TemporaryDirectory() as folder:
@@ -95,49 +87,53 @@ def main() -> None:
         save_report(args.json, report)
 
 
+def compare(
+    subjects: Subjects, rounds: int, key: str, head: Sequence[str], left_out: int = 0
+) -> dict[str, list[Metrics]]:
+    """Measure the subjects in turn; print all metrics, and `key` over that of the first subject.
+
+    The first `left_out` rounds do not count.
+    """
+    found = interleave(subjects, rounds + left_out)
+    counted = {name: metrics[left_out:] for name, metrics in found.items()}
+    first = median(next(iter(counted.values())), key)
+    rows = []
+    for name, metrics in counted.items():
+        figures = [f"{median(metrics, one):,.4g}" for one in metrics[0]]
+        rows.append([name, *figures, f"{median(metrics, key) / first:.3f}"])
+    print_table(head, rows)
+    return found
+
+
 # --------------------------------------------------------------------------- loading batches
 
 
 def load(args: argparse.Namespace, work: Path) -> dict[str, list[Metrics]]:
     """Compare tokens/s of our loader and of nanoGPT's get_batch."""
-    tokens = random_tokens(200_000 if args.tiny else 100_000_000)
+    count = 200_000 if args.tiny else 100_000_000
     calls = 5 if args.tiny else 2000
+    tokens = np.random.default_rng(0).integers(0, 256, count).astype(np.uint16)
     tokens.tofile(work / "train.bin")
     one = open_loader(tokens, 1, work / "one")
     many = open_loader(tokens, 10 if args.tiny else 1000, work / "many")
     subjects = {
-        "nanoGPT's get_batch": partial(load_rate, lambda: nanogpt_get_batch(work), calls),
-        "accel_gpt, 1 shard": partial(load_rate, lambda: next(one), calls),
-        "accel_gpt, 1,000 shards": partial(load_rate, lambda: next(many), calls),
+        "nanoGPT's get_batch": partial(load_rate, partial(nanogpt_get_batch, work), calls),
+        "accel_gpt, 1 shard": partial(load_rate, partial(next, one), calls),
+        "accel_gpt, 1,000 shards": partial(load_rate, partial(next, many), calls),
     }
-    found = interleave(subjects, args.rounds)
+    head = ["batches of 12 x 1,024 tokens", "tokens/s", "of nanoGPT's"]
+    found = compare(subjects, args.rounds, "tokens_per_second", head)
     one.close()
     many.close()
-    rows = []
-    peer = median(found["nanoGPT's get_batch"], "tokens_per_second")
-    for name, rounds in found.items():
-        rate = median(rounds, "tokens_per_second")
-        rows.append([name, f"{rate:,.0f}", f"{rate / peer:.2f}"])
-    print("\n" + table(["batches of 12 x 1,024 tokens", "tokens/s", "of nanoGPT's"], rows))
     return found
 
 
-def random_tokens(count: int) -> Tokens:
-    """Draw tokens, the same each time."""
-    return np.random.default_rng(0).integers(0, 256, count).astype(np.uint16)
-
-
-def write_shards(tokens: Tokens, shards: int, folder: Path) -> None:
-    """Write `tokens` in plain .npy shards, and a val shard beside them."""
+def open_loader(tokens: Tokens, shards: int, folder: Path) -> Loader:
+    """Write `tokens` in plain .npy shards, and open them as a training run does."""
     folder.mkdir()
     for number, part in enumerate(np.array_split(tokens, shards)):
         np.save(folder / f"tokens_train_{number:06d}.npy", part)
     np.save(folder / "tokens_val_000000.npy", tokens[: 10 * BLOCK_SIZE])
-
-
-def open_loader(tokens: Tokens, shards: int, folder: Path) -> Loader:
-    """Write `tokens` in shards and open them as a training run does."""
-    write_shards(tokens, shards, folder)
     options: dict[str, object] = {
         "data.train": folder,
         "data.tokenizer": "bytes",
@@ -146,16 +142,10 @@ def open_loader(tokens: Tokens, shards: int, folder: Path) -> Loader:
         "train.tokens_per_step": BATCH_SIZE * BLOCK_SIZE,
         "train.max_steps": 10**6,
     }
-    config = empty_config(folder.parent)
-    config = load_config([str(config), *flags(options)], "benchmarks/throughput.py")
+    empty = folder.parent / "empty.yaml"
+    empty.write_text("{}\n")
+    config = load_config([str(empty), *flags(options)], "benchmarks/disk_io.py")
     return open_corpus(config).loader(make_plan(config, 1), 0, torch.device("cpu"), 0)
-
-
-def empty_config(folder: Path) -> Path:
-    """Write a config that changes no default."""
-    path = folder / "empty.yaml"
-    path.write_text("{}\n")
-    return path
 
 
 def nanogpt_get_batch(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,24 +189,21 @@ def prepare(args: argparse.Namespace, work: Path) -> dict[str, list[Metrics]]:
         "workers": args.workers,
     }
 
+    def encode() -> Metrics:
+        command = [sys.executable, "-c", TIKTOKEN, text]
+        return {"mb_per_second": megabytes / timed(lambda: run_command(command))}
+
     def ours() -> Metrics:
         shutil.rmtree(work / "prepared", ignore_errors=True)
-        return watch([*OURS, "prepare", *flags(options)], megabytes)
+        command = [sys.executable, *OURS, "prepare", *flags(options)]
+        return {"mb_per_second": megabytes / timed(lambda: run_command(command))}
 
     subjects = {
-        "tiktoken, one thread": lambda: watch([sys.executable, "-c", TIKTOKEN, text], megabytes),
+        "tiktoken, one thread": encode,
         f"accel-gpt prepare, {args.workers} workers": ours,
     }
-    found = interleave(subjects, args.rounds)
-    rows = []
-    thread = median(found["tiktoken, one thread"], "mb_per_second")
-    for name, rounds in found.items():
-        rate = median(rounds, "mb_per_second")
-        memory = median(rounds, "largest_process_mb")
-        rows.append([name, f"{rate:.2f}", f"{rate / thread:.2f}", f"{memory:.0f}"])
-    head = [f"{megabytes:.0f} MB of text", "MB/s", "of one thread's", "MB of the largest process"]
-    print("\n" + table(head, rows))
-    return found
+    head = [f"{megabytes:.0f} MB of text", "MB/s", "of one thread's"]
+    return compare(subjects, args.rounds, "mb_per_second", head)
 
 
 def write_library(path: Path, files: int | None) -> Path:
@@ -228,29 +215,6 @@ def write_library(path: Path, files: int | None) -> Path:
                 text = source.read_text(encoding="utf-8", errors="replace")
                 file.write(json.dumps({"text": text}) + "\n")
     return path
-
-
-def watch(command: Sequence[str | Path], megabytes: float) -> Metrics:
-    """Run a command; measure its MB/s and the memory of its largest process.
-
-    Memory is the proportional set size, which counts shared pages once.
-    """
-    start = time.perf_counter()
-    largest = 0.0
-    with tempfile.TemporaryFile() as output:
-        process = psutil.Popen([str(word) for word in command], stdout=output, stderr=output)
-        while process.poll() is None:
-            try:
-                for one in (process, *process.children(recursive=True)):
-                    largest = max(largest, one.memory_full_info().pss / 1e6)
-            except psutil.Error:
-                pass  # a process ended meanwhile
-            time.sleep(0.1)
-        seconds = time.perf_counter() - start
-        if process.returncode:
-            output.seek(0)
-            sys.exit(f"{command[:3]} failed:\n{output.read().decode()[-3000:]}")
-    return {"mb_per_second": megabytes / seconds, "largest_process_mb": largest}
 
 
 # --------------------------------------------------------------------------- checkpoints
@@ -277,25 +241,17 @@ def checkpoint(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     subjects: dict[str, Callable[[], Metrics]] = {
         "torch.save and fsync": partial(save_plainly, gpt, optimizer, work / "plain.bin")
     }
-    writers = {}
     for name, asynchronous in (("accel_gpt", False), ("accel_gpt, async_save", True)):
         settings = CheckpointConfig(async_save=asynchronous, keep_last=1)
         config = Config(out_dir=str(work / name), checkpoint=settings)
         Path(config.out_dir).mkdir()
-        writers[name] = CheckpointWriter(accelerator, config, BytesTokenizer(), print)
-        subjects[name] = partial(save_with, writers[name], state, gpt, optimizer)
-    found = interleave(subjects, args.rounds + 1)
-    rows = []
-    plain = median(found["torch.save and fsync"][1:], "stands_still_s")
-    for name, metrics in found.items():
-        stall = median(metrics[1:], "stands_still_s")
-        done = median(metrics[1:], "on_disk_s")
-        rows.append([name, f"{stall:.2f}", f"{stall / plain:.3f}", f"{done:.2f}"])
-    head = ["save", "training stands still, s", "of torch.save's", "on disk after, s"]
-    print("\n" + table(head, rows))
-    saved = Path(writers["accel_gpt"].out_dir) / "checkpoints"
-    verification = measure_verification(saved / step_name(checkpoint_steps(saved)[-1]), args.rounds)
-    return {"saves": found, "verification": verification}
+        writer = CheckpointWriter(accelerator, config, BytesTokenizer(), print)
+        subjects[name] = partial(save_with, writer, state, gpt, optimizer)
+    head = ["save", "training stands still, s", "on disk after, s", "of torch.save's stand"]
+    found = compare(subjects, args.rounds, "stands_still_s", head, left_out=1)
+    saved = work / "accel_gpt" / "checkpoints"
+    path = saved / step_name(checkpoint_steps(saved)[-1])
+    return {"saves": found, "verification": measure_verification(path, args.rounds)}
 
 
 def save_plainly(gpt: GPT, optimizer: torch.optim.Optimizer, path: Path) -> Metrics:
@@ -319,83 +275,23 @@ def save_with(writer: CheckpointWriter, state: TrainState, gpt: GPT, optimizer: 
 
 
 def measure_verification(path: Path, rounds: int) -> list[float]:
-    """Time the verification of a checkpoint's hashes, its files read from the disk."""
+    """Time the verification of a checkpoint's hashes, its files read from the disk (on Linux)."""
     files = [file for file in path.iterdir() if file.is_file()]
     seconds = []
     for _ in range(rounds):
-        drop_from_page_cache(files)
+        for one in files:
+            with one.open("rb") as file:  # drop it from the page cache
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         seconds.append(timed(lambda: verify(path)))
     gigabytes = sum(file.stat().st_size for file in files) / 1e9
-    print(f"\nverification of {gigabytes:.2f} GB: {statistics.median(seconds):.2f} s")
+    print(f"verification of {gigabytes:.2f} GB: {statistics.median(seconds):.2f} s")
     return seconds
-
-
-def drop_from_page_cache(files: Sequence[Path]) -> None:
-    """Make the next read of these files come from the disk; Linux only."""
-    for path in files:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-# --------------------------------------------------------------------------- uploads
-
-
-def upload(args: argparse.Namespace, work: Path) -> dict[str, list[Metrics]]:
-    """Compare a run that copies its checkpoints elsewhere with one that does not."""
-    write_shards(random_tokens(200_000), 1, work / "data")
-    target = args.target or str(work / "copies")
-    rounds = itertools.count()
-    subjects = {
-        "without copies": lambda: train(args, work, None),
-        "with copies": lambda: train(args, work, f"{target}/{next(rounds)}"),
-    }
-    found = interleave(subjects, args.rounds)
-    rows = []
-    for name, metrics in found.items():
-        step_ms, seconds = median(metrics, "step_ms"), median(metrics, "seconds")
-        rows.append([name, f"{step_ms:.2f}", f"{seconds:.1f}"])
-    print("\n" + table(["checkpoints", "ms a step, median", "s of the whole command"], rows))
-    return found
-
-
-def train(args: argparse.Namespace, work: Path, copy_to: str | None) -> Metrics:
-    """Train a small model with a checkpoint every 50 steps."""
-    out = work / "run"
-    shutil.rmtree(out, ignore_errors=True)
-    steps = 4 if args.tiny else 400
-    options: dict[str, object] = {
-        "out_dir": out,
-        "data.train": work / "data",
-        "data.tokenizer": "bytes",
-        "model.n_layer": 4,
-        "model.n_head": 4,
-        "model.n_embd": 32 if args.tiny else 256,
-        "model.block_size": 64,
-        "train.tokens_per_step": 768,
-        "train.micro_batch_size": 12,
-        "train.max_steps": steps,
-        "schedule.warmup_steps": steps // 2,
-        "checkpoint.every": steps // 8 or 1,
-        "checkpoint.keep_best": False,
-        "eval.every": 0,
-        "eval.tokens": 64,
-        "sample.every": 0,
-        "log.every": 1,
-    }
-    if copy_to:
-        options["checkpoint.copy_to"] = copy_to
-    command = [*OURS, "train", empty_config(work), *flags(options)]
-    seconds = timed(lambda: run_command(command))
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    step_ms = statistics.median(record["perf/step_ms"] for record in records[steps // 4 :])
-    return {"step_ms": step_ms, "seconds": seconds}
 
 
 PARTS: dict[str, Callable[[argparse.Namespace, Path], Any]] = {
     "load": load,
     "prepare": prepare,
     "checkpoint": checkpoint,
-    "upload": upload,
 }
 
 

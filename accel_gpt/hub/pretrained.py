@@ -1,7 +1,7 @@
-"""A pretrained model: a run or checkpoint of ours, a transformers folder, or a Hub repository.
+"""Find a pretrained model: a run or checkpoint of ours, a transformers folder, or a Hub repository.
 
-Finds it and reads its shape, for a config that starts from it; `load.py` loads its weights. Needs
-no torch.
+Reads its shape and its tokenizer for a config that starts from it; `load.py` loads its weights.
+Needs no torch.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ GPT2_SHAPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A pretrained model that was found."""
+    """A pretrained model and where it lies."""
 
     name: str  # as the user wrote it
     folder: Path
@@ -50,13 +50,13 @@ class Pretrained:
 
     @property
     def tokenizer(self) -> Path | None:
-        """What `load_tokenizer` reads: the file, or the folder of GPT-2's two; None: nothing."""
+        """Return tokenizer.json, or the folder of vocab.json and merges.txt, if the model has them."""
         if (self.folder / "tokenizer.json").is_file():
             return self.folder / "tokenizer.json"
         return self.folder if (self.folder / "vocab.json").is_file() else None
 
     def shape(self) -> dict[str, Any]:
-        """Read the fields of `ModelConfig` that describe its shape, `vocab_size` among them."""
+        """Read the fields of `ModelConfig` that describe its shape, with `vocab_size`."""
         if self.is_checkpoint:
             config, vocab_size = read_shape(self.folder)
             fields = asdict(config)
@@ -73,7 +73,7 @@ class Pretrained:
 
 
 def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
-    """Find the model in a folder or on the Hub, of which only the small files are downloaded.
+    """Find a model in a folder, or on the Hub, from which it downloads only the small files.
 
     `checkpoint`: last, best or a step of a run. Raises `UserError` if there is no model.
     """
@@ -103,7 +103,9 @@ def check_initial_tokenizer(config: Config) -> None:
     folder. A run that has checkpoints starts from those. Raises `UserError` if the tokenizers
     differ, or if the weights have fewer tokens than the tokenizer.
     """
-    name, prepare, folder = config.model.init_from, config.data.prepare, config.data.folder
+    name = config.model.init_from
+    prepare = config.data.prepare
+    folder = config.data.folder
     if name == "scratch" or not folder or RunFolder(config.out_dir).checkpoints:
         return
     pretrained = find_pretrained(name)
@@ -123,8 +125,8 @@ def check_initial_tokenizer(config: Config) -> None:
         owner = f"data.prepare.tokenizer {prepare.tokenizer}"
         tokenizer = named_tokenizer(prepare.tokenizer, "data.prepare.tokenizer")
     if pretrained.tokenizer:
-        ours = load_tokenizer(pretrained.tokenizer)
-        ours.require_same(tokenizer, f"model.init_from {name}", owner, UserError)
+        of_weights = load_tokenizer(pretrained.tokenizer)
+        of_weights.require_same(tokenizer, f"model.init_from {name}", owner, UserError)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     require(
         vocab_size >= tokenizer.vocab_size,
@@ -148,7 +150,8 @@ def inherit(given: Mapping[str, Any]) -> dict[str, Any]:
 
     `given`: the keys that the user set, dotted. Raises `UserError` if one contradicts the shape.
     """
-    name, run = given["model.init_from"], RunFolder(given.get("out_dir", Config.out_dir))
+    name = given["model.init_from"]
+    run = RunFolder(given.get("out_dir", Config.out_dir))
     if run.checkpoints and run.config.get("model.init_from") == name:
         # the run resumes even if the model that it started from is gone or out of reach
         return {
@@ -159,15 +162,16 @@ def inherit(given: Mapping[str, Any]) -> dict[str, Any]:
     pretrained = find_pretrained(name)
     inherited = inherit_shape(name, pretrained.shape(), given)
     if pretrained.tokenizer:
-        unset = (key for key in TOKENIZER_KEYS if given.get(key) is None)
-        inherited |= dict.fromkeys(unset, str(pretrained.tokenizer))
+        for key in TOKENIZER_KEYS:
+            if given.get(key) is None:
+                inherited[key] = str(pretrained.tokenizer)
     return inherited
 
 
 def inherit_published(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what `inherit` does, for the published sizes of GPT-2 without a network.
+    """Return the keys that `model.init_from` brings to a plan, without a network for GPT-2's sizes.
 
-    A plan needs no more than the shape.
+    A plan needs only the shape.
     """
     name = str(given["model.init_from"])
     shape = GPT2_SHAPES.get(name.removeprefix("openai-community/"))
@@ -178,9 +182,9 @@ def inherit_published(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def inherit_shape(name: str, shape: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that the shape of the model `name` brings to a config in which `given` are set.
+    """Return the keys that the shape of the model `name` brings to a config with the keys `given`.
 
-    Raises `UserError` if one of those contradicts it.
+    Raises `UserError` if a given key contradicts the shape.
     """
     inherited: dict[str, Any] = {}
     for field, value in shape.items():
@@ -188,13 +192,7 @@ def inherit_shape(name: str, shape: Mapping[str, Any], given: Mapping[str, Any])
         if key not in given:
             inherited[key] = value
         elif field == "block_size":
-            rotary, scaling = shape["position"] == "rope", given.get("model.rope_scaling", "none")
-            advice = ", or extend it by model.rope_scaling" if rotary else ""
-            require(
-                given[key] <= value or (rotary and scaling != "none"),
-                f"model.block_size is {given[key]}, but {name} has {value} positions; set it to "
-                f"at most as many, or leave it unset{advice}",
-            )
+            check_block_size(name, shape, given)
         elif own_options(ModelConfig)[field].inherited == "always":
             require(
                 given[key] == value,
@@ -202,3 +200,15 @@ def inherit_shape(name: str, shape: Mapping[str, Any], given: Mapping[str, Any])
                 f"leave {key} unset",
             )
     return inherited
+
+
+def check_block_size(name: str, shape: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise `UserError` if a given context is longer than the positions of the model `name`."""
+    rotary = shape["position"] == "rope"
+    scaled = given.get("model.rope_scaling", "none") != "none"
+    advice = ", or extend it by model.rope_scaling" if rotary else ""
+    require(
+        given["model.block_size"] <= shape["block_size"] or (rotary and scaled),
+        f"model.block_size is {given['model.block_size']}, but {name} has {shape['block_size']} "
+        f"positions; set it to at most as many, or leave it unset{advice}",
+    )

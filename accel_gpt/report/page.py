@@ -336,12 +336,12 @@ def sample_columns(run: NamedRun, number: int) -> dict[str, Any]:
     columns = []
     for i in chosen:
         texts = run.sample_texts(steps[i])
-        shown = [shorten(text) for text in texts[:MOST_TEXTS]]
+        shown = [cut_sample(text) for text in texts[:MOST_TEXTS]]
         columns.append((steps[i], shown, len(texts) - len(shown)))
     return {"run": run.name, "number": number, "columns": columns, "steps": len(steps)}
 
 
-def shorten(text: str) -> str:
+def cut_sample(text: str) -> str:
     """Return a sample, cut after `LONGEST_TEXT` characters."""
     if len(text) <= LONGEST_TEXT:
         return text

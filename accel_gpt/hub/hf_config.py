@@ -1,15 +1,18 @@
-"""Model shapes as transformers has them: config.json -> `ModelConfig` fields, and back.
+"""Convert the shape of a model between transformers' config.json and the fields of `ModelConfig`.
 
 Four classes of transformers compute what our model computes, one for each preset; a Mistral model
 is a Llama model in all but its name. Needs no torch.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.errors import UserError, require
+from accel_gpt.records import read_value
 
 HF_CLASSES = MappingProxyType(
     {
@@ -25,7 +28,7 @@ MODEL_TYPES = MappingProxyType(
 ACTIVATIONS = MappingProxyType(
     {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf", "relu2": "relu2"}
 )
-# what a preset determines, besides `bias` and `logit_softcap`, which some classes can vary
+# fields that a preset determines, besides `bias` and `logit_softcap`, which some classes can vary
 STRUCTURE = ("position", "norm", "norm_weight", "qk_norm", "embedding_norm", "mlp")
 FIELDS = (  # our field; its name in the config.json of GPT-2 ("": it has none), and of the others
     ("n_layer", "n_layer", "num_hidden_layers"),
@@ -60,10 +63,71 @@ ROPE_TYPES = MappingProxyType(
 )
 
 
+@dataclass(frozen=True)
+class GPT2Settings:
+    """The fields of a GPT2Config that are read."""
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    n_positions: int
+    vocab_size: int
+    n_inner: int | None
+    layer_norm_epsilon: float
+    tie_word_embeddings: bool
+    initializer_range: float
+    activation_function: str
+    add_cross_attention: bool
+    scale_attn_weights: bool
+    scale_attn_by_inverse_layer_idx: bool
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """The rotary embedding in a config of transformers."""
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    partial_rotary_factor: float | None = None
+    truncate: bool | None = None
+    mscale_all_dim: float | None = None
+
+
+@dataclass(frozen=True)
+class RopeSettings:
+    """The fields of a LlamaConfig, MistralConfig, Qwen3Config or NanoChatConfig that are read."""
+
+    num_hidden_layers: int
+    num_attention_heads: int
+    hidden_size: int
+    max_position_embeddings: int
+    vocab_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    initializer_range: float
+    hidden_act: str
+    num_key_value_heads: int | None = None
+    rope_parameters: RopeParameters = field(default_factory=RopeParameters)
+    head_dim: int | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    final_logit_softcapping: float | None = None
+
+
 def field_names(preset: str) -> Iterator[tuple[str, str]]:
     """Yield our fields that the class of `preset` has, each with its name in config.json."""
     for ours, of_gpt2, of_others in FIELDS:
-        if theirs := of_gpt2 if preset == "gpt2" else of_others:
+        theirs = of_gpt2 if preset == "gpt2" else of_others
+        if theirs:
             yield ours, theirs
 
 
@@ -74,18 +138,19 @@ def structure(preset: str) -> dict[str, Any]:
 
 
 def last_line(error: Exception) -> str:
-    """Return the reason that an error of transformers' strict dataclasses ends with."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    """Return the last line of an error of transformers: the reason."""
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__
 
 
 # --------------------------------------------------------------------------- transformers -> ours
 
 
 def read_hf_config(content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Convert the content of a config.json to fields of `ModelConfig`, `vocab_size` among them.
+    """Convert the content of a config.json to fields of `ModelConfig`, with `vocab_size`.
 
-    `name`: of the model, for errors. Raises `UserError` for a class or setting that our model does
-    not compute.
+    `name` is the name of the model in errors. Raises `UserError` for a damaged config, and for a
+    class or setting that our model does not compute.
     """
     model_type = str(content.get("model_type"))
     if model_type not in MODEL_TYPES:
@@ -98,67 +163,85 @@ def read_hf_config(content: Mapping[str, Any], name: str) -> dict[str, Any]:
         not content.get("quantization_config"),
         f"{name} is quantized; weights in float32, bfloat16 or float16 can be loaded",
     )
+    preset = MODEL_TYPES[model_type]
+    settings = read_settings(content, model_type, name)
+    fields = structure(preset) | {"preset": preset}
+    for ours, theirs in field_names(preset):
+        fields[ours] = getattr(settings, theirs)
+    fields["init_std"] = fields["init_std"] or ModelConfig.init_std
+    if isinstance(settings, GPT2Settings):
+        return fields | read_gpt2(settings, name)
+    return fields | read_rope(settings, name, preset)
+
+
+def read_settings(
+    content: Mapping[str, Any], model_type: str, name: str
+) -> GPT2Settings | RopeSettings:
+    """Read the fields of a config.json, with the defaults of its class in transformers.
+
+    Raises `UserError` if transformers refuses the config, or if a field has another type.
+    """
     from transformers import CONFIG_MAPPING
 
-    preset = MODEL_TYPES[model_type]
+    kind = GPT2Settings if model_type == "gpt2" else RopeSettings
     try:
         settings = CONFIG_MAPPING[model_type].from_dict(dict(content)).to_dict()
-        fields = structure(preset) | {"preset": preset}
-        fields |= {ours: settings[theirs] for ours, theirs in field_names(preset)}
-        fields["init_std"] = fields["init_std"] or ModelConfig.init_std
-        return fields | (read_gpt2 if preset == "gpt2" else read_rope)(settings, name)
-    except UserError:
-        raise
-    except Exception as error:
+        rope = settings.get("rope_parameters") or {}
+        settings["rope_parameters"] = known_fields(RopeParameters, rope)
+        found: GPT2Settings | RopeSettings = read_value(kind, known_fields(kind, settings), "")
+    except Exception as error:  # of any class: transformers runs validators of its own
         raise UserError(f"config.json of {name} is not valid: {last_line(error)}") from None
+    return found
 
 
-def require_one_of(name: str, settings: Mapping[str, Any], key: str, *allowed: Any) -> None:
+def known_fields(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that the dataclass `kind` has fields for."""
+    names = {one.name for one in dataclasses.fields(kind)}
+    return {key: value for key, value in settings.items() if key in names}
+
+
+def require_one_of(name: str, key: str, value: Any, *allowed: Any) -> None:
     """Raise `UserError` if a setting has a value that our model does not compute."""
-    value = settings.get(key, allowed[0])
     choices = " or ".join(map(str, allowed))
     require(value in allowed, f"{name} has {key} {value}, which is not implemented; only {choices}")
 
 
-def read_gpt2(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the fields of a GPT2Config that differ from those of the preset."""
-    require_one_of(name, settings, "add_cross_attention", False)
-    require_one_of(name, settings, "scale_attn_weights", True)
-    require_one_of(name, settings, "scale_attn_by_inverse_layer_idx", False)
-    require_one_of(name, settings, "activation_function", *ACTIVATIONS)
-    return {"mlp": ACTIVATIONS[settings["activation_function"]]}
+def read_gpt2(settings: GPT2Settings, name: str) -> dict[str, Any]:
+    """Return the fields that differ from the preset."""
+    scaled = settings.scale_attn_by_inverse_layer_idx
+    require_one_of(name, "add_cross_attention", settings.add_cross_attention, False)
+    require_one_of(name, "scale_attn_weights", settings.scale_attn_weights, True)
+    require_one_of(name, "scale_attn_by_inverse_layer_idx", scaled, False)
+    require_one_of(name, "activation_function", settings.activation_function, *ACTIVATIONS)
+    return {"mlp": ACTIVATIONS[settings.activation_function]}
 
 
-def read_rope(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the fields of a LlamaConfig, MistralConfig, Qwen3Config or NanoChatConfig that differ
-    from those of the preset.
-    """
-    fast = settings["model_type"] == "nanochat"
-    require_one_of(name, settings, "hidden_act", "relu2" if fast else "silu")
+def read_rope(settings: RopeSettings, name: str, preset: str) -> dict[str, Any]:
+    """Return the fields that differ from the preset."""
+    rope = settings.rope_parameters
+    require_one_of(name, "hidden_act", settings.hidden_act, "relu2" if preset == "fast" else "silu")
     # Qwen3 and NanoChat never have biases in the MLP
-    require_one_of(name, settings, "attention_bias", bool(settings.get("mlp_bias")))
-    rope = {"rope_type": "default", "rope_theta": 10000.0} | (settings["rope_parameters"] or {})
-    require_one_of(name, rope, "rope_type", *ROPE_TYPES)
-    require_one_of(name, rope, "partial_rotary_factor", None, 1.0)
-    require_one_of(name, rope, "truncate", True)
-    require_one_of(name, rope, "mscale_all_dim", None)
-    kind, head_dim = rope["rope_type"], settings.get("head_dim")
-    if head_dim and head_dim * settings["num_attention_heads"] == settings["hidden_size"]:
-        head_dim = None
-    positions = settings["max_position_embeddings"]
-    return {
-        # within a sliding window, attention is full attention
-        "block_size": min(positions, settings.get("sliding_window") or positions),
+    require_one_of(name, "attention_bias", settings.attention_bias, settings.mlp_bias)
+    require_one_of(name, "rope_type", rope.rope_type, *ROPE_TYPES)
+    require_one_of(name, "partial_rotary_factor", rope.partial_rotary_factor, None, 1.0)
+    require_one_of(name, "truncate", rope.truncate, None, True)
+    require_one_of(name, "mscale_all_dim", rope.mscale_all_dim, None)
+    head_dim = settings.head_dim
+    if head_dim and head_dim * settings.num_attention_heads == settings.hidden_size:
+        head_dim = None  # as n_embd / n_head
+    fields: dict[str, Any] = {
+        "bias": settings.attention_bias,
         "head_dim": head_dim,
-        "bias": bool(settings.get("attention_bias")),
-        "logit_softcap": settings["final_logit_softcapping"] if fast else None,
-        "rope_scaling": "none" if kind == "default" else kind,
-        **{
-            ours: (int if ours == "rope_original_block_size" else float)(rope[theirs])
-            for ours, theirs in ROPE_TYPES[kind]
-            if rope.get(theirs) is not None
-        },
+        "logit_softcap": settings.final_logit_softcapping,
+        "rope_scaling": "none" if rope.rope_type == "default" else rope.rope_type,
     }
+    if settings.sliding_window:  # within the window, attention is full attention
+        fields["block_size"] = min(settings.max_position_embeddings, settings.sliding_window)
+    for ours, theirs in ROPE_TYPES[rope.rope_type]:
+        value = getattr(rope, theirs)
+        if value is not None:
+            fields[ours] = value if ours == "rope_original_block_size" else float(value)
+    return fields
 
 
 # --------------------------------------------------------------------------- ours -> transformers
@@ -216,16 +299,22 @@ def write_hf_config(
         "mlp_hidden": config.hidden_size,
         "vocab_size": vocab_size,
     }
-    fields = {t: resolved.get(ours, getattr(config, ours)) for ours, t in field_names(preset)}
-    fields |= write_gpt2(config) if preset == "gpt2" else write_rope(config, preset)
-    fields |= {"architectures": [HF_CLASSES[preset]], "dtype": dtype}
-    fields |= {"bos_token_id": eot_id, "eos_token_id": eot_id, "pad_token_id": None}
+    fields: dict[str, Any] = {
+        "architectures": [HF_CLASSES[preset]],
+        "dtype": dtype,
+        "bos_token_id": eot_id,
+        "eos_token_id": eot_id,
+        "pad_token_id": None,
+    }
+    for ours, theirs in field_names(preset):
+        fields[theirs] = resolved.get(ours, getattr(config, ours))
+    fields |= gpt2_arguments(config) if preset == "gpt2" else rope_arguments(config, preset)
     try:
         hf_config = CONFIG_MAPPING["nanochat" if preset == "fast" else preset](**fields)
-    except Exception as error:
+    except Exception as error:  # of any class: transformers runs validators of its own
         raise UserError(f"{HF_CLASSES[preset]} refuses this shape: {last_line(error)}") from None
     content: dict[str, Any] = hf_config.to_diff_dict()
-    content["torch_dtype"] = dtype  # transformers 4 reads this name, and the two of rope below
+    content["torch_dtype"] = dtype  # the name in transformers 4, as the two of rope below
     if rope := content.get("rope_parameters"):
         content["rope_theta"] = rope["rope_theta"]
         if rope["rope_type"] != "default":
@@ -233,27 +322,32 @@ def write_hf_config(
     return content
 
 
-def write_gpt2(config: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of GPT2Config that have no field of the same meaning in ours."""
+def gpt2_arguments(config: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of GPT2Config that `FIELDS` does not list."""
+    activation = next(name for name, mlp in ACTIVATIONS.items() if mlp == config.mlp)
     return {
         "n_ctx": config.block_size,  # an old name; the converter of llama.cpp needs it
-        "activation_function": next(k for k, v in ACTIVATIONS.items() if v == config.mlp),
+        "activation_function": activation,
         "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.dropout,
     }
 
 
-def write_rope(config: ModelConfig, preset: str) -> dict[str, Any]:
-    """Return those arguments of LlamaConfig, Qwen3Config or NanoChatConfig."""
+def rope_arguments(config: ModelConfig, preset: str) -> dict[str, Any]:
+    """Return the arguments of the class of `preset` that `FIELDS` does not list."""
     kind = "default" if config.rope_scaling == "none" else config.rope_scaling
-    rope = {theirs: getattr(config, ours) for ours, theirs in ROPE_TYPES[kind]}
+    rope: dict[str, Any] = {"rope_type": kind}
+    for ours, theirs in ROPE_TYPES[kind]:
+        value = getattr(config, ours)
+        if value is not None:
+            rope[theirs] = value
     arguments: dict[str, Any] = {
         "hidden_act": "relu2" if preset == "fast" else "silu",
         "attention_dropout": config.dropout,
         "attention_bias": config.bias,
         "head_dim": config.head_size,
-        "rope_parameters": {"rope_type": kind, **{k: v for k, v in rope.items() if v is not None}},
+        "rope_parameters": rope,
     }
     if preset == "llama":
         arguments["mlp_bias"] = config.bias

@@ -5,7 +5,7 @@ Reads the files of a checkpoint, or config.json, the safetensors files and the t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.hub_client import download_repo
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError, first_line, require
-from accel_gpt.files import read_json
 from accel_gpt.hub.hf_weights import Tensors, load_weights
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.model.gpt import GPT
+from accel_gpt.records import load_record
 from accel_gpt.training.checkpoint import (
     intact_hint,
     is_checkpoint,
@@ -37,6 +37,14 @@ from accel_gpt.training.tensor_files import read_weights
 
 STATE = "checkpoint"  # folder of a repository that holds a whole checkpoint
 SAFETENSORS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class WeightIndex:
+    """The content of model.safetensors.index.json."""
+
+    weight_map: dict[str, str]  # name of a tensor -> file
+    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 def load_pretrained(
@@ -167,15 +175,12 @@ def find_weight_files(pretrained: Pretrained) -> list[Path]:
 
 def listed_files(index: Path) -> list[Path]:
     """Return the files that the index of a split model names."""
-    try:
-        listed = set(read_json(index)["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{index} is damaged; download it again") from None
-    for name in listed:
-        in_folder = isinstance(name, str) and Path(name).name == name
-        if not in_folder or not index.with_name(name).is_file():
+    content = load_record(WeightIndex, index, CheckpointError, "download it again")
+    names = sorted(set(content.weight_map.values()))
+    for name in names:
+        if Path(name).name != name or not index.with_name(name).is_file():
             raise CheckpointError(f"{index} names {name}, which is not beside it")
-    return [index.with_name(name) for name in sorted(listed)]
+    return [index.with_name(name) for name in names]
 
 
 def open_weights(file: Path) -> Tensors:

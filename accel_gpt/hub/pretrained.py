@@ -19,8 +19,8 @@ from accel_gpt.data.index import INDEX
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.data.tokenizer_json import HUB_FILES
 from accel_gpt.errors import CheckpointError, UserError, require
-from accel_gpt.files import read_json
 from accel_gpt.hub.hf_config import read_hf_config
+from accel_gpt.records import read_object
 from accel_gpt.training.checkpoint import find_checkpoint, is_checkpoint, read_shape
 from accel_gpt.training.run_folder import RunFolder
 
@@ -50,7 +50,7 @@ class Pretrained:
 
     @property
     def tokenizer(self) -> Path | None:
-        """Return tokenizer.json, or the folder of vocab.json and merges.txt, if the model has them."""
+        """Return tokenizer.json, or the folder of vocab.json and merges.txt, if there is one."""
         if (self.folder / "tokenizer.json").is_file():
             return self.folder / "tokenizer.json"
         return self.folder if (self.folder / "vocab.json").is_file() else None
@@ -64,11 +64,7 @@ class Pretrained:
                 if option.inherited == "never":
                     del fields[name]
             return fields | {"vocab_size": vocab_size}
-        try:
-            content = read_json(self.folder / "config.json")
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"config.json of {self.name} cannot be read: {error}") from None
-        require(isinstance(content, Mapping), f"config.json of {self.name} is not a JSON object")
+        content = read_object(self.folder / "config.json", CheckpointError)
         return read_hf_config(content, self.name)
 
 

@@ -26,10 +26,12 @@ DRAWN = """[...document.querySelectorAll('.plot')].map((plot) => {
   const inside = (box) => box.width + box.height > 0
     && box.left < frame.right && box.right > frame.left && box.top < frame.bottom && box.bottom > frame.top;
   const curves = [...plot.querySelectorAll('.canvas path.curve')];
-  const ticks = [...plot.querySelectorAll('.axis text')].map((text) => text.getBoundingClientRect());
+  const labels = [...plot.querySelectorAll('.axis text')];
+  const ticks = labels.map((text) => text.getBoundingClientRect());
+  const values = labels.filter((text) => text.getAttribute('text-anchor') === 'end').map((text) => text.textContent);
   return { name: plot.id.slice(5), curves: curves.length,
     drawn: curves.filter((c) => c.getAttribute('d').length > 8 && !c.getAttribute('d').includes('NaN') && inside(c.getBoundingClientRect())).length,
-    ticks: ticks.length, cut: ticks.filter((t) => t.left < frame.left - 1 || t.right > frame.right + 1).length };
+    ticks: ticks.length, alike: values.length - new Set(values).size, cut: ticks.filter((t) => t.left < frame.left - 1 || t.right > frame.right + 1).length };
 })"""  # noqa: E501
 
 
@@ -86,6 +88,7 @@ def check_plots(browser: Browser) -> None:
         assert plot["drawn"] == plot["curves"] > 0, plot
         assert plot["ticks"] >= 3, plot
         assert plot["cut"] == 0, plot
+        assert plot["alike"] == 0, plot
     assert browser.errors == []
 
 

@@ -203,8 +203,8 @@ def write_logs(run: RunFolder, to: Path) -> None:
 def write_events(run: RunFolder, records: list[dict[str, Any]], path: Path) -> None:
     """Write a file of TensorBoard events: the metrics in `records`, and the samples of a run.
 
-    Written anew, as the run's own files hold its config, and in their names the host. Their clock
-    ends where metrics.jsonl was last changed.
+    The run's own files of events are not copied: they hold its config, and their names hold the
+    host. The clock of the events ends when metrics.jsonl was last changed.
     """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -220,12 +220,18 @@ def write_events(run: RunFolder, records: list[dict[str, Any]], path: Path) -> N
             for key, value in record.items()
             if "/" in key and value is not None
         ]
-        step, summary = int(record["step"]), Summary(value=values)
-        events.append(Event(wall_time=start + time, step=step, summary=summary))
+        event = Event(
+            wall_time=start + time, step=int(record["step"]), summary=Summary(value=values)
+        )
+        events.append(event)
     for step in run.samples:
-        samples = enumerate(run.sample_texts(step), start=1)
-        text = as_code("\n\n".join(f"--- sample {i}\n{text}" for i, text in samples))
-        summary = text_summary("samples", text)  # type: ignore[no-untyped-call]
+        texts = [
+            f"--- sample {index}\n{text}"
+            for index, text in enumerate(run.sample_texts(step), start=1)
+        ]
+        summary = text_summary(  # type: ignore[no-untyped-call]
+            "samples", as_code("\n\n".join(texts))
+        )
         events.append(Event(wall_time=start, step=step, summary=summary))
     with path.open("wb") as output:
         writer = RecordWriter(output)

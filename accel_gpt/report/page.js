@@ -27,10 +27,15 @@ function short(value) {
   return size && size < 1e-3 ? value.toExponential(2).replace(/\.?0+e/, "e") : String(+value.toPrecision(4));
 }
 
-/** The labels of ticks, all in one form. */
+/** The labels of ticks, all in one form, with as many digits as tell them apart. */
 function formatTicks(ticks) {
-  const largest = Math.max(...ticks.map(Math.abs));
-  return ticks.map((t) => (t && largest < 1e-2 ? t.toExponential(1).replace(".0e", "e") : short(t)));
+  if (Math.max(...ticks.map(Math.abs)) >= 1e-2) return ticks.map(short);
+  let labels = [];
+  for (let digits = 1; digits <= 4; digits++) {
+    labels = ticks.map((tick) => (tick ? tick.toExponential(digits).replace(/\.?0+e/, "e") : "0"));
+    if (new Set(labels).size === ticks.length) break;
+  }
+  return labels;
 }
 
 const exact = (value) => (Math.abs(value) >= 1e-3 && Math.abs(value) < 100 ? value.toFixed(4) : short(value));

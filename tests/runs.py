@@ -55,3 +55,10 @@ def make_run(
         text = f"--- sample 1\nfirst of {step}\n\n--- sample 2\nsecond of {step}\n"
         (folder / "samples" / f"step_{step:08d}.txt").write_text(text)
     return folder
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    """Width and height of a PNG in pixels."""
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])

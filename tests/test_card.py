@@ -30,6 +30,7 @@ from accel_gpt.hub.public import (
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.state import TrainState
 from tests.conftest import tiny
+from tests.runs import png_size
 
 CONFIG = """
 out_dir: runs/tiny
@@ -155,7 +156,7 @@ def test_shows_what_was_reached_at_the_checkpoint(make: Make, tmp_path: Path) ->
     positions = [text.index(word) for word in ("of a king", "of step 10", "of step 5")]
     assert positions == sorted(positions)  # three samples, although each step wrote one
     assert not [word for word in ("from the future", "B200", "fedcba987654") if word in text]
-    assert size(tmp_path / "card" / "loss.png") == (1200, 700)
+    assert png_size(tmp_path / "card" / "loss.png") == (1200, 700)
 
 
 def test_config_in_the_card_is_one_that_can_be_trained(make: Make, tmp_path: Path) -> None:
@@ -357,9 +358,3 @@ def test_logs_hold_the_metrics_and_samples_and_nothing_private(make: Make, tmp_p
     texts = found.Tensors("samples/text_summary")
     assert [one.step for one in texts] == [5, 10, 20, 40]
     assert b"once upon" in texts[2].tensor_proto.string_val[0]
-
-
-def size(path: Path) -> tuple[int, int]:
-    head = path.read_bytes()[:24]
-    assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    return int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")

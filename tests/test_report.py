@@ -32,7 +32,7 @@ from accel_gpt.report.references import (
     write_reference,
 )
 from accel_gpt.report.runs import open_runs
-from tests.runs import LAUNCH, make_run, record
+from tests.runs import LAUNCH, make_run, png_size, record
 
 EVIL = "</script><img src=x onerror=alert(1)>'\"&lt;{{ version }}"
 
@@ -237,19 +237,12 @@ def test_a_file_of_a_run_is_not_overwritten(
     assert (run / "metrics.jsonl").read_text() == before
 
 
-def size(path: Path) -> tuple[int, int]:
-    """Width and height of a PNG in pixels."""
-    head = path.read_bytes()[:24]
-    assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
-
-
 def test_the_png_of_the_model_card(tmp_path: Path) -> None:
     long = [record(step) | {"train/loss": 11.0 if step < 9 else 3.0} for step in range(1, 400)]
     short = [{"step": 1, "train/loss": 2.0}, {"step": 2, "eval/val_loss": None}]
     for records in (long, short, []):
         loss_curves(records, tmp_path / "loss.png")
-        assert size(tmp_path / "loss.png") == (1200, 700)
+        assert png_size(tmp_path / "loss.png") == (1200, 700)
 
 
 def test_smoothing_does_not_lag() -> None:

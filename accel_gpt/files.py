@@ -177,11 +177,6 @@ def read_json(path: str | Path) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
-def is_count(value: object, least: int = 0) -> bool:
-    """Whether a value out of a file is an integer from `least` to `LARGEST_NUMBER`."""
-    return type(value) is int and least <= value <= LARGEST_NUMBER
-
-
 class UniqueKeyLoader(yaml.SafeLoader):
     """Load YAML without executing code; a key that stands in a mapping twice is an error."""
 

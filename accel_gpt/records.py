@@ -33,6 +33,7 @@ from accel_gpt.files import LARGEST_NUMBER, read_json
 
 T = TypeVar("T")
 
+DATACLASS = object()  # stands for the items of a dataclass
 COUNT = Option("", at_least=0, at_most=LARGEST_NUMBER)
 EXPECTED: Mapping[Any, str] = types.MappingProxyType(
     {
@@ -47,7 +48,23 @@ EXPECTED: Mapping[Any, str] = types.MappingProxyType(
 
 
 class MismatchError(ValueError):
-    """A value is not what its field asks for; the message names its key and the value."""
+    """A value at `keys` is not what its field asks for."""
+
+    def __init__(self, problem: str, keys: tuple[str | int, ...] = ()) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.keys = keys
+
+    def __str__(self) -> str:
+        path = ""
+        for key in self.keys:
+            # on one line, whatever characters a key has
+            path += f"[{key}]" if isinstance(key, int) else f".{json.dumps(key)[1:-1][:100]}"
+        return f"{path.removeprefix('.') or 'it'} {self.problem}"
+
+    def inside(self, key: str | int) -> "MismatchError":
+        """Return the error for the value of which this is the value at `key`."""
+        return MismatchError(self.problem, (key, *self.keys))
 
 
 def load_record(
@@ -63,7 +80,7 @@ def load_record(
 def load_record_or_none(kind: type[T], path: Path) -> T | None:
     """Read a JSON file that can be made again into `kind`; None if it is missing or damaged."""
     try:
-        found: T = read_value(kind, read_json(path), "")
+        found: T = read_value(kind, read_json(path))
     except (OSError, ValueError):
         return None
     return found
@@ -92,7 +109,7 @@ def parse_record(
 ) -> T:
     """Convert the object that the file `path` holds to `kind`; see `load_record`."""
     try:
-        found: T = read_value(kind, content, "")
+        found: T = read_value(kind, content)
     except MismatchError as problem:
         ending = f"; {advice}" if advice else ""
         raise error(f"{path} is damaged: {problem}{ending}") from None
@@ -102,52 +119,67 @@ def parse_record(
 # --------------------------------------------------------------------------- values
 
 
-def read_value(hint: Any, value: Any, key: str, bounds: Option | None = None) -> Any:
-    """Return the value of JSON at `key` as the type `hint`; raise `MismatchError`."""
-    if hint is Any:
+def read_value(hint: Any, value: Any, bounds: Option | None = None) -> Any:
+    """Return a value of JSON as the type `hint`; raise `MismatchError`."""
+    kind, item, optional = parts_of(hint)
+    if kind is Any or (optional and value is None):
         return value
-    if dataclasses.is_dataclass(hint):
-        return to_record(hint, value, key)
-    kind = get_origin(hint) or hint
-    if kind is types.UnionType:
-        (inner,) = (one for one in get_args(hint) if one is not types.NoneType)
-        return None if value is None else read_value(inner, value, key, bounds)
+    if item is DATACLASS:
+        return read_fields(kind, value)
     whole = kind is float and type(value) is int and abs(value) <= sys.float_info.max
     if type(value) is not kind and not whole:
-        raise MismatchError(f"{key or 'it'} is {shown(value)}, expected {EXPECTED[kind]}")
+        raise MismatchError(f"is {shown(value)}, expected {EXPECTED[kind]}")
     if kind is list:
-        (item,) = get_args(hint)
-        return [read_value(item, one, f"{key}[{index}]") for index, one in enumerate(value)]
+        return [read_item(item, one, index) for index, one in enumerate(value)]
     if kind is dict:
-        _, item = get_args(hint)
-        return {name: read_value(item, one, joined(key, name)) for name, one in value.items()}
-    if bounds is None and kind is int:
-        bounds = COUNT
-    problem = bounds.problem(value) if bounds else None
+        return {name: read_item(item, one, name) for name, one in value.items()}
+    if bounds is None and (kind is not int or 0 <= value <= LARGEST_NUMBER):
+        return value
+    problem = (bounds or COUNT).problem(value)
     if problem:
-        raise MismatchError(f"{key} is {shown(value)}; {problem}")
+        raise MismatchError(f"is {shown(value)}; {problem}")
     return value
 
 
-def to_record(kind: Any, value: Any, key: str) -> Any:
+def read_item(hint: Any, value: Any, key: str | int, bounds: Option | None = None) -> Any:
+    """Return the value at `key` of an object or a list as the type `hint`."""
+    try:
+        return read_value(hint, value, bounds)
+    except MismatchError as error:
+        raise error.inside(key) from None
+
+
+def read_fields(kind: Any, value: Any) -> Any:
     """Return an object of JSON as the dataclass `kind`; raise `MismatchError`."""
-    if not isinstance(value, Mapping):
-        raise MismatchError(f"{key or 'it'} is {shown(value)}, expected an object")
+    if type(value) is not dict:
+        raise MismatchError(f"is {shown(value)}, expected an object")
     hints = field_types(kind)
     unknown = value.keys() - hints.keys() - set(getattr(kind, "FORMER_KEYS", ()))
     if unknown:
-        raise MismatchError(f"{joined(key, min(unknown))} is an unknown key")
+        raise MismatchError("is an unknown key", (min(unknown),))
     missing = required_fields(kind) - value.keys()
     if missing:
-        raise MismatchError(f"{joined(key, min(missing))} is missing")
+        raise MismatchError("is missing", (min(missing),))
     bounds = field_bounds(kind)
-    return kind(
-        **{
-            name: read_value(hint, value[name], joined(key, name), bounds.get(name))
-            for name, hint in hints.items()
-            if name in value
-        }
-    )
+    found = {
+        name: read_item(hint, value[name], name, bounds.get(name))
+        for name, hint in hints.items()
+        if name in value
+    }
+    return kind(**found)
+
+
+@functools.cache
+def parts_of(hint: Any) -> tuple[Any, Any, bool]:
+    """Split a type into its class, the type of its items, and whether it may be null."""
+    if get_origin(hint) is types.UnionType:
+        (inner,) = (one for one in get_args(hint) if one is not types.NoneType)
+        kind, item, _ = parts_of(inner)
+        return kind, item, True
+    if dataclasses.is_dataclass(hint):
+        return hint, DATACLASS, False
+    arguments = get_args(hint)
+    return get_origin(hint) or hint, arguments[-1] if arguments else None, False
 
 
 @functools.cache
@@ -167,16 +199,13 @@ def field_bounds(kind: Any) -> Mapping[str, Option]:
     hints = field_types(kind)
     found = {}
     for name, bounds in own_options(kind).items():
+        limits = (bounds.above, bounds.at_least, bounds.below, bounds.at_most)
+        if limits == (None, None, None, None):
+            continue
         if hints[name] is int and bounds.at_most is None:
             bounds = dataclasses.replace(bounds, at_most=LARGEST_NUMBER)
         found[name] = bounds
     return found
-
-
-def joined(key: str, name: str) -> str:
-    """Return the key of an entry of an object, `splits.train`, on one line."""
-    word = json.dumps(name)[1:-1][:100]
-    return f"{key}.{word}" if key else word
 
 
 def shown(value: Any) -> str:

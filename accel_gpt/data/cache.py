@@ -17,23 +17,36 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from accel_gpt.data.index import INDEX
 from accel_gpt.data.remote import FileInfo, Missing, Refused, Store, Unreachable
 from accel_gpt.errors import DataError, UserError, require
-from accel_gpt.files import lock, read_json, sha256, write_all
+from accel_gpt.files import lock, sha256, write_all
+from accel_gpt.records import load_record_or_none
 
 T = TypeVar("T")
 NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
 SHARDS = (".npy", ".bin", ".ds", ".part")  # endings of what may be removed to make room
-TRIES, PAUSE, LONGEST_PAUSE = 6, 1.0, 30.0  # seconds, doubled after each try: half a minute in all
+TRIES = 6
+PAUSE = 1.0  # seconds, doubled after each try: half a minute in all
+LONGEST_PAUSE = 30.0  # seconds
 PROGRESS = 1 << 20  # bytes; a transfer that got this much further is no failure of the server
 CORRUPT = 3  # downloads of a file with a wrong hash before it is given up
 ROOM = 60.0  # seconds that a file waits for room in the cache
-UNUSED, RENEW = 120.0, 20.0  # seconds until a shard may be removed, and until it is marked again
+UNUSED = 120.0  # seconds until a shard that nobody needs may be removed
+RENEW = 20.0  # seconds until a shard that is needed is marked again
+
+
+@dataclass(frozen=True)
+class Download:
+    """What the lock of a downloaded file says of it."""
+
+    sha256: str | None = None
+    version: str = ""
 
 
 class RemoteFolder:
@@ -44,7 +57,8 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str, cache_dir: str | None, cache_gb: float) -> None:
-        self.store, self.limit = Store(url), int(cache_gb * 1e9)
+        self.store = Store(url)
+        self.limit = int(cache_gb * 1e9)
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.root = Path(cache_dir).expanduser() if cache_dir else home / "accel_gpt" / "shards"
         last = re.sub(r"[^A-Za-z0-9._-]", "_", self.store.url.rpartition("/")[2])[:80]
@@ -61,21 +75,23 @@ class RemoteFolder:
         self.wanted: dict[str, None] = {}  # names, in the order of need
         self.checked: set[str] = set()  # names of files that this process found right
         self.thread: threading.Thread | None = None
-        self.changed, self.closed, self.offline = threading.Event(), False, False
+        self.changed = threading.Event()
+        self.closed = False
+        self.offline = False
 
     def info(self, name: str) -> FileInfo | None:
-        """What a file must be; None where the store has no such file. Requested once.
+        """Return what a file must be; None if the store has no such file. Requested once.
 
-        While the store is unreachable, a file in the cache counts. Raises `UserError` where the
-        folder may not be read, `DataError` where it is unreachable.
+        While the store is unreachable, a file in the cache counts. Raises `UserError` if the folder
+        may not be read, `DataError` if it is unreachable.
         """
         if name not in self.infos:
             path = self.path(name)
-            cached = record(path) if path.exists() else {}
+            cached = read_download(path) if path.exists() else None
             found: FileInfo | None = None
             try:
                 found = self.retry(
-                    lambda: self.store.info(name), name, once=bool(cached) or self.offline
+                    lambda: self.store.info(name), name, once=cached is not None or self.offline
                 )
             except Missing:
                 pass
@@ -83,12 +99,12 @@ class RemoteFolder:
                 if name == INDEX:
                     raise
             except DataError as error:
-                if not cached and not self.offline:
+                if cached is None and not self.offline:
                     raise
                 if not self.offline:
                     sys.stderr.write(f"{error}; going on with the copy in {self.folder}\n")
                 self.offline = True
-                found = FileInfo(path.stat().st_size, cached.get("sha256")) if cached else None
+                found = FileInfo(path.stat().st_size, cached.sha256) if cached else None
             self.infos[name] = found
         return self.infos[name]
 
@@ -97,19 +113,20 @@ class RemoteFolder:
         self.infos[name] = FileInfo(size, sha256)
 
     def list(self) -> dict[str, FileInfo]:
-        """The files of the folder; `UserError` where it cannot be listed."""
+        """List the files of the folder; raises `UserError` if it cannot be listed."""
         listed = self.retry(self.store.list, "")
         found = {name: info for name, info in listed.items() if re.fullmatch(NAME, name)}
         self.infos.update(found)
         return found
 
     def fetch(self, name: str, wait: bool = True) -> Path:
-        """The local copy of a file, marked as used, downloaded if the cache has none or another.
+        """Return the local copy of a file; downloads it if the cache has none or another one.
 
-        `wait`: for room. Raises `DataError` where there is no such file or it cannot be downloaded,
-        `UserError` where it may not be read or finds no room.
+        `wait`: for room. Raises `DataError` if there is no such file or it cannot be downloaded,
+        `UserError` if it may not be read or finds no room.
         """
-        path, info = self.path(name), self.info(name)
+        path = self.path(name)
+        info = self.info(name)
         if info is None:
             raise Missing(f"{self.store.url}/{name} does not exist; check the address")
         if name in self.checked and mark(path):
@@ -121,7 +138,7 @@ class RemoteFolder:
                     part = self.folder / f".{name}.part"
                     digest = self.download(name, info, part, wait)
                     held.truncate(0)
-                    held.write(json.dumps({"sha256": digest, "version": info.version}))
+                    held.write(json.dumps(asdict(Download(digest, info.version))))
                     held.flush()
                     part.rename(path)
                 mark(path)
@@ -144,7 +161,8 @@ class RemoteFolder:
                 if needed > self.limit:
                     break
                 wanted[name] = None
-        changed, self.wanted = wanted.keys() != self.wanted.keys(), wanted
+        changed = wanted.keys() != self.wanted.keys()
+        self.wanted = wanted
         for name in self.checked - wanted.keys():
             if name.endswith(SHARDS):  # let all processes remove what this one does not need
                 mark(self.folder / name, time.time() - 2 * UNUSED)
@@ -175,12 +193,12 @@ class RemoteFolder:
     # ----------------------------------------------------------------------- one file
 
     def size(self, name: str) -> int:
-        """Bytes of a file; 0 where the store does not know them."""
+        """Return the bytes of a file; 0 if the store does not know them."""
         info = self.info(name)
-        return (info and info.size) or 0
+        return info.size or 0 if info else 0
 
     def path(self, name: str) -> Path:
-        """Where a file of the folder is kept; `DataError` for a name that could lead elsewhere."""
+        """Return where a file is kept; raises `DataError` for a name that could lead elsewhere."""
         if not re.fullmatch(NAME, name):
             raise DataError(
                 f"{self.store.url} names a file {name!r}; expected letters, digits, '.', '_' "
@@ -189,10 +207,10 @@ class RemoteFolder:
         return self.folder / name
 
     def download(self, name: str, info: FileInfo, part: Path, wait: bool) -> str:
-        """Download a file to `part`; its SHA-256 (hex), which is that of `info`.
+        """Download a file to `part` and check it; return its SHA-256, hex.
 
-        Raises `UserError` where the file may not be read, `DataError` where it never came right; an
-        `OSError` is one of the local disk.
+        Raises `UserError` if the file may not be read, `DataError` if it was wrong each time. An
+        `OSError` comes from the local disk.
         """
         try:
             self.make_room(part, info.size or 0, wait)
@@ -215,7 +233,7 @@ class RemoteFolder:
             raise
 
     def transfer(self, name: str, info: FileInfo, file: FileIO) -> None:
-        """Write what comes after the part of a file that is there, up to its end."""
+        """Download the rest of a file, from the position of `file` on."""
         while True:
             before = file.tell()
             try:
@@ -228,7 +246,7 @@ class RemoteFolder:
                     raise
 
     def retry(self, call: Callable[[], T], name: str, once: bool = False) -> T:
-        """The result of `call`, tried again while it is `Unreachable`; `DataError` in the end."""
+        """Return the result of `call`, retried while it is `Unreachable`; then `DataError`."""
         tries = 1 if once else TRIES
         for number in range(1, tries + 1):
             try:
@@ -246,7 +264,7 @@ class RemoteFolder:
     # ----------------------------------------------------------------------- room
 
     def make_room(self, part: Path, size: int, wait: bool) -> None:
-        """Create `part` with `size` bytes; `UserError` if what is in use leaves no room for it."""
+        """Create `part` with `size` bytes; raises `UserError` if files in use leave no room."""
         end = time.monotonic() + (ROOM if wait else 0)
         while True:
             with lock(self.root / ".lock"):
@@ -266,7 +284,7 @@ class RemoteFolder:
             time.sleep(ROOM / 100)
 
     def check_room(self, needed: int) -> None:
-        """`UserError` where the cache has no room for `needed` bytes."""
+        """Raise `UserError` if the cache has no room for `needed` bytes."""
         require(
             needed <= self.limit,
             f"data.cache_gb is {self.limit / 1e9:g}, but {needed / 1e9:g} GB are needed at once in "
@@ -275,7 +293,7 @@ class RemoteFolder:
 
 
 def cached_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Files that were downloaded, and those that are being, in the folders of all URLs."""
+    """Yield files that were or are being downloaded, in the folders of all URLs."""
     for locked in root.glob("[0-9a-f]" * 16 + "-*/.*.lock"):
         name = locked.name.removesuffix(".lock")
         for path in (locked.with_name(name[1:]), locked.with_name(f"{name}.part")):
@@ -284,7 +302,7 @@ def cached_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def remove(path: Path) -> bool:
-    """Remove a file unless a process has it locked; whether it is gone."""
+    """Remove a file unless a process has it locked; return whether it is gone."""
     name = path.name.removeprefix(".").removesuffix(".part")
     try:
         with lock(path.with_name(f".{name}.lock"), wait=False):
@@ -295,7 +313,7 @@ def remove(path: Path) -> bool:
 
 
 def mark(path: Path, used: float | None = None) -> bool:
-    """Note when a file was used, now by default; whether it is there."""
+    """Note when a file was used, now by default; return whether it exists."""
     try:
         os.utime(path, None if used is None else (used, used))
     except FileNotFoundError:
@@ -303,20 +321,16 @@ def mark(path: Path, used: float | None = None) -> bool:
     return True
 
 
-def record(path: Path) -> dict[str, Any]:
-    """What the lock of a file says of it (sha256, version), {} if nothing."""
-    try:
-        found = read_json(path.with_name(f".{path.name}.lock"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def read_download(path: Path) -> Download | None:
+    """Read what the lock of a file says of its download; None if it says nothing."""
+    return load_record_or_none(Download, path.with_name(f".{path.name}.lock"))
 
 
 def matches(path: Path, info: FileInfo) -> bool:
-    """Whether the file `path` in the cache is what `info` describes."""
+    """Return whether the file `path` in the cache is what `info` describes."""
     if not path.is_file() or info.size not in (None, path.stat().st_size):
         return False
-    known = record(path)
+    known = read_download(path) or Download()
     if info.sha256 is not None:
-        return bool(known.get("sha256") == info.sha256)
-    return not info.version or bool(known.get("version") == info.version)
+        return known.sha256 == info.sha256
+    return not info.version or known.version == info.version

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from accel_gpt.data.cache import RemoteFolder
 from accel_gpt.data.index import INDEX
 from accel_gpt.data.remote import FileInfo
 from accel_gpt.data.safe_pickle import read_vocabulary
@@ -29,9 +30,6 @@ from accel_gpt.data.tokenizer import (
     named_tokenizer,
 )
 from accel_gpt.errors import DataError, UserError
-
-if TYPE_CHECKING:
-    from accel_gpt.data.cache import RemoteFolder
 
 META, TOKENIZER, CONFIG = "meta.pkl", "tokenizer.json", "tokenizer_config.json"
 GPT2 = frozenset({"gpt2", "openai-community/gpt2"})  # as files of others name it
@@ -65,7 +63,7 @@ class DataFolder:
     """A folder of this machine, or behind a URL: then `remote` brings its files to `path`."""
 
     path: Path
-    remote: "RemoteFolder | None" = None
+    remote: RemoteFolder | None = None
 
     @cached_property
     def sizes(self) -> dict[str, int]:

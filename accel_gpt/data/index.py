@@ -37,10 +37,10 @@ class ShardEntry:
 
     name: str
     tokens: int = option(REQUIRED, "Tokens in the shard.", at_least=1)
-    documents: int = option(REQUIRED, "Documents that begin in the shard.", at_least=0)
-    bytes: int = option(REQUIRED, "UTF-8 bytes of the documents that begin in it.", at_least=0)
+    documents: int = option(REQUIRED, "Documents that begin in the shard.")
+    bytes: int = option(REQUIRED, "UTF-8 bytes of the documents that begin in the shard.")
     sha256: str = option(REQUIRED, "SHA-256 of the file, hex.")
-    max_token: int = option(REQUIRED, "The largest token.", at_least=0)
+    max_token: int = option(REQUIRED, "The largest token.")
 
 
 @dataclass(frozen=True)

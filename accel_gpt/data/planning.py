@@ -1,6 +1,6 @@
 """What a config tells of its data before training opens it: vocabulary and numbers of tokens.
 
-Without torch, and without numpy unless a folder or a tokenizer has to be read.
+Needs no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,8 @@ from accel_gpt.config.depth import tokenizer_vocabulary
 from accel_gpt.config.experiment import Config
 from accel_gpt.cost.forecast import evaluation_count
 from accel_gpt.data.index import INDEX, read_index
+from accel_gpt.data.sources import open_data
+from accel_gpt.data.tokenizer import named_tokenizer
 from accel_gpt.errors import UserError
 
 PRINTABLE = 96  # ASCII's, and the line end: assumption for `chars` before the text is read
@@ -41,8 +43,6 @@ def vocabulary_size(config: Config, given: int | None) -> tuple[int, str]:
     if name is None and data.prepare.source:
         name = data.prepare.tokenizer
     if name is None and folders:
-        from accel_gpt.data.sources import open_data
-
         _, tokenizer = open_data(str(folders[0]), "train", data)
         return tokenizer.vocab_size, str(folders[0])
     if name is None:
@@ -63,8 +63,6 @@ def tokenizer_size(config: Config, name: str) -> tuple[int, str]:
         return PRINTABLE, "assumption for chars; prepare the data, or give --vocab_size"
     if name.endswith(".json") and not Path(name).exists():
         return prepare.vocab_size, f"data.prepare.vocab_size: {name} is not there yet"
-    from accel_gpt.data.tokenizer import named_tokenizer
-
     return named_tokenizer(name).vocab_size, name
 
 

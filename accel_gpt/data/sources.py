@@ -8,6 +8,8 @@ from typing import Any
 
 from accel_gpt.config.data import DataConfig, Weighted
 from accel_gpt.config.options import REQUIRED, option
+from accel_gpt.data.cache import RemoteFolder
+from accel_gpt.data.foreign import DataFolder, open_foreign
 from accel_gpt.data.index import INDEX
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
@@ -73,8 +75,6 @@ def open_data(
     """
     remote = None
     if is_url(path):
-        from accel_gpt.data.cache import RemoteFolder
-
         remote = RemoteFolder(path, data.cache_dir, data.cache_gb)
         folder, ours = remote.folder, remote.info(INDEX) is not None
         for name in (INDEX, "tokenizer.json", "tokenizer_config.json") if ours else ():
@@ -84,8 +84,6 @@ def open_data(
         folder = Path(path)
         ours = not folder.is_dir() or (folder / INDEX).exists()
     if not ours:
-        from accel_gpt.data.foreign import DataFolder, open_foreign
-
         return open_foreign(DataFolder(folder, remote), split, data.tokenizer)
     opened = open_split(folder, split, remote)
     tokenizer = known or load_tokenizer(folder)

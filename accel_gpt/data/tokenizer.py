@@ -9,9 +9,12 @@ import hashlib
 import json
 import os
 import re
+import string
+import sys
 import tempfile
+import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -21,12 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_gpt.data import tokenizer_json
+from accel_gpt.data.hub_client import SCHEME, cached_gpt2_folders, download_tokenizer, is_repo
 from accel_gpt.data.shards import Split, token_dtype
-from accel_gpt.data.tokenizer_json import BYTE_CHARS, CONFIG, EOT, FILE, PATTERN
+from accel_gpt.data.tokenizer_json import BYTE_CHARS, CONFIG, EOT, FILE, PATTERN, find_eot
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 
 if TYPE_CHECKING:
     import tiktoken
+    import tokenizers
 
 Ids = NDArray[Any]
 
@@ -36,9 +41,20 @@ TIKTOKEN_FILES = (
     "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
 )
 
+OTHER_SCRIPTS = "\u00e9\u4e2d\u0430\U0001f600"  # Latin, Chinese, Cyrillic, emoji
+# of what tokenizers change or lack: a text's first letter, white space, letters of many scripts
+PROBES = (
+    "a",
+    " A  b\n\n\tc. ",
+    unicodedata.normalize("NFC", "".join(map(chr, range(0xA0, 0xD7FF, 97))) + "ÉİßﬁＡ½🙂"),
+)
+
 
 class Tokenizer(ABC):
-    """Text <-> ids. Text that spells a special token stays text; `decode` spells `eot_id` out."""
+    """Converts text to ids and back.
+
+    Text that spells a special token stays text; `decode` spells `eot_id` out.
+    """
 
     kind: str
     vocab_size: int
@@ -58,38 +74,40 @@ class Tokenizer(ABC):
 
     @cached_property
     def file_text(self) -> str:
-        """The tokenizer.json from which `load_tokenizer` makes an equal tokenizer."""
+        """Return the tokenizer.json from which `load_tokenizer` makes an equal tokenizer."""
         raise NotImplementedError
 
     @abstractmethod
     def encode_array(self, text: str) -> Ids:
-        """Ids of a text without lone surrogates, as an array of any unsigned type."""
+        """Encode a text without lone surrogates as an array of any unsigned type."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without end-of-text."""
+        """Encode `text`, without end-of-text."""
         ids: list[int] = self.encode_array(clean(text)).tolist()
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text as `token_dtype(vocab_size)`."""
+        """Encode each text as `token_dtype(vocab_size)`."""
         dtype = token_dtype(self.vocab_size)
         return [self.encode_array(clean(text)).astype(dtype) for text in texts]
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[Ids]:
-        """Ids of each (text, whether it ends a document), with end-of-text where it does."""
+        """Encode each (text, whether it ends a document), with end-of-text if it does."""
         encoded = self.encode_batch([text for text, _ in pieces])
-        end = np.array([] if self.eot_id is None else [self.eot_id], token_dtype(self.vocab_size))
-        each = zip(encoded, (last for _, last in pieces), strict=True)
-        return [np.append(ids, end) if last else ids for ids, last in each]
+        if self.eot_id is None:
+            return encoded
+        end = np.array([self.eot_id], token_dtype(self.vocab_size))
+        each = zip(encoded, pieces, strict=True)
+        return [np.append(ids, end) if last else ids for ids, (_, last) in each]
 
     def bytes_within(self, split: Split) -> NDArray[np.float64]:
-        """(V,): UTF-8 bytes of the text of `split` that each token of it stands for.
+        """Return the UTF-8 bytes of text that each token stands for in `split`, (V,).
 
-        Where bytes do not add up, each has the mean of the split by its index; NaN without it.
+        If bytes do not add up, each token has the mean of the split by its index; NaN without it.
         """
         if self.bytes_add_up:
             return self.token_bytes.astype(np.float64)
@@ -103,16 +121,18 @@ class Tokenizer(ABC):
         has the two tokenizers.
         """
         if self.fingerprint != other.fingerprint:
-            mine, its = (
-                f"{t.kind} of {t.vocab_size:,}, {t.fingerprint[:12]}" for t in (self, other)
-            )
             raise error(
-                f"{ours} has another tokenizer ({mine}) than {theirs} ({its}); prepare the data "
-                "again with the same tokenizer.json"
+                f"{ours} has another tokenizer ({self.summary}) than {theirs} ({other.summary}); "
+                "prepare the data again with the same tokenizer.json"
             )
 
+    @property
+    def summary(self) -> str:
+        """Return kind, size and fingerprint, for an error."""
+        return f"{self.kind} of {self.vocab_size:,}, {self.fingerprint[:12]}"
+
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json into `folder`, and tokenizer_config.json where there was one."""
+        """Write tokenizer.json into `folder`, and tokenizer_config.json if there was one."""
         (Path(folder) / FILE).write_text(self.file_text, encoding="utf-8")
         if self.config:
             config = json.dumps(dict(self.config), ensure_ascii=False, indent=2)
@@ -132,11 +152,11 @@ class BytesTokenizer(Tokenizer):
         self.file_text = to_json(tokenizer_json.bytes_content())
 
     def encode_array(self, text: str) -> Ids:
-        """The bytes themselves."""
+        """Return the bytes themselves."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The bytes as UTF-8."""
+        """Read the bytes as UTF-8."""
         parts = (EOT.encode() if i == 256 else bytes([i]) for i in ids)
         return b"".join(parts).decode("utf-8", "replace")
 
@@ -158,7 +178,7 @@ class CharsTokenizer(Tokenizer):
         self.file_text = to_json(tokenizer_json.chars_content(chars))
 
     def encode_array(self, text: str) -> Ids:
-        """Id of each character; `UserError` for one that has none."""
+        """Return the id of each character; raises `UserError` for one that has none."""
         codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
         ids: Ids = self.ids[np.minimum(codes, len(self.ids) - 1)]
         unknown = np.flatnonzero(ids == self.vocab_size)
@@ -170,7 +190,7 @@ class CharsTokenizer(Tokenizer):
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The characters of these ids."""
+        """Return the characters of these ids."""
         return "".join(self.chars[i] for i in ids)
 
 
@@ -192,13 +212,13 @@ class RankTokenizer(Tokenizer):
 
     @cached_property
     def file_text(self) -> str:
-        """Takes about a second."""
+        """Return GPT-2's tokenizer.json; takes about a second."""
         tokens = ["".join(BYTE_CHARS[byte] for byte in token) for token in self.vocabulary]
         merges = tokenizer_json.learned_merges(tokens)
         return to_json(tokenizer_json.gpt2_content(tokens, merges))
 
     def encode_array(self, text: str) -> Ids:
-        """Ids by tiktoken, whose regex gives up on about a million white spaces in a row."""
+        """Encode by tiktoken, whose regex gives up on about a million white spaces in a row."""
         encode = self.encoding.encode_to_numpy
         try:
             return encode(text, disallowed_special=())
@@ -210,23 +230,117 @@ class RankTokenizer(Tokenizer):
         return np.concatenate([encode(part, disallowed_special=()) for part in whole])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the tokens' bytes."""
+        """Return the text of the tokens' bytes."""
         return self.encoding.decode(list(ids))
 
 
+class HFTokenizer(Tokenizer):
+    """Any tokenizer.json of Hugging Face `tokenizers`, without template, padding, truncation."""
+
+    kind = "hf"
+    cuts_at_lines = False
+
+    def __init__(self, text: str, where: Path, config: Mapping[str, Any]) -> None:
+        import tokenizers
+
+        self.where = where
+        with self.explained():  # also whether the text is a tokenizer.json at all
+            self.tokenizer = tokenizers.Tokenizer.from_str(text)
+        content = json.loads(text)
+        if content["model"].get("dropout"):  # draws the merges of each text anew
+            sys.stderr.write(
+                f"WARNING: {where} has a model with dropout {content['model']['dropout']}, which "
+                "gives a text other tokens each time; it is switched off\n"
+            )
+            content["model"]["dropout"] = None
+            text = to_json(content)
+            self.tokenizer = tokenizers.Tokenizer.from_str(text)
+        self.file_text = text
+        if lost := dropped_character(self.tokenizer):
+            raise DataError(
+                f"the tokenizer of {where} drops {lost!r}, so its tokens would not hold the whole "
+                "text; use another tokenizer"
+            )
+        self.tokenizer.post_processor = None  # a template may drop or repeat the text itself
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        self.tokenizer.encode_special_tokens = True
+        ids = self.tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values()) + 1
+        self.eot = find_eot(ids, where, config)
+        self.eot_id: int = ids[self.eot]
+        parts = {k: v for k, v in content.items() if k not in ("truncation", "padding")}
+        self.fingerprint = digest("hf", json.dumps(parts, sort_keys=True), [self.eot], [])
+        self.token_bytes = self.count_bytes(parts.get("decoder"))
+        try:  # many put a space before a text, drop spaces or accents, or lack characters
+            lengths = [self.token_bytes[self.encode(text)].sum() for text in PROBES]
+            self.bytes_add_up = lengths == [len(text.encode()) for text in PROBES]
+        except DataError:
+            self.bytes_add_up = False
+
+    def encode_array(self, text: str) -> Ids:
+        """Encode without the tokens that a template would add."""
+        with self.explained():
+            (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(found.ids, np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text by the decoder of the file."""
+        with self.explained():
+            return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise `DataError` for the errors of the library: a bare Exception, or a panic."""
+        try:
+            yield
+        except BaseException as error:
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
+                raise
+            raise DataError(f"the tokenizer of {self.where} failed: {error}") from None
+
+    def count_bytes(self, decoder: object) -> NDArray[np.int64]:
+        """Count the bytes of each token by its spelling.
+
+        The spelling depends on the decoder: SentencePiece, WordPiece, or a character for each byte.
+        """
+        sizes = np.zeros(self.vocab_size, np.int64)
+        byte_level = '"ByteLevel"' in json.dumps(decoder)
+        for token, i in self.tokenizer.get_vocab(with_added_tokens=False).items():
+            plain = re.sub(r"^<0x..>$|\u2581", " ", token).removeprefix("##")
+            sizes[i] = len(token) if byte_level else len(plain.encode())
+        for i, added in self.tokenizer.get_added_tokens_decoder().items():
+            sizes[i] = 0 if added.special else len(added.content.encode())
+        sizes[self.eot_id] = 0
+        return sizes
+
+
+def dropped_character(tokenizer: "tokenizers.Tokenizer") -> str | None:
+    """Return a visible character that the normalizer or pre-tokenizer drops, or None."""
+    steps = []
+    if tokenizer.normalizer:
+        steps.append(tokenizer.normalizer.normalize_str)
+    if tokenizer.pre_tokenizer:
+        steps.append(tokenizer.pre_tokenizer.pre_tokenize_str)
+    for character in string.printable + OTHER_SCRIPTS:
+        if not character.isspace() and not all(step(character) for step in steps):
+            return character
+    return None
+
+
 def digest(kind: str, pattern: str, specials: list[str], vocabulary: Iterable[bytes]) -> str:
-    """SHA-256 (hex) of everything that decides which ids a text gets."""
+    """Hash everything that decides which ids a text gets: SHA-256, hex."""
     tokens = [token.hex() for token in vocabulary]
     return hashlib.sha256(json.dumps([kind, pattern, specials, tokens]).encode()).hexdigest()
 
 
 def to_json(content: dict[str, Any]) -> str:
-    """The text of a tokenizer.json."""
+    """Return the text of a tokenizer.json."""
     return json.dumps(content, ensure_ascii=False)
 
 
 def clean(text: str) -> str:
-    """`text` with each lone surrogate, which UTF-8 cannot hold, replaced by U+FFFD."""
+    """Replace each lone surrogate, which UTF-8 cannot hold, by U+FFFD."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -240,9 +354,9 @@ def clean(text: str) -> str:
 def named_tokenizer(
     spec: str, key: str = "data.tokenizer", kinds: str = "gpt2, bytes"
 ) -> Tokenizer:
-    """The tokenizer of a config: gpt2, bytes, a path or a repository on the Hub.
+    """Load a tokenizer by its name in a config: gpt2, bytes, a path or a repository on the Hub.
 
-    `UserError` for anything else. A path that is there comes first; a Hub id has an owner.
+    A path that exists comes first; a Hub id has an owner. Raises `UserError` for anything else.
     """
     if spec == "gpt2":
         return load_gpt2()
@@ -250,11 +364,9 @@ def named_tokenizer(
         return BytesTokenizer()
     if Path(spec).exists():
         return load_tokenizer(spec)
-    if "/" in spec and not spec.endswith(".json"):
-        from accel_gpt.data.hub_client import SCHEME, download_tokenizer, is_repo
-
-        if is_repo(spec.removeprefix(SCHEME).partition("@")[0]):
-            return load_tokenizer(download_tokenizer(spec))
+    could_be_repo = "/" in spec and not spec.endswith(".json")
+    if could_be_repo and is_repo(spec.removeprefix(SCHEME).partition("@")[0]):
+        return load_tokenizer(download_tokenizer(spec))
     raise UserError(
         f"{key} is {spec!r}, which is no file; expected {kinds}, the path of a tokenizer.json or a "
         "Hub id (user/name)"
@@ -262,15 +374,14 @@ def named_tokenizer(
 
 
 def load_gpt2() -> Tokenizer:
-    """GPT-2's 50,257 tokens, from tiktoken's cache, the Hub's cache or the network."""
+    """Load GPT-2's 50,257 tokens from tiktoken's cache, the Hub's cache or the network."""
     import tiktoken
 
     if not tiktoken_has_gpt2():
-        from accel_gpt.data.hub_client import cached_gpt2_folders
-
         for folder in cached_gpt2_folders():
             with contextlib.suppress(AccelGPTError):
-                if (found := load_tokenizer(folder)).kind == "gpt2":
+                found = load_tokenizer(folder)
+                if found.kind == "gpt2":
                     return found
     try:
         encoding = tiktoken.get_encoding("gpt2")
@@ -284,41 +395,40 @@ def load_gpt2() -> Tokenizer:
 
 
 def tiktoken_has_gpt2() -> bool:
-    """Whether tiktoken's cache, found as by its load.py, holds GPT-2's two files."""
+    """Return whether tiktoken's cache, found as its load.py does, holds GPT-2's two files."""
     folder = os.environ.get("DATA_GYM_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache")
     folder = os.environ.get("TIKTOKEN_CACHE_DIR", folder)
     return all((Path(folder) / name).is_file() for name in TIKTOKEN_FILES)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, or of a folder that holds one or GPT-2's older files.
+    """Load a tokenizer.json, or the tokenizer in a folder: tokenizer.json or GPT-2's older files.
 
-    A file of Hugging Face's format that is that of bytes, chars, bpe or gpt2 gives these; any other
-    is of kind hf. Raises `UserError` when there is none, `DataError` when it cannot be read.
+    A file that is recognized gives the kind bytes, chars, bpe or gpt2; any other is of kind hf.
+    Raises `UserError` if there is none, `DataError` if it cannot be read.
     """
     where = Path(path) / FILE if Path(path).is_dir() else Path(path)
     text, content = tokenizer_json.read_file(where)
     config = tokenizer_json.read_config(where)
     tokenizer: Tokenizer
-    if (found := tokenizer_json.recognize(content)) is None:
-        from accel_gpt.data.hf_tokenizer import HFTokenizer
-
+    found = tokenizer_json.recognize(content)
+    if found is None:
         tokenizer = HFTokenizer(text, where, config)
+    elif found.kind == "bytes":
+        tokenizer = BytesTokenizer()
+    elif found.kind == "chars":
+        tokenizer = CharsTokenizer("".join(found.vocabulary))
     else:
-        kind, vocabulary = found
-        if kind == "bytes":
-            tokenizer = BytesTokenizer()
-        elif kind == "chars":
-            tokenizer = CharsTokenizer("".join(vocabulary))
-        else:
-            tokenizer = rank_tokenizer(kind, vocabulary, text)
+        tokenizer = rank_tokenizer(found.kind, found.vocabulary, text)
     tokenizer.config = config
     return tokenizer
 
 
 def rank_tokenizer(kind: str, vocabulary: list[str], text: str) -> RankTokenizer:
-    """A BPE of ours or GPT-2's (`kind`) from its tokens by id without end-of-text, in byte-level
-    spelling, and the text of its tokenizer.json.
+    """Return our BPE or GPT-2's (`kind`).
+
+    `vocabulary`: its tokens by id without end-of-text, in byte-level spelling. `text`: the content
+    of its tokenizer.json.
     """
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]

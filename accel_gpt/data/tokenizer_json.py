@@ -10,10 +10,11 @@ import json
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.files import read_json
+from accel_gpt.records import read_object
 
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 HUB_FILES = (FILE, CONFIG, TEMPLATE, "vocab.json", "merges.txt")
@@ -60,24 +61,21 @@ GPT2_SUM = "e1bf1d7abcc7e361ff81bef4019332b6b745a38a09133324388925dd4ba005e0"
 def read_file(where: Path) -> tuple[str, Any]:
     """Read a tokenizer.json, or in its place vocab.json and merges.txt: its text and its content.
 
-    Raises `UserError` when there is none, `DataError` when it is no JSON.
+    Raises `UserError` if there is none, `DataError` if it is not JSON.
     """
-    try:
-        text = where.read_bytes().decode()
-        return text, json.loads(text)
-    except FileNotFoundError:
-        content = join_two_files(where.parent) if where.name == FILE else None
-        if content is None:
-            raise UserError(f"there is no tokenizer at {where}; expected a {FILE}") from None
-        return json.dumps(content, ensure_ascii=False), content
-    except (OSError, ValueError) as error:
-        raise DataError(f"{where} is not valid JSON: {error}") from None
+    if where.exists():
+        content = read_object(where, DataError)
+        return where.read_bytes().decode(), content
+    joined = join_two_files(where.parent) if where.name == FILE else None
+    if joined is None:
+        raise UserError(f"there is no tokenizer at {where}; expected a {FILE}")
+    return json.dumps(joined, ensure_ascii=False), joined
 
 
 def join_two_files(folder: Path) -> dict[str, Any] | None:
-    """GPT-2's tokenizer.json from its vocab.json and merges.txt, None where they are not there.
+    """Make GPT-2's tokenizer.json from its vocab.json and merges.txt; None if they are missing.
 
-    Raises `UserError` when they are another tokenizer's: they do not tell how it splits text.
+    Raises `UserError` if they belong to another tokenizer: they do not say how it splits text.
     """
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
     if not (vocabulary.is_file() and merges.is_file()):
@@ -100,29 +98,29 @@ def join_two_files(folder: Path) -> dict[str, Any] | None:
 def read_config(where: Path) -> dict[str, Any]:
     """Read tokenizer_config.json and chat_template.jinja beside the file `where`, if any.
 
-    Without `LEFT_OUT`. Raises `DataError` for what cannot be read.
+    The keys `LEFT_OUT` are dropped. Raises `DataError` if a file cannot be read.
     """
-    path, config = where.with_name(CONFIG), {}
-    try:
-        if path.is_file():
-            found = read_json(path)
-            config = {key: value for key, value in found.items() if key not in LEFT_OUT}
-        path = where.with_name(TEMPLATE)
-        if path.is_file():
-            config["chat_template"] = path.read_bytes().decode()
-    except (ValueError, AttributeError):
-        kind = "valid JSON" if path.name == CONFIG else "UTF-8 text"
-        raise DataError(f"{path} is not {kind}; repair or remove it") from None
+    config: dict[str, Any] = {}
+    path = where.with_name(CONFIG)
+    if path.is_file():
+        content = read_object(path, DataError, "repair or remove it")
+        config = {key: value for key, value in content.items() if key not in LEFT_OUT}
+    template = where.with_name(TEMPLATE)
+    if template.is_file():
+        try:
+            config["chat_template"] = template.read_bytes().decode()
+        except UnicodeDecodeError:
+            raise DataError(f"{template} is not UTF-8 text; repair or remove it") from None
     return config
 
 
 def spelling(token: object) -> object:
-    """A special token of tokenizer_config.json, which may be an object with its `content`."""
+    """Return a special token of tokenizer_config.json; it may be an object with its `content`."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def find_eot(ids: Mapping[str, int], where: Path, config: Mapping[str, Any]) -> str:
-    """Name of the token that ends a document, from `EOT_NAMES` or tokenizer_config.json."""
+    """Return the token that ends a document, from `EOT_NAMES` or tokenizer_config.json."""
     for name in (*EOT_NAMES, spelling(config.get("eos_token"))):
         if isinstance(name, str) and name in ids:
             return name
@@ -136,7 +134,7 @@ def find_eot(ids: Mapping[str, int], where: Path, config: Mapping[str, Any]) -> 
 
 
 def bpe_content(vocabulary: list[str]) -> dict[str, Any]:
-    """The tokenizer.json of a BPE of ours: tokens by id, bytes first, without end-of-text."""
+    """Return the tokenizer.json of our BPE: tokens by id, bytes first, without end-of-text."""
     split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated"}
     steps = [split | {"invert": False}, byte_level()]
     content = byte_level_content(vocabulary, all_merges(vocabulary))
@@ -144,12 +142,12 @@ def bpe_content(vocabulary: list[str]) -> dict[str, Any]:
 
 
 def bytes_content() -> dict[str, Any]:
-    """The tokenizer.json of the bytes tokenizer: a BPE with nothing to merge."""
+    """Return the tokenizer.json of the bytes tokenizer: a BPE with nothing to merge."""
     return with_eot_in_vocabulary(byte_level_content([*BYTE_CHARS], []))
 
 
 def gpt2_content(vocabulary: list[str], merges: list[list[str]]) -> dict[str, Any]:
-    """The tokenizer.json of openai-community/gpt2: tokens by id, without end-of-text."""
+    """Return the tokenizer.json of openai-community/gpt2: tokens by id, without end-of-text."""
     split = byte_level() | {"use_regex": True}
     return with_eot_in_vocabulary(byte_level_content(vocabulary, merges)) | {
         "pre_tokenizer": split,
@@ -158,7 +156,7 @@ def gpt2_content(vocabulary: list[str], merges: list[list[str]]) -> dict[str, An
 
 
 def chars_content(chars: str) -> dict[str, Any]:
-    """The tokenizer.json of a chars tokenizer: each character is a word.
+    """Return the tokenizer.json of a chars tokenizer: each character is a word.
 
     Its unknown token is not in the vocabulary, so that a character that is not there either is an
     error ("Missing [UNK] token"), as it is for `CharsTokenizer`.
@@ -174,7 +172,7 @@ def chars_content(chars: str) -> dict[str, Any]:
 
 
 def byte_level_content(vocabulary: list[str], merges: list[list[str]]) -> dict[str, Any]:
-    """The tokenizer.json of a byte-level BPE that does not split text."""
+    """Return the tokenizer.json of a byte-level BPE that does not split text."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {
         "version": "1.0",
@@ -201,20 +199,20 @@ def byte_level_content(vocabulary: list[str], merges: list[list[str]]) -> dict[s
 
 
 def byte_level() -> dict[str, Any]:
-    """Bytes spelled as printable characters, without a regex of its own."""
+    """Return the step that spells bytes as printable characters, without a regex."""
     settings = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {"type": "ByteLevel", **settings}
 
 
 def with_eot_in_vocabulary(content: dict[str, Any]) -> dict[str, Any]:
-    """`content` whose model also lists end-of-text, and finds words by merging alone."""
+    """Add end-of-text to the model's vocabulary, and let it find words by merging alone."""
     model = content["model"]
     vocabulary = model["vocab"] | {EOT: len(model["vocab"])}
     return content | {"model": model | {"ignore_merges": False, "vocab": vocabulary}}
 
 
 def all_merges(vocabulary: list[str]) -> list[list[str]]:
-    """Every split (left, right) of each token into two tokens, by rank of token, left and right.
+    """List every split (left, right) of each token into two tokens, by their ranks.
 
     tiktoken merges any neighbours whose concatenation is a token, Hugging Face only listed pairs;
     with all pairs listed in this order both do the same.
@@ -229,8 +227,9 @@ def all_merges(vocabulary: list[str]) -> list[list[str]]:
 
 
 def learned_merges(vocabulary: list[str]) -> list[list[str]]:
-    """The two tokens from which each token above the bytes was merged when it was learned: what
-    merging its characters, lowest rank first, leaves at last.
+    """List the two tokens from which each token above the bytes was merged when it was learned.
+
+    They are what merging its characters, lowest rank first, leaves at last.
     """
     rank = {token: i for i, token in enumerate(vocabulary)}
     merges = []
@@ -247,53 +246,75 @@ def learned_merges(vocabulary: list[str]) -> list[list[str]]:
 # --------------------------------------------------------------------------- recognized
 
 
-def recognize(content: Any) -> tuple[str, list[str]] | None:
-    """Kind (bytes, chars, bpe or gpt2) of a tokenizer.json that is one of ours or GPT-2's, and its
-    tokens by id without end-of-text; None for any other.
+class Known(NamedTuple):
+    """A tokenizer.json of ours or GPT-2's."""
 
-    Of GPT-2 files of every age are known: merges as strings or lists, end-of-text in the vocabulary
+    kind: Literal["bytes", "chars", "bpe", "gpt2"]
+    vocabulary: list[str]
+    """Tokens by id without end-of-text."""
+
+
+def recognize(content: Any) -> Known | None:
+    """Recognize a tokenizer.json of ours or GPT-2's; return None for any other.
+
+    GPT-2's files of every age are known: merges as strings or lists, end-of-text in the vocabulary
     or beside it, defaults left out.
     """
     try:
-        post = content.get("post_processor") or {"type": "ByteLevel"}
-        adds = post["type"] != "TemplateProcessing" or post["special_tokens"]
-        if post["type"] != "ByteLevel" and adds:
+        if adds_tokens(content.get("post_processor")):
             return None
         vocabulary = tokens_by_id(content["model"]["vocab"])
         if content["pre_tokenizer"] == bpe_content([])["pre_tokenizer"]:
-            spelled = (*vocabulary[:256],) == BYTE_CHARS and {*"".join(vocabulary)} <= {*BYTE_CHARS}
-            return ("bpe", vocabulary) if spelled and content == bpe_content(vocabulary) else None
+            return Known("bpe", vocabulary) if is_bpe(content, vocabulary) else None
         core = content | dict.fromkeys(BESIDE_THE_POINT)
         if core == bytes_content():
-            return "bytes", vocabulary
+            return Known("bytes", vocabulary)
         if content["model"].get("type") == "WordLevel":
-            return ("chars", vocabulary) if core == chars_content("".join(vocabulary)) else None
-        return ("gpt2", vocabulary) if is_gpt2(content, vocabulary) else None
+            ours = core == chars_content("".join(vocabulary))
+            return Known("chars", vocabulary) if ours else None
+        return Known("gpt2", vocabulary) if is_gpt2(content, vocabulary) else None
     except (LookupError, TypeError, AttributeError):
         return None
 
 
+def adds_tokens(post_processor: Any) -> bool:
+    """Return whether a post-processor adds tokens to a text."""
+    if not post_processor or post_processor["type"] == "ByteLevel":
+        return False
+    template = post_processor["type"] == "TemplateProcessing"
+    return not template or bool(post_processor["special_tokens"])
+
+
+def is_bpe(content: dict[str, Any], vocabulary: list[str]) -> bool:
+    """Return whether a tokenizer.json is a BPE of ours."""
+    byte_spelling = set("".join(vocabulary)) <= set(BYTE_CHARS)
+    bytes_first = tuple(vocabulary[:256]) == BYTE_CHARS
+    return byte_spelling and bytes_first and content == bpe_content(vocabulary)
+
+
 def is_gpt2(content: dict[str, Any], vocabulary: list[str]) -> bool:
-    """Whether a tokenizer.json does what GPT-2's does."""
-    model, split = content["model"], content["pre_tokenizer"]
+    """Return whether a tokenizer.json does what GPT-2's does."""
+    model = content["model"]
+    split = content["pre_tokenizer"]
     added = [(token["content"], token["id"], token["special"]) for token in content["added_tokens"]]
     ids = {EOT: GPT2_TOKENS} | model["vocab"]
     merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
     return (
         content.get("normalizer") is None
-        and (split["type"], split["add_prefix_space"]) == ("ByteLevel", False)
+        and split["type"] == "ByteLevel"
+        and split["add_prefix_space"] is False
         and split.get("use_regex", True)
         and content["decoder"]["type"] == "ByteLevel"
         and added == [(EOT, GPT2_TOKENS, True)]
         and model.get("type", "BPE") == "BPE"
-        and not any(
-            model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
-        )
-        and [ids[token] for token in (*vocabulary, EOT)] == [*range(GPT2_TOKENS + 1)]
+        and not model.get("dropout")
+        and not model.get("continuing_subword_prefix")
+        and not model.get("end_of_word_suffix")
+        and [ids[token] for token in (*vocabulary, EOT)] == list(range(GPT2_TOKENS + 1))
         and hashlib.sha256(json.dumps([vocabulary, merges]).encode()).hexdigest() == GPT2_SUM
     )
 
 
 def tokens_by_id(ids: dict[str, int]) -> list[str]:
-    """Tokens in the order of their ids, without end-of-text."""
+    """List tokens in the order of their ids, without end-of-text."""
     return [token for token in sorted(ids, key=ids.__getitem__) if token != EOT]

@@ -16,23 +16,35 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
+from accel_gpt.config.options import REQUIRED, option
 from accel_gpt.data.index import INDEX
 from accel_gpt.data.shards import Shard, Split, token_beyond
 from accel_gpt.errors import DataError
-from accel_gpt.files import read_json, write_file
+from accel_gpt.files import write_file
 from accel_gpt.launcher import is_main
+from accel_gpt.records import load_record_or_none
 
 RECORD = "data_files.json"
 BLOCK = 4 << 20  # bytes read at once, a multiple of every token size
 FEWEST = 16  # tokens from which on nothing but token 0 is no text
 RECORD_SECONDS = 30.0  # between two writes of the record; assumption
 CLOSE_SECONDS = 2.0  # for which a run that ends waits for the thread; assumption
+
+
+@dataclass(frozen=True)
+class VerifiedFile:
+    """A file in the record."""
+
+    size: int
+    mtime_ns: int = option(REQUIRED, "Time of change, nanoseconds.", at_most=2**64)
+    inode: int = option(REQUIRED, "Inode.", at_most=2**64)
+    sha256: str = option(REQUIRED, "SHA-256, hex.")
 
 
 @dataclass(frozen=True)
@@ -119,12 +131,12 @@ class DataVerifier:
 
     def verify(self, file: DataFile) -> None:
         """Verify one file and record it; `DataError` if it cannot be trained on."""
-        known = self.record.get(file.key, {})
+        known = self.record.get(file.key)
+        recorded = known.sha256 if known else None
         try:
             with file.path.open("rb") as opened:
-                seen = identity(opened)
-                expected = file.shard.sha256 or known.get("sha256")
-                if known == seen | {"sha256": expected}:
+                seen = describe_file(opened, sha256=file.shard.sha256 or recorded or "")
+                if known == seen:
                     return
                 content = self.read(opened, file)
         except OSError as error:
@@ -133,7 +145,7 @@ class DataVerifier:
             ) from None
         if content is None:
             return
-        self.require_unaltered(file, content.sha256, known.get("sha256"))
+        self.require_unaltered(file, content.sha256, recorded)
         if content.beyond is not None:
             token, index = content.beyond
             raise token_beyond(file.path, token, index, self.vocab_size)
@@ -141,7 +153,7 @@ class DataVerifier:
             raise DataError(
                 f"{file.path} holds nothing but token 0: it was never written; make it again"
             )
-        self.record[file.key] = seen | {"sha256": content.sha256}
+        self.record[file.key] = replace(seen, sha256=content.sha256)
         self.changed = True
 
     def require_unaltered(self, file: DataFile, found: str, recorded: str | None) -> None:
@@ -185,13 +197,14 @@ class DataVerifier:
         """Write the record if rank 0 verified files; a disk that is full does not end the run."""
         if self.changed and is_main():
             with contextlib.suppress(OSError):
-                write_file(self.record_path, [json.dumps(self.record, indent=1).encode()])
+                content = {key: asdict(entry) for key, entry in self.record.items()}
+                write_file(self.record_path, [json.dumps(content, indent=1).encode()])
                 self.changed = False
         self.recorded = time.monotonic()
 
 
 def local_files(splits: Sequence[Split]) -> list[DataFile]:
-    """The files of `splits`, each once, without those that are downloaded or in memory."""
+    """List the files of `splits`, each once, without files that are downloaded or in memory."""
     found: dict[Path, DataFile] = {}
     for split in splits:
         if split.remote is None and split.memory is None:
@@ -201,24 +214,23 @@ def local_files(splits: Sequence[Split]) -> list[DataFile]:
     return list(found.values())
 
 
-def identity(opened: BinaryIO) -> dict[str, Any]:
-    """What changes with the content of a file, and is known without reading it."""
+def describe_file(opened: BinaryIO, sha256: str) -> VerifiedFile:
+    """Return what changes with the content of a file, and is known without reading it."""
     stat = os.fstat(opened.fileno())
-    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "inode": stat.st_ino}
+    return VerifiedFile(
+        size=stat.st_size,
+        mtime_ns=stat.st_mtime_ns,
+        inode=stat.st_ino,
+        sha256=sha256,
+    )
 
 
-def read_record(path: Path, log: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """The verified files of earlier launches; none, with a warning, if the record is damaged."""
-    try:
-        record = read_json(path)
-        if not isinstance(record, dict):
-            raise ValueError("it is not an object")
-        return {key: entry for key, entry in record.items() if isinstance(entry, dict)}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        log(f"WARNING: {path} cannot be read ({error}); all data files are verified again")
-        return {}
+def read_record(path: Path, log: Callable[[str], None]) -> dict[str, VerifiedFile]:
+    """Read the verified files of earlier launches; none, with a warning, if it is damaged."""
+    record = load_record_or_none(dict[str, VerifiedFile], path)
+    if record is None and path.exists():
+        log(f"WARNING: {path} is damaged; all data files are verified again")
+    return record or {}
 
 
 def lower_priority() -> None:

@@ -22,7 +22,8 @@ from accel_gpt.console import exit_on_sigterm, run_main
 from accel_gpt.data.remote import Store, reason
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import fault_point, sync
-from accel_gpt.training.run_folder import CHECKPOINT, RunFolder, step_name
+from accel_gpt.training.checkpoint import verify
+from accel_gpt.training.run_folder import RunFolder, step_name, steps_in
 
 MANIFEST = "manifest.json"
 
@@ -137,8 +138,7 @@ def copied_steps(system: Any, root: str) -> list[int]:
         names = [entry["name"].rstrip("/") for entry in system.ls(root, detail=True)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = (CHECKPOINT.fullmatch(name.rpartition("/")[2]) for name in names)
-    return sorted(int(match[1]) for match in found if match)
+    return steps_in(name.rpartition("/")[2] for name in names)
 
 
 def is_complete(system: Any, root: str, step: int) -> bool:
@@ -188,8 +188,6 @@ def fetch_backup(config: Config, log: Callable[[str], None]) -> None:
 
 def download_copy(system: Any, source: str, folder: Path, log: Callable[[str], None]) -> bool:
     """Download one copy into a folder of checkpoints; return whether it is intact."""
-    from accel_gpt.training.checkpoint import verify  # which imports torch
-
     name = source.rpartition("/")[2]
     temporary = folder / f".tmp_{name}"
     temporary.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model.sharding import load_full
 from accel_gpt.optim.groups import fraction_at, state_names
 from accel_gpt.training.anomalies import format_ranges, ranges
+from accel_gpt.training.backup import fetch_backup
 from accel_gpt.training.checkpoint import (
     is_checkpoint,
     read_evaluated,
@@ -59,8 +60,6 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
     def choose() -> Path | None:
         out_dir = Path(config.out_dir)
         if config.checkpoint.copy_to:
-            from accel_gpt.training.backup import fetch_backup
-
             fetch_backup(config, log)
         check_resume(out_dir, config.checkpoint.resume, log)
         path = find_resume(out_dir, config.checkpoint.resume, log)

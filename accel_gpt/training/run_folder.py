@@ -20,7 +20,7 @@ import math
 import os
 import re
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -33,18 +33,20 @@ import numpy.typing as npt
 
 from accel_gpt.config.parse import relocate, to_flat
 from accel_gpt.errors import AccelGPTError, BusyError, UserError
-from accel_gpt.files import (
-    is_at,
-    load_yaml,
-    lock,
-    locked_file,
-    read_json,
-)
+from accel_gpt.files import is_at, load_yaml, lock, locked_file
+from accel_gpt.records import load_record_or_none
 
 CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # what `step_name` gives
 SAMPLES = re.compile(r"step_(\d{8,15})\.txt")
 
 Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The content of run.json."""
+
+    launches: list[Any]
 
 
 class RunFolder:
@@ -58,23 +60,22 @@ class RunFolder:
 
     @cached_property
     def launches(self) -> tuple[Mapping[str, Any], ...]:
-        """The launches in run.json, oldest first."""
-        try:
-            found = read_json(self.path / "run.json")["launches"]
-            return tuple(launch for launch in found if isinstance(launch, dict))
-        except (OSError, ValueError, KeyError, TypeError):
-            return ()
+        """Read the launches in run.json, oldest first, without what is no launch."""
+        record = load_record_or_none(RunRecord, self.path / "run.json")
+        found = record.launches if record else []
+        return tuple(launch for launch in found if isinstance(launch, dict))
 
     def last_launch(self, *keys: str) -> Any:
-        """What the last launch recorded under nested keys ("plan", "max_steps"), or None."""
+        """Return what the last launch recorded under nested keys ("plan", "max_steps"), or None."""
         value: Any = self.launches[-1] if self.launches else None
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
 
     def read_config(self) -> dict[str, Any]:
-        """The dotted keys of config.yaml, for the folder in which the run lies now; {} without the
-        file. `UserError` if it cannot be read.
+        """Read the dotted keys of config.yaml, for the folder in which the run lies now.
+
+        Returns {} without the file; raises `UserError` if it cannot be read.
         """
         file = self.path / "config.yaml"
         if not file.exists():
@@ -91,47 +92,47 @@ class RunFolder:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The dotted keys of config.yaml; {} if it is missing or cannot be read."""
+        """Read the dotted keys of config.yaml; {} if it is missing or cannot be read."""
         with contextlib.suppress(AccelGPTError):
             return self.read_config()
         return {}
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """The records of metrics.jsonl in the order of the file, each with a numeric `step`.
+        """Yield the records of metrics.jsonl in the order of the file, each with a numeric `step`.
 
         Written by another hand, a record may hold any other key and value.
         """
         for line in whole_lines(self.path / "metrics.jsonl"):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 if type(record) is dict and is_number(record.get("step")):
                     yield record
 
     def csv_records(self) -> list[dict[str, str]]:
-        """The rows of metrics.csv by the names in its header."""
+        """Read the rows of metrics.csv by the names in its header."""
         lines = [line.decode(errors="replace") for line in whole_lines(self.path / "metrics.csv")]
         rows = csv.DictReader(lines, quoting=csv.QUOTE_NONE)
         return [row for row in rows if re.fullmatch("[0-9]{1,15}", row.get("step") or "")]
 
     @cached_property
     def metrics(self) -> "Metrics":
-        """The records of metrics.jsonl as columns, by step."""
+        """Read the records of metrics.jsonl as columns, by step."""
         return read_metrics(self.records())
 
     @property
     def step(self) -> int:
-        """The last step that has a record; 0: none."""
+        """Return the last step that has a record; 0 if there is none."""
         return int(self.metrics.steps[-1]) if len(self.metrics.steps) else 0
 
     @property
     def max_steps(self) -> int | None:
-        """The length of the run as the last launch planned it."""
+        """Return the length of the run as the last launch planned it."""
         steps = number(self.last_launch("plan", "max_steps"))
         return int(steps) if steps > 0 else None
 
     @cached_property
     def in_use(self) -> bool:
-        """Whether a process works in the folder: see `locked`."""
+        """Return whether a process works in the folder: see `locked`."""
         try:
             lock(self.path / ".lock", wait=False, shared=True).close()
         except BlockingIOError:
@@ -142,16 +143,16 @@ class RunFolder:
 
     @property
     def samples(self) -> Mapping[int, Path]:
-        """The files of samples by step, ascending."""
-        found = {
-            int(match[1]): path
-            for path in (self.path / "samples").glob("step_*.txt")
-            if (match := SAMPLES.fullmatch(path.name)) and path.is_file()
-        }
+        """Find the files of samples by step, ascending."""
+        found = {}
+        for path in (self.path / "samples").glob("step_*.txt"):
+            match = SAMPLES.fullmatch(path.name)
+            if match and path.is_file():
+                found[int(match[1])] = path
         return dict(sorted(found.items()))
 
     def sample_texts(self, step: int) -> list[str]:
-        """The texts that were sampled at a step of `samples`."""
+        """Read the texts that were sampled at a step of `samples`."""
         text = self.samples[step].read_bytes().decode(errors="replace").removesuffix("\n")
         texts: list[str] = []
         for part in re.split(r"^(?=--- sample \d+$)", text, flags=re.MULTILINE):
@@ -166,7 +167,7 @@ class RunFolder:
 
     @property
     def best(self) -> str:
-        """What the file `best` names: a step, if nobody has edited it; "" without the file."""
+        """Read the file `best`: a step, if nobody has edited it; "" without the file."""
         try:
             return (self.path / "best").read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
@@ -174,7 +175,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """The folders of checkpoints by step, ascending; whether one is intact, `verify` says."""
+        """Find the folders of checkpoints by step, ascending; `verify` says if one is intact."""
         root = self.path / "checkpoints"
         return {step: root / step_name(step) for step in checkpoint_steps(root)}
 
@@ -210,7 +211,7 @@ class FolderLock:
 def locked(folder: Path) -> Iterator[FolderLock]:
     """Hold the exclusive lock of a run's folder, made if missing; the kernel frees it on any exit.
 
-    Raises `UserError` where the folder cannot be written, `BusyError` where a run is at work in it.
+    Raises `UserError` if the folder cannot be written, `BusyError` if a run is at work in it.
     """
     with contextlib.ExitStack() as held:
         try:
@@ -257,13 +258,15 @@ class Metrics:
 
 
 def read_metrics(records: Iterator[dict[str, Any]]) -> Metrics:
-    """Columns of the finite numbers in `records`, sorted by step; of one step the later is last."""
-    clocks = tuple(array("d") for _ in range(3))
+    """Sort the finite numbers in `records` into columns, by step; of one step the later is last."""
+    steps = array("d")
+    tokens = array("d")
+    seconds = array("d")
     columns: dict[str, tuple[array[int], array[float]]] = {}
-    for record in records:
-        row = len(clocks[0])
-        for clock, key in zip(clocks, ("step", "tokens", "time"), strict=True):
-            clock.append(number(record.pop(key, None)))
+    for row, record in enumerate(records):
+        steps.append(number(record.pop("step", None)))
+        tokens.append(number(record.pop("tokens", None)))
+        seconds.append(number(record.pop("time", None)))
         for key, value in record.items():
             value = value if type(value) is float else number(value)
             if value - value != 0:  # not finite
@@ -273,21 +276,24 @@ def read_metrics(records: Iterator[dict[str, Any]]) -> Metrics:
             rows, values = columns[key]
             rows.append(row)
             values.append(value)
-    steps, tokens, seconds = (np.array(clock) for clock in clocks)
-    order = np.argsort(steps, kind="stable")
+    order = np.argsort(np.array(steps), kind="stable")
     rank = np.argsort(order, kind="stable")  # record -> its index by step
     by_step = {}
     for key, (rows, values) in columns.items():
         index = rank[np.array(rows)]
         ascending = np.argsort(index)
         by_step[key] = (index[ascending], np.array(values)[ascending])
-    steps = steps[order]
-    tokens, seconds = (interpolated(steps, clock[order]) for clock in (tokens, seconds))
-    return Metrics(steps, tokens, seconds, by_step)
+    ascending_steps = np.array(steps)[order]
+    return Metrics(
+        steps=ascending_steps,
+        tokens=interpolated(ascending_steps, np.array(tokens)[order]),
+        seconds=interpolated(ascending_steps, np.array(seconds)[order]),
+        columns=by_step,
+    )
 
 
 def interpolated(steps: Floats, clock: Floats) -> Floats:
-    """`clock` (N,), its missing values interpolated between the steps that have one."""
+    """Interpolate the missing values of `clock` (N,) between the steps that have one."""
     known = np.isfinite(clock)
     if known.all() or not known.any():
         return clock
@@ -295,12 +301,12 @@ def interpolated(steps: Floats, clock: Floats) -> Floats:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of JSON is a finite number."""
+    """Return whether a value of JSON is a finite number."""
     return math.isfinite(number(value))
 
 
 def number(value: object) -> float:
-    """A number of JSON as a float; `nan` for anything else."""
+    """Return a number of JSON as a float; `nan` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -310,7 +316,7 @@ def number(value: object) -> float:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file that end with a newline; none of a file that cannot be opened."""
+    """Yield the lines of a file that end with a newline; none of a file that cannot be opened."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):
@@ -318,12 +324,17 @@ def whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def step_name(step: int) -> str:
-    """The name of a checkpoint's folder."""
+    """Return the name of a checkpoint's folder."""
     return f"step_{step:08d}"
 
 
 def checkpoint_steps(root: Path) -> list[int]:
-    """The steps of the checkpoint folders in `root`, ascending."""
-    folders = (path for path in root.glob("step_*") if path.is_dir() and not path.is_symlink())
-    found = (CHECKPOINT.fullmatch(path.name) for path in folders)
+    """Return the steps of the checkpoint folders in `root`, ascending."""
+    folders = [path for path in root.glob("step_*") if path.is_dir() and not path.is_symlink()]
+    return steps_in(path.name for path in folders)
+
+
+def steps_in(names: Iterable[str]) -> list[int]:
+    """Return the steps of the names that are those of checkpoint folders, ascending."""
+    found = (CHECKPOINT.fullmatch(name) for name in names)
     return sorted(int(match[1]) for match in found if match)

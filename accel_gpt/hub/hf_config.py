@@ -188,7 +188,7 @@ def read_settings(
         settings = CONFIG_MAPPING[model_type].from_dict(dict(content)).to_dict()
         rope = settings.get("rope_parameters") or {}
         settings["rope_parameters"] = known_fields(RopeParameters, rope)
-        found: GPT2Settings | RopeSettings = read_value(kind, known_fields(kind, settings), "")
+        found: GPT2Settings | RopeSettings = read_value(kind, known_fields(kind, settings))
     except Exception as error:  # of any class: transformers runs validators of its own
         raise UserError(f"config.json of {name} is not valid: {last_line(error)}") from None
     return found

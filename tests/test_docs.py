@@ -513,6 +513,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = pyarrow.table({"text": [row["content"] for row in rows]})
     pyarrow.parquet.write_table(texts, folder / "wiki.parquet")
     run("accel-gpt train quickstart", folder)
+    shutil.copytree(folder / "data/input", folder / "data/more")
     for name in ("a", "b", "input", "gpt2_124m"):
         shutil.copytree(folder / "runs/quickstart", folder / "runs" / name)
     run("accel-gpt export runs/quickstart --to exported/quickstart", folder)
@@ -523,7 +524,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def can_run(line: Line) -> bool:
     """Whether a line is for a test to run: not marked, and of programs that a test may start."""
     programs = {words[0] if words else "" for words in line.simple_commands()}
-    return not line.needs and not programs & UNLIKE_TESTS
+    # rungs take minutes: tests/test_ladder.py runs `ladder`, and `plan` with a ladder
+    ladder = line.command.startswith("accel-gpt ladder") or " --ladder " in line.command
+    return not line.needs and not ladder and not programs & UNLIKE_TESTS
 
 
 @pytest.mark.slow

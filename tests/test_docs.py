@@ -88,6 +88,8 @@ class Line:
                 found.append([])
             elif word == ">":
                 next(words)
+            elif word == "do" and not found[-1]:
+                continue
             elif found[-1] or not re.match(r"\w+=", word):
                 found[-1].append(word)
         return found
@@ -97,7 +99,7 @@ def shell_lines(page: str, section: str = "") -> list[Line]:
     """The lines of the shell blocks of a page, or of the blocks below one of its headings."""
     text = (ROOT / page).read_text(encoding="utf-8")
     below = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0] if section else text
-    blocks = re.findall(r"^ *```sh\n(.*?)^ *```$", below, flags=re.S | re.M)
+    blocks = re.findall(r"^ *```(?:sh|bash|shell|console)\n(.*?)^ *```$", below, flags=re.S | re.M)
     found: list[Line] = []
     above = ""
     for line in "".join(blocks).replace("\\\n", " ").splitlines():
@@ -338,7 +340,10 @@ def test_what_is_named_exists(page: str) -> None:
 # --------------------------------------------------------------------------- commands parse
 
 # programs that are neither parsed nor run: what they do is not ours
-OTHERS = ("gunzip", "pip", "pre-commit", "pytest", "python3", "tensorboard", ".", "export", "")
+OTHERS = (
+    *("gunzip", "mkdocs", "pip", "pre-commit", "pytest", "python3", "tensorboard"),
+    *(".", "export", "while", "done", ""),
+)
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
@@ -400,7 +405,13 @@ def test_every_command_parses(page: str, tmp_path: Path, monkeypatch: pytest.Mon
     """Options and shipped configs exist; the models, runs and files that are named need not."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "configs", "configs")
-    for name in ("my.yaml", "runs/quickstart/config.yaml", "crawl.jsonl.gz", "wiki.parquet"):
+    for name in (
+        "my.yaml",
+        "CONFIG.yaml",
+        "runs/quickstart/config.yaml",
+        "crawl.jsonl.gz",
+        "wiki.parquet",
+    ):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("data: {train: data/own}\ntrain: {max_steps: 8}\n")
     Path("input.txt").touch()
@@ -496,7 +507,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("world")
     shutil.copytree(ROOT / "configs", folder / "configs")
     tiny = merged(yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text()), TINY)
-    for name in ("configs/quickstart.yaml", "quickstart"):  # a path goes before a shipped name
+    for name in (
+        "configs/quickstart.yaml",
+        "quickstart",
+        "CONFIG.yaml",
+    ):  # a path goes before a shipped name
         (folder / name).write_text(yaml.safe_dump(tiny))
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     code = (PACKAGE / "train.py").read_text(encoding="utf-8")

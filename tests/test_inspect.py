@@ -188,7 +188,7 @@ def test_id_beyond_the_vocabulary(data: Path, capsys: Printed) -> None:
     [
         ({"documents": 7}, "has 2 end-of-text tokens, but its index says 7 documents"),
         ({"max_token": 300}, "holds token 300, expected less than vocab_size 257"),
-        ({"sha256": "0" * 64}, "its SHA-256 is not that of the index"),
+        ({"sha256": "0" * 64}, "its SHA-256 differs from the index"),
     ],
 )
 def test_an_index_that_lies(

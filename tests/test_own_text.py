@@ -77,7 +77,9 @@ def test_a_text_that_cannot_be_read_is_told_with_the_key_that_named_it(
 
 def test_a_text_in_the_place_of_a_data_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("text")
-    with pytest.raises(UserError, match=r"a file where a folder .* write --data.text .*input.txt"):
+    with pytest.raises(
+        UserError, match=r"a file; expected a folder .* write --data.text .*input.txt"
+    ):
         load(tmp_path, "--data.train", str(tmp_path / "input.txt"))
 
 

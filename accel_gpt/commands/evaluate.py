@@ -82,8 +82,8 @@ def open_tasks_of(options: EvaluateCommand, model: GPT, tokenizer: Tokenizer) ->
     )
     require(
         tokenizer.eot_id is not None,
-        f"the {tokenizer.kind} tokenizer of the model has no end-of-text token, which tasks need; "
-        "train with another tokenizer",
+        f"the {tokenizer.kind} tokenizer of the model has no end-of-text token, but tasks need "
+        "one; train with another tokenizer",
     )
     matching_preset(model.config)  # raises if transformers has no such model
     return open_tasks(options.tasks, options.tasks_path)

@@ -150,7 +150,7 @@ def read_split(
         hashes[verdict] += 1
         if verdict == "different":
             problems.append(
-                f"shard {path} is damaged: its SHA-256 is not that of the index; restore it, or "
+                f"shard {path} is damaged: its SHA-256 differs from the index; restore it, or "
                 "prepare the data again"
             )
         if largest_here >= split.vocab_size:

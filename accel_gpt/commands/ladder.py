@@ -44,7 +44,7 @@ class Rung:
 
     depth: int
     ratio: float  # tokens for each parameter
-    seed: int | None  # None: that of the config
+    seed: int | None  # None: the seed of the config
     config: Config
     size: Size
 
@@ -135,7 +135,7 @@ def check_rung(rung: Rung, run: RunFolder) -> None:
     for key, (now, then) in recipe_differences(rung.config, run.read_config()).items():
         raise UserError(
             f"the rung {run.path} was trained with {key} {then}, and this ladder has {now}; rungs "
-            "differ in depth and length alone: set it to the same, or another --out"
+            "differ only in depth and length: set it to the same value, or give another --out"
         )
 
 

@@ -87,7 +87,7 @@ class ConfigCommand(KeysCommand):
 
 @dataclass(frozen=True)
 class TrainCommand(Command):
-    """Train as a config says; the options are those of `Config`."""
+    """Train as a config says; its options are the keys of `Config`."""
 
     name: ClassVar[str] = "train"
     summary: ClassVar[str] = "train a GPT as a config says, or go on with its run"
@@ -125,7 +125,7 @@ class PrepareCommand(PrepareConfig, Command):
     """Turn text into token shards; if it is stopped, the same command resumes.
 
     PATH is as --path. RECIPE, a YAML file or the name of a shipped one, holds any of these options
-    as `key: value`; those of the command line go first. Examples:
+    as `key: value`; options on the command line override it. Examples:
       accel-gpt prepare 'notes/**/*.md' --tokenizer bpe --out data/notes
       accel-gpt prepare fineweb_edu_10bt --workers 8
       accel-gpt prepare --path crawl.jsonl --tokenizer gpt2 --out data/crawl
@@ -184,7 +184,7 @@ def is_pipe(word: str) -> bool:
 
 @contextlib.contextmanager
 def errors_name_options(from_config: bool) -> Iterator[None]:
-    """Name the options of `accel-gpt prepare` in errors, in place of the keys of a config.
+    """Name the options of `accel-gpt prepare` in errors, instead of the keys of a config.
 
     Errors keep the keys if the settings come `from_config`.
     """
@@ -583,8 +583,8 @@ class PlanCommand(Command, exclusive=(("mfu", "tokens_per_second"), ("config", "
         if options.budget or options.hours:
             require(
                 not keys,
-                f"{''.join(keys[:1])} has no effect with --budget and --hours, which take the "
-                "config of the ladder; set it when the ladder is trained",
+                f"{''.join(keys[:1])} has no effect with --budget and --hours, as the config is "
+                "the ladder's; set it when you train the ladder",
             )
             return options
         words = [options.config or "", *keys]
@@ -735,9 +735,9 @@ class BenchCommand(ConfigCommand):
 
 @dataclass(frozen=True)
 class ReportCommand(Command):
-    """Write curves, samples and configs of runs as one HTML file, which needs no network.
+    """Write curves, samples and configs of runs as one HTML file that needs no network.
 
-    Works while a run is training. The runs may be anybody's: all that is in them is shown as text.
+    Works while a run is training. The runs may be anybody's: all their content is shown as text.
     Examples:
       accel-gpt report runs/quickstart
       accel-gpt report runs/a runs/b --out compared.html

@@ -168,8 +168,8 @@ def open_budget(options: PlanCommand) -> tuple[Ladder, Config]:
     for name in unused:
         require(
             getattr(options, name) is None,
-            f"--{name} has no effect with --budget and --hours: speed and vocabulary are those of "
-            "--gpu, or of the ladder's rungs; leave it out",
+            f"--{name} has no effect with --budget and --hours, as speed and vocabulary come from "
+            "--gpu, or from the ladder's rungs; leave it out",
         )
     ladder = read_ladder(options.ladder or "")
     return ladder, config_at(given_keys(ladder), ladder.depths[-1], max_steps=1)
@@ -308,8 +308,8 @@ def measured_flops(folder: str, ladder: Ladder, depth: int) -> float:
                 found.append((size.flops / size.tokens) * statistics.median(speeds))
     require(
         bool(found),
-        f"--ladder {folder} has no runs beside it whose speed would tell that of this machine; "
-        "give --gpu, or train a ladder here",
+        f"--ladder {folder} has no runs beside it, so the speed of this machine is not known; give "
+        "--gpu, or train a ladder here",
     )
     return statistics.median(found)
 

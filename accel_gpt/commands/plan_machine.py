@@ -47,7 +47,7 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
     )
     require(
         not (config.train.reproducible and (sharded or precision in ("fp16", "fp8"))),
-        "train.reproducible is true, which goes neither with fsdp, fp16 nor fp8; leave it out, or "
+        "train.reproducible is true, but fsdp, fp16 and fp8 do not support it; leave it out, or "
         "plan for --distribution ddp in bf16 or float32",
     )
     memory: float | None = None

@@ -33,7 +33,9 @@ def prepare_config(options: PrepareCommand) -> PrepareConfig:
     values: dict[str, Any] = {}
     for field in fields(PrepareConfig):
         values[field.name] = getattr(options, field.name)
-    require("" not in (options.path, options.dataset), "the path is empty; give that of the text")
+    require(
+        "" not in (options.path, options.dataset), "the path is empty; give the path of the text"
+    )
     if options.source in (None, "auto"):
         require(
             options.path is None or options.dataset is None,

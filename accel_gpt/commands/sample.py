@@ -30,7 +30,7 @@ def continue_prompt(options: SampleCommand) -> list[str]:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model, tokenizer = load_pretrained(options.run, options.checkpoint, device)
     generator = torch.Generator(device).manual_seed(options.seed)
-    with torch.inference_mode():  # on a CPU 10 to 14 % faster than without gradients alone
+    with torch.inference_mode():  # on a CPU 10 to 14 % faster than no_grad
         if options.interactive:
             interact(model, tokenizer, config, generator, write_err)
             return []

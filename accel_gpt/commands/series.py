@@ -1,4 +1,4 @@
-"""Runs that belong together, as those of a sweep: each an `accel-gpt train` in its own folder.
+"""Train runs that belong together, such as a sweep: each an `accel-gpt train` in its own folder.
 
 One after another on a CPU, side by side on GPUs, one on each. What a run prints is in `output.log`
 in its folder. Finished runs are skipped and others resume, so that a series that was killed and is

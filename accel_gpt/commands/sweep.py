@@ -29,7 +29,7 @@ from accel_gpt.report.page import build_page
 from accel_gpt.report.runs import open_runs
 from accel_gpt.training.run_folder import RunFolder, locked
 
-MOST_LETTERS = 200  # of the name of a folder, of which file systems take 255
+MOST_LETTERS = 200  # in the name of a folder; file systems take 255
 MOST_CURVES = 16  # runs that the report draws, of the best settings
 
 

@@ -71,7 +71,7 @@ class PrepareConfig(
     val_fraction: float = option(
         0.1,
         "Share of the text held out for validation, 0 to 1: whole documents, or the end of each "
-        "text where there are few.",
+        "text if there are few documents.",
         above=0,
         below=1,
     )

@@ -60,7 +60,7 @@ class TrainConfig(
     mixed_precision: Literal["auto", "no", "bf16", "fp16", "fp8"] | None = option(
         None,
         "null: the value in the config file of `accelerate launch`, or no without one. no: "
-        "float32. auto: bf16 where the device is faster in it, else no. fp8: matrix products in "
+        "float32. auto: bf16 if the device is faster in it, else no. fp8: matrix products in "
         "torchao's float8, the rest in bf16; needs compute capability 8.9 and torchao.",
         essential=True,
         resume="free",
@@ -69,14 +69,14 @@ class TrainConfig(
     matmul_precision: Literal["auto", "highest", "high", "medium"] = option(
         "auto",
         "How float32 matrix products are computed: highest is IEEE float32, high is TF32, medium "
-        "is bfloat16, where the device has it. auto: high on CUDA, highest elsewhere.",
+        "is bfloat16, if the device has it. auto: high on CUDA, highest elsewhere.",
         resume="free",
         exact=True,
     )
     compile: bool | Literal["auto"] = option(
         False,
         "Compile the model with torch.compile. Compiled code is cached in "
-        "~/.cache/accel_gpt/compiled. auto: compile where a compiler works and the run is long "
+        "~/.cache/accel_gpt/compiled. auto: compile if a compiler works and the run is long "
         "enough to gain from it.",
         essential=True,
         resume="free",
@@ -363,11 +363,11 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
         None,
         "Folder on another disk, or URL that fsspec writes to, such as s3://bucket/run or "
         "hf://user/name. Each new checkpoint is copied there while training continues. A run "
-        "without checkpoints of its own resumes from there.",
+        "that has no checkpoints resumes from there.",
     )
     allow_change: tuple[str, ...] = option(
         (),
-        "Config keys that may differ from those of the checkpoint, separated by commas.",
+        "Keys that may differ from the config of the checkpoint, separated by commas.",
     )
 
 

@@ -22,7 +22,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
     depth: int | None = option(
         None,
         "Number of blocks of the fast recipe. Width, heads, batch size, length, learning rates and "
-        "schedule follow from it where they are not set (docs/explanation/fast.md). "
+        "schedule follow from it if they are not set (docs/explanation/fast.md). "
         "null: nothing follows.",
         above=0,
         at_most=2**14,

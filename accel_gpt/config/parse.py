@@ -123,8 +123,8 @@ def own_text(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
     if text is None:
         require(
             not (isinstance(train, str) and Path(train).is_file()),
-            f"data.train is {train}, a file where a folder of token shards is expected; to train "
-            f"on its text write --data.text {shlex.quote(str(train))} in place of --data.train",
+            f"data.train is {train}, a file; expected a folder of token shards; to train on its "
+            f"text write --data.text {shlex.quote(str(train))} instead of --data.train",
         )
         return {}
     given = options if "data.text" in options else values
@@ -386,7 +386,7 @@ def parse_text(key: str, text: str, hint: Any) -> Any:
         try:
             return load_yaml(text)
         except ValueError:
-            raise UserError(f"{key} is {text!r}, which is not valid YAML") from None
+            raise UserError(f"{key} is {text!r}; expected valid YAML") from None
     if origins == {tuple}:
         return [word.strip() for word in text.split(",")]
     return text

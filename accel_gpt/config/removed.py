@@ -27,7 +27,7 @@ SAVE_AS_SAFETENSORS = (
 )
 DEDUPLICATE_FIRST = "drop duplicates with datatrove before you prepare the text"
 PREPARE_SHARES = (
-    "prepare a share of the files on each machine, each into a folder of its own, and list the "
+    "prepare a share of the files on each machine, each into another folder, and list the "
     "folders in data.train"
 )
 COMPARE_BITS_PER_BYTE = "tokenize the text with accel-gpt prepare and compare bits per byte"

@@ -386,7 +386,9 @@ def parse_text(key: str, text: str, hint: Any) -> Any:
         try:
             return load_yaml(text)
         except ValueError:
-            raise UserError(f"{key} is {text!r}; expected valid YAML") from None
+            raise UserError(
+                f"{key} is {text!r}, not valid YAML; check its brackets and quotes"
+            ) from None
     if origins == {tuple}:
         return [word.strip() for word in text.split(",")]
     return text

@@ -261,6 +261,17 @@ def test_the_plan_shown_is_the_one_printed(
     )
 
 
+def test_the_first_gpu_run_quotes_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    page = "docs/get-started/first-gpu-run.md"
+    (plan,) = (line for line in commands(page) if line.startswith("accel-gpt plan"))
+    assert dispatch(plan.split()[1:]) == 0
+    printed = capsys.readouterr().out
+    rows = re.findall(r"^\| (?:time|cost).* \| (.*) \|$", (ROOT / page).read_text(), flags=re.M)
+    assert len(rows) == 2
+    for quoted in rows:
+        assert re.search(rf" {re.escape(quoted)}  ", printed), quoted
+
+
 RUNS = (
     "gpt2_124m --gpus 8",
     "gpt2_124m --gpus 64 --bandwidth 3200 --train.micro_batch_size 8",

@@ -183,7 +183,8 @@ class Selection:
             found.append(
                 f"left out: {files_text(files)} of {len(rest)} more endings, {size:,} bytes"
             )
-        found += [f"left out: {what}: {count:,}" for what, count in sorted(self.skipped.items())]
+        for reason, count in sorted(self.skipped.items()):
+            found.append(f"left out: {reason}: {count:,}")
         return found
 
 
@@ -285,7 +286,7 @@ def folder_reason(folder: Path) -> str:
 
 
 def kind_of_file(path: Path) -> str:
-    """The kind of source that a file is, or `BINARY`."""
+    """Return the kind of source that a file is, or `BINARY`."""
     if kind := kind_of_name(path.name):
         return kind
     status = path.stat()
@@ -302,10 +303,11 @@ def kind_of_name(name: str) -> str:
 
 @functools.lru_cache(maxsize=1 << 20)
 def is_binary(path: Path, size: int, mtime_ns: int) -> bool:
-    """Whether the start of a file is not text. `size` and `mtime_ns` tell its versions apart.
+    """Return whether the start of a file is not text.
 
-    Binary is what holds a zero byte, or is not UTF-8 and holds control characters: text in another
-    encoding is no binary file, and reading it raises an error that names the encoding.
+    A binary file holds a zero byte, or is not UTF-8 and holds control characters. Text in another
+    encoding is not binary: reading it raises an error that names the first wrong byte. `size` and
+    `mtime_ns` tell versions of the file apart.
     """
     if not size:
         return False
@@ -324,7 +326,7 @@ def is_binary(path: Path, size: int, mtime_ns: int) -> bool:
 
 
 def largest_kind(kinds: Mapping[Path, str]) -> SourceKind:
-    """The kind of source with the most bytes.
+    """Return the kind of source with the most bytes.
 
     Bare .json beside other kinds does not count, unless they are text only by their content.
     """
@@ -371,7 +373,7 @@ def kind_reason(kind: str) -> str:
 
 
 def nothing_to_read(path: str, source: SourceKind, groups: list[Group]) -> str:
-    """The message for a path that holds no file of the source's kind."""
+    """Describe a path that holds no file of the source's kind."""
     if os.path.isfile(os.path.expanduser(path)):
         return (
             f"data.prepare.path is {path}, which is binary, not UTF-8 text; give a file of text, "
@@ -393,7 +395,7 @@ def nothing_to_read(path: str, source: SourceKind, groups: list[Group]) -> str:
 
 
 def files_text(count: int) -> str:
-    """A number of files in words."""
+    """Return a number of files in words."""
     return f"{count:,} file" if count == 1 else f"{count:,} files"
 
 

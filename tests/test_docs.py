@@ -342,6 +342,8 @@ def test_what_is_named_exists(page: str) -> None:
     for file, test in re.findall(r"([\w/]*\btest_\w+\.py)(?:::(\w+))?", text):
         content = (ROOT / "tests" / file.removeprefix("tests/")).read_text()
         assert not test or f"\ndef {test}(" in content, test
+    for name in re.findall(r"`((?:benchmarks|configs|docs)/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), name
     for name in re.findall(r"`(?:accel_gpt/)?([a-z_/]+\.py)`", text):
         places = (PACKAGE, ROOT / "benchmarks", ROOT / "tests", ROOT / "tests/faults", ROOT)
         ours = any((place / name).exists() for place in places)

@@ -74,7 +74,7 @@ def text_of(words: int, seed: int = 0) -> str:
 
 def run_here(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
     """Run a command in this process, whose global settings are kept; the exit code."""
-    from tests.hermetic import kept_settings
+    from tests.helpers.hermetic import kept_settings
 
     with kept_settings():
         return run_main(main, words)
@@ -124,7 +124,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.getoption("numprocesses", None):
         return  # others run the tests
-    from tests import hermetic
+    from tests.helpers import hermetic
 
     config.pluginmanager.register(hermetic)
     hermetic.start(THREADS)
@@ -266,7 +266,7 @@ def plain_signals() -> Iterator[None]:
 @pytest.fixture
 def settings_kept() -> Iterator[None]:
     """For a test that calls what sets global settings, as a process of its own would."""
-    from tests.hermetic import kept_settings
+    from tests.helpers.hermetic import kept_settings
 
     with kept_settings():
         yield

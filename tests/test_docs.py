@@ -39,9 +39,9 @@ from accel_gpt.errors import AccelGPTError
 from accel_gpt.launcher import PREEMPTED
 from accel_gpt.training.metrics import COLUMNS
 from accel_gpt.training.run_folder import RunFolder
-from tests import reference
 from tests.conftest import THOROUGH, launch
-from tests.hub_server import HubServer, environment
+from tests.helpers import reference
+from tests.helpers.hub_server import HubServer, environment
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "accel_gpt"
@@ -566,7 +566,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def can_run(line: Line) -> bool:
     """Whether a line is for a test to run: not marked, and of programs that a test may start."""
     programs = {words[0] if words else "" for words in line.simple_commands()}
-    # rungs take minutes: tests/test_ladder.py runs `ladder`, and `plan` with a ladder
+    # rungs take minutes: tests/commands/test_ladder.py runs `ladder`, and `plan` with a ladder
     ladder = line.command.startswith("accel-gpt ladder") or " --ladder " in line.command
     return not line.needs and not ladder and not programs & UNLIKE_TESTS
 

@@ -27,7 +27,7 @@ from accel_gpt import cli, train
 from accel_gpt.commands.options import COMMANDS
 from accel_gpt.config.parse import load_config
 from tests.conftest import text_of
-from tests.hermetic import kept_settings
+from tests.helpers.hermetic import kept_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"

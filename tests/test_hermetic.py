@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.hermetic import kept_settings, read_settings, restore_settings
+from tests.helpers.hermetic import kept_settings, read_settings, restore_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAKS = """

@@ -27,10 +27,10 @@ from accel_gpt.model.loss import IGNORE
 from accel_gpt.training import accelerator as environment
 from accel_gpt.training.support import FP8_CAPABILITY
 from tests.conftest import THOROUGH, launch
-from tests.test_accelerate_configs import FOLDER, environment_of
-from tests.test_export import in_this_process  # noqa: F401 - a fixture
+from tests.hub.test_export import in_this_process  # noqa: F401 - a fixture
 from tests.test_launch import TRAIN
 from tests.test_train import assert_same_weights, records, weights
+from tests.training.test_accelerate_configs import FOLDER, environment_of
 
 Arguments = Callable[..., list[str]]
 Case = dict[str, str]
@@ -129,7 +129,7 @@ def options(case: Case) -> list[str]:
 
 
 def work(engine: str, world: int, tasks: list[Any], folder: Path, device: str = "cpu") -> str:
-    """Run `tasks` in `world` processes of tests/matrix_worker.py; what they printed."""
+    """Run `tasks` in `world` processes of tests/helpers/matrix_worker.py; what they printed."""
     file = folder / f"{engine}_{time.monotonic_ns()}.json"
     file.write_text(json.dumps(tasks))
     with socket.socket() as free:
@@ -142,7 +142,7 @@ def work(engine: str, world: int, tasks: list[Any], folder: Path, device: str = 
     if engine in ACCELERATE_CONFIGS:
         shared |= environment_of("--config_file", *ACCELERATE_CONFIGS[engine])
         shared |= {"WORLD_SIZE": world}
-    worker = Path(__file__).with_name("matrix_worker.py")
+    worker = Path(__file__).parent / "helpers" / "matrix_worker.py"
     command = [sys.executable, str(worker), engine, device, str(file)]
     processes = []
     for rank in range(world):

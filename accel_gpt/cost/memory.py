@@ -21,7 +21,7 @@ from accel_gpt.cost.flops import (
 
 FLOAT = 4  # bytes; weights, gradients and the optimizer's moments are float32
 DOUBLE = 8  # bytes
-STACKS = 6  # copies of a stack of matrices that Muon holds at once; tests/test_memory.py
+STACKS = 6  # copies of a stack of matrices that Muon holds at once; tests/cost/test_memory.py
 # measured, see docs/explanation/cost.md
 LIBRARIES_CPU = 385_000_000  # Python, torch and what they import 290 MB; what the first step loads
 GAPS_CPU = 0.2  # of what each micro-batch allocates: holes that the C library cannot fill

@@ -33,8 +33,8 @@ from accel_gpt.console import run_main
 from accel_gpt.data import loader
 from accel_gpt.training import machine
 from tests.faults.disk import Disk
-from tests.hermetic import sync_nothing
-from tests.matrix_worker import emulate_fsdp2
+from tests.helpers.hermetic import sync_nothing
+from tests.helpers.matrix_worker import emulate_fsdp2
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 CHUNK = 4096  # sequences are prefetched in small chunks: a launch reads few

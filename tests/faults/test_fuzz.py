@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from tests.conftest import THOROUGH, text_of
+from tests.data.test_tokenizer_files import other
 from tests.faults.attack import pickled
 from tests.faults.harness import Server, Tiny, finish, records
-from tests.test_tokenizer_files import other
 
 CASES, PARTS = 2000 * THOROUGH or 100, 10
 SECONDS = 60.0  # of a command; the slowest takes 3

@@ -11,8 +11,8 @@ import pytest
 
 from accel_gpt.training.checkpoint import verify
 from tests.faults.launches import config, steps_told, until
-from tests.test_accelerate_configs import FOLDER
 from tests.test_launch import ACCELERATE, PLAIN, TRAIN, finish
+from tests.training.test_accelerate_configs import FOLDER
 
 pytestmark = pytest.mark.slow
 LAUNCH = [*ACCELERATE, "--config_file", str(FOLDER / "multinode_ddp.yaml"), "--num_processes", "2"]

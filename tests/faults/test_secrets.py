@@ -13,7 +13,7 @@ import pytest
 from accel_gpt import cli
 from accel_gpt.console import printable
 from tests.conftest import launch, run_here
-from tests.hub_server import HubServer, environment
+from tests.helpers.hub_server import HubServer, environment
 
 Arguments = Callable[..., list[str]]
 REPO = "tester/tiny"

@@ -146,7 +146,7 @@ def test_a_pushed_checkpoint_of_an_attacker_is_never_executed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from tests.hub_server import HubServer, point_at
+    from tests.helpers.hub_server import HubServer, point_at
 
     canary = tmp_path / "executed"
     resume = ["--out_dir", str(tmp_path / "other"), "--checkpoint.resume", "hf://tester/evil"]

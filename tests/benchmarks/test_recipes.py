@@ -1,0 +1,124 @@
+"""Every recipe in configs/data is one that `accel-gpt prepare` understands."""
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_gpt.cli import dispatch
+from accel_gpt.commands import prepare as command
+from accel_gpt.commands.options import PrepareCommand
+from accel_gpt.console import run_main
+from accel_gpt.data.index import read_index
+from accel_gpt.data.shards import open_split
+from accel_gpt.errors import UserError
+
+RECIPES = sorted((Path(__file__).parents[2] / "configs/data").glob("*.yaml"))
+
+
+def load(path: Path, *words: str) -> PrepareCommand:
+    return PrepareCommand.parse([str(path), *words])
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_says_what_where_and_how_long(path: Path) -> None:
+    asked = load(path)
+    assert asked.source is not None
+    assert asked.out == f"data/{path.stem}"
+    comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert any("tokens" in line for line in comment)
+    assert any("estimate" in line or "seconds" in line for line in comment)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    for i in range(4):
+        (tmp_path / f"{i}.txt").write_text(f"Text {i}.\n" * 50)
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"path: {tmp_path}/*.txt\ntokenizer: bytes\nshard_tokens: 100\nworkers: 1\n")
+    return path
+
+
+def call(*words: Any) -> int:
+    return run_main(dispatch, ["prepare", *map(str, words)])
+
+
+def test_the_command_line_goes_before_the_recipe(recipe: Path, tmp_path: Path) -> None:
+    assert load(recipe, "--shard_tokens", "70", "--workers=2").shard_tokens == 70
+    assert call(recipe, "--shard_tokens", "70", "--out", tmp_path / "out") == 0
+    prepared = read_index(tmp_path / "out").prepared
+    assert (prepared["source"], prepared["tokenizer"]) == ("text", "bytes")
+    assert open_split(tmp_path / "out", "train").lengths[0] == 70
+
+
+def test_a_wrong_key_in_a_recipe_is_told_with_the_nearest(recipe: Path) -> None:
+    recipe.write_text("tokeniser: bytes\n")
+    with pytest.raises(UserError, match=r"unknown key tokeniser in .*mine.*mean tokenizer\?"):
+        load(recipe)
+    recipe.write_text("- bytes\n")
+    with pytest.raises(UserError, match="holds no keys; see configs/"):
+        load(recipe)
+
+
+def test_a_folder_that_is_ready_is_told(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert call(recipe, "--out", out) == 0
+    capsys.readouterr()
+    assert call(recipe, "--out", out) == 0
+    assert capsys.readouterr().out == f"already prepared: {out}\n"
+
+
+def test_standard_input_is_not_ignored_for_a_ready_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--path=-", "--source=text", "--tokenizer=bytes", "--out", tmp_path / "out"]
+    for code in (0, 2):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"some text " * 99)))
+        assert call(*words, "--workers=1") == code
+    assert "already prepared, so standard input was not read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["--dedupe"], "--dedupe no longer exists; drop duplicates with datatrove"),
+        (["--loss_on", "completions"], "--loss_on no longer exists; export the model"),
+        (["--merge", "--out", "x"], "--merge no longer exists; list the folders in data.train"),
+        (["--rank", "0", "--world", "2"], "--rank no longer exists; prepare a share of the files"),
+        (["--source", "shards"], "source is shards, which no longer exists; name the folder of"),
+    ],
+)
+def test_what_is_gone_says_what_to_use(
+    recipe: Path, words: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(recipe, *words) == 2
+    assert advice in capsys.readouterr().err
+
+
+def test_a_recipe_of_an_earlier_version_is_read(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = recipe.read_text()
+    recipe.write_text(f"{text}\ndedupe: false\n")
+    assert call(recipe, "--out", tmp_path / "x") == 0
+    recipe.write_text(f"{text}\ndedupe: true\n")
+    assert call(recipe, "--out", tmp_path / "y") == 2
+    assert "--dedupe in " in capsys.readouterr().err
+
+
+def test_an_error_names_options_and_to_a_run_the_keys_of_its_config(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> bool:
+        raise UserError("data.prepare.tokenizer is gone")
+
+    monkeypatch.setattr(command, "prepare", fail)
+    assert call(recipe) == 2
+    assert "error: --tokenizer is gone" in capsys.readouterr().err
+    with recipe.open() as settings:  # through a pipe, as a run gives them
+        assert call(f"/dev/fd/{settings.fileno()}") == 2
+    assert "error: data.prepare.tokenizer is gone" in capsys.readouterr().err

@@ -1,0 +1,321 @@
+"""`accel-gpt evaluate` and `eval.only`: the metrics of a model after training, printed alone."""
+
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from tokenizers import Tokenizer
+
+from accel_gpt.cli import dispatch
+from accel_gpt.config.data import PrepareConfig
+from accel_gpt.data.shards import open_split
+from accel_gpt.evals.hellaswag import ending_losses, read_questions
+from accel_gpt.evals.standalone import Report
+from accel_gpt.evals.validation import eval_sequences
+from accel_gpt.hub.export import export
+from accel_gpt.hub.load import load_pretrained
+from accel_gpt.prepare.prepare import prepare
+from accel_gpt.training.run_folder import locked
+from tests.conftest import launch, run_here, text_of
+from tests.evals import test_hellaswag as hellaswag
+from tests.evals.test_hellaswag import short
+from tests.test_launch import ACCELERATE, PLAIN
+from tests.test_train import records
+
+Arguments = Callable[..., list[str]]
+FOUR = ("--train.max_steps", "4", "--sample.every", "0")
+
+
+def call(*words: object) -> int:
+    return run_here(dispatch, ["evaluate", *map(str, words)])
+
+
+@pytest.fixture
+def evaluate(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """What `accel-gpt evaluate ... --json` prints."""
+
+    def run(*words: object) -> Any:
+        capsys.readouterr()
+        assert call(*words, "--json") == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with checkpoints of the second and the last, evaluated at its end."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = folder / "four.yaml"
+    config.write_text(
+        f"""
+out_dir: {folder / "run"}
+data: {{train: {prepared / "corpus"}}}
+model: {{n_layer: 2, n_head: 2, n_embd: 32, block_size: 32, dropout: 0.1}}
+train: {{tokens_per_step: 256, micro_batch_size: 4, max_steps: 4, cpu_threads: 1}}
+eval: {{every: 4, tokens: 512}}
+sample: {{every: 0}}
+checkpoint: {{every: 2, keep_best: false}}
+log: {{every: 1, trackers: []}}
+"""
+    )
+    assert launch([str(config)]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def trained(finished: Path, tmp_path: Path) -> Path:
+    """A copy of that run."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file of a folder with its bytes."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_command_prints_the_metrics_of_the_run_and_changes_no_file(
+    trained: Path,
+    tmp_path: Path,
+    evaluate: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = contents(trained)
+    last = records(trained)[-1]
+    found = evaluate(trained)
+    assert found["metrics"] == {k: v for k, v in last.items() if k.startswith("eval/")}
+    assert found["step"] == 4
+
+    questions = short(tmp_path / "h.jsonl")
+    assert call(trained, "--checkpoint", "2", "--hellaswag", questions) == 0
+    shown = capsys.readouterr().out
+    for words in ("step 2", "hellaswag_acc_norm"):
+        assert words in shown
+    few = evaluate(trained, "--hellaswag", questions, "--hellaswag_limit", "2")["metrics"]
+    assert few["eval/hellaswag_acc"] in (0, 0.5, 1)
+    assert contents(trained) == before
+
+
+def test_a_run_is_measured_in_the_precision_of_its_launch(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    evaluate: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Which `accelerate launch --mixed_precision` gave, and its config does not have."""
+    run = tmp_path / "run"
+    with monkeypatch.context() as launcher:
+        launcher.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        assert launch(small_run(*FOUR)) == 0
+    before = records(run)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    found = evaluate(run)
+    assert found["precision"] == "bf16"
+    assert found["metrics"]["eval/val_loss"] == before[-1]["eval/val_loss"]
+    assert launch(small_run(*FOUR, "--eval.only")) == 0
+    assert "step 4, in bf16" in capsys.readouterr().out
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert launch(small_run(*FOUR, "--eval.only", "--train.mixed_precision", "no")) == 0
+    assert "step 4, in float32" in capsys.readouterr().out
+    text = (run / "run.json").read_text()
+    (run / "run.json").write_text(text.replace('"bf16"', '"fp16"'))  # launched on a GPU
+    assert evaluate(run)["precision"] == "float32"
+
+
+def test_other_data_is_named(
+    trained: Path,
+    tmp_path: Path,
+    corpus: Path,
+    evaluate: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(corpus, tmp_path / "copy")
+    own, names = records(trained)[-1], ("val_loss", "val_loss_se", "val_bits_per_byte")
+    found = evaluate(trained, "--data", tmp_path / "copy")["metrics"]
+    assert found == {f"eval/{name}/copy": own[f"eval/{name}"] for name in names}
+    recipe = {"path": str(tmp_path / "text.txt"), "tokenizer": "chars"}
+    prepare(PrepareConfig(source="text", workers=1, **recipe), tmp_path / "chars")
+    assert call(trained, "--data", tmp_path / "chars") == 3
+    assert "the data has another tokenizer (chars" in capsys.readouterr().err
+
+
+def test_mistakes_of_the_command(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = trained / "checkpoints" / "step_00000004"
+    lone = shutil.copytree(checkpoint, tmp_path / "lone")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"ctx": "a", "label": 0}\n')
+    for words, code, message in (
+        ([lone], 2, "is no run, so its val data is not known; give --data"),
+        ([trained, "--hellaswag_limit", "0"], 2, "--hellaswag_limit is 0"),
+        ([trained, "--checkpoint", "3"], 2, "has no checkpoint '3'; choose last or one of"),
+        ([trained, "--hellaswag", bad], 3, "line 1: not a question"),
+        ([trained, "--data", tmp_path / "none"], 2, "none does not exist"),
+        ([trained, "--data", bad], 2, "bad.jsonl is a file, but a folder of token shards is"),
+    ):
+        assert call(*words) == code
+        assert message in capsys.readouterr().err
+
+
+def test_bits_per_byte_are_those_of_the_text(
+    small_run: Arguments, tmp_path: Path, evaluate: Callable[..., Any]
+) -> None:
+    """The bits of all targets over the UTF-8 bytes of the text, less the first token."""
+    text = " ".join(f"{word} naïve ДОМ 東京 {i % 7}" for i, word in enumerate(text_of(600).split()))
+    (tmp_path / "text.txt").write_text(text)
+    recipe = {"path": str(tmp_path / "text.txt"), "tokenizer": "bpe"}
+    prepare(PrepareConfig(source="text", vocab_size=300, workers=1, **recipe), tmp_path / "bpe")
+    words = ["--data.train", str(tmp_path / "bpe"), "--eval.tokens", "null"]
+    assert launch(small_run(*FOUR, *words)) == 0
+    split = open_split(tmp_path / "bpe", "val")
+    (ids,) = [split.read(i, 0, int(n)).tolist() for i, n in enumerate(split.lengths)]
+    tokenizer = Tokenizer.from_file(str(tmp_path / "bpe" / "tokenizer.json"))
+    whole = tokenizer.decode(ids)
+    assert text.endswith(whole)
+    assert len(whole) < 0.8 * len(whole.encode())
+    size = len(whole.removeprefix(tokenizer.decode(ids[:1])).encode())
+    for found in (records(tmp_path / "run")[-1], evaluate(tmp_path / "run")["metrics"]):
+        bits = found["eval/val_loss"] * (len(ids) - 1) / math.log(2)
+        assert found["eval/val_bits_per_byte"] == pytest.approx(bits / size, 1e-6)
+
+
+def test_the_whole_val_split_at_the_end_has_a_key_of_its_own(
+    small_run: Arguments, tmp_path: Path, evaluate: Callable[..., Any]
+) -> None:
+    words = (*FOUR, "--eval.tokens", "64", "--eval.whole_at_end", "true")
+    assert launch(small_run(*words)) == 0
+    known = records(tmp_path / "run")
+    assert [r["step"] for r in known if "eval/whole_val_loss" in r] == [4]
+    every = evaluate(tmp_path / "run", "--tokens", "null")["metrics"]
+    for key in ("loss", "loss_se", "perplexity", "bits_per_byte"):
+        assert known[-1][f"eval/whole_val_{key}"] == every[f"eval/val_{key}"]
+    assert known[-1]["eval/val_loss"] != every["eval/val_loss"]
+    own = {key: value for key, value in known[-1].items() if key.startswith("eval/")}
+    assert evaluate(tmp_path / "run")["metrics"] == own
+
+
+def test_eval_only_prints_the_metrics_and_changes_no_file(
+    trained: Path, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(trained)
+    loss = f"{records(trained)[3]['eval/val_loss']:.4f}"
+    questions = str(short(tmp_path / "h.jsonl"))
+    words = ["--train.max_steps", "4", "--eval.only"]
+    capsys.readouterr()
+    assert launch(small_run(*words, "--eval.hellaswag", questions)) == 0
+    shown = capsys.readouterr().out
+    assert "step 4" in shown
+    assert loss in shown
+    assert "hellaswag_acc" in shown
+    with locked(trained):  # as while it trains
+        assert launch(small_run(*words)) == 0
+    assert {path: text for path, text in contents(trained).items() if path.name != ".lock"} == {
+        path: text for path, text in before.items() if path.name != ".lock"
+    }
+
+    elsewhere = ["--out_dir", str(tmp_path / "new"), "--eval.only"]
+    assert launch(small_run(*elsewhere)) == 2
+    assert "model.init_from is scratch, so there is nothing" in capsys.readouterr().err
+    assert launch(small_run(*elsewhere, "--model.init_from", str(trained))) == 0
+    shown = capsys.readouterr().out
+    assert "step 0" in shown
+    assert loss in shown
+    assert not (tmp_path / "new").exists()
+
+
+def test_eval_only_prepares_data_that_are_missing(
+    trained: Path, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = ["--data.prepare.source", "text", "--data.prepare.path", str(tmp_path / "text.txt")]
+    text += ["--data.prepare.tokenizer", "bytes", "--data.prepare.workers", "1"]
+    folder = ["--data.train", str(tmp_path / "made")]
+    assert launch(small_run(*FOUR, "--eval.only", *text, *folder)) == 0
+    assert "step 4" in capsys.readouterr().out
+    assert (tmp_path / "made" / "dataset.json").exists()
+
+
+# --------------------------------------------------------------------------- tables
+
+
+def test_table_and_json() -> None:
+    metrics = {
+        **{"eval/val_loss": 3.0, "eval/val_loss_se": 0.01, "eval/val_perplexity": 20.1},
+        **{"eval/val_bits_per_byte": 1.1, "eval/val_bits_per_byte_se": math.nan},
+        **{"eval/val_loss/code": 2.0, "eval/hellaswag_acc": 0.5, "eval/hellaswag_acc_se": 0.1},
+    }
+    shown = Report("runs/x", 1200, "no", metrics).as_table().splitlines()
+    assert shown[0] == "runs/x, step 1,200, in float32"
+    assert shown[3].split() == ["val", "3.0000", "±0.0100", "20.09", "1.1000"]
+    assert shown[4].split() == ["val/code", "2.0000", "7.39"]
+    assert shown[6].split() == ["hellaswag_acc", "0.5000", "±0.1000"]
+    found = json.loads(Report("gpt2", None, "bf16", metrics).as_json())["metrics"]
+    assert found == metrics | {"eval/val_bits_per_byte_se": None}
+
+
+# --------------------------------------------------------------------------- slow
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
+def test_real_processes_give_the_same_bits(
+    processes: int, trained: Path, tmp_path: Path, evaluate: Callable[..., Any]
+) -> None:
+    words = [str(trained), "--tokens", "null", "--hellaswag", str(short(tmp_path / "h.jsonl"))]
+    launcher = [*ACCELERATE, "--multi_gpu", "--num_processes", str(processes)]
+    launcher += ["--main_process_port", "0", "-m", "accel_gpt.cli", "evaluate"]
+    done = subprocess.run(
+        [*launcher, *words, "--json"],
+        cwd=tmp_path, env=PLAIN, capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == evaluate(*words)  # rank 0 prints
+
+
+@pytest.mark.slow
+def test_equal_to_transformers_on_the_exported_model(
+    small_run: Arguments, tmp_path: Path, evaluate: Callable[..., Any]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    text, folder, run = tmp_path / "text.txt", tmp_path / "bpe", tmp_path / "run"
+    recipe = PrepareConfig(
+        source="text", path=str(text), tokenizer="bpe", vocab_size=300, shard_tokens=3000, workers=1
+    )
+    prepare(recipe, folder)
+    shape = ["--data.train", str(folder), "--model.block_size", str(hellaswag.BLOCK)]
+    shape += ["--train.micro_batch_size", "4"]
+    assert launch(small_run(*FOUR, *shape)) == 0
+    export(str(run), tmp_path / "exported")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
+    encode = AutoTokenizer.from_pretrained(tmp_path / "exported").encode
+    questions = [hellaswag.question(i) for i in range(9)]
+    file = hellaswag.write(tmp_path / "h.jsonl", questions)
+    found = evaluate(run, "--tokens", "null", "--hellaswag", file)["metrics"]
+
+    split, nats, count = open_split(folder, "val"), 0.0, 0
+    with torch.no_grad():
+        for shard, start in eval_sequences(split, hellaswag.BLOCK, None).tolist():
+            size = min(hellaswag.BLOCK + 1, int(split.lengths[shard]) - start)
+            row = torch.from_numpy(split.read(shard, start, size).astype("int64"))
+            logits = theirs(row[None, :-1]).logits[0].double()
+            nats += F.cross_entropy(logits, row[1:], reduction="sum").item()
+            count += size - 1
+        likely = hellaswag.by_hand(questions, encode, lambda ids: theirs(ids).logits)
+    assert found["eval/val_loss"] == pytest.approx(nats / count, abs=1e-4)
+    assert found["eval/val_perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-4)
+    hellaswag.check_figures(found, likely)
+    model, tokenizer = load_pretrained(str(run))
+    read = read_questions(str(file), tokenizer, hellaswag.BLOCK)
+    losses = ending_losses(model, read, Accelerator(cpu=True), 4)
+    assert (-losses).tolist() == pytest.approx([x for row in likely for x in row], abs=1e-4)

@@ -1,0 +1,338 @@
+"""HellaSwag: the texts and figures of lm-evaluation-harness, at any number of processes."""
+
+import copy
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
+from accel_gpt.errors import DataError, UserError
+from accel_gpt.evals import hellaswag
+from accel_gpt.evals.hellaswag import (
+    encode_question,
+    ending_losses,
+    parse_question,
+    plan_batches,
+    read_questions,
+    score_questions,
+)
+from accel_gpt.model.gpt import GPT
+from accel_gpt.prepare.bpe import train_bpe
+from tests.conftest import launch, text_of
+from tests.helpers.processes import Member, together
+from tests.test_train import assert_same_weights, records, weights
+
+Arguments = Callable[..., list[str]]
+BLOCK = 64
+
+
+def question(i: int) -> dict[str, Any]:
+    """One in the original format, some with what WikiHow's pages left in them."""
+    words = text_of(60, seed=i).split()
+    a = " ".join(words[: 4 + 3 * i])
+    return {
+        "ind": i,
+        "activity_label": "Going to war [step]" if i % 2 else "Sailing",
+        "ctx_a": f"[header] {a} [title] {words[20]}.",
+        "ctx_b": "the King" if i % 3 else "",
+        "ctx": f"{a} {words[20]}.",
+        "endings": [
+            " ".join(words[40 + k : 43 + 2 * k]) + " [substeps]" * (k == 1) for k in range(4)
+        ],
+        "split": "val",
+        "label": str(i % 4) if i % 2 else i % 4,
+        "source_id": f"made~up_{i}",
+    }
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write(tmp_path / "hellaswag_val.jsonl", [question(i) for i in range(9)])
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Tokenizer:
+    return train_bpe([text_of(3000)], 300)
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=BLOCK, dropout=0.5), 300)
+
+
+def prepared(record: dict[str, Any]) -> tuple[str, list[str]]:
+    """Query and choices by lm-evaluation-harness's recipe, spelled out once more."""
+
+    def without_artifacts(text: str) -> str:
+        text = text.strip().replace(" [title]", ". ")
+        while "[" in text and "]" in text[text.index("[") :]:
+            start = text.index("[")
+            text = text[:start] + text[text.index("]", start) + 1 :]
+        return text.replace("  ", " ")
+
+    context = record["ctx_a"] + " " + record["ctx_b"].capitalize()
+    query = without_artifacts(record["activity_label"] + ": " + context)
+    return query, [without_artifacts(ending) for ending in record["endings"]]
+
+
+def by_hand(
+    records: list[dict[str, Any]],
+    encode: Callable[[str], list[int]],
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+) -> list[list[float]]:
+    """Log-likelihood of each ending of each question, one after the other."""
+    found = []
+    for record in records:
+        query, endings = prepared(record)
+        row = []
+        for ending in endings:
+            stripped = query.rstrip()
+            whole, before = encode(f"{query} {ending}"), len(encode(stripped))
+            window = whole[-(BLOCK + 1) :]
+            count = len(whole) - before
+            logits = logits_of(torch.tensor([window[:-1]]))[0].double().log_softmax(-1)
+            likely = [logits[i, window[i + 1]].item() for i in range(len(window) - 1)]
+            row.append(sum(likely[-count:]))
+        found.append(row)
+    return found
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def test_texts_are_those_of_the_harness() -> None:
+    for i in range(9):
+        query, endings, label = parse_question(question(i))
+        assert (query, endings) == prepared(question(i))
+        assert label == i % 4
+        assert "[" not in query
+        assert ("The king" in query) == bool(i % 3)
+    record = {"ctx": "A man [title] runs.", "endings": ["on", "off"], "label": 1}
+    assert parse_question(record) == (
+        "A man. runs.",
+        ["on", "off"],
+        1,
+    )  # ctx, where its parts are missing
+
+
+def test_the_boundary_is_where_the_tokens_of_the_text_alone_end(bpe: Tokenizer) -> None:
+    """Spaces belong to the ending, and a token over the boundary as well."""
+    for query, ending in (("the king", " went to war"), ("the king  ", "   went")):
+        ((tokens, count),) = encode_question(query, [ending.strip()], 0, bpe, BLOCK).sequences
+        assert bpe.decode(tokens) == "the king" + ending
+        assert bpe.decode(tokens[-count:]) == ending
+    ((tokens, _),) = encode_question(text_of(200), ["went to war"], 0, bpe, BLOCK).sequences
+    assert len(tokens) == BLOCK + 1
+
+
+good = question(0)
+NOT_QUESTIONS = (
+    *({"ctx": "a", "label": 0}, {**good, "endings": "abcd"}, {**good, "endings": ["one"]}),
+    *({**good, "endings": ["one", 2]}, {**good, "endings": ["one", ""]}, {**good, "label": 4}),
+    *({**good, "label": ""}, {**good, "label": None}, {**good, "label": -1}, [1, 2], 7),
+    *({"endings": ["a", "b"], "label": 0}, {"ctx": " ", "endings": ["a", "b"], "label": 0}),
+)
+
+
+def test_a_line_that_is_not_a_question_is_named(tmp_path: Path, file: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    lines = {json.dumps(content): "not a question; expected" for content in NOT_QUESTIONS}
+    lines |= {
+        '{"ctx": "a': "Invalid control character",
+        '{"ctx": "\xe9"}': "can't decode byte 0xe9",
+    }
+    lines[json.dumps({**good, "endings": ["x" * 99, "y"]})] = "an ending of 100 tokens"
+    for line, message in lines.items():
+        path.write_text(f"{json.dumps(good)}\n\n{line}\n", encoding="latin-1")
+        with pytest.raises(DataError, match=f"bad.jsonl line 3: .*{message}"):
+            read_questions(str(path), BytesTokenizer(), BLOCK)
+    with pytest.raises(DataError, match="line 1: character"):
+        read_questions(str(file), CharsTokenizer("abc"), BLOCK)
+    path.write_text("")
+    with pytest.raises(DataError, match="holds no questions"):
+        read_questions(str(path), BytesTokenizer(), BLOCK)
+    with pytest.raises(UserError, match=r"eval.hellaswag nowhere.jsonl cannot be read: No such"):
+        read_questions("nowhere.jsonl", BytesTokenizer(), BLOCK)
+
+
+def test_a_hub_data_set_is_read_as_the_file(
+    file: Path, bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    names = []
+
+    def load_dataset(name: str, split: str) -> list[Any]:
+        names.append((name, split))
+        return rows
+
+    library = SimpleNamespace(load_dataset=load_dataset)  # the real one takes seconds to import
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    questions = read_questions("Rowan/hellaswag", bpe, BLOCK)
+    assert questions == read_questions(str(file), bpe, BLOCK)
+    assert names == [("Rowan/hellaswag", "validation")]
+    assert read_questions("Rowan/hellaswag", bpe, BLOCK, 2) == questions[:2]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"Rowan/hellaswag is no file, and .* pip install datasets"):
+        read_questions("Rowan/hellaswag", bpe, BLOCK)
+
+
+# --------------------------------------------------------------------------- scoring
+
+
+def test_every_row_is_in_one_batch_and_shapes_are_few() -> None:
+    lengths = np.random.default_rng(0).integers(1, 1025, 500).tolist()
+    planned = plan_batches(lengths, 4, 1024)
+    assert sorted(i for rows, _, _ in planned for i in rows) == list(range(500))
+    for rows, B, T in planned:
+        assert len(rows) <= B
+        assert max(lengths[i] for i in rows) <= T
+        assert B * T == 4 * 1024
+    assert len({shape for _, *shape in map(tuple, planned) for shape in [tuple(shape)]}) <= 6
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_equal_to_one_ending_after_the_other(
+    world: int, file: Path, bpe: Tokenizer, model: GPT
+) -> None:
+    questions = read_questions(str(file), bpe, BLOCK)
+    copies = [copy.deepcopy(model) for _ in range(world)]
+
+    def work(member: Any) -> tuple[Any, dict[str, float]]:
+        own = copies[member.process_index]
+        losses = ending_losses(own, questions, member, 2)
+        return losses, score_questions(own, questions, member, 2)
+
+    reference = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        expected = by_hand([question(i) for i in range(9)], bpe.encode, reference)
+    answers = together(world, work)
+    alone = ending_losses(model, questions, Accelerator(cpu=True), 2)
+    for losses, figures in answers:
+        assert losses.tolist() == alone.tolist()  # the same bits
+        assert (-losses).tolist() == pytest.approx(np.concatenate(expected).tolist(), abs=1e-4)
+        check_figures(figures, expected)
+    assert model.training
+
+
+def check_figures(figures: dict[str, float], expected: list[list[float]]) -> None:
+    """acc and acc_norm from log-likelihoods, as the harness takes them."""
+    right = {"acc": 0, "acc_norm": 0}
+    for i, likely in enumerate(expected):
+        _, endings = prepared(question(i))
+        right["acc"] += int(np.argmax(likely)) == i % 4
+        per_char = np.array(likely) / np.array([float(len(e)) for e in endings])
+        right["acc_norm"] += int(np.argmax(per_char)) == i % 4
+    for name, count in right.items():
+        p = count / len(expected)
+        assert figures[f"eval/hellaswag_{name}"] == p
+        assert figures[f"eval/hellaswag_{name}_se"] == pytest.approx(
+            np.std([1] * count + [0] * (9 - count), ddof=1) / 3
+        )
+
+
+def test_under_fsdp_every_process_does_as_many_batches(
+    file: Path, bpe: Tokenizer, model: GPT
+) -> None:
+    questions = read_questions(str(file), bpe, BLOCK)
+    alone = ending_losses(model, questions, Accelerator(cpu=True), 1)
+    total, counts = np.zeros_like(alone), []
+    for rank in range(4):
+        beats: list[int] = []
+        part: Any = Member(rank, 4, [], None)  # type: ignore[arg-type]
+        part.distributed_type, part.reduce = DistributedType.FSDP, lambda value, _: value
+        total += ending_losses(model, questions, part, 1, lambda *_, beats=beats: beats.append(1))
+        counts.append(len(beats))
+    assert len(set(counts)) == 1
+    assert total.tolist() == alone.tolist()
+
+
+def test_acc_takes_the_least_loss_and_acc_norm_the_least_per_character(
+    bpe: Tokenizer, model: GPT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of equals, and never an empty ending; bytes would be lm_eval's acc_bytes."""
+    endings = ["à là sé", "a sea", "海海"]
+    questions = [encode_question("the king", endings, label, bpe, BLOCK) for label in (0, 1, 2, 1)]
+    questions[3] = dataclasses.replace(questions[3], lengths=(0, 5, 5))
+    losses = [[6.5, 5.0, 3.0], [7.0, 5.0, 5.0], [6.5, 5.0, 3.0], [0.0, 1.0, 1.0]]
+    monkeypatch.setattr(hellaswag, "ending_losses", lambda *_: np.concatenate(losses))
+    found = score_questions(model, tuple(questions), Accelerator(cpu=True), 2)
+    assert found["eval/hellaswag_acc"] == 2 / 4  # 2, 1, 2, 0
+    assert found["eval/hellaswag_acc_norm"] == 2 / 4  # 0, 0, 0, 1
+
+
+def test_a_token_beyond_the_vocabulary_is_refused(file: Path, bpe: Tokenizer) -> None:
+    small = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=BLOCK), 200)
+    with pytest.raises(DataError, match="beyond the vocabulary of 200"):
+        score_questions(small, read_questions(str(file), bpe, BLOCK), Accelerator(cpu=True), 2)
+
+
+# --------------------------------------------------------------------------- in the loop
+
+
+def short(path: Path) -> Path:
+    """Questions that fit a window of 32 bytes."""
+    made = [{"ctx": f"the king of {i}", "endings": ["a sea", "war"], "label": 0} for i in range(5)]
+    return write(path, made)
+
+
+def test_questions_in_the_loop_leave_no_trace(small_run: Arguments, tmp_path: Path) -> None:
+    asked = ["--eval.hellaswag", str(short(tmp_path / "h.jsonl")), "--eval.hellaswag_limit", "4"]
+    alike = ["--train.max_steps", "6", "--sample.every", "0"]
+    with_it, without = tmp_path / "with", tmp_path / "without"
+    often = ["--out_dir", str(with_it), "--eval.every", "2", *asked]
+    assert launch(small_run(*often, *alike)) == 0
+    assert launch(small_run("--out_dir", str(without), "--eval.every", "0", *alike)) == 0
+    assert_same_weights(weights(with_it, 6), weights(without, 6))
+    told = [line for line in records(with_it) if "eval/hellaswag_acc" in line]
+    assert [line["step"] for line in told] == [2, 4, 6]
+    assert told[-1]["eval/hellaswag_acc_norm"] in (0, 0.25, 0.5, 0.75, 1)
+    for a, b in zip(records(with_it), records(without), strict=True):
+        assert a["train/loss"] == b["train/loss"]
+
+
+def test_a_bad_question_is_reported_before_training(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "h.jsonl", [good, {"ctx": "a", "label": 1}])
+    longer = ["--model.block_size", "64", "--train.micro_batch_size", "4"]
+    assert launch(small_run("--eval.hellaswag", str(path), *longer)) == 3
+    assert f"error: {path} line 2: not a question" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# --------------------------------------------------------------------------- slow
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile uses torch.jit
+def test_compiled_equals_eager_and_compiles_little(file: Path, bpe: Tokenizer, model: GPT) -> None:
+    from torch._dynamo.utils import counters
+
+    questions = read_questions(str(file), bpe, BLOCK)
+    eager = ending_losses(model, questions, Accelerator(cpu=True), 2)
+    assert len({T for _, _, T in plan_batches([20, 40], 2, BLOCK)}) == 2
+    compiled = copy.deepcopy(model)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled.compile()
+    for _ in range(2):
+        losses = ending_losses(compiled, questions, Accelerator(cpu=True), 2)
+        assert losses.tolist() == pytest.approx(eager.tolist(), rel=1e-4)
+    assert counters["stats"]["unique_graphs"] <= 3

@@ -1,0 +1,93 @@
+"""Samples: prompts beyond the context, and when they end."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_gpt import cli
+from accel_gpt.config.experiment import SampleConfig
+from accel_gpt.data.tokenizer import BytesTokenizer
+from accel_gpt.evals.samples import check_prompts, sample, samples_due, write_text
+from accel_gpt.model.generate import context_start
+from accel_gpt.model.gpt import GPT
+from tests.conftest import launch, run_here, tiny
+from tests.helpers.processes import Member
+from tests.model.test_generate import VOCAB, make, run, seeded
+
+Arguments = Callable[..., list[str]]
+LONG = "the king of a land far by the sea went to war"  # 45 bytes
+NOTE = "the prompt 'the king of a land far by the sea went t...' has 45 tokens, model.block_size is"
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama"])
+def test_each_token_follows_from_the_context_alone(preset: str) -> None:
+    """Far beyond the context, in a model that has never seen what came before."""
+    model = make(tiny(preset)).eval()
+    prompt = torch.randint(VOCAB, (1, 45), generator=seeded(6))
+    out = run(model, prompt, 30, temperature=0)
+    for length in range(45, 75):
+        start = context_start(length, 16)
+        assert 8 < length - start <= 16
+        with torch.no_grad():
+            expected = model(out[:, start:length])[0, -1].argmax()
+        assert out[0, length] == expected
+
+
+def test_a_cut_prompt_is_said_once_in_training(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["--sample.prompts", f'["{LONG}", "{LONG}", "king"]', "--sample.num", "2"]
+    assert launch(small_run(*prompts, "--train.max_steps", "6", "--sample.every", "2")) == 0
+    shown = capsys.readouterr().err
+    assert shown.count("the model sees") == 1
+    assert f"{NOTE} 32: the model sees the last 29" in shown
+    text = (tmp_path / "run" / "samples" / "step_00000002.txt").read_text()
+    assert text.count(LONG) == 4  # the text shows all of it
+    assert run_here(cli.dispatch, ["sample", str(tmp_path / "run"), "--prompt", LONG]) == 0
+    assert capsys.readouterr().err == f"{NOTE} 32: the model sees the last 29\n"
+    assert run_here(cli.dispatch, ["sample", str(tmp_path / "run"), "--prompt", LONG[:32]]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_only_what_is_sampled_is_said() -> None:
+    said: list[str] = []
+    config = SampleConfig(prompts=(LONG, "x", ""))
+    check_prompts(dataclasses.replace(config, every=0), BytesTokenizer(), 16, said.append)
+    check_prompts(config, BytesTokenizer(), 45, said.append)
+    assert said == []
+    check_prompts(config, BytesTokenizer(), 44, said.append)
+    assert said == [f"{NOTE} 44: the model sees the last 23"]
+
+
+def test_each_process_writes_another_text() -> None:
+    torch.manual_seed(0)
+    model, config = make(tiny()), SampleConfig(prompts=("a", "a"), num=1, max_new_tokens=12)
+    model.vocab_size = 257
+    texts = []
+    for rank in range(2):
+        one: Any = Member(rank, 2, [], None)  # type: ignore[arg-type]
+        one.num_processes = 1  # gathers nothing
+        text = sample(one, model, BytesTokenizer(), config, seed=1, step=5)
+        texts += [part.partition("\n")[2].strip() for part in text.split("--- sample ")[1:]]
+    assert len(set(texts)) == len(texts) == 4
+
+
+def test_several_texts_of_a_prompt_differ_and_keep_it() -> None:
+    torch.manual_seed(0)
+    tokenizer = BytesTokenizer()
+    model = GPT(tiny(), tokenizer.vocab_size)
+    texts = write_text(model, tokenizer, "ab", SampleConfig(num=3, max_new_tokens=9), seeded())
+    assert len(set(texts)) == 3
+    assert all(text.startswith("ab") for text in texts)
+
+
+def test_the_last_step_has_samples_where_any_are_asked_for() -> None:
+    config = SampleConfig(every=10)
+    assert [step for step in range(1, 26) if samples_due(config, step, step == 25)] == [10, 20, 25]
+    growing = SampleConfig(every=10, growth=1.5)
+    assert [step for step in range(1, 99) if samples_due(growing, step, False)] == [10, 25, 47, 81]
+    assert not samples_due(SampleConfig(every=0), 25, True)

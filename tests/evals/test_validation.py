@@ -1,0 +1,300 @@
+"""Validation: the whole split exactly once, the same figure at any batch or number of processes."""
+
+import copy
+import gc
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from tokenizers import decoders, models, pre_tokenizers
+
+from accel_gpt.config.data import DataConfig, PrepareConfig
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.parse import load_config
+from accel_gpt.data.corpus import EvalSplit, open_corpus
+from accel_gpt.data.shards import Split, open_split
+from accel_gpt.data.sources import open_data
+from accel_gpt.data.tokenizer import BytesTokenizer
+from accel_gpt.errors import DataError, UserError
+from accel_gpt.evals.validation import (
+    Score,
+    eval_sequences,
+    evaluate_source,
+    evaluate_splits,
+    weighted_mean,
+)
+from accel_gpt.model.gpt import GPT
+from accel_gpt.prepare.prepare import prepare
+from tests.conftest import WORDS, launch, text_of
+from tests.helpers.processes import Member, together
+from tests.test_train import records
+
+Arguments = Callable[..., list[str]]
+MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, dropout=0.5)
+
+
+def score(
+    model: GPT, split: Split, accelerator: Any = None, batch: int = 8, **options: Any
+) -> Score:
+    accelerator, part = accelerator or Accelerator(cpu=True), EvalSplit(None, 1.0, split, None)
+    return evaluate_source(model, part, accelerator, batch, BytesTokenizer(), None, **options)
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(MODEL, 257)
+
+
+def test_loss_and_standard_error_are_those_of_all_targets(corpus: Path, model: GPT) -> None:
+    """Each once; the error that of the mean over sequences."""
+    split = open_split(corpus, "val")
+    found = score(model, split)
+    assert found.tokens == sum(length - 1 for length in split.lengths)
+    losses, sizes, in_bytes = [], [], []
+    model.eval()
+    for shard, length in enumerate(split.lengths.tolist()):
+        tokens = torch.from_numpy(split.read(shard, 0, length).astype(np.int64))
+        for start in range(0, length - 1, 32):
+            row = tokens[start : start + 33]
+            logits = model(row[None, :-1])[0].double()
+            losses.append(F.cross_entropy(logits, row[1:], reduction="sum").item())
+            sizes.append(len(row) - 1)
+            in_bytes.append(int((row[1:] != 256).sum()))  # end-of-text has none
+    assert len(set(sizes)) > 1  # uneven tails
+    assert found.loss_sum == pytest.approx(sum(losses), rel=1e-6)
+    for error, weights in (
+        (found.loss_se, sizes),
+        (found.bits_per_byte_se * math.log(2), in_bytes),
+    ):
+        mean, count = sum(losses) / sum(weights), len(losses)
+        rest = [loss - mean * weight for loss, weight in zip(losses, weights, strict=True)]
+        expected = math.sqrt(count / (count - 1) * sum(r * r for r in rest)) / sum(weights)
+        assert error == pytest.approx(expected, rel=1e-4)
+
+
+def test_under_fsdp_every_rank_does_as_many_batches(corpus: Path, model: GPT) -> None:
+    """Each takes part in the forward of all others: one batch more on one of them is a hang."""
+    split = open_split(corpus, "val")
+    alone, parts, counts = score(model, split), [], []
+    for rank in range(3):
+        part, beats = Member(rank, 3, [], None), list[int]()  # type: ignore[arg-type]
+        part.distributed_type, part.reduce = DistributedType.FSDP, lambda value, _: value  # type: ignore[method-assign]
+        parts.append(score(model, split, part, beat=lambda *_, beats=beats: beats.append(1)))
+        counts.append(len(beats))
+    assert len(set(counts)) == 1
+    assert sum(p.tokens for p in parts) == alone.tokens
+    assert sum(p.loss_sum for p in parts) == pytest.approx(alone.loss_sum, rel=1e-12)
+
+
+def test_budget_takes_sequences_spread_over_the_split(corpus: Path) -> None:
+    split = open_split(corpus, "train")
+    some = eval_sequences(split, 32, 320)
+    assert len(some) == 10
+    assert {0, len(split.lengths) - 1} <= set(some[:, 0].tolist())
+    every = {tuple(w) for w in eval_sequences(split, 32, None).tolist()}
+    assert {tuple(w) for w in some.tolist()} <= every
+
+
+def test_nothing_is_kept_of_a_batch(corpus: Path, model: GPT) -> None:
+    """A tensor kept of each would grow the memory on a CPU: see `score_sequences`."""
+    alive: list[int] = []
+
+    def beat(*_: int) -> None:
+        alive.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()))
+
+    score(model, open_split(corpus, "val"), Accelerator(cpu=True), beat=beat)
+    assert len(alive) > 4
+    assert alive[-1] == alive[1]
+
+
+def test_metrics_of_a_score() -> None:
+    metrics = Score(loss_sum=8 * math.log(2), tokens=2, bytes=4).metrics("val")
+    expected = {"loss": 4 * math.log(2), "perplexity": 16, "bits_per_byte": 2}
+    assert metrics == pytest.approx({f"eval/val_{k}": v for k, v in expected.items()})
+    assert Score(1e6, 1, 1).metrics("val")["eval/val_perplexity"] == math.inf
+
+
+def test_token_beyond_the_vocabulary_is_refused(corpus: Path) -> None:
+    with pytest.raises(DataError, match="beyond the vocabulary of 90"):
+        score(GPT(MODEL, 90), open_split(corpus, "val"))
+
+
+def words(kind: str, path: Path) -> Path:
+    """A tokenizer.json whose tokens do not tell the bytes of the text that they stand for."""
+    tokens = ["<|endoftext|>", "[UNK]", *sorted({*WORDS[:15], *map("\u2581".__add__, WORDS)})]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    model: Any = models.WordLevel(vocabulary, unk_token="[UNK]")
+    if kind == "WordPiece":
+        model = models.WordPiece(vocabulary, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    if kind == "space before a text":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(tokens[:2])
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["space before a text", "WordPiece", "unknown words"])
+def test_bytes_are_those_of_the_text_whatever_the_tokenizer_does_to_it(
+    kind: str, small_run: Arguments, tmp_path: Path, model: GPT
+) -> None:
+    path, folder = words(kind, tmp_path / "tokenizer.json"), tmp_path / "data"
+    texts = [text_of(8, seed=i).strip() for i in range(200)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    recipe = {"source": "jsonl", "path": str(tmp_path / "t.jsonl"), "tokenizer": str(path)}
+    prepare(PrepareConfig(**recipe, val_fraction=0.5, workers=1), folder)  # type: ignore[arg-type]
+    split, tokenizer = open_data(str(folder), "val", DataConfig())
+    of_text = sum(shard.bytes or 0 for shard in split.shards)
+    assert 0.3 * sum(map(len, texts)) < of_text < 0.7 * sum(map(len, texts))
+    part = EvalSplit(None, 1.0, split, None)
+    found = evaluate_source(model, part, Accelerator(cpu=True), 8, tokenizer, None)
+    assert found.bytes == pytest.approx(of_text, rel=0.01)  # of all but the first token
+    assert found.bits_per_byte == pytest.approx(found.loss_sum / math.log(2) / of_text, rel=0.01)
+
+    foreign = tmp_path / "foreign"  # nanoGPT's files do not tell the bytes of their text
+    foreign.mkdir()
+    shutil.copy(path, foreign)
+    for name in ("train", "val"):
+        held = open_split(folder, name)
+        held.read(0, 0, held.tokens).tofile(foreign / f"{name}.bin")
+    unknown = open_corpus(load_config(small_run("--data.train", str(foreign)), "test"))
+    assert "no bits per byte of the val split: the tokenizer" in unknown.lines_on_bytes()[1]
+    metrics = evaluate_splits(model, unknown, Accelerator(cpu=True), 8)
+    assert "eval/val_loss" in metrics
+    assert not any("bits_per_byte" in key for key in metrics)
+
+
+def test_sources_share_the_mean_and_its_error() -> None:
+    parts = [Score(20.0, 10, 40, 0.3), Score(8.0, 8, 16, 0.4)]
+    both = weighted_mean(parts, [0.5, 0.5])
+    assert both.loss == pytest.approx(1.5)
+    assert both.loss_se == pytest.approx(0.25)
+    assert both.bits_per_byte == pytest.approx(1.5 / math.log(2) / 3)
+
+
+# --------------------------------------------------------------------------- several sets
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A second, smaller data folder of bytes."""
+    text = tmp_path / "other.txt"
+    text.write_text(text_of(900, seed=7))
+    recipe = PrepareConfig(source="text", path=str(text), tokenizer="bytes", workers=1)
+    prepare(recipe, tmp_path / "other")
+    return tmp_path / "other"
+
+
+@pytest.mark.parametrize("tokens", ["700", "null"])
+def test_every_figure_has_the_same_bits_on_1_2_and_3_processes(
+    tokens: str, small_run: Arguments, corpus: Path, other: Path, model: GPT
+) -> None:
+    options = ["--data.val", f"{{web: {corpus}, code: {other}}}", "--eval.tokens", tokens]
+    shards = open_corpus(load_config(small_run(*options), "test"))
+    copies = [copy.deepcopy(model) for _ in range(6)]
+
+    def work(member: Any) -> dict[str, float]:
+        own = copies[member.num_processes * (member.num_processes - 1) // 2 + member.process_index]
+        return evaluate_splits(own, shards, member, 16)
+
+    answers = [figures for world in (1, 2, 3) for figures in together(world, work)]
+    assert all(figures == answers[0] for figures in answers)
+    first = answers[0]
+    assert first["eval/val_loss"] == pytest.approx(
+        (first["eval/val_loss/web"] + first["eval/val_loss/code"]) / 2, abs=1e-12
+    )
+    assert {"eval/val_bits_per_byte/web", "eval/val_loss_se/code"} <= first.keys()
+    assert {"eval/train_loss_se", "eval/val_loss_se", "eval/train_bits_per_byte"} <= first.keys()
+
+
+def test_named_sets_in_a_run_that_is_resumed(
+    small_run: Arguments,
+    corpus: Path,
+    other: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = small_run("--data.val", f"{{web: {corpus}, code: {other}}}", "--sample.every", "0")
+    short = ["--train.max_steps", "4", "--schedule.decay_steps", "10"]
+    assert launch([*options, *short]) == 0
+    allow = ["--checkpoint.allow_change", "train.max_steps", "--schedule.decay_steps", "10"]
+    assert launch([*options, "--train.max_steps", "8", *allow]) == 0
+    evaluated = [line for line in records(tmp_path / "run") if "eval/val_loss/code" in line]
+    assert [line["step"] for line in evaluated] == [4, 8]
+    changed = small_run("--data.val", f"{{web: {other}}}", "--train.max_steps", "8", *allow)
+    assert launch(changed) == 2
+    recipe = PrepareConfig(source="text", path=str(tmp_path / "text.txt"), tokenizer="chars")
+    prepare(recipe, tmp_path / "chars")
+    assert launch(small_run("--data.val", f"{{web: {corpus}, code: {tmp_path / 'chars'}}}")) == 3
+    assert "chars has another tokenizer (chars" in capsys.readouterr().err
+
+
+def test_names_and_folders_of_val_sets(small_run: Arguments) -> None:
+    for given, message in (
+        ("{web: }", "expected"),
+        ("{}", "expected"),
+        ("{web: [a]}", "expected {name: text, ...}"),
+        ("{a/b: data}", "data.val has the name 'a/b'; use letters, digits, - and _"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            load_config(small_run("--data.val", given), "test")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "sentence"),
+    [
+        ([5], [], "the val split of {} has no two tokens in a row"),
+        ([256] * 3000, ["--data.document_mask"], "the val split of {} has no token to predict"),
+        (None, [], "{} has no"),
+    ],
+    ids=["one token", "only end-of-text", "no file"],
+)
+def test_a_val_split_that_cannot_be_evaluated_is_found_before_the_first_step(
+    tokens: list[int] | None,
+    options: list[str],
+    sentence: str,
+    small_run: Callable[..., list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    draw = np.random.default_rng(0)
+    draw.integers(1, 256, 20_000).astype("<u2").tofile(data / "train.bin")
+    if tokens is not None:
+        np.array(tokens, "<u2").tofile(data / "val.bin")
+    source = ["--data.train", str(data), "--data.tokenizer", "bytes"]
+    assert launch(small_run(*source, *options)) == 3
+    assert sentence.format(data) in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("folder", ["train", "val"])
+def test_a_missing_val_shard_is_named_before_the_first_step(
+    folder: str,
+    small_run: Callable[..., list[str]],
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shard = corpus / f"{folder}_000000.npy"
+    shard.unlink()
+    assert launch(small_run()) == 3
+    assert f"shard {shard}" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,0 +1,283 @@
+"""Weights and shapes of transformers' classes, both ways, against random tiny models of theirs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accel_gpt.config.experiment import SampleConfig
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.errors import UserError
+from accel_gpt.hub.hf_config import HF_CLASSES, matching_preset, read_hf_config, write_hf_config
+from accel_gpt.hub.hf_weights import export_tensors, load_weights
+from accel_gpt.model.gpt import GPT
+from tests.conftest import tiny
+from tests.model.test_generate import generate
+
+VOCAB, BLOCK = 65, 96
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": BLOCK,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": BLOCK}
+THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", GPT2),
+    "gpt2 untied, exact gelu, inner": (
+        "GPT2",
+        GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 48},
+    ),
+    "llama": ("Llama", COMMON | {"num_key_value_heads": 4}),
+    "llama grouped, tied, biases, head_dim": (
+        "Llama",
+        COMMON
+        | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 12},
+    ),
+    "llama3 positions": ("Llama", COMMON | {"rope_parameters": LLAMA3}),
+    "yarn positions": ("Qwen3", COMMON | {"head_dim": 16, "rope_parameters": YARN}),
+    "yarn positions, all set": (
+        "Llama",
+        COMMON
+        | {"rope_parameters": YARN | {"beta_fast": 4.0, "beta_slow": 0.5, "attention_factor": 1.3}},
+    ),
+    "linear positions": (
+        "Llama",
+        COMMON | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "mistral": ("Mistral", COMMON | {"sliding_window": None}),
+    "mistral, window": ("Mistral", COMMON | {"sliding_window": BLOCK}),
+    "qwen3": ("Qwen3", COMMON | {"head_dim": 16, "tie_word_embeddings": True}),
+    "nanochat": ("NanoChat", COMMON | {"num_key_value_heads": 4}),
+    "nanochat grouped, no cap": ("NanoChat", COMMON | {"final_logit_softcapping": None}),
+}
+all_of_theirs = pytest.mark.parametrize(
+    ("name", "settings"), THEIRS.values(), ids=list(THEIRS.keys())
+)
+
+
+@torch.no_grad()
+def make_theirs(name: str, settings: dict[str, Any]) -> Any:
+    """A random model of theirs whose every weight counts."""
+    import transformers
+
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{name}Config")(**settings)
+    tail = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, name + tail)(config).eval()
+    for weight in model.parameters():
+        weight.add_(0.15 * torch.randn_like(weight))
+    return model
+
+
+def imported(theirs: Any) -> GPT:
+    shape = read_hf_config(theirs.config.to_dict(), "the test")
+    vocab_size = shape.pop("vocab_size")
+    model = GPT.allocate(ModelConfig(**shape), vocab_size).eval()
+    tensors = {k: (lambda v=v: v) for k, v in theirs.state_dict().items()}
+    load_weights(model, shape["preset"], tensors, "the test")
+    return model
+
+
+def exported(model: GPT) -> Any:
+    """Our model as a class of transformers; every parameter of it must be given, and no other."""
+    import transformers
+
+    content = write_hf_config(model.config, model.vocab_size, 7, "float32")
+    config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
+    theirs = getattr(transformers, content["architectures"][0])(config).eval()
+    tensors = export_tensors(model, matching_preset(model.config), torch.float32)
+    missing, unexpected = theirs.load_state_dict(tensors, strict=False)
+    tied = ["lm_head.weight"] if model.config.tie_embeddings else []
+    assert missing == tied
+    assert not unexpected
+    theirs.tie_weights()
+    count = sum(p.numel() for p in theirs.parameters())
+    assert count == sum(tensor.numel() for tensor in tensors.values())
+    return theirs
+
+
+def draw(length: int = 40) -> Tensor:
+    return torch.randint(VOCAB, (3, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+@all_of_theirs
+def test_theirs_to_ours_and_back_gives_equal_logits(name: str, settings: dict[str, Any]) -> None:
+    theirs = make_theirs(name, settings)
+    ours, tokens = imported(theirs), draw()
+    expected = theirs(tokens).logits
+    assert expected.std() > 0.05  # not a model that says nothing
+    torch.testing.assert_close(ours(tokens), expected, atol=1e-5, rtol=1e-5)
+    assert not ours.wte.weight[VOCAB:].any()
+    again = exported(ours)
+    torch.testing.assert_close(again(tokens).logits, expected, atol=1e-5, rtol=1e-5)
+    for key, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[key], tensor, atol=0, rtol=0)
+
+
+@torch.no_grad()
+@all_of_theirs
+def test_greedy_text_equals_generate_of_transformers(name: str, settings: dict[str, Any]) -> None:
+    theirs = make_theirs(name, settings)
+    theirs.generation_config.eos_token_id = theirs.generation_config.pad_token_id = None
+    ours, prompt = imported(theirs), draw(8)
+    expected = theirs.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=64, do_sample=False
+    )
+    greedy = SampleConfig(max_new_tokens=64, temperature=0)
+    found = generate(ours, prompt, greedy, torch.Generator())
+    assert torch.equal(found, expected)
+    assert len(found.unique()) > 5
+
+
+OURS = {
+    "gpt2": tiny(),
+    "gpt2 without biases": tiny(bias=False),
+    "gpt2 untied, relu2": tiny(tie_embeddings=False, mlp="relu2"),
+    "llama": tiny("llama"),
+    "llama grouped, tied": tiny("llama", n_kv_head=2, tie_embeddings=True),
+    "qwen3": tiny("qwen3", n_kv_head=2, head_dim=12),
+    "fast": tiny("fast"),
+    "fast grouped": tiny("fast", n_kv_head=1, logit_softcap=None),
+}
+all_of_ours = pytest.mark.parametrize("config", OURS.values(), ids=list(OURS.keys()))
+
+
+@torch.no_grad()
+@all_of_ours
+def test_ours_to_theirs_and_back_gives_equal_logits(config: ModelConfig) -> None:
+    torch.manual_seed(4)
+    ours = GPT(config, VOCAB).eval()
+    for weight in ours.parameters():
+        weight.add_(0.2 * torch.randn_like(weight))
+    tokens = draw(16)
+    theirs = exported(ours)
+    torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(imported(theirs)(tokens), ours(tokens), atol=1e-6, rtol=1e-6)
+    assert type(theirs).__name__ == HF_CLASSES[config.preset]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_the_whole_of_gpt2_goes_both_ways() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config()).eval()
+    ours = imported(theirs)
+    tokens = torch.randint(50_257, (1, 64))
+    expected = theirs(tokens).logits
+    torch.testing.assert_close(ours(tokens), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(exported(ours)(tokens).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+# --------------------------------------------------------------------------- what is refused
+
+
+def shape_of(**changes: Any) -> dict[str, Any]:
+    import transformers
+
+    content = transformers.LlamaConfig(**COMMON).to_dict()
+    return read_hf_config(content | changes, "somewhere")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "bert", "architectures": ["BertModel"]}, "BertModel.*Qwen3ForCausalLM"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type dynamic.*not implemented",
+        ),
+        (
+            {"rope_parameters": YARN | {"truncate": False}},
+            "truncate False.*not implemented",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu.*only silu"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ({"hidden_size": "many"}, "config.json of somewhere is not valid"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        shape_of(**changes)
+
+
+def test_a_config_of_transformers_4_gives_the_same_shape() -> None:
+    import transformers
+
+    new = transformers.LlamaConfig(**COMMON, rope_parameters=LLAMA3).to_dict()
+    old = {k: v for k, v in new.items() if k != "rope_parameters"}
+    scaling = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
+    old |= {"rope_theta": 500.0, "rope_scaling": scaling}
+    assert read_hf_config(old, "") == read_hf_config(new, "")
+    assert read_hf_config(new, "")["rope_scaling"] == "llama3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"norm": "rmsnorm"}, "GPT2LMHeadModel, needs model.norm layernorm"),
+        ({"n_kv_head": 2}, "model.n_kv_head null"),
+        ({"qk_norm": True}, "model.qk_norm False"),
+        ({"mlp": "swiglu"}, "model.mlp gelu or gelu_erf or relu2"),
+    ],
+)
+def test_a_shape_that_no_class_computes_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        matching_preset(tiny(**changes))
+
+
+def test_tied_weights_may_be_stored_under_either_name_but_not_differ() -> None:
+    theirs = make_theirs("Llama", COMMON | {"tie_word_embeddings": True})
+    shape = read_hf_config(theirs.config.to_dict(), "x")
+    model = GPT(ModelConfig(**shape), VOCAB)
+    tensors = {k: (lambda v=v: v) for k, v in theirs.state_dict().items()}
+    embedding = tensors.pop("model.embed_tokens.weight")
+    load_weights(model, "llama", tensors, "x")
+    assert torch.equal(model.wte.weight[:VOCAB], embedding())
+    other = {"model.embed_tokens.weight": lambda: embedding() + 1}
+    with pytest.raises(UserError, match=r"tie_word_embeddings true .* a head of its own"):
+        load_weights(model, "llama", tensors | other, "x")
+
+
+def test_a_sliding_window_limits_the_context() -> None:
+    from transformers import MistralConfig
+
+    shape = read_hf_config(MistralConfig(**COMMON, sliding_window=24).to_dict(), "x")
+    assert shape["block_size"] == 24
+
+
+def test_missing_extra_and_misshapen_tensors_are_named() -> None:
+    theirs = make_theirs("Llama", COMMON)
+    shape = read_hf_config(theirs.config.to_dict(), "x")
+    model = GPT(ModelConfig(**(shape | {"vocab_size": None})), VOCAB)
+    tensors = {k: (lambda v=v: v) for k, v in theirs.state_dict().items()}
+    gone = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(UserError, match=f"lacks 1 of the tensors of a LlamaForCausalLM.*{gone}"):
+        load_weights(model, "llama", {k: v for k, v in tensors.items() if k != gone}, "x")
+    with pytest.raises(UserError, match=r"1 that are no tensors.*model\.score\.weight"):
+        load_weights(model, "llama", tensors | {"score.weight": tensors[gone]}, "x")
+    with pytest.raises(UserError, match=r"up_proj.* shape \(3, 32\), expected \(80, 32\)"):
+        load_weights(model, "llama", tensors | {gone: lambda: torch.zeros(3, 32)}, "x")

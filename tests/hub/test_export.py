@@ -1,0 +1,224 @@
+"""Exported folders: what transformers makes of them, in this process and in fresh ones."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from accel_gpt import cli
+from accel_gpt.errors import CheckpointError
+from accel_gpt.hub import export as exporting
+from accel_gpt.hub import verify
+from accel_gpt.hub.export import export
+from accel_gpt.hub.load import load_pretrained
+from tests.conftest import launch, run_here
+
+Arguments = Callable[..., list[str]]
+Trained = Callable[..., Path]
+QUICK = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]
+QUICK += ["--schedule.warmup_steps", "0"]
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison without a fresh process, which takes seconds to start."""
+
+    def run(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = verify.main(argv)
+        return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
+
+    monkeypatch.setattr(exporting, "run_child", run)
+
+
+@pytest.fixture
+def run(trained: Trained) -> Path:
+    """A run of 4 steps."""
+    return trained("--train.max_steps", "4", "--sample.every", "0")
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("preset", ["gpt2", "llama", "qwen3", "fast"])
+def test_every_preset_is_exported_and_read_back(
+    preset: str, trained: Trained, tmp_path: Path
+) -> None:
+    to = tmp_path / "out"
+    exported = export(str(trained(*QUICK, "--model.preset", preset)), to)
+    assert exported.difference < 1e-5
+    assert "2 sequences of 32 val tokens" in exported.compared_on
+    ours, tokenizer = load_pretrained(str(tmp_path / "run"))
+    again, same = load_pretrained(str(to))
+    assert tokenizer.fingerprint == same.fingerprint
+    tokens = torch.randint(257, (2, 32))
+    torch.testing.assert_close(again(tokens), ours(tokens), atol=1e-5, rtol=1e-5)
+    weights = load_file(to / "model.safetensors")
+    assert sum(tensor.numel() for tensor in weights.values()) == exported.parameters
+    assert exported.bytes == 4 * exported.parameters
+    assert json.loads((to / "generation_config.json").read_text())["eos_token_id"] == 256
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_bf16_halves_the_file_and_large_files_are_parted(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "SHARD_SIZE", "30KB")
+    run, to = trained(*QUICK, "--model.preset", "qwen3"), tmp_path / "out"
+    exported = export(str(run), to, dtype="bf16")
+    assert exported.difference < 1e-5
+    assert exported.bytes == 2 * exported.parameters
+    assert len(list(to.glob("model-*.safetensors"))) > 1
+    assert json.loads((to / "config.json").read_text())["dtype"] == "bfloat16"
+    model, _ = load_pretrained(str(to))
+    ours = load_pretrained(str(run))[0]
+    exporting.round_weights(ours, torch.bfloat16)
+    tokens = torch.randint(257, (2, 32))
+    torch.testing.assert_close(model(tokens), ours(tokens), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_an_export_that_computes_something_else_fails_and_says_where(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = exporting.export_tensors
+
+    def wrong(*arguments: Any) -> Any:
+        tensors = real(*arguments)
+        tensors["transformer.h.1.mlp.c_fc.weight"] *= 1.5
+        return tensors
+
+    monkeypatch.setattr(exporting, "export_tensors", wrong)
+    with pytest.raises(
+        CheckpointError, match=r"its values differ from ours in block 2 of 2, by up"
+    ):
+        export(str(run), tmp_path / "out")
+
+    def fewer(*arguments: Any) -> Any:
+        return {k: v for k, v in real(*arguments).items() if "ln_f" not in k}
+
+    monkeypatch.setattr(exporting, "export_tensors", fewer)
+    with pytest.raises(CheckpointError, match=r"missing keys: transformer\.ln_f"):
+        export(str(run), tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))  # nothing was kept
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_target_that_holds_something(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "out"
+    to.mkdir()
+    command = ["export", str(run), "--to", str(to)]
+    (to / "thesis.txt").write_text("years of work")
+    assert run_here(cli.dispatch, command) == 2
+    assert "already holds thesis.txt; give another folder" in capsys.readouterr().err
+    assert run_here(cli.dispatch, [*command, "--overwrite"]) == 2
+    assert (to / "thesis.txt").read_text() == "years of work"
+    (to / "thesis.txt").unlink()
+    assert run_here(cli.dispatch, command) == 0
+    assert run_here(cli.dispatch, command) == 2
+    (to / "model-00001-of-00002.safetensors").write_text("old")
+    assert run_here(cli.dispatch, [*command, "--overwrite"]) == 0
+    assert not (to / "model-00001-of-00002.safetensors").exists()
+    (to / "notes.md").write_text("mine")
+    capsys.readouterr()
+    assert run_here(cli.dispatch, [*command, "--overwrite"]) == 2
+    assert "already holds notes.md; give another folder" in capsys.readouterr().err
+    assert (to / "notes.md").exists()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real")
+    assert run_here(cli.dispatch, ["export", str(run), "--to", str(link)]) == 0
+    assert link.is_symlink()
+    assert (tmp_path / "real" / "config.json").exists()
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_an_empty_folder_is_filled_and_not_replaced(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    before = here.stat().st_ino
+    monkeypatch.chdir(here)
+    assert run_here(cli.dispatch, ["export", str(run), "--to", "."]) == 0
+    assert here.stat().st_ino == before
+    assert sorted(path.name for path in here.iterdir()) == [
+        *("config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json"),
+    ]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_checkpoints_are_chosen_and_data_that_is_away_is_told(
+    run: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus.rename(tmp_path / "moved")
+    options = ["--to", str(tmp_path / "out"), "--checkpoint"]
+    assert run_here(cli.dispatch, ["export", str(run), *options, "4"]) == 0
+    assert "on 2 x 32 random tokens (data folder" in capsys.readouterr().out
+    assert run_here(cli.dispatch, ["export", str(run), *options, "7", "--overwrite"]) == 2
+    assert "has no checkpoint '7'" in capsys.readouterr().err
+    assert run_here(cli.dispatch, ["export", str(run)]) == 2
+    assert "--to is missing" in capsys.readouterr().err
+
+
+def test_a_shape_without_a_class_is_refused_before_anything_is_written(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run(*QUICK, "--model.norm", "rmsnorm")) == 0
+    command = ["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]
+    assert run_here(cli.dispatch, command) == 2
+    assert "GPT2LMHeadModel, needs model.norm layernorm" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+# --------------------------------------------------------------------------- fresh processes
+
+ROOT = Path(__file__).resolve().parents[2]
+PIPELINE = """
+import sys
+from transformers import pipeline
+write = pipeline("text-generation", model=sys.argv[1])
+out = write(sys.argv[2], max_new_tokens=50, do_sample=False)
+sys.stdout.write(out[0]["generated_text"])
+"""
+
+
+def finish(*command: str, cwd: Path, timeout: float = 300) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_shakespeare_is_exported_and_continued_by_a_pipeline(
+    shakespeare: Path, tmp_path: Path
+) -> None:
+    """200 steps on real text; greedy text of transformers' pipeline equals ours."""
+    config = str(ROOT / "configs" / "shakespeare_char_cpu.yaml")
+    short = ["--train.max_steps", "200", "--eval.every", "100", "--checkpoint.every", "0"]
+    data = ["--data.prepare.path", str(shakespeare), "--data.train", "data", "--out_dir", "run"]
+    finish("-m", "accel_gpt.cli", "train", config, *short, *data, cwd=tmp_path)
+    told = finish("-m", "accel_gpt.cli", "export", "run", "--to", "out", cwd=tmp_path)
+    assert "opened by transformers" in told
+    greedy = ["--temperature", "0", "--max_new_tokens", "50", "--prompt", "the "]
+    ours = finish("-m", "accel_gpt.cli", "sample", "run", *greedy, cwd=tmp_path)
+    assert finish("-m", "accel_gpt.cli", "sample", "out", *greedy, cwd=tmp_path) == ours
+    assert finish("-c", PIPELINE, "out", "the ", cwd=tmp_path) == ours.removesuffix("\n")
+    assert len(ours) == len("the ") + 50 + 1
+    assert len(set(ours)) >= 5

@@ -1,0 +1,342 @@
+"""Starting from a model of another: folders of transformers, runs, the Hub; and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from accel_gpt import cli
+from accel_gpt.config.parse import load_config
+from accel_gpt.data.corpus import open_corpus
+from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
+from accel_gpt.errors import CheckpointError, UserError
+from accel_gpt.hub.export import export_tokenizer
+from accel_gpt.hub.load import load_pretrained, open_initial_weights
+from accel_gpt.hub.pretrained import inherit
+from accel_gpt.model.gpt import GPT
+from tests.conftest import launch, run_here
+from tests.faults.attack import zipped
+from tests.helpers.hub_server import HubServer, point_at
+from tests.hub.test_convert import make_theirs
+from tests.hub.test_export import QUICK
+
+Arguments = Callable[..., list[str]]
+SHAPE = {"vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A random GPT-2 of transformers over bytes, and the folder that it wrote."""
+    folder = tmp_path_factory.mktemp("saved") / "gpt2"
+    theirs = make_theirs("GPT2", SHAPE)
+    theirs.save_pretrained(folder)
+    export_tokenizer(BytesTokenizer(), folder, 64)
+    return theirs, folder
+
+
+@pytest.fixture
+def folder(saved: tuple[Any, Path], tmp_path: Path) -> Path:
+    """A copy of it."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in saved[1].iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return copy
+
+
+def started(arguments: list[str], said: list[str] | None = None) -> GPT:
+    config = load_config(arguments, "test", inherit)
+    log = (said if said is not None else []).append
+    corpus = open_corpus(config)
+    load = open_initial_weights(config, corpus, log)
+    gpt = GPT.allocate(config.model, corpus.vocab_size)
+    load(gpt)
+    return gpt
+
+
+def draw(vocab_size: int = 257, length: int = 32) -> Tensor:
+    return torch.randint(vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_a_run_starts_from_a_folder_of_transformers_and_crops_its_block(
+    saved: tuple[Any, Path], small_run: Arguments
+) -> None:
+    theirs, place = saved
+    model = started(small_run("--model.init_from", str(place)))
+    assert model.config.block_size == 32  # of the config, of 64
+    assert model.config.dropout == 0.1
+    tokens = draw()
+    torch.testing.assert_close(model.eval()(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+    whole, tokenizer = load_pretrained(str(place))
+    assert (whole.config.block_size, tokenizer.kind) == (64, "bytes")
+
+
+def test_what_is_not_set_comes_with_the_weights(folder: Path) -> None:
+    given = {"model.init_from": str(folder), "model.dropout": 0.2, "out_dir": str(folder / "run")}
+    brought = inherit(given)
+    assert brought["model.n_layer"] == 2
+    assert brought["model.vocab_size"] == 257
+    assert brought["data.prepare.tokenizer"] == str(folder / "tokenizer.json")
+    assert "model.dropout" not in brought
+    assert "data.prepare.tokenizer" not in inherit({**given, "data.prepare.tokenizer": "bytes"})
+
+
+def test_a_shape_that_does_not_fit_is_refused(folder: Path) -> None:
+    for key, value, message in (
+        ("n_layer", 3, "model.n_layer is 3, but .*, which model.init_from names, has 2; leave"),
+        (
+            "block_size",
+            65,
+            "model.block_size is 65, .* has 64 positions; set it to at most as many",
+        ),
+        ("preset", "llama", "model.preset is llama, but"),
+        ("bias", False, "model.bias is False, but"),
+        ("qk_norm", True, "model.qk_norm is True, but"),
+    ):
+        options = {"model.init_from": str(folder), "out_dir": "x", f"model.{key}": value}
+        with pytest.raises(UserError, match=message):
+            inherit(options)
+
+
+def test_another_tokenizer_is_refused_and_a_missing_one_assumed(
+    folder: Path, small_run: Arguments
+) -> None:
+    export_tokenizer(CharsTokenizer("abc"), folder, 64)
+    with pytest.raises(UserError, match=r"another tokenizer \(chars of 3,.*bytes of 257"):
+        started(small_run("--model.init_from", str(folder)))
+    (folder / "tokenizer.json").unlink()
+    said: list[str] = []
+    started(small_run("--model.init_from", str(folder)), said)
+    assert said == [f"{folder} has no tokenizer: assuming the tokenizer of the data (bytes)"]
+    with pytest.raises(UserError, match="has no tokenizer"):
+        load_pretrained(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tokenizer", "message"),
+    [
+        ("abc", "bytes", "has another tokenizer (chars of 3"),
+        ("abc", "bpe", "need their own tokenizer; set data.prepare.tokenizer to "),
+        ("", "bpe", "copy has no tokenizer.json: put the file of the model beside its weights"),
+        ("", "big.json", "copy has 257 tokens but the tokenizer of data.prepare.tokenizer "),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit_is_refused_before_text_is_tokenized(
+    folder: Path,
+    small_run: Arguments,
+    tmp_path: Path,
+    vocabulary: str,
+    tokenizer: str,
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "tokenizer.json").unlink()
+    if vocabulary:
+        export_tokenizer(CharsTokenizer(vocabulary), folder, 64)
+    if tokenizer == "big.json":
+        tokenizer = str(tmp_path / "big")
+        Path(tokenizer).mkdir()
+        CharsTokenizer("".join(map(chr, range(1000, 1300)))).save(tokenizer)
+    words = small_run("--model.init_from", str(folder), "--data.text", str(tmp_path / "text.txt"))
+    words += ["--data.prepare.tokenizer", tokenizer]
+    assert launch(words) == 2
+    printed = capfd.readouterr()
+    assert message in printed.err
+    assert "prepared" not in printed.out
+    assert not (tmp_path / "run" / "data").exists()
+
+
+def test_prepared_data_whose_tokenizer_is_too_large_is_refused_with_the_remedy(
+    folder: Path, small_run: Arguments, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same model without a tokenizer, and data of 300 characters."""
+    (folder / "tokenizer.json").unlink()
+    text = tmp_path / "many.txt"
+    text.write_text("".join(map(chr, range(1000, 1300))) * 9)
+    made = str(tmp_path / "made")
+    words = ["prepare", str(text), "--tokenizer", "chars", "--out", made]
+    assert run_here(cli.dispatch, words) == 0
+    assert launch(small_run("--model.init_from", str(folder), "--data.train", made)) == 2
+    message = f"copy has 257 tokens but the tokenizer of data folder {made} has 300; "
+    assert f"{message}{folder} has no tokenizer.json: put" in capfd.readouterr().err
+
+
+def test_ids_without_a_spelling_are_never_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocabulary that is larger than the tokenizer's, as those padded to a multiple of 64."""
+    export_tokenizer(CharsTokenizer("abc"), folder, 64)
+    options = ["--max_new_tokens", "60", "--top_k", "null", "--temperature", "2"]
+    # as torch answers that was built for CUDA, where there is no GPU
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    assert run_here(cli.dispatch, ["sample", str(folder), "--prompt", "ab", *options]) == 0
+    assert set(capsys.readouterr().out) <= set("abc\n")
+
+
+def test_a_prompt_that_the_model_has_no_rows_for_is_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = CharsTokenizer("".join(map(chr, range(1000, 1300))))
+    export_tokenizer(many, folder, 64)
+    assert run_here(cli.dispatch, ["sample", str(folder), "--prompt", chr(1290)]) == 2
+    assert "token 290" in capsys.readouterr().err
+
+
+def test_no_context_is_longer_than_that_of_the_weights(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with rotary positions: a sliding window would no longer be the whole context."""
+    assert launch(small_run(*QUICK, "--model.preset", "llama")) == 0
+    longer = ["--model.init_from", str(tmp_path / "run"), "--model.block_size", "64"]
+    other = ["--model.preset", "llama", "--out_dir", str(tmp_path / "other")]
+    assert launch(small_run(*longer, *other)) == 2
+    assert "leave it unset, or extend it by model.rope_scaling" in capsys.readouterr().err
+    assert launch(small_run(*QUICK, *longer[:2], *other, "--seed", "2")) == 0
+    scaled = ["--model.rope_scaling", "yarn", "--model.rope_factor", "2"]
+    scaled += ["--model.rope_original_block_size", "32", "--out_dir", str(tmp_path / "long")]
+    scaled += ["--train.micro_batch_size", "4"]
+    assert launch(small_run(*QUICK, *longer, *other[:2], *scaled)) == 0
+
+
+def test_the_same_tokenizer_at_another_place_is_no_other_preparation(
+    folder: Path, tmp_path: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    prepare = ["--data.prepare.source", "text", "--data.prepare.path", str(text)]
+    data = ["--data.train", str(tmp_path / "new"), *prepare]
+    first = small_run(*QUICK, *data, "--model.init_from", str(folder))
+    assert launch(first) == 0
+    folder.rename(tmp_path / "moved")
+    second = ["--model.init_from", str(tmp_path / "moved"), "--out_dir", str(tmp_path / "second")]
+    assert launch(small_run(*QUICK, *data, *second)) == 0
+    export_tokenizer(CharsTokenizer("ab"), tmp_path / "moved", 64)
+    third = [*second, "--out_dir", str(tmp_path / "third")]
+    assert launch(small_run(*QUICK, *data, *third)) == 2
+    assert "prepared with other settings (tokenizer:" in capsys.readouterr().err
+
+
+def test_a_begun_run_goes_on_when_its_source_has_gone(folder: Path, small_run: Arguments) -> None:
+    arguments = small_run("--model.init_from", str(folder), "--train.max_steps", "4")
+    assert launch(arguments) == 0
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+    longer = ["--train.max_steps", "5", "--checkpoint.allow_change", "train.max_steps"]
+    assert launch([*arguments, *longer]) == 0
+
+
+def test_weights_in_several_files(folder: Path) -> None:
+    theirs = make_theirs("GPT2", SHAPE | {"tie_word_embeddings": False})
+    theirs.save_pretrained(folder, max_shard_size="50KB")
+    (folder / "model.safetensors").unlink()
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    model, _ = load_pretrained(str(folder))
+    tokens = draw()
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for name, file in (("../elsewhere.safetensors", "names ../elsewhere"), ("gone.x", "gone.x")):
+        index["weight_map"] = dict.fromkeys(index["weight_map"], name)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match=file):
+            load_pretrained(str(folder))
+
+
+def test_weights_in_a_pickle_are_never_read(
+    folder: Path, tmp_path: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trap = tmp_path / "executed"
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(zipped(trap))
+    commands = [
+        lambda: run_here(cli.dispatch, ["sample", str(folder)]),
+        lambda: launch(small_run("--model.init_from", str(folder))),
+    ]
+    for command in commands:
+        assert command() == 2
+        told = capsys.readouterr().err
+        assert "no model.safetensors" in told
+        assert "save_pretrained" in told
+    assert not trap.exists()
+    torch.load(folder / "pytorch_model.bin", weights_only=False)
+    assert trap.exists(), "the payload would have worked"
+
+
+DAMAGED: dict[str, tuple[str, dict[str, Any] | bytes | None, str]] = {
+    "class": ("config.json", {"model_type": "t5", "architectures": ["T5Model"]}, "is a T5Model"),
+    "layers": ("config.json", {"n_layer": 3}, "lacks 12 of the tensors of a GPT2LMHeadModel"),
+    "width": ("config.json", {"n_embd": 64}, r"wte\.weight has shape \(257, 32\), expected"),
+    "huge": ("config.json", {"n_layer": 10**9}, "at most"),
+    "absurd": ("config.json", {"vocab_size": 10**30}, "at most|more than"),
+    "large": ("config.json", {"n_inner": 10**6}, "parameters, more than the .* bytes"),
+    "no JSON": ("config.json", b"{", r"config\.json is not valid JSON"),
+    "no config": ("config.json", None, "is not an accel-gpt run or transformers model folder"),
+    "no weights": ("model.safetensors", None, r"has no model\.safetensors"),
+    "empty": ("model.safetensors", b"", r"model\.safetensors cannot be read"),
+    "cut": ("model.safetensors", b"\x10" + bytes(500), r"model\.safetensors cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "message"), DAMAGED.values(), ids=DAMAGED)
+def test_a_folder_that_cannot_be_loaded_is_one_sentence(
+    folder: Path, name: str, content: dict[str, Any] | bytes | None, message: str
+) -> None:
+    file = folder / name
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(file.read_text()) | content).encode()
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises((UserError, CheckpointError), match=message):  # before memory is allocated
+        load_pretrained(str(folder))
+
+
+def test_names_without_a_prefix_and_old_buffers(folder: Path, saved: tuple[Any, Path]) -> None:
+    """As openai-community/gpt2 stores them."""
+    tensors = load_file(folder / "model.safetensors")
+    plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    plain["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    save_file(plain, folder / "model.safetensors")
+    tokens = draw()
+    found = load_pretrained(str(folder))[0](tokens)
+    torch.testing.assert_close(found, saved[0](tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+# --------------------------------------------------------------------------- the Hub
+
+
+def test_a_model_comes_from_the_hub_and_then_from_its_cache(
+    folder: Path,
+    saved: tuple[Any, Path],
+    small_run: Arguments,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with HubServer() as hub:
+        point_at(monkeypatch, hub, tmp_path / "home")
+        files = {file.name: file.read_bytes() for file in folder.iterdir()}
+        hub.add("openai-community/gpt2", {**files, "consolidated.safetensors": b"much"})
+        hub.add("user/pickled", {"config.json": files["config.json"], "pytorch_model.bin": b""})
+        model = started(small_run("--model.init_from", "gpt2"))
+        assert not any("consolidated" in path for _, path in hub.requests)
+        options = ["--max_new_tokens", "5", "--temperature", "0"]
+        assert run_here(cli.dispatch, ["sample", "gpt2", *options]) == 0
+        for place, message in (
+            ("user/nothing", "is neither a local folder nor a repository on the Hub"),
+            ("gpt2@v9", "has no revision v9"),
+            ("user/pickled", "has no tokenizer"),
+        ):
+            assert run_here(cli.dispatch, ["sample", place]) == 2
+            assert message in capsys.readouterr().err
+        with pytest.raises(UserError, match="has no model"):
+            started(small_run("--model.init_from", "user/pickled"))
+    again = started(small_run("--model.init_from", "gpt2"))  # the Hub has gone
+    tokens = draw()
+    assert torch.equal(model.eval()(tokens), again.eval()(tokens))
+    torch.testing.assert_close(again(tokens), saved[0](tokens).logits, atol=1e-5, rtol=1e-5)

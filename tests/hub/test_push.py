@@ -1,0 +1,427 @@
+"""Pushes by the real client to a Hub on the loopback address, and runs that go on from there."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_gpt import cli
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import leaves
+from accel_gpt.hub import push as pushing
+from accel_gpt.hub.load import load_pretrained
+from accel_gpt.training import uploader
+from accel_gpt.training.resume import NOT_TOLD
+from accel_gpt.training.uploader import Uploader
+from tests.conftest import launch, run_here
+from tests.helpers.hub_server import HubServer, environment, no_waiting, point_at
+from tests.test_train import assert_same_weights, records, weights
+
+Arguments = Callable[..., list[str]]
+Trained = Callable[..., Path]
+REPO = "tester/tiny"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A Hub that this process and its children see, with no pauses in this one."""
+    with HubServer() as server:
+        point_at(monkeypatch, server, tmp_path / "home")
+        no_waiting(monkeypatch)
+        monkeypatch.setattr(pushing, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
+        yield server
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_export.py` shows what the comparison does, `test_card.py` the plot; both take long."""
+    same = {"difference": 0.0, "transformers": "5"}
+    monkeypatch.setattr("accel_gpt.hub.export.prove_equal", lambda *_: same)
+    plot = "accel_gpt.hub.model_card.loss_curves"
+    monkeypatch.setattr(plot, lambda _, path: path.write_bytes(b"a plot"))
+
+
+@pytest.fixture
+def run(trained: Trained) -> Path:
+    """A run with checkpoints of steps 4 and 8."""
+    return trained("--train.max_steps", "8", "--log.trackers", "tensorboard")
+
+
+def push(run: Path, *options: str) -> int:
+    return run_here(cli.dispatch, ["push", str(run), "--repo", REPO, *options])
+
+
+@pytest.mark.usefixtures("compared")
+def test_a_push_holds_everything_and_a_second_one_sends_what_changed(
+    run: Path, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert push(run, "--private", "--license", "mit", "--include_state") == 0
+    assert f"{hub.url}/{REPO}/tree/step-8" in capsys.readouterr().out
+    files = hub.files(REPO)
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "loss.png"} <= set(
+        files
+    )
+    assert {"metrics.jsonl", "metrics.csv", "checkpoint/manifest.json"} <= set(files)
+    assert any(name.startswith("tensorboard/") for name in files)
+    assert b'license: "mit"' in files["README.md"]
+    state = run / "checkpoints" / "step_00000008" / "model.safetensors"
+    assert files["checkpoint/model.safetensors"] == state.read_bytes()
+    assert hub.repos[REPO].private
+    assert hub.tags(REPO).keys() == {"step-8"}
+    ours, again = load_pretrained(str(run))[0], load_pretrained(f"hf://{REPO}@step-8")[0]
+    tokens = torch.randint(257, (2, 32))
+    assert torch.equal(ours(tokens), again(tokens))
+
+    sent, commits = len(hub.lfs_uploads), hub.commits(REPO)
+    assert push(run, "--license", "mit", "--include_state") == 0
+    assert len(hub.lfs_uploads) == sent
+    assert hub.commits(REPO) == commits
+    assert push(run, "--license", "mit") == 0  # without its state, which is then removed
+    assert len(hub.lfs_uploads) == sent
+    assert not any(name.startswith("checkpoint/") for name in hub.files(REPO))
+    assert not list((run / "checkpoints").glob(".push_*"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compared")
+def test_steps_and_branches_are_named(run: Path, hub: HubServer) -> None:
+    assert push(run, "--checkpoint", "4") == 0
+    assert push(run) == 0
+    assert push(run, "--revision", "step-4") == 0  # a branch, with the step that it names
+    assert push(run, "--revision", "try", "--checkpoint", "last") == 0
+    assert hub.tags(REPO).keys() == {"step-4", "step-8"}
+    assert hub.repos[REPO].branches.keys() == {"main", "step-4", "try"}
+    assert hub.commits(REPO) == ["step 8", "step 4", "initial commit"]
+    four, eight = (load_pretrained(str(run), step)[0].state_dict() for step in ("4", "8"))
+    for place, expected in ((f"{REPO}@step-4", four), (f"{REPO}@try", eight), (REPO, eight)):
+        found = load_pretrained(f"hf://{place}")[0].state_dict()
+        assert_same_weights(found, expected)
+
+
+@pytest.mark.usefixtures("compared")
+def test_a_broken_connection_and_a_busy_hub_are_tried_again(run: Path, hub: HubServer) -> None:
+    hub.drop_next_upload(after_bytes=1000, times=8)  # more than the client tries by itself
+    hub.fail_next(503, 2, "/commit/")
+    hub.fail_next(0, 1, "/repos/create")  # done, but the answer is lost
+    assert push(run) == 0
+    assert hub.commits(REPO) == ["step 8", "initial commit"]
+    assert "model.safetensors" in hub.files(REPO)
+
+
+@pytest.mark.usefixtures("compared")
+def test_a_refusal_is_one_sentence(
+    run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for status, message in (
+        (401, "log in with hf auth login, or set HF_TOKEN"),
+        (403, "it needs the write role"),
+    ):
+        hub.refuse(status)
+        assert push(run) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert hub.token not in error
+        assert len(error.splitlines()[-1]) < 250
+
+
+def test_a_mistake_is_one_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, message in (
+        (["--repo", "nouser"], "'nouser' is not a valid repository name; expected user/name"),
+        (["--repo", "a/b", "--checkpoint", "7"], "has no checkpoint '7'"),
+    ):
+        assert run_here(cli.dispatch, ["push", str(run), *options]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_hub_out_of_reach_and_a_damaged_checkpoint(
+    run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.stop()
+    assert push(run) == 2
+    assert "cannot be written: the Hub cannot be reached" in capsys.readouterr().err
+    (run / "checkpoints" / "step_00000008" / "model.safetensors").write_bytes(b"half")
+    assert push(run) == 4
+    assert "model.safetensors has 4 bytes" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- while training
+
+
+ALWAYS = ["--hub.repo_id", REPO, "--hub.push", "every_checkpoint", "--sample.every", "0"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compared", "uploads_here")
+def test_every_checkpoint_is_pushed_and_a_run_goes_on_from_one_elsewhere(
+    small_run: Arguments, hub: HubServer, tmp_path: Path
+) -> None:
+    asked = [*ALWAYS, "--hub.include_state"]
+    assert launch(small_run(*asked)) == 0
+    assert hub.tags(REPO).keys() == {"step-4", "step-8", "step-12"}
+    assert hub.commits(REPO)[0] == "step 12"
+    assert b'"step": 12' in hub.files(REPO)["metrics.jsonl"]
+    elsewhere = ["--out_dir", str(tmp_path / "elsewhere"), "--sample.every", "0"]
+    resume = ["--checkpoint.resume", f"hf://{REPO}@step-8"]
+    assert launch(small_run(*elsewhere, *resume)) == 0
+    # step 8 was saved before its evaluation, which the resumed run makes
+    assert records(tmp_path / "elsewhere") == records(tmp_path / "run")[7:]
+    assert_same_weights(weights(tmp_path / "elsewhere", 12), weights(tmp_path / "run", 12))
+    hub.stop()  # it has checkpoints of its own now
+    assert launch(small_run(*elsewhere, *resume)) == 0
+
+
+@pytest.mark.usefixtures("compared", "uploads_here")
+def test_only_the_end_is_pushed_and_its_state_only_when_asked_for(
+    small_run: Arguments, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--hub.repo_id", REPO, "--hub.push", "end", "--sample.every", "0"]
+    asked += ["--checkpoint.copy_to", str(tmp_path / "copies")]
+    assert launch(small_run(*asked)) == 0
+    assert hub.tags(REPO).keys() == {"step-12"}
+    assert (tmp_path / "copies" / "step_00000012" / "manifest.json").exists()
+    other = ["--out_dir", str(tmp_path / "other"), "--checkpoint.resume", f"hf://{REPO}@step-12"]
+    assert launch(small_run(*other)) == 2
+    assert "has no state to resume from; push it with hub.include_state" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.usefixtures("compared")
+def test_a_failed_upload_never_ends_a_run_and_is_tried_again(
+    small_run: Arguments,
+    hub: HubServer,
+    uploads_here: list[int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = small_run(*ALWAYS, "--train.max_steps", "8")
+    hub.refuse(403)
+    assert launch(asked) == 0
+    shown = capsys.readouterr().err
+    assert shown.count(f"WARNING: upload of step 4 to hf://{REPO} failed: ") == 1
+    assert "it will be retried" in shown
+    assert f"WARNING: not uploaded to hf://{REPO}: step 4, 8; launch the same" in shown
+    assert set(uploads_here) == {2}
+    assert records(tmp_path / "run")[-1]["step"] == 8
+    shutil.rmtree(tmp_path / "run" / "checkpoints")  # steps that wait are trained once more
+    hub.refuse(0)
+    assert launch(asked) == 0
+    assert hub.tags(REPO).keys() == {"step-4", "step-8"}
+    assert not list((tmp_path / "run" / ".upload").glob("step_*"))
+
+
+@pytest.mark.usefixtures("compared", "uploads_here")
+@pytest.mark.parametrize(
+    ("name", "error", "warning"),
+    [
+        ("link_tree", OSError(28, "No space left"), f"step_00000004 cannot wait for hf://{REPO}: "),
+        (
+            "launch_child",
+            OSError(11, "Unavailable"),
+            f"not uploaded to hf://{REPO}: step 4, 8, 12",
+        ),
+    ],
+)
+def test_an_upload_that_cannot_start_never_ends_a_run(
+    name: str,
+    error: OSError,
+    warning: str,
+    small_run: Arguments,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(uploader, name, fail)
+    assert launch(small_run(*ALWAYS)) == 0
+    assert f"WARNING: {warning}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compared")
+def test_files_that_vanish_during_a_push_delete_nothing_on_the_hub(
+    run: Path,
+    hub: HubServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert push(run, "--checkpoint", "4") == 0
+    before, real = hub.files(REPO), pushing.upload
+
+    def late(*arguments: Any) -> Any:
+        for room in (run / "checkpoints").glob(".push_*"):
+            shutil.rmtree(room)
+        return real(*arguments)
+
+    monkeypatch.setattr(pushing, "upload", late)
+    assert push(run) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert hub.files(REPO) == before
+    assert hub.tags(REPO).keys() == {"step-4"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compared", "uploads_here")
+def test_an_upload_that_outlived_its_run_is_waited_for(
+    small_run: Arguments, hub: HubServer, tmp_path: Path
+) -> None:
+    room = tmp_path / "run" / ".upload"
+    working = room / ".push_orphan"
+    working.mkdir(parents=True)
+    lock = (room / ".lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    seen = []
+
+    def end() -> None:
+        seen.append((working.exists(), hub.repos.keys()))
+        lock.close()
+
+    timer = threading.Timer(2.0, end)
+    timer.start()
+    assert launch(small_run(*ALWAYS)) == 0
+    timer.join()
+    assert seen[0][0]
+    assert not working.exists()
+    assert hub.tags(REPO).keys() == {"step-4", "step-8", "step-12"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compared")
+def test_what_waits_is_bounded_while_an_upload_is_slow(
+    small_run: Arguments,
+    hub: HubServer,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The first upload lasts until the run waits for it."""
+    over = threading.Event()
+
+    class Slow:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            """Begins."""
+
+        def wait(self) -> int:
+            over.wait()
+            return 0
+
+        def terminate(self) -> None:
+            over.set()
+
+    monkeypatch.setattr(uploader, "launch_child", Slow)
+    most = []
+    real = Uploader.on_checkpoint
+
+    def counted(self: Uploader, checkpoint: Path) -> None:
+        real(self, checkpoint)
+        most.append(len(self.waiting()))
+
+    monkeypatch.setattr(Uploader, "on_checkpoint", counted)
+    monkeypatch.setattr(Uploader, "finish", lambda self, _: over.set() or self.stop() or False)
+    assert launch(small_run(*ALWAYS, "--checkpoint.every", "1")) == 0
+    assert max(most) == uploader.MOST_WAITING + 1  # and the one under way
+    said = capsys.readouterr().err
+    assert f"will not be uploaded to hf://{REPO}: more than 3 checkpoints wait" in said
+
+
+@pytest.mark.usefixtures("compared")
+def test_private_paths_and_names_planted_in_a_run_are_not_pushed(
+    trained: Trained, small_run: Arguments, corpus: Path, hub: HubServer, tmp_path: Path
+) -> None:
+    """And the pushed state still resumes: paths in it are left out, or not told."""
+    val = ["--data.val", str(corpus), "--sample.every", "4", "--log.trackers", "tensorboard"]
+    run = trained("--train.max_steps", "8", *val)
+    checkpoint = run / "checkpoints" / "step_00000008"
+    host = "build-node-17"
+    url = f"https://alice:PASSWORD@{host}/home/alice/shards?sig=PASSWORD"
+    words = (str(tmp_path), host, "alice", "PASSWORD")
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    assert state["config"]["data.val"] == str(corpus)
+    for key, hint in leaves(Config).items():
+        if hint in (str, str | None):
+            state["config"][key] = url
+    state["config"]["later.key"] = url
+    versions = state["versions"] | {"commit": "abcdef012345-dirty"}
+    state["versions"] = versions | {url: "1"}
+    state["data_sources"][0]["name"] = url
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    text = json.dumps(state).encode()
+    (checkpoint / "trainer_state.json").write_bytes(text)
+    entry = {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    manifest["files"]["trainer_state.json"] = entry
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    (checkpoint / "notes.txt").write_text(url)
+    launch_record = {
+        "step": 0,
+        "command": f"accel-gpt train {url}",
+        "versions": {"torch": "2.13.0", url: url},
+        "host": host,
+    }
+    (run / "run.json").write_text(json.dumps({"launches": [launch_record]}))
+    (run / "config.yaml").write_text(f"out_dir: {url}\n")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 8, url: 1, f"eval/val_loss/{url}": 2, "note": url}) + "\n")
+    with (run / "metrics.csv").open("a") as file:
+        file.write(f"{url},8\n")
+    (run / "tensorboard" / f"events.out.tfevents.1.{host}").write_text(url)
+
+    assert push(run, "--include_state") == 0
+    files = hub.files(REPO)
+    assert not [name for name, text in files.items() for w in words if w.encode() in text]
+    assert not [name for name in files for word in words if word in name]
+    assert "checkpoint/notes.txt" not in files  # the manifest does not name it
+    pushed = json.loads(files["checkpoint/trainer_state.json"])
+    assert pushed["config"]["data.val"] == NOT_TOLD
+    assert pushed["versions"] == versions
+    assert host in (checkpoint / "trainer_state.json").read_text()  # the links were cut
+    elsewhere = ["--out_dir", str(tmp_path / "elsewhere"), "--train.max_steps", "9", *val]
+    elsewhere += ["--checkpoint.allow_change", "train.max_steps"]
+    assert launch(small_run(*elsewhere, "--checkpoint.resume", f"hf://{REPO}")) == 0
+
+
+@pytest.mark.slow
+def test_uploads_run_beside_the_training_and_survive_its_signals(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    """Real processes: a slow line, a SIGTERM during an upload, the same launch again."""
+    root = Path(__file__).resolve().parents[2]
+    asked = small_run(*ALWAYS, "--train.max_steps", "20", "--checkpoint.every", "10")
+    command = [sys.executable, str(root / "accel_gpt" / "train.py"), *asked]
+    with HubServer() as hub:
+        hub.upload_delay = 60.0
+        seen = {**os.environ, **environment(hub, tmp_path / "home")}
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=seen, stderr=subprocess.PIPE, text=True
+        )
+        deadline = time.monotonic() + 400
+        while not any("/storage/" in path for _, path in hub.requests):
+            assert time.monotonic() < deadline
+            assert process.poll() is None  # it waits for its uploads
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        _, shown = process.communicate(timeout=120)
+        assert process.returncode == 75  # all steps were done, and something is left to do
+        assert f"WARNING: not uploaded to hf://{REPO}: step 10, 20" in shown
+        hub.upload_delay = 0.0
+        done = subprocess.run(
+            [*command], cwd=tmp_path, env=seen, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert hub.tags(REPO).keys() == {"step-10", "step-20"}
+        assert hub.token not in shown + done.stderr
+        assert not (tmp_path / "run" / ".upload").exists()
+        config = json.loads(hub.files(REPO, "step-20")["config.json"])
+        assert config["architectures"] == ["GPT2LMHeadModel"]

@@ -1,0 +1,400 @@
+"""Reports: the page, whoever wrote the run, the CSV file, the PNG files and the references."""
+
+import base64
+import hashlib
+import html.parser
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_gpt import cli
+from accel_gpt.config.data import DataConfig, PrepareConfig
+from accel_gpt.config.experiment import OptimConfig
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.parse import load_config
+from accel_gpt.console import run_main
+from accel_gpt.files import lock
+from accel_gpt.report.page import HERE
+from accel_gpt.report.payload import MOST_POINTS, all_marks, payload, thin
+from accel_gpt.report.plots import COLORS, loss_curves, smoothed
+from accel_gpt.report.references import (
+    FOLDERS,
+    config_name,
+    find_reference,
+    read_reference,
+    write_reference,
+)
+from accel_gpt.report.runs import open_runs
+from tests.helpers.runs import LAUNCH, make_run, png_size, record
+
+EVIL = "</script><img src=x onerror=alert(1)>'\"&lt;{{ version }}"
+
+
+def report(*words: object) -> int:
+    return run_main(cli.dispatch, ["report", *map(str, words)])
+
+
+def page(run: Path, *words: object) -> str:
+    """The report of a run."""
+    assert report(run, "--reference", "none", *words) == 0
+    return (run / "report.html").read_text(encoding="utf-8")
+
+
+def drawn(text: str) -> Any:
+    """The data that the script of a page draws."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
+    assert found
+    return json.loads(found[1])
+
+
+def section(text: str, name: str) -> str:
+    return text.partition(f'id="{name}"')[2].partition("</section>")[0]
+
+
+class Tags(html.parser.HTMLParser):
+    """The elements of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+# --------------------------------------------------------------------------- the page
+
+
+def test_the_page_shows_what_ran_and_how_far_it_got(tmp_path: Path) -> None:
+    text = page(make_run(tmp_path / "run", optim=OptimConfig(lr=0.0125)))
+    shown = re.sub(r"<[^>]+>", "\n", text.partition("<main>")[2].partition("<script")[0])
+    for words in (
+        *("run", "finished", "1.6366", "best val loss, step 40", "30,000 parameters", "0:00:20"),
+        *("0123456789ab", "A processor", "torch 2.13.0", "accel-gpt train configs/small.yaml"),
+        *("data/x: 18,000 tokens", "first of 20", "second of 40", "optim.lr", "0.0125", "10.24K"),
+    ):
+        assert words in shown, words
+    data = drawn(text)
+    names = [panel["name"] for panel in data["panels"]]
+    assert names == ["loss", "bits_per_byte", "lr", "grad_norm", "throughput", "memory"]
+    curves = data["panels"][0]["curves"]
+    assert [curve["key"] for curve in curves] == ["train/loss", "eval/train_loss", "eval/val_loss"]
+    assert [curve["best"] for curve in curves] == [False, False, True]
+    assert data["runs"][0]["clock"]["tokens"][-1] == 40 * 256
+    assert data["runs"][0]["flops_per_token"] == 200_000
+
+
+def test_nothing_is_fetched_and_only_our_script_runs(tmp_path: Path) -> None:
+    text = page(make_run(tmp_path / "run"))
+    for name, attributes in Tags(text).found:
+        assert name not in ("link", "img", "iframe", "object", "base", "form"), name
+        assert not {"src", "style"} & attributes.keys()
+        assert not any(key.startswith("on") for key in attributes)
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', text)
+    script = text.rpartition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy
+    assert "default-src 'none'" in policy[1]
+    assert f"script-src 'sha256-{digest}'" in policy[1]
+    assert "unsafe" not in policy[1]
+    assert not re.search(r"@import|url\((?!#)|https?://(?!www\.w3\.org/2000/svg)", text)
+
+
+def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
+    launch = {**LAUNCH, "command": EVIL, "commit": EVIL, "device": EVIL, "versions": {EVIL: EVIL}}
+    launch["data"] = {"lines": [EVIL, [EVIL], 7]}
+    records = [record(10, **{f"eval/{EVIL}": 1e308, f"eval/val_loss/{EVIL}": 2, "perf/mfu": 1e308})]
+    run = make_run(tmp_path / f"a{EVIL.replace('/', '')}", records, [launch, {"step": EVIL}])
+    (run / "config.yaml").write_text(json.dumps({EVIL: {"x": [EVIL]}, "model": {"preset": EVIL}}))
+    (run / "samples" / "step_00000050.txt").write_text(f"--- sample 1\n{EVIL}\x1b[2J\n")
+    plain, hostile = page(make_run(tmp_path / "plain")), page(run)
+    count = [name for name, _ in Tags(hostile).found]
+    assert count.count("script") == [n for n, _ in Tags(plain).found].count("script") == 2
+    assert "img" not in count
+    assert "\x1b" not in hostile
+    assert "onerror=alert(1)&gt;" in hostile
+    assert "{{ version }}" in hostile
+    assert drawn(hostile)["runs"][0]["name"] == run.name
+
+
+def test_resumes_and_skipped_updates_are_marked(tmp_path: Path) -> None:
+    counts = {20: 1, 21: 1, 30: 4}
+    skipped = 0
+    records = []
+    for step in (*range(1, 20, 2), 20, 21, 30, 40):
+        skipped = counts.get(step, skipped)
+        records.append(record(step, **{"train/skipped": skipped}))
+    # the third launch went back to before the second
+    launches = [{**LAUNCH, "step": step} for step in (0, 15, 12, 12, 33)]
+    [run] = open_runs([str(make_run(tmp_path / "run", records, launches))])
+    assert run.resumes() == [(12, 2), (33, 1)]
+    assert [(mark["step"], mark["text"]) for mark in all_marks(run)] == [
+        (12, "resumed at step 12, 2 times"),
+        (33, "resumed at step 33"),
+        (20, "1 skipped update, step 20"),
+        (30, "3 skipped updates, steps 22 to 30"),
+    ]
+    assert "Red triangles: skipped updates." in page(run.path)
+
+
+def test_a_run_that_is_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", [record(step) for step in range(1, 21)])
+    assert "stopped at step 20 of 40" in page(run)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "tokens": 53')
+    with lock(run / ".lock"):
+        text = page(run)
+    assert "in progress: step 20 of 40" in text
+    assert "run: in progress: step 20 of 40\n" in capsys.readouterr().out
+    assert max(drawn(text)["runs"][0]["clock"]["step"]) == 20
+
+
+def test_a_run_that_has_written_nothing_yet(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "metrics.jsonl").unlink()
+    (run / "config.yaml").write_text("{")
+    text = page(run)
+    assert "No metrics yet" in text
+    assert drawn(text)["panels"] == []
+
+
+def test_of_several_runs_the_differences_are_shown(tmp_path: Path) -> None:
+    a = make_run(tmp_path / "a" / "run", optim=OptimConfig(lr=0.001))
+    worse = [record(s, **({"eval/val_loss": 3.5} if s % 10 == 0 else {})) for s in range(1, 41)]
+    b = make_run(tmp_path / "b" / "run", worse, optim=OptimConfig(lr=0.125))
+    out = tmp_path / "both.html"
+    assert report(a, "--reference=none", b, "--out", out) == 0
+    text = out.read_text()
+    data = drawn(text)
+    assert [run["name"] for run in data["runs"]] == ["a/run", "b/run"]
+    lr = next(panel for panel in data["panels"] if panel["name"] == "lr")
+    assert [(c["label"], c["color"]) for c in lr["curves"]] == [("a/run", 0), ("b/run", 1)]
+    assert re.findall(r'<th scope="row">([\w.]+)', section(text, "config")) == ["optim.lr"]
+    assert re.findall(r"<td>([\d.]+)", section(text, "config")) == ["0.001", "0.125"]
+    assert re.findall(r'class="number best">([\d.]+)', text) == ["1.6366"]
+
+
+def test_named_sets_and_other_tasks(tmp_path: Path) -> None:
+    more = {"eval/val_loss/web": 2.5, "eval/val_loss/code": 1.5, "eval/val_loss_se": 0.1}
+    more |= {"eval/hellaswag_acc_norm": 0.305, "eval/hellaswag_acc_norm_se": 0.004}
+    more |= {"eval/arc_easy/acc": 0.44, "eval/arc_easy/acc_stderr": 0.01}
+    text = page(make_run(tmp_path / "run", [record(20, **more), record(40)]))
+    panels = {panel["name"]: panel for panel in drawn(text)["panels"]}
+    assert [c["name"] for c in panels["val_sets"]["curves"]] == ["code", "web"]
+    assert panels["hellaswag"]["curves"][0]["v"] == [30.5]
+    assert [g["value"] for g in panels["hellaswag"]["guides"]] == [25.0, 29.55, 33.7]
+    rows = re.findall(r'<th scope="row">(.+?)</th><td>(.+?)</td>', section(text, "evaluations"))
+    assert rows == [
+        ("arc_easy/acc", "0.44 ± 0.01 (step 20)"),
+        ("hellaswag_acc_norm", "0.305 ± 0.004 (step 20)"),
+    ]
+
+
+def test_a_long_run_is_thinned_on_a_small_page(tmp_path: Path) -> None:
+    records = [record(step) for step in range(1, 6001)]
+    records[4321]["train/loss"] = 77.0
+    text = page(make_run(tmp_path / "run", records))
+    assert len(text) < 500_000
+    assert "are thinned" in text
+    [curve] = [c for c in drawn(text)["panels"][0]["curves"] if c["key"] == "train/loss"]
+    assert len(curve["v"]) <= MOST_POINTS
+    assert max(curve["v"]) == 77.0
+    assert curve["s"][curve["v"].index(77.0)] == 4322
+    assert sum(curve["m"]) / len(curve["m"]) == pytest.approx(
+        sum(r["train/loss"] for r in records) / 6000, rel=1e-3
+    )
+    assert "are thinned" not in page(make_run(tmp_path / "short"))
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=300), st.integers(6, 60))
+def test_thinning_keeps_ends_and_extremes(values: list[float], most: int) -> None:
+    array = np.array(values)
+    kept = thin(array, most)
+    assert len(kept) <= max(most, 2)
+    assert kept.tolist() == sorted(set(kept.tolist()))
+    assert {array[kept].min(), array[kept].max()} == {array.min(), array.max()}
+    assert {0, len(values) - 1} <= set(kept.tolist())
+
+
+# --------------------------------------------------------------------------- other outputs
+
+
+def test_a_file_of_a_run_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", [record(1)])
+    before = (run / "metrics.jsonl").read_text()
+    assert report(run, "--out", run / "metrics.jsonl") == 2
+    assert "metrics.jsonl is a file of a run; name another one" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_the_png_of_the_model_card(tmp_path: Path) -> None:
+    long = [record(step) | {"train/loss": 11.0 if step < 9 else 3.0} for step in range(1, 400)]
+    short = [{"step": 1, "train/loss": 2.0}, {"step": 2, "eval/val_loss": None}]
+    for records in (long, short, []):
+        loss_curves(records, tmp_path / "loss.png")
+        assert png_size(tmp_path / "loss.png") == (1200, 700)
+
+
+def test_smoothing_does_not_lag() -> None:
+    line = 10 - np.arange(600) / 100
+    assert smoothed(line)[:590] == pytest.approx(line[:590])
+    noisy = 3 + (-1.0) ** np.arange(600)
+    assert abs(smoothed(noisy)[100:] - 3).max() < 0.1
+    assert smoothed(np.array([3.0])) == [3.0]
+
+
+def test_page_and_png_have_the_same_colors() -> None:
+    style = (HERE / "page.css").read_text()
+    assert tuple(re.findall(r"--p\d: light-dark\((#\w+)", style)) == COLORS
+
+
+def test_mistakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    for words, message in (
+        (["."], "is not a run: it has neither metrics.jsonl nor run.json; give the out_dir of a"),
+        (["nowhere"], "nowhere is not a folder"),
+        (["run", "--reference", "quikstart"], "--reference is 'quikstart'; expected none, auto,"),
+        (["run", "--reference", "none.json"], "none.json cannot be read"),
+        (["run", "--reference", "run/run.json"], "run.json is not a reference curve"),
+        (["run", "--out", "nowhere/r.html"], "cannot be written"),
+    ):
+        assert report(*words) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+
+def test_losses_of_different_tokenizers_are_not_ranked(tmp_path: Path) -> None:
+    """The loss in nats of a token of one byte is lower, and says less, than that of a long one."""
+
+    def run(name: str, tokenizer: str, loss: float, bits: float) -> Path:
+        data = {**LAUNCH["data"], "tokenizer_fingerprint": tokenizer}
+        last = record(40, **{"eval/val_loss": loss, "eval/val_bits_per_byte": bits})
+        return make_run(tmp_path / name, [last], [{**LAUNCH, "data": data}])
+
+    def marked(*runs: Path) -> set[str]:
+        out = tmp_path / "compared.html"
+        assert report(*runs, "--reference=none", "--out", out) == 0
+        text = out.read_text(encoding="utf-8")
+        assert ("different tokenizers" in text) is (len({path.name[0] for path in runs}) > 1)
+        return set(re.findall(r'class="number best">([^<]*)<', text))
+
+    chars = run("chars", "c" * 64, loss=2.9969, bits=4.32)
+    bpe = run("bpe", "b" * 64, loss=4.9933, bits=2.16)
+    longer = run("bpe_longer", "b" * 64, loss=4.5, bits=1.95)
+    assert marked(chars, bpe) == {"2.16"}
+    assert marked(bpe, longer) == {"4.5000"}
+
+
+def test_a_run_saved_beyond_its_last_record_stopped_where_it_was_saved(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path / "run", [record(90), record(95)], [{**LAUNCH, "plan": {"max_steps": 120}}]
+    )
+    (run / "checkpoints" / "step_00000060").mkdir(parents=True)
+    assert "stopped at step 95 of 120" in page(run)
+    (run / "checkpoints" / "step_00000097").mkdir()
+    text = page(run)
+    assert "stopped at step 97 of 120" in text
+    assert "<b>97</b><span>steps" in text
+
+
+# --------------------------------------------------------------------------- references
+
+
+def test_a_run_is_compared_with_the_reference_of_its_like(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_run(tmp_path / "first")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "configs" / "references"
+    folder.mkdir(parents=True)
+    write_reference(str(first), str(folder / "mine.json"))
+    curve = read_reference(folder / "mine.json")["curve"]
+    assert curve["step"] == [10, 20, 30, 40]
+    assert curve["tokens"] == [2560, 5120, 7680, 10240]
+    assert curve["val_loss"][-1] == pytest.approx(1.6366, abs=1e-4)
+    second = make_run(tmp_path / "second", seed=7)
+    assert report(second) == 0
+    text = (second / "report.html").read_text()
+    assert drawn(text)["reference"]["v"] == curve["val_loss"]
+    assert "small, trained with accel_gpt" in text
+    assert drawn(page(second))["reference"] is None  # --reference none
+    wider = make_run(tmp_path / "wider", model=ModelConfig(n_layer=2, n_head=2, n_embd=64))
+    assert find_reference("auto", open_runs([str(wider)])) is None
+    assert find_reference("mine", open_runs([str(wider)]))
+    other = make_run(tmp_path / "o", None, [{**LAUNCH, "data": {"fingerprint": "e" * 64}}])
+    assert find_reference("auto", open_runs([str(other)])) is None  # of the same command
+
+
+def test_a_reference_is_found_by_what_was_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The standard library of another Python has another fingerprint; a text of one's own is
+    another text, though it is trained by the same config."""
+    prepared = DataConfig(train="data/x", prepare=PrepareConfig(source="stdlib", tokenizer="bpe"))
+    [first] = open_runs([str(make_run(tmp_path / "first", data=prepared))])
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "configs" / "references"
+    folder.mkdir(parents=True)
+    write_reference(str(first.path), str(folder / "mine.json"))
+    launches = [{**LAUNCH, "data": {"fingerprint": "e" * 64}}]
+    same = make_run(tmp_path / "same", None, launches, data=replace(prepared, train="data/y"))
+    assert find_reference("auto", open_runs([str(same)]))
+    for name, own in {
+        "text": PrepareConfig(source="text", path="mine.txt", tokenizer="bpe"),
+        "vocabulary": PrepareConfig(source="stdlib", tokenizer="bytes"),
+    }.items():
+        data = DataConfig(train="data/x", prepare=own)
+        run = make_run(tmp_path / name, None, launches, data=data)
+        assert find_reference("auto", open_runs([str(run)])) is None, name
+
+
+def test_the_config_of_a_command_by_path_or_name() -> None:
+    assert config_name("accel-gpt train configs/quickstart.yaml --seed 7") == "quickstart"
+    assert config_name("accel-gpt train quickstart --data.train my.yaml") == "quickstart"
+    assert config_name("train.py 'my configs/small.yaml' --seed 7") == "small"
+    assert config_name("accel-gpt sample runs/quickstart") is None
+
+
+@pytest.mark.parametrize("name", ["quickstart", "shakespeare_char_cpu"])
+def test_our_own_references_are_those_of_our_configs(name: str, tmp_path: Path) -> None:
+    path = FOLDERS[1].parent / f"{name}.yaml"
+    config = load_config([str(path)], "test")
+    own = read_reference(FOLDERS[1] / f"{name}.json")
+    assert own["curve"]["step"][-1] == config.train.max_steps
+    assert own["curve"]["tokens"][-1] == config.train.max_steps * config.train.tokens_per_step
+    assert re.fullmatch(r"[0-9a-f]{12}", own["commit"])  # nothing was changed beside it
+    launch = {**LAUNCH, "command": f"accel-gpt train configs/{name}.yaml"}
+    launch |= {"model": {"vocab_size": own["match"]["vocab_size"]}, "data": {}}
+    run = make_run(tmp_path / "run", None, [launch], model=config.model, data=config.data)
+    found = find_reference("auto", open_runs([str(run)]))
+    assert found
+    assert found["name"] == name
+    own_text = replace(config.data.prepare, source="text", path="mine.txt")
+    data = replace(config.data, prepare=own_text)
+    run = make_run(tmp_path / "own", None, [launch], model=config.model, data=data)
+    assert find_reference("auto", open_runs([str(run)])) is None
+
+
+def test_gpt2_on_openwebtext_is_compared_with_what_nanogpt_published(tmp_path: Path) -> None:
+    launch = {**LAUNCH, "model": {"vocab_size": 50_257}}
+    for number, (name, values) in enumerate({"openwebtext": [3.11, 2.85], "fineweb": []}.items()):
+        data = DataConfig(train=f"data/{name}")
+        path = make_run(tmp_path / str(number), None, [launch], model=ModelConfig(), data=data)
+        runs = open_runs([str(path)])
+        content = payload(runs, find_reference("auto", runs))
+        assert [guide["value"] for guide in content["panels"][0]["guides"]] == values
+        assert content["reference"] is None  # a curve was not published

@@ -1,0 +1,337 @@
+"""Checkpoints copied elsewhere while a run trains, and taken from there by a run that has none."""
+
+import json
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from accel_gpt import train
+from accel_gpt.config.experiment import CheckpointConfig, Config
+from accel_gpt.training import uploader
+from accel_gpt.training.checkpoint import verify
+from accel_gpt.training.run_folder import checkpoint_steps
+from accel_gpt.training.uploader import open_uploaders
+from tests.conftest import reseal, run_here
+from tests.faults.launches import until
+from tests.helpers.hub_server import HubServer, no_waiting, point_at
+from tests.test_launch import PLAIN, TORCHRUN
+from tests.test_train import assert_same_weights, records, signal_after, weights
+
+Arguments = Callable[..., list[str]]
+EVERY = (
+    "--checkpoint.every",
+    "4",
+    "--checkpoint.keep_last",
+    "1",
+    "--checkpoint.keep_best",
+    "false",
+)
+
+
+@pytest.fixture(params=["folder", "store", "hub"])
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """A folder, a URL of a store without folders, or a repository that does not exist yet."""
+    with HubServer() as hub:
+        point_at(monkeypatch, hub, tmp_path / "home")
+        no_waiting(monkeypatch)
+        yield {
+            "folder": str(tmp_path / "other"),
+            "store": f"memory://{tmp_path}/other",
+            "hub": "hf://tester/backup",
+        }[request.param]
+
+
+def steps(place: str) -> list[str]:
+    system, root = fsspec.url_to_fs(place)
+    system.invalidate_cache()
+    names = sorted(Path(name).name for name in system.ls(root, detail=False))
+    return [name for name in names if name != ".gitattributes"]
+
+
+@pytest.mark.usefixtures("uploads_here")
+def test_a_lost_run_goes_on_from_the_copy(
+    place: str, small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_here(train.main, small_run(*EVERY, "--out_dir", str(tmp_path / "whole"))) == 0
+    own = small_run(*EVERY, "--checkpoint.copy_to", place)
+    signal_after(monkeypatch, 6, 15)
+    assert run_here(train.main, own) == 75
+    assert steps(place) == ["step_00000006"]  # keep_last, and the one of the signal
+    shutil.rmtree(tmp_path / "run")
+    assert run_here(train.main, own) == 0
+    lost = records(tmp_path / "run")
+    assert [record["step"] for record in lost] == list(range(7, 13))
+    assert steps(place) == ["step_00000012"]
+    assert not (tmp_path / "run" / ".copies").exists()
+    assert_same_weights(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.usefixtures("uploads_here")
+def test_a_copy_on_the_hub_is_one_commit_to_a_private_repository(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with HubServer() as hub:
+        point_at(monkeypatch, hub, tmp_path / "home")
+        own = small_run(*EVERY, "--checkpoint.copy_to", "hf://tester/backup/runs/a")
+        assert run_here(train.main, [*own, "--train.stop_at", "4"]) == 0
+        assert run_here(train.main, own) == 0
+        files = hub.files("tester/backup")
+        assert hub.repos["tester/backup"].private
+        assert {str(Path(name).parent) for name in files} == {"runs/a/step_00000012"}
+        commits = hub.commits("tester/backup")
+    assert commits[0] == "step_00000012"
+    assert commits[-2:] == ["step_00000004", "initial commit"]
+    assert len(set(commits)) == len(commits)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000012"
+    for path in checkpoint.iterdir():
+        assert files[f"runs/a/step_00000012/{path.name}"] == path.read_bytes()
+
+
+def test_a_run_whose_copies_cannot_be_listed_does_not_start_anew(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("the network is down")
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", fail)
+    monkeypatch.setattr(MemoryFileSystem, "info", fail)
+    place = f"memory://{tmp_path}/other"
+    assert run_here(train.main, small_run("--checkpoint.copy_to", place)) == 2
+    said = capsys.readouterr().err
+    assert f"checkpoint.copy_to {place} cannot be read: the network is down" in said
+
+
+def test_a_copy_that_is_killed_is_no_copy_and_the_next_launch_makes_it(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place = tmp_path / "other"
+    own = small_run("--checkpoint.every", "6", "--checkpoint.copy_to", str(place))
+    monkeypatch.setattr(uploader, "END_PAUSE_SECONDS", 0.0)
+    monkeypatch.setenv("ACCEL_GPT_FAULT", "copy.file:3=kill")
+    assert run_here(train.main, own) == 0
+    said = capsys.readouterr().err
+    assert f"WARNING: upload of step 6 to {place} failed: exit code -9" in said
+    assert list(place.iterdir())
+    assert not list(place.glob("*/manifest.json"))
+    assert checkpoint_steps(tmp_path / "run" / ".copies") == [12]
+    monkeypatch.delenv("ACCEL_GPT_FAULT")
+    assert run_here(train.main, own) == 0
+    verify(place / "step_00000012")
+    assert not (tmp_path / "run" / ".copies").exists()
+
+
+@pytest.mark.usefixtures("uploads_here")
+def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "other"
+    own = small_run(*EVERY[:2], "--checkpoint.keep_last", "3", "--checkpoint.copy_to", str(place))
+    assert run_here(train.main, own) == 0
+    assert steps(str(place)) == ["step_00000004", "step_00000008", "step_00000012"]
+    (place / "step_00000012" / "manifest.json").unlink()
+    file = place / "step_00000008" / "optimizer.bin"
+    file.write_bytes(file.read_bytes()[:-9])
+    shutil.rmtree(tmp_path / "run")
+    assert run_here(train.main, own) == 0
+    said = capsys.readouterr().err
+    assert "truncated; a copy before it is taken" in said
+    assert "step 4 was downloaded from" in said
+    assert steps(str(place)) == ["step_00000004", "step_00000008", "step_00000012"]
+    verify(place / "step_00000012")
+    for checkpoint in place.iterdir():
+        file = checkpoint / "optimizer.bin"
+        file.write_bytes(file.read_bytes()[:-9])
+    shutil.rmtree(tmp_path / "run")
+    assert run_here(train.main, own) == 4
+    assert f"all copies in checkpoint.copy_to {place} are damaged; " in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("uploads_here")
+def test_a_lost_run_that_began_with_a_path_goes_on_from_the_copy(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not from the path; its best checkpoint so far is lost, so that a later one is the best."""
+    first = small_run(*EVERY, "--out_dir", str(tmp_path / "first"), "--train.stop_at", "4")
+    assert run_here(train.main, first) == 0
+    path = str(tmp_path / "first" / "checkpoints" / "step_00000004")
+    own = small_run("--eval.every", "2", "--checkpoint.every", "50", "--checkpoint.keep_last", "1")
+    own += ["--checkpoint.resume", path, "--checkpoint.copy_to", str(tmp_path / "other")]
+    own += ["--checkpoint.keep_best", "true"]
+    assert run_here(train.main, [*own, "--train.stop_at", "7"]) == 0
+    state = tmp_path / "other" / "step_00000007" / "trainer_state.json"
+    content = json.loads(state.read_text()) | {"best_val_loss": 0.1, "best_step": 6}
+    state.write_text(json.dumps(content))
+    reseal(state.parent)
+    shutil.rmtree(tmp_path / "run")
+    assert run_here(train.main, [*own, "--train.stop_at", "9"]) == 0
+    assert "resuming" in capsys.readouterr().err.partition("from step 7 (")[0]
+    assert (tmp_path / "run" / "best").read_text() == "9\n"
+
+
+@pytest.mark.usefixtures("uploads_here")
+def test_a_checkpoint_that_was_not_copied_is_copied_by_the_next_launch(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    place = tmp_path / "other"
+    place.write_text("a file")
+    own = small_run(*EVERY)
+    assert run_here(train.main, own) == 0
+    place.unlink()
+    own += ["--checkpoint.copy_to", str(place)]
+    assert run_here(train.main, own) == 0
+    assert steps(str(place)) == ["step_00000012"]
+    written = (place / "step_00000012" / "manifest.json").stat().st_mtime_ns
+    assert run_here(train.main, own) == 0
+    assert (place / "step_00000012" / "manifest.json").stat().st_mtime_ns == written
+
+
+@pytest.mark.usefixtures("uploads_here")
+def test_a_copy_that_broke_off_is_pruned(small_run: Arguments, tmp_path: Path) -> None:
+    for step in (1, 20):
+        (tmp_path / "other" / f"step_{step:08d}").mkdir(parents=True)
+    assert (
+        run_here(train.main, small_run(*EVERY, "--checkpoint.copy_to", str(tmp_path / "other")))
+        == 0
+    )
+    assert steps(str(tmp_path / "other")) == ["step_00000012"]
+
+
+@pytest.mark.usefixtures("uploads_here")
+def test_copies_of_what_was_rolled_back_are_removed(place: str, tmp_path: Path) -> None:
+    kept = CheckpointConfig(copy_to=place, keep_last=2)
+    config = Config(out_dir=str(tmp_path / "run"), checkpoint=kept)
+    (copies,) = open_uploaders(config, 9, print)
+    found = []
+    for step in (1, 2, 3, 2, 4):
+        checkpoint = tmp_path / str(step) / f"step_{step:08d}"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / "manifest.json").write_text(f"{len(found)}")
+        copies.on_checkpoint(checkpoint)
+        until(lambda: not checkpoint_steps(copies.folder))
+        found.append([int(name[5:]) for name in steps(place)])
+    assert found == [[1], [1, 2], [2, 3], [2], [2, 4]]
+    copies.finish(lambda: False)
+
+
+@pytest.mark.usefixtures("uploads_here")
+def test_what_is_saved_after_a_roll_back_is_copied_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the checkpoint that was rolled back is being copied."""
+    started, ready = threading.Event(), threading.Event()
+    put_file = LocalFileSystem.put_file
+
+    def slow(*arguments: Any) -> None:
+        started.set()
+        assert ready.wait(60)
+        put_file(*arguments)
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", slow)
+    kept = CheckpointConfig(copy_to=str(tmp_path / "other"), keep_last=2)
+    config = Config(out_dir=str(tmp_path / "run"), checkpoint=kept)
+    (copies,) = open_uploaders(config, 9, print)
+    for step in (3, 2):
+        checkpoint = tmp_path / str(step) / f"step_{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{}")
+        copies.on_checkpoint(checkpoint)
+        assert started.wait(60)
+    ready.set()
+    assert not copies.finish(lambda: False)
+    assert steps(str(tmp_path / "other")) == ["step_00000002"]
+
+
+SLOW_SAVE = """
+import os, signal, sys, time
+from accel_gpt import train
+from accel_gpt.console import run_main
+update, save = train.update, train.save
+def stopped(run):
+    if run.state.step == 5 and os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return update(run)
+def slow_save(*args):  # a later signal is a second one
+    time.sleep(3)
+    return save(*args)
+train.update, train.save = stopped, slow_save
+sys.exit(run_main(train.main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_launcher_does_not_end_the_rank_that_copies(small_run: Arguments, tmp_path: Path) -> None:
+    """Once another rank has left with exit code 75."""
+    script = tmp_path / "script.py"
+    script.write_text(SLOW_SAVE)
+    own = small_run(*EVERY, "--checkpoint.every", "50", "--checkpoint.copy_to", "other")
+    words = [*TORCHRUN, "--nproc_per_node", "2", str(script), *own]
+    words += ["--train.micro_batch_size", "2"]
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env={**PLAIN, "ACCEL_GPT_FAULT": "copy.file:1+=sleep"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "SIGUSR1: saved at step 6" in done.stderr
+    verify(tmp_path / "other" / "step_00000006")
+
+
+def test_a_place_that_cannot_be_written_harms_nothing(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(uploader, "END_PAUSE_SECONDS", 0.0)
+    place = str(tmp_path / "file" / "other")
+    own = small_run(*EVERY, "--checkpoint.copy_to", place)
+    assert run_here(train.main, own) == 0
+    said = capsys.readouterr().err
+    assert said.count(" failed: ") == 1
+    assert f"WARNING: upload of step 4 to {place} failed: [Errno 20] Not a directory" in said
+    assert f"WARNING: not uploaded to {place}: step 12; launch the same command again" in said
+    assert "12 steps" in said
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("file", "copy_to file is a file; give a folder"),
+        ("run/checkpoints", "lies in out_dir run; give a folder elsewhere"),
+        ("other", "resume is never but checkpoint.copy_to other holds copies of a run"),
+    ],
+)
+def test_a_place_where_checkpoints_would_be_lost_is_refused(
+    place: str,
+    message: str,
+    small_run: Arguments,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "other" / "step_00000020").mkdir(parents=True)
+    own = ["--out_dir", "run", "--checkpoint.copy_to", place, "--checkpoint.resume", "never"]
+    assert run_here(train.main, small_run(*own)) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""The dashboard: it tells where it listens, ends with the run however that ends, draws charts."""
+
+import contextlib
+import json
+import re
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_gpt.config.experiment import Config, EvalConfig, LogConfig
+from accel_gpt.errors import UserError
+from accel_gpt.evals.validation import Score
+from accel_gpt.training import dashboard
+from accel_gpt.training.dashboard import Dashboard
+from accel_gpt.training.trackers import chart_groups
+from tests.helpers.terminals import Terminal, in_python
+
+Arguments = Callable[..., list[str]]
+ROOT = Path(__file__).resolve().parents[2]
+ADDRESS = re.compile(r"dashboard  (http://localhost:\d+)")
+SCENE = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from accel_gpt.training.dashboard import Dashboard
+
+signal.signal(signal.SIGINT, lambda *_: print("Ctrl-C was heard", flush=True))
+with Dashboard(Path("curves"), lambda text: print(text, flush=True)) as board:
+    while board.thread.is_alive() and sys.stdin.readline() != "end\\n":
+        pass
+    """
+
+
+def fetch(url: str) -> Any:
+    """The JSON at an address; None where nobody listens."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return json.load(answer)
+    except (urllib.error.URLError, ConnectionError):
+        return None
+
+
+def soon(check: Callable[[], Any], seconds: float = 30) -> Any:
+    """What `check` gives, as soon as that is something."""
+    deadline = time.monotonic() + seconds
+    while not (found := check()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+def ended(shell: Terminal) -> bool:
+    """Whether a shell has ended; types `end`, of which a Ctrl-C just before may have taken one."""
+    if shell.process.poll() is None:
+        with contextlib.suppress(OSError):  # it has just ended
+            shell.press(b"end\n")
+        time.sleep(0.5)
+    return shell.process.poll() is not None
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
+    """Another program in the place of TensorBoard."""
+    path = tmp_path / "pretend"
+    path.write_text(f"#!{sys.executable}\nimport sys, time\n{code}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    with pytest.raises(UserError, match=r"log.trackers has wandb; add tensorboard, whose curves"):
+        LogConfig(dashboard=True, trackers=("wandb",))
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ('sys.exit("ModuleNotFoundError: No module")', "(ModuleNotFoundError: No module)"),
+        ("sys.exit(3)", "(it printed nothing)"),
+    ],
+)
+def test_a_dashboard_that_does_not_start_is_a_warning(
+    code: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, tmp_path, code)
+    said: list[str] = []
+    with Dashboard(tmp_path / "curves", said.append):
+        soon(lambda: said)
+    assert said == [f"WARNING: the dashboard ended {told}; training goes on without it"]
+
+
+@pytest.mark.parametrize(("code", "ending"), [("", 0), ("signal.signal(15, signal.SIG_IGN)", -9)])
+def test_its_address_is_printed_and_it_ends_in_silence(
+    code: str, ending: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SIGTERM, or by SIGKILL where it ignores that."""
+    address = "NOTE: noise\nTensorBoard 2 at http://localhost:77/ (Press\n"
+    serve = f"import signal; {code}\nsys.stderr.write({address!r})\nsys.stderr.flush()\n"
+    pretend(monkeypatch, tmp_path, serve + "for _ in range(100): time.sleep(0.1)")
+    monkeypatch.setattr(dashboard, "ENDING_SECONDS", 0.5)
+    printed: list[str] = []
+    with Dashboard(tmp_path / "curves", printed.append) as board:
+        soon(lambda: printed)
+        assert board.process.poll() is None
+    assert printed == ["dashboard  http://localhost:77"]
+    assert board.process.poll() == ending
+
+
+def test_no_chart_draws_a_standard_error_beside_its_value() -> None:
+    score = Score(3.0, 2, 4, 0.1, 0.2)
+    keys = {
+        *(score.metrics("train") | score.metrics("val") | score.metrics("val", "web")),
+        *(f"eval/hellaswag_{name}{end}" for name in ("acc", "acc_norm") for end in ("", "_se")),
+    }
+    config = Config(eval=EvalConfig(hellaswag="questions.jsonl"))
+    charts = {k: v for group in chart_groups(config, False).values() for k, v in group.items()}
+    drawn = {
+        title: {key for key in keys if any(re.match(pattern, key) for pattern in patterns)}
+        for title, (_, patterns) in charts.items()
+    }
+    assert {title: lines for title, lines in drawn.items() if lines} == {
+        "train and val": {"eval/train_loss", "eval/val_loss", "eval/val_loss/web"},
+        "bits per byte": {"eval/val_bits_per_byte", "eval/val_bits_per_byte/web"},
+        "accuracy": {"eval/hellaswag_acc", "eval/hellaswag_acc_norm"},
+    }
+
+
+ENDS = {
+    "normal end": "pass",
+    "error": "raise ValueError",
+    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
+    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
+    "at once": "os._exit(130)",
+}
+
+
+@pytest.mark.slow
+def test_it_ends_however_the_run_ends_and_outlives_a_ctrl_c(tmp_path: Path) -> None:
+    """All at the same time, as each waits for TensorBoard to start."""
+    with contextlib.ExitStack() as stack:
+        shells = {
+            end: stack.enter_context(
+                Terminal(in_python(SCENE + code), cwd=tmp_path, PYTHONPATH=str(ROOT))
+            )
+            for end, code in ENDS.items()
+        }
+        for end, shell in shells.items():
+            shell.wait_for("dashboard  http")
+            found = ADDRESS.search(shell.written.decode())
+            assert found
+            url = f"{found[1]}/data/environment"
+            shell.press(b"\x03")
+            shell.wait_for("Ctrl-C was heard")
+            assert fetch(url), end
+            soon(lambda shell=shell: ended(shell), 60)  # type: ignore[misc]
+            shell.finish()
+            soon(lambda url=url: fetch(url) is None)  # type: ignore[misc]
+            assert b"WARNING" not in shell.written

@@ -1,0 +1,277 @@
+"""Steps that are not finite: left out on the device, told, and never kept; spikes; the way back."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_gpt import train
+from accel_gpt.config.experiment import TrainConfig
+from accel_gpt.errors import DivergedError
+from accel_gpt.training.anomalies import (
+    SPIKE_WINDOW,
+    StepGuard,
+    TooManySkippedError,
+    check_weights,
+)
+from accel_gpt.training.checkpoint import read_state
+from accel_gpt.training.run_folder import checkpoint_steps
+from accel_gpt.training.state import TrainState
+from tests.conftest import QUIET, launch
+from tests.helpers.processes import together
+from tests.test_train import assert_same_weights, records, signal_after, weights
+
+Arguments = Callable[..., list[str]]
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, bad: Callable[[TrainState], bool]) -> None:
+    """Let the loss of one micro-batch be no number in the steps that `bad` chooses."""
+    current: list[TrainState] = []
+
+    def update(run: train.Training) -> None:
+        current[:] = [run.state]
+        plain_update(run)
+
+    def batches(*given: Any) -> Iterator[Any]:
+        poisoned = bad(current[0])
+        for tokens, targets, documents, weight in plain_batches(*given):
+            yield tokens, targets, documents, math.nan if poisoned else weight
+            poisoned = False
+
+    plain_update, plain_batches = train.update, train.micro_batches
+    monkeypatch.setattr(train, "update", update)
+    monkeypatch.setattr(train, "micro_batches", batches)
+
+
+def optimizer_of(run: Path, step: int) -> dict[str, Any]:
+    path = run / "checkpoints" / f"step_{step:08d}" / "optimizer.bin"
+    state: dict[str, Any] = torch.load(path, weights_only=True)["state"]
+    return state
+
+
+def test_a_poisoned_step_changes_nothing_and_is_told(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    poison(monkeypatch, lambda state: state.step == 4)
+    every = ["--checkpoint.every", "1", "--checkpoint.keep_last", "20"]
+    assert launch(small_run(*QUIET, *every)) == 0
+    run = tmp_path / "run"
+    assert_same_weights(weights(run, 4), weights(run, 5))
+    before, after = optimizer_of(run, 4), optimizer_of(run, 5)
+    assert all(torch.equal(before[p][key], after[p][key]) for p in before for key in before[p])
+    later = weights(run, 6)
+    assert not all(torch.equal(later[name], w) for name, w in weights(run, 5).items())
+    lines = records(run)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["train/skipped"] for line in lines] == [0] * 4 + [1] * 8
+    assert lines[4]["train/loss"] is None  # JSON has no NaN
+    assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
+    said = capsys.readouterr().err
+    assert "WARNING: step 5: loss nan, gradient norm nan: not finite; its update was skip" in said
+    assert "(sequences from 32)" in said
+
+
+def test_too_many_in_a_row_return_and_leave_the_batches_out(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The fault is in sequences 40 to 63: steps 6 to 8, of which two are too many."""
+    poison(monkeypatch, lambda state: 40 <= state.sequences < 64)
+    own = [*QUIET, "--train.max_skipped", "2", "--checkpoint.keep_last", "9"]
+    assert launch(small_run(*own)) == 0
+    run = tmp_path / "run"
+    said = capsys.readouterr().err
+    assert "the updates of 2 steps in a row were skipped, of sequences 40 to 55" in said
+    assert "step_00000004 and going on without them" in said
+    lines = records(run)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["train/skipped"] for line in lines] == [0] * 5 + [1] * 7  # 56 to 63: one alone
+    state = read_state(run / "checkpoints" / "step_00000012")
+    assert state.excluded == [[40, 56]]
+    assert (state.step, state.sequences) == (12, 12 * 8 + 16)
+    assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
+    path = ["--checkpoint.resume", str(run.rename(tmp_path / "a") / "checkpoints/step_00000004")]
+    assert launch(small_run(*own, *path)) == 0
+    assert records(run)[-1]["eval/val_loss"] == lines[-1]["eval/val_loss"]
+
+
+def test_a_fault_that_is_not_in_the_batches_ends_the_run_and_names_them(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    poison(monkeypatch, lambda state: state.step >= 5)
+    options = small_run(*QUIET, "--train.max_skipped", "3")
+    assert launch(options) == 5
+    said = capsys.readouterr().err
+    assert "of sequences 64 to 87, after the run had returned to" in said
+    assert "without the sequences 40 to 63; look at them, or lower optim.lr" in said
+    kept = [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert kept == ["step_00000004"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["1", "2"])
+def test_stopped_between_skipped_steps_equals_never_stopped(
+    keep: str, small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, lambda state: 40 <= state.sequences < 64)
+    options = [*QUIET, "--train.max_skipped", "3", "--checkpoint.keep_last", keep]
+    assert launch(small_run(*options, "--out_dir", str(tmp_path / "whole"))) == 0
+    with monkeypatch.context() as patch:
+        signal_after(patch, 7, 15)
+        assert launch(small_run(*options)) == 75
+    state = read_state(tmp_path / "run" / "checkpoints" / "step_00000007")
+    assert state.skipped_in_row == [40, 48]
+    assert launch(small_run(*options)) == 0
+    runs = tmp_path / "run", tmp_path / "whole"
+    final = [read_state(run / "checkpoints" / "step_00000012") for run in runs]
+    assert final[0].excluded == final[1].excluded == [[40, 64]]
+    assert records(runs[0]) == records(runs[1])
+    assert_same_weights(*map(weights, runs))
+    before, after = (optimizer_of(run, 12) for run in runs)
+    assert all(torch.equal(before[p][key], after[p][key]) for p in before for key in before[p])
+    assert checkpoint_steps(runs[0] / "checkpoints") == checkpoint_steps(runs[1] / "checkpoints")
+
+
+def test_weights_that_overflowed_are_never_saved(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def update(run: train.Training) -> None:
+        plain_update(run)
+        if run.state.step == 8:
+            next(run.gpt.parameters()).data[0, 0] = math.inf
+
+    plain_update = train.update
+    monkeypatch.setattr(train, "update", update)
+    assert launch(small_run(*QUIET, "--log.every", "5")) == 5
+    assert "after step 8 weights are not finite, and were not saved" in capsys.readouterr().err
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
+
+
+def test_weights_that_differ_between_ranks_are_refused_on_all() -> None:
+    """Of replicas: what FSDP shards differs by right, and rounding is no difference."""
+
+    def check(kind: DistributedType, factor: float) -> list[str]:
+        def work(one: Any) -> str:
+            one.distributed_type = kind
+            net = torch.nn.Linear(3, 2)
+            torch.nn.init.ones_(net.weight)
+            torch.nn.init.zeros_(net.bias)
+            net.weight.data[1, 1] *= factor**one.process_index
+            try:
+                check_weights(net, one, 7)
+            except DivergedError as error:
+                return str(error)
+            return ""
+
+        return together(2, work)
+
+    for said in check(DistributedType.MULTI_CPU, 1.01):
+        assert "after step 7 the weights of rank 1 are not those of rank 0" in said
+        assert "weight has norm 2.453589, not 2.44949), and were not saved" in said
+    assert check(DistributedType.FSDP, 1.01) == ["", ""]
+    assert check(DistributedType.MULTI_GPU, 1 + 1e-6) == ["", ""]
+    assert all("are not finite" in said for said in check(DistributedType.FSDP, math.inf))
+
+
+class Waits(TorchDispatchMode):
+    """Counts the calls that make the host wait for the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_waits_for_nothing(small_run: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+
+    def update(run: train.Training) -> None:
+        with Waits() as waits:
+            plain_update(run)
+        counts.append(waits.count)
+
+    plain_update = train.update
+    monkeypatch.setattr(train, "update", update)
+    assert launch(small_run(*QUIET, "--train.skip_spikes", "true", "--model.dropout", "0")) == 0
+    assert counts == [0] * 12
+
+
+# --------------------------------------------------------------------------- the step guard alone
+
+
+def guard(**options: Any) -> StepGuard:
+    return StepGuard(TrainConfig(**options), torch.device("cpu"))
+
+
+def check(tested: StepGuard, *losses: float, norm: float = 1.0) -> list[bool]:
+    """Whether the update of each loss is skipped; a step has 8 sequences."""
+    first = len(tested.pending)
+    return [
+        bool(tested.check(i + 1, 8 * i, torch.tensor(loss), torch.tensor(norm)))
+        for i, loss in enumerate(losses, first)
+    ]
+
+
+def wavy(count: int) -> list[float]:
+    """Losses whose standard deviation is about 0.07."""
+    return [3 + 0.1 * math.sin(i) for i in range(count)]
+
+
+@pytest.mark.parametrize(("skip", "sigma"), [(True, 6.0), (False, 6.0), (True, 30.0)])
+def test_a_spike_stands_out_of_a_full_window_alone(skip: bool, sigma: float) -> None:
+    tested, warnings = guard(skip_spikes=skip, spike_sigma=sigma), list[str]()
+    losses = [*wavy(SPIKE_WINDOW - 1), 50.0, *wavy(SPIKE_WINDOW), 3.2]  # 50: not full yet
+    assert not any(check(tested, *losses))
+    found = sigma == 6.0  # it is about 12 standard deviations high
+    assert check(tested, 3.9) == [skip and found]
+    metrics = tested.flush(warnings.append)
+    assert (metrics["train/spikes"], metrics["train/skipped"]) == (found, skip and found)
+    assert [("a spike" in line, "its update was skipped" in line) for line in warnings] == (
+        [(True, skip)] if found else []
+    )
+
+
+def test_the_window_resumes_from_a_state_dict() -> None:
+    whole, stopped = guard(), guard()
+    for i, loss in enumerate([*wavy(200), math.nan, *wavy(50)]):
+        for tested in (whole, stopped):
+            check(tested, loss)
+            tested.flush(lambda _: None)
+        if i in (60, 140, 203):
+            state = json.loads(json.dumps(stopped.state_dict()))
+            stopped = guard()
+            stopped.load_state_dict(state)
+    assert whole.state_dict() == stopped.state_dict()
+    assert len(whole.state_dict()["losses"]) == SPIKE_WINDOW
+    assert torch.equal(whole.window, stopped.window)
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (3.0, math.inf), (-math.inf, 1.0)])
+def test_what_is_not_finite_is_skipped_and_counted(loss: float, norm: float) -> None:
+    tested = guard(max_skipped=3)
+    for bad in (False, True, True, False, True, True):
+        assert check(tested, loss if bad else 3.0, norm=norm if bad else 1.0) == [bad]
+    tested.flush(lambda _: None)
+    assert (tested.skipped, tested.skipped_in_row) == (4, [32, 40])
+    check(tested, loss, norm=norm)
+    with pytest.raises(TooManySkippedError):
+        tested.flush(lambda _: None)
+    assert tested.skipped_in_row == [32, 40, 0]

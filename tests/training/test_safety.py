@@ -1,0 +1,167 @@
+"""Guards of what may not change in a rebuild and no other test covers; see GUARDS.md."""
+
+import ast
+import json
+import multiprocessing
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from accel_gpt.errors import BusyError
+from accel_gpt.training.ranks import RankError, all_ranks, on_main
+from tests.conftest import QUIET, launch
+
+Arguments = Callable[..., list[str]]
+fork = multiprocessing.get_context("fork")
+PACKAGE = Path(__file__).resolve().parents[2] / "accel_gpt"
+# whose constants decide what a model computes, or what a command says it will take
+NUMERIC = ("config/depth.py", "cost", "model", "optim", "training/gradients.py")
+NUMERIC += ("training/anomalies.py", "training/accelerator.py", "training/compilation.py")
+NUMERIC += ("training/precision.py", "training/support.py", "data/order.py", "data/mixture.py")
+MEASURE_FAULTS = """
+import resource, sys
+import torch
+from accel_gpt import train
+
+assert train.main(sys.argv[1:]) == 0
+
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def work() -> None:
+    torch.empty(20 * 2**20).fill_(1)  # 80 MiB: beyond every threshold of glibc, which would map it
+
+each = []
+for _ in range(10):
+    before = faults()
+    work()
+    each.append(faults() - before)
+print(sorted(each)[5])
+"""
+
+
+def test_an_engine_that_replaces_parameters_is_refused(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As torchao's all-gather in fp8 does, so that a part of the model would never train."""
+    prepare = Accelerator.prepare
+
+    def replacing(self: Accelerator, model: Any, *others: Any, **options: Any) -> Any:
+        prepared = prepare(self, model, *others, **options)
+        layer = model.blocks[0].attn.qkv
+        layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+        return prepared
+
+    monkeypatch.setattr(Accelerator, "prepare", replacing)
+    assert launch(small_run(*QUIET)) == 2
+    assert "blocks.0.attn.qkv.weight would never train" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator is set up")
+def test_memory_that_a_step_frees_is_used_again_without_page_faults(small_run: Arguments) -> None:
+    command = [sys.executable, "-c", MEASURE_FAULTS, *small_run(*QUIET)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    # the median of ten blocks; if each is mapped anew, 40 with huge pages, else 20,480
+    assert int(done.stdout.splitlines()[-1]) < 10
+
+
+# --------------------------------------------------------------------------- two ranks
+
+
+def decide_on_two_ranks(rank: int, folder: Path) -> None:
+    """Write what one of two ranks gets from `on_main` and `all_ranks`."""
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    found: dict[str, Any] = {"decision": on_main(lambda: f"of rank {rank}")}
+
+    def fail_on(failing: int) -> None:
+        if rank == failing:
+            raise BusyError(f"rank {rank} cannot")
+
+    for failing in (0, 1):
+        try:
+            with all_ranks():
+                fail_on(failing)
+        except (BusyError, RankError) as error:
+            found[f"error of {failing}"] = [type(error).__name__, str(error), error.exit_code]
+    try:
+        on_main(lambda: fail_on(0))
+    except (BusyError, RankError) as error:
+        found["error of the decision"] = [type(error).__name__, str(error), error.exit_code]
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def test_two_ranks_share_decisions_and_errors(tmp_path: Path) -> None:
+    processes = [
+        fork.Process(target=decide_on_two_ranks, args=(rank, tmp_path)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()  # a rank that waits for the other in vain
+    assert [process.exitcode for process in processes] == [0, 0]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["decision"] == "of rank 0"
+        for failing in (0, 1):
+            kind = "BusyError" if rank == failing else "RankError"
+            expected = [kind, f"rank {failing} cannot", BusyError.exit_code]
+            assert found[f"error of {failing}"] == expected
+        kind = "BusyError" if rank == 0 else "RankError"
+        assert found["error of the decision"] == [kind, "rank 0 cannot", BusyError.exit_code]
+
+
+# --------------------------------------------------------------------------- constants
+
+
+def is_number(node: ast.AST) -> bool:
+    """Whether an expression consists of nothing but numbers."""
+    allowed = (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Tuple, ast.expr_context)
+    constants = [part for part in ast.walk(node) if isinstance(part, ast.Constant)]
+    others = [part for part in ast.walk(node) if not isinstance(part, ast.Constant)]
+    return (
+        bool(constants)
+        and all(type(constant.value) in (int, float) for constant in constants)
+        and all(isinstance(part, allowed) for part in others)
+    )
+
+
+def unsourced(path: Path) -> list[str]:
+    """The numeric constants of a module without a comment: on their line, above, or a docstring."""
+    text = path.read_text(encoding="utf-8")
+    lines, body = text.splitlines(), ast.parse(text).body
+    found = []
+    for number, node in enumerate(body):
+        if not isinstance(node, ast.Assign) or not is_number(node.value):
+            continue
+        following = body[number + 1] if number + 1 < len(body) else None
+        documented = isinstance(following, ast.Expr)
+        first = node.lineno - 1
+        while first and lines[first - 1].strip():  # a comment may stand above a group
+            first -= 1
+        group = lines[first : node.lineno - 1]
+        commented = any(line.lstrip().startswith("#") for line in group)
+        commented |= "#" in "".join(lines[node.lineno - 1 : node.end_lineno])
+        if not (documented or commented):
+            found.append(f"{path.name}: {lines[node.lineno - 1]}")
+    return found
+
+
+def test_numbers_that_decide_results_have_a_source_beside_them() -> None:
+    paths = []
+    for name in NUMERIC:
+        place = PACKAGE / name
+        paths += sorted(place.rglob("*.py")) if place.is_dir() else [place]
+    assert [line for path in paths for line in unsourced(path)] == []

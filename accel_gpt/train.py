@@ -231,7 +231,7 @@ def set_up(
 
 
 def seek(run: Training) -> None:
-    """Set data, step guard and learning rates to the step of `run.state`."""
+    """Start loader and step guard at `run.state`; give the optimizer the options of the config."""
     run.corpus.load_state_dict(vars(run.state))
     device = run.accelerator.device
     run.loader = run.corpus.loader(
@@ -284,7 +284,7 @@ def update(run: Training) -> None:
 
 
 def after_step(run: Training, stop: StopSignal) -> bool:
-    """Log, save, evaluate and sample what is due after a step; only then wait for the device.
+    """Log, save, evaluate and sample what is due after a step; wait for the device only then.
 
     Saves first, so that an evaluation that fails costs no step. Returns whether the run must stop:
     then the next launch makes the evaluation and the samples.
@@ -292,15 +292,15 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     config = run.config
     state = run.state
     reporter = run.reporter
-    # altered data makes a save due, in which all ranks learn of it, and save nothing
-    retrying = run.writer.retry_is_due() or run.verifier.error is not None
-    stopping, retrying = stop.agree_to_stop(retrying, run.writer.seconds)
+    # if this rank found altered data, all ranks enter `save`, which raises the error on all of them
+    must_save = run.writer.retry_is_due() or run.verifier.error is not None
+    stopping, must_save = stop.agree_to_stop(must_save, run.writer.seconds)
     last = state.step == run.plan.last_step
     stopping = stopping and not last
     logging = last or state.step == 1 or state.step % config.log.every == 0
     evaluating = last or bool(config.eval.every and state.step % config.eval.every == 0)
     save_is_due = state.save_is_due(config.checkpoint, run.plan.tokens_per_step)
-    saving = last or stopping or retrying or save_is_due
+    saving = last or stopping or must_save or save_is_due
     sampling = samples_due(config.sample, state.step, last)
     record: Record = {}
     if logging or evaluating or saving:

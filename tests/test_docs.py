@@ -51,13 +51,13 @@ PAGES = (
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 )
 READING_ORDER = (
-    *("train", "config/experiment", "config/plan"),
+    *("train", "config/options", "config/experiment", "config/plan", "training/state"),
     *("model/gpt", "model/layers", "model/documents", "model/loss"),
-    *("optim/groups", "optim/adamw", "optim/muon", "optim/schedule"),
-    *("data/shards", "data/order", "data/mixture", "data/loader"),
-    *("training/accelerator", "training/gradients", "training/anomalies", "training/stopping"),
-    *("training/state", "training/checkpoint", "training/saving", "training/resume"),
-    "evals/validation",
+    *("optim/schedule", "optim/groups", "optim/adamw"),
+    *("data/shards", "data/order", "data/mixture", "data/loader", "data/corpus"),
+    *("training/accelerator", "training/precision", "training/gradients", "training/anomalies"),
+    *("training/ranks", "training/checkpoint", "training/saving", "training/resume"),
+    *("evals/validation", "evals/evaluation"),
 )
 FILES = (".py", ".bin", ".json", ".safetensors")  # endings of files that look like keys
 # pages that name files of other projects

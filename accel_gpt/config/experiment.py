@@ -443,6 +443,7 @@ class HubConfig(Section, prefix="hub.", resume="free"):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             self.push == "never" or self.repo_id is not None,
             f"hub.push is {self.push} but hub.repo_id is not set; set it to user/name",
@@ -490,6 +491,7 @@ class Config(Section):
     hub: HubConfig = field(default_factory=HubConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.out_dir.strip()), f"out_dir is {self.out_dir!r}; name the run's folder")
         require(
             not self.out_dir.startswith("-"),

@@ -48,7 +48,8 @@ class Order:
     def counts(self) -> Ints:
         """Count the sequences of each shard in an epoch, (S,).
 
-        As many count as fit at any offset below T, so all epochs have the same number.
+        A shard counts as many as fit at the largest offset, T - 1, so all epochs have the same
+        number.
         """
         fits = np.maximum(self.lengths // self.block_size - 1, 1)
         counts: Ints = np.where(self.lengths > self.block_size, fits, 0)

@@ -61,7 +61,7 @@ from accel_gpt.training.support import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# A paused process does not hang, and timers that only C code sees cannot tell; assumption
+# The timeout of a collective cannot tell a paused process from one that hangs; assumption
 LONGEST_PAUSE = timedelta(days=1)
 M_TRIM_THRESHOLD = -1  # glibc, malloc.h
 M_TOP_PAD = -2  # glibc, malloc.h

@@ -1,6 +1,7 @@
 """Mixed precision: what the config or the launcher asks for, and the choice that `auto` makes.
 
-The device and the flags of the processor decide. Rank 0 decides for all ranks.
+An earlier launch of the run decides, else the launcher, else the device and the flags of the
+processor. Rank 0 decides for all ranks.
 """
 
 from dataclasses import replace

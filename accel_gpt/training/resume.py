@@ -111,7 +111,9 @@ def check_resume(out_dir: Path, resume: str, log: Callable[[str], None]) -> None
 
 
 def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
-    """The keys of the run's length if no step up to `saved` would have had another learning rate.
+    """Return the keys of the run's length if they may change without permission, else ().
+
+    They may if every completed step keeps its learning rate.
 
     Raises `UserError` for a run that is shorter than what it has trained.
     """
@@ -134,9 +136,7 @@ def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
 
 
 def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Iterator[str]:
-    """Lines on what `config` changes after the checkpoint `saved`, and on a learning rate that it
-    would have had in another place of its schedule.
-    """
+    """Yield a line for each allowed change, and one if the learning rate jumps at the resume."""
     for key, (was, new) in config_changes(saved.config, now.config).items():
         yield f"from step {saved.step:,} on {key} is {word(new)}; it was {word(was)}"
     plan = make_plan(config, world_size())
@@ -218,10 +218,10 @@ def choose_rollback(
     """The checkpoint to roll back to after too many skipped updates in a row, and all sequences to
     exclude, as [first, end); chosen by rank 0 for all, a collective.
 
-    It is the last checkpoint outside a row of skipped updates: if a signal had one saved inside the
-    row, the run continues as if never stopped. Later ones are removed, as they count the excluded
-    sequences. Raises `DivergedError` if there is none, or if the run has rolled back to it before:
-    then the batches are not the cause.
+    It is the last checkpoint outside a row of skipped updates. One that a signal saved inside the
+    row is passed over, so that the result does not depend on the signal. Later ones are removed, as
+    they count the excluded sequences. Raises `DivergedError` if there is none, or if the run has
+    rolled back to it before: then the batches are not the cause.
     """
 
     def choose() -> tuple[Path, list[list[int]]]:
@@ -393,7 +393,7 @@ def restore(
         count = plural(saved.world_size, "process", "processes")
         log(f"{path} was trained by {count}, this is {now.world_size}")
     state = replace(saved, config=now.config, world_size=now.world_size, versions=now.versions)
-    # the best so far is in another folder, of other text, or was lost with another machine
+    # forget the best step if its checkpoint is not in this folder, or its loss is of other text
     run = RunFolder(now.config["out_dir"])
     elsewhere = path.parent.parent.resolve() != run.path.resolve()
     if now.config["checkpoint.keep_best"] and not run.best:

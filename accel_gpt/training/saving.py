@@ -80,7 +80,7 @@ class CheckpointWriter:
         self.snapshot = Snapshot() if config.checkpoint.async_save else None
         self.copied: dict[str, Any] = {}  # file name -> content, of the snapshot
         self.thread: threading.Thread | None = None
-        self.problem: str | None = None  # why the last save failed; the same on all ranks
+        self.problem: str | None = None  # why the last save failed, on whichever rank
         self.failed_at = 0.0
         self.warned: int | None = None  # the step of the last warning
         self.lost: str | None = None  # what torch reported when another rank was gone
@@ -152,7 +152,7 @@ class CheckpointWriter:
         if self.main:
             with contextlib.suppress(OSError):
                 self.before_publish()
-                prune(self.out_dir, self.config, state.step, state.best_step)
+                name_best_and_prune(self.out_dir, self.config, state.step, state.best_step)
 
     def close(self) -> None:
         """Wait as a run does that ends with an error: not for ever, as other ranks may be gone."""
@@ -248,8 +248,9 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def phase(self, folder: Path) -> Iterator[None]:
-        """Turn an error on any rank into an `AccelGPTError` on all, so that a `RuntimeError` is
-        left to mean a lost rank; `folder` is removed then. A collective.
+        """On an error of any rank, remove `folder` and raise an `AccelGPTError` on all ranks.
+
+        A `RuntimeError` therefore always means a lost rank. A collective.
         """
         try:
             with all_ranks(self.group):
@@ -282,7 +283,12 @@ class CheckpointWriter:
         if problem is None:
             for uploader in self.uploaders:
                 uploader.on_checkpoint(root / step_name(content["step"]))
-            prune(self.out_dir, self.config, content["step"], content["best_step"])
+            name_best_and_prune(
+                out_dir=self.out_dir,
+                config=self.config,
+                step=content["step"],
+                best_step=content["best_step"],
+            )
         if problem is None or self.lost:  # of a lost rank the training thread reports
             return
         free = free_bytes(self.out_dir)
@@ -409,12 +415,14 @@ def publish_checkpoint(
     fault_point("published")
 
 
-def prune(out_dir: Path, config: CheckpointConfig, step: int, best_step: int | None) -> None:
-    """Name the best checkpoint in `best`, and remove old ones: of those up to `step` the newest,
-    the best and the last before a row of skipped updates are kept.
+def name_best_and_prune(
+    out_dir: Path, config: CheckpointConfig, step: int, best_step: int | None
+) -> None:
+    """Write the best step into `best`, and remove old checkpoints up to `step`.
 
-    A checkpoint of another step than its name is neither counted nor removed. If the save of the
-    best step failed, the best one before it is kept. What the disk refuses is tried again later.
+    Keeps the newest, the best, and the last before a row of skipped updates. Ignores a checkpoint
+    whose step is not the one in its name. If the save of the best step failed, keeps the best one
+    before it. What the disk refuses is tried again after the next save.
     """
     states = {saved: state for saved, state in read_states(out_dir).items() if saved <= step}
     stable = [saved for saved, state in states.items() if not state.skipped_in_row]

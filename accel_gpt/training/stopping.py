@@ -167,6 +167,7 @@ class StopSignal:
         An all-reduce over gloo, not over the devices. `save_seconds`: the time of a save after the
         step, which must fit into the time that is left.
         """
+        self.note_check()
         out_of_time = self.is_out_of_time(save_seconds)
         reason = self.received or (TIME_LIMIT if out_of_time else "")
         flags = torch.tensor([REASONS.index(reason), int(other)])
@@ -187,8 +188,8 @@ class StopSignal:
         if stopping:
             raise StopRequested
 
-    def is_out_of_time(self, save_seconds: float) -> bool:
-        """Return whether twice the longest step and save may not fit into the time that is left.
+    def note_check(self) -> None:
+        """Keep the longest time between two checks.
 
         The first step is not counted: it compiles and allocates.
         """
@@ -196,11 +197,14 @@ class StopSignal:
         if self.last_check is not None:
             self.longest = max(self.longest, now - self.last_check)
         self.last_check = now
+
+    def is_out_of_time(self, save_seconds: float) -> bool:
+        """Return whether twice the longest step and save may not fit into the time that is left."""
         if self.time_limit is None:
             return False
         reserve = 2 * (self.longest + save_seconds)
         reserve += max(RESERVE_SHARE * self.time_limit, RESERVE_SECONDS)
-        return now - self.started + reserve > self.time_limit
+        return time.monotonic() - self.started + reserve > self.time_limit
 
 
 def finish_uploads(

@@ -1,4 +1,4 @@
-"""Safetensors files of a checkpoint: full tensors, or of each rank its rows of them.
+"""Safetensors files of a checkpoint: full tensors, or the rows that one rank holds.
 
 Where a rank's rows begin stands in the header as torch.distributed.checkpoint has it: its
 `HuggingFaceStorageReader` and its consolidation open these files too. It does not write them: its
@@ -34,8 +34,10 @@ def weights_of(gpt: GPT) -> dict[str, Tensor]:
 
 
 def moments_of(gpt: GPT, optimizer: AcceleratedOptimizer) -> dict[str, Tensor]:
-    """The state of the optimizer, `wte.weight.exp_avg` for example; after `weights_of`. What a
-    parameter lacks of it is created, as zeros.
+    """Return the state of the optimizer, for example `wte.weight.exp_avg`.
+
+    Creates what a parameter lacks of it, as zeros. Call `weights_of` first: it shards again what
+    FSDP left gathered.
     """
     names, found = {id(p): name for name, p in gpt.named_parameters()}, {}
     for group in optimizer.param_groups:

@@ -21,7 +21,7 @@ from accel_gpt.training.checkpoint import (
 )
 from accel_gpt.training.resume import find_resume
 from accel_gpt.training.run_folder import checkpoint_steps, step_name
-from accel_gpt.training.saving import prune, remove_debris
+from accel_gpt.training.saving import name_best_and_prune, remove_debris
 from accel_gpt.training.state import TrainState
 from tests.conftest import run_here
 
@@ -48,13 +48,15 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     fake(root, {step: {} for step in range(1, 6)})
     (root / "mine").mkdir()
-    prune(tmp_path, CheckpointConfig(keep_last=2), 5, best_step=2)
+    name_best_and_prune(tmp_path, CheckpointConfig(keep_last=2), 5, best_step=2)
     assert checkpoint_steps(root) == [2, 4, 5]
     assert (root / "mine").is_dir()
     assert (tmp_path / "best").read_text() == "2\n"
     assert find_checkpoint(tmp_path, "best").name == "step_00000002"
     fake(root, {6: {}, 7: {}})
-    prune(tmp_path, CheckpointConfig(keep_last=1), 7, best_step=6 + 3)  # its save failed
+    name_best_and_prune(
+        tmp_path, CheckpointConfig(keep_last=1), 7, best_step=6 + 3
+    )  # its save failed
     assert checkpoint_steps(root) == [2, 7]
     assert (tmp_path / "best").read_text() == "2\n"
     (tmp_path / "best").unlink()
@@ -66,14 +68,14 @@ def test_only_a_checkpoint_of_the_step_in_its_name_is_counted(tmp_path: Path) ->
     """`step_00000100` is a copy of step 3: neither it nor one that cannot be read is removed."""
     root = tmp_path / "checkpoints"
     fake(root, {1: {}, 2: {"step": "broken"}, 3: {}, 4: {}, 100: {"step": 3}, 200: {}})
-    prune(tmp_path, CheckpointConfig(keep_last=1), 4, best_step=None)
+    name_best_and_prune(tmp_path, CheckpointConfig(keep_last=1), 4, best_step=None)
     assert checkpoint_steps(root) == [2, 4, 100, 200]
 
 
 def test_the_last_one_before_a_row_of_skipped_updates_is_kept(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     fake(root, {1: {}, 2: {}, 3: {"skipped_in_row": [8]}, 4: {"skipped_in_row": [8, 16]}})
-    prune(tmp_path, CheckpointConfig(keep_last=1), 4, best_step=None)
+    name_best_and_prune(tmp_path, CheckpointConfig(keep_last=1), 4, best_step=None)
     assert checkpoint_steps(root) == [2, 4]
 
 

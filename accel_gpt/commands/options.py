@@ -132,7 +132,7 @@ class PrepareCommand(PrepareConfig, Command):
     """
 
     name: ClassVar[str] = "prepare"
-    summary: ClassVar[str] = "text -> tokenized shards"
+    summary: ClassVar[str] = "turn text into token shards"
 
     source: SourceKind | None = option(
         None,
@@ -382,7 +382,7 @@ class PushCommand(Command):
     """
 
     name: ClassVar[str] = "push"
-    summary: ClassVar[str] = "the same to the Hub, with a model card"
+    summary: ClassVar[str] = "upload a run to the Hub, with a model card"
 
     run: str = option(
         REQUIRED,
@@ -503,7 +503,7 @@ class PlanCommand(Command, exclusive=(("mfu", "tokens_per_second"), ("config", "
     )
     out: str = option(
         "budget.yaml",
-        "Config to write: what the budget or the hours are best spent on.",
+        "Config to write, with the best run for the budget or the hours.",
     )
     gpus: int | None = option(
         None,
@@ -551,8 +551,8 @@ class PlanCommand(Command, exclusive=(("mfu", "tokens_per_second"), ("config", "
     )
     bandwidth: float | None = option(
         None,
-        "Bandwidth of a node's network in Gbit/s, one direction, all its cards together: 8 of 400 "
-        "are 3200.",
+        "Network bandwidth of a node in Gbit/s, one direction, summed over its cards: eight cards "
+        "of 400 are 3200.",
         above=0,
     )
     latency: float = option(
@@ -607,8 +607,7 @@ class SweepCommand(KeysCommand):
 
     random: int | None = option(
         None,
-        "Number of settings to draw from all combinations, each trained with every seed. null: "
-        "all.",
+        "Number of settings to draw at random; each is trained with every seed. null: all of them.",
         above=0,
     )
     halve_at: tuple[float, ...] = option(
@@ -646,7 +645,7 @@ class LadderCommand(KeysCommand):
     """
 
     name: ClassVar[str] = "ladder"
-    summary: ClassVar[str] = "train small sizes; a law of the loss, for plan to predict with"
+    summary: ClassVar[str] = "train small sizes, fit a law that predicts the loss"
 
     config: str = option(
         REQUIRED,
@@ -720,7 +719,7 @@ class BenchCommand(ConfigCommand):
     )
     parts: int = option(
         5,
-        "Number of further steps, in which each part is waited for and timed. 0: none.",
+        "Number of extra steps in which each part is timed separately. 0: none.",
         at_least=0,
     )
     compare: bool = option(
@@ -775,7 +774,7 @@ class VerifyResumeCommand(ConfigCommand):
     """
 
     name: ClassVar[str] = "verify-resume"
-    summary: ClassVar[str] = "kill and continue runs: equal to never stopping?"
+    summary: ClassVar[str] = "kill and resume runs, compare them with one that never stopped"
 
     steps: int = option(
         20,
@@ -794,8 +793,8 @@ class VerifyResumeCommand(ConfigCommand):
     )
     seed: int = option(
         0,
-        "Seed that chooses the moments of the stops and the numbers of processes. train.seed, the "
-        "seed of the run, stays as it is.",
+        "Seed that chooses when launches are killed and how many processes each uses. The run "
+        "keeps its own seed.",
     )
     keep: bool = option(
         False,

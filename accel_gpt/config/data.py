@@ -19,9 +19,9 @@ class PrepareConfig(
 
     source: SourceKind | None = option(
         None,
-        "Kind of the source in path or dataset. null: do not prepare, the folder must exist. auto: "
-        "the kind with the most bytes in path, by the endings of its files; any other ending is "
-        "text.",
+        "Kind of the text in path or dataset. null: nothing is prepared, the folder must exist. "
+        "auto: the kind with the most bytes in path, by the endings of its files; any other ending "
+        "is text.",
         essential=True,
     )
     path: str | None = option(
@@ -156,9 +156,8 @@ class DataConfig(Section, prefix="data.", published=True):
     )
     text: str | None = option(
         None,
-        "Your own text in place of data.train: a file, folder, glob or URL. It is prepared in the "
-        "folder data of out_dir, as data.prepare says: this key sets data.train, data.prepare.path "
-        "and data.prepare.source.",
+        "Your own text instead of data.train: a file, folder, glob or URL. It is prepared in the "
+        "folder data of out_dir, with the settings of data.prepare.",
         essential=True,
     )
     val: str | Mapping[str, str] | None = option(

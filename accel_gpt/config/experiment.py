@@ -60,8 +60,10 @@ class TrainConfig(
     mixed_precision: Literal["auto", "no", "bf16", "fp16", "fp8"] | None = option(
         None,
         "null: the value in the config file of `accelerate launch`, or no without one. no: "
-        "float32. auto: bf16 if the device is faster in it, else no. fp8: matrix products in "
-        "torchao's float8, the rest in bf16; needs compute capability 8.9 and torchao.",
+        "float32. auto: the precision of an earlier launch of the run, else bf16, fp16 or fp8 if "
+        "`accelerate launch` asks for it, else bf16 if the device is faster in it, else no. fp8: "
+        "matrix products in torchao's float8, the rest in bf16; needs compute capability 8.9 and "
+        "torchao.",
         essential=True,
         resume="free",
         exact=True,
@@ -130,7 +132,7 @@ class TrainConfig(
     )
     time_limit: str | None = option(
         None,
-        "Wall-clock limit of one launch, as 3h50m. The run saves and stops before it is reached.",
+        "Wall-clock limit of one launch, such as 3h50m. The run saves and stops shortly before.",
         resume="free",
     )
     profile: int = option(
@@ -149,7 +151,7 @@ class TrainConfig(
     )
     init_timeout: str | None = option(
         "15m",
-        "The same for each stage before the first step: meeting the other processes, starting the "
+        "Time limit of each stage before the first step: meeting the other processes, starting the "
         "device, opening data, model and checkpoint. Preparing the data may take any time.",
         resume="free",
     )
@@ -244,8 +246,8 @@ class EvalConfig(Section, prefix="eval.", published=True):
     )
     only: bool = option(
         False,
-        "Do not train: evaluate the newest checkpoint of out_dir, or model.init_from if there is "
-        "none, and exit.",
+        "Evaluate the newest checkpoint of out_dir and exit, without training. If there is no "
+        "checkpoint, evaluate model.init_from.",
         resume="free",
     )
     hellaswag: str | None = option(

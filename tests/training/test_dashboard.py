@@ -101,7 +101,7 @@ def test_its_address_is_printed_and_it_ends_in_silence(
     address = "NOTE: noise\nTensorBoard 2 at http://localhost:77/ (Press\n"
     serve = f"import signal; {code}\nsys.stderr.write({address!r})\nsys.stderr.flush()\n"
     pretend(monkeypatch, tmp_path, serve + "for _ in range(100): time.sleep(0.1)")
-    monkeypatch.setattr(dashboard, "ENDING_SECONDS", 0.5)
+    monkeypatch.setattr(dashboard, "ENDING_SECONDS", 0.5 if ending else 60.0)
     printed: list[str] = []
     with Dashboard(tmp_path / "curves", printed.append) as board:
         soon(lambda: printed)

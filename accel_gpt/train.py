@@ -269,7 +269,7 @@ def update(run: Training) -> None:
     set_rates(run.optimizer, run.config, plan, state.step)
     batches = micro_batches(run.loader, accelerator, plan, run.corpus.document_end)
     firsts = plan.micro_step_starts(accelerator.process_index, state.sequences)
-    # gradient accumulation; the last micro-step all-reduces the gradient over the ranks
+    # gradient accumulation; the gradient is all-reduced in the last micro-step, or in `finish`
     for first, (tokens, targets, documents, weight) in zip(firsts, batches, strict=True):
         with run.gradients.micro_step(first):
             run.gradients.backward(run.model(tokens, targets, documents=documents) * weight)
@@ -286,8 +286,8 @@ def update(run: Training) -> None:
 def after_step(run: Training, stop: StopSignal) -> bool:
     """Log, save, evaluate and sample what is due after a step; wait for the device only then.
 
-    Saves first, so that an evaluation that fails costs no step. Returns whether the run must stop:
-    then the next launch makes the evaluation and the samples.
+    A save that is due comes before the evaluation, so that one that fails costs no step. Returns
+    whether the run must stop: then the next launch makes the evaluation and the samples.
     """
     config = run.config
     state = run.state

@@ -30,7 +30,7 @@ from accel_gpt.hub.pretrained import check_initial_tokenizer
 from accel_gpt.launcher import child_error, is_main, run_child, world_size
 from accel_gpt.prepare.ensure import ensure_data
 from accel_gpt.train import Training
-from accel_gpt.training.accelerator import start_accelerator, start_processes
+from accel_gpt.training.accelerator import join_ranks, start_accelerator
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
 from accel_gpt.training.machine import code_versions, describe_machine, memory_gb
@@ -73,7 +73,7 @@ def bench(options: BenchCommand) -> Report | None:
             train=replace(measured.train, max_steps=steps, max_tokens=None),
         )
         plan = make_plan(measured, world_size())
-        start_processes(measured)
+        join_ranks(measured)
         ensure_data(config, stdout=sys.stderr)  # the report alone goes to standard output
         measured, accelerator = start_accelerator(measured, plan)
         measured, plan = resolve_micro_batch_size(measured, plan, accelerator)

@@ -71,7 +71,8 @@ class TrainConfig(
     matmul_precision: Literal["auto", "highest", "high", "medium"] = option(
         "auto",
         "How float32 matrix products are computed: highest is IEEE float32, high is TF32, medium "
-        "is bfloat16, if the device has it. auto: high on CUDA, highest elsewhere.",
+        "is bfloat16, if the device has it; on CUDA it is high. auto: high on CUDA, highest "
+        "elsewhere.",
         resume="free",
         exact=True,
     )

@@ -100,8 +100,8 @@ def read_sequences(
 ) -> Iterator[Sequences]:
     """Chunks (n B, T + 1) of one rank, in the type of the shards, from `position` on.
 
-    Sequence b of micro-step m, counted from the start of the run, is the number
-    `(m * world_size + rank) * B + b`: the same set of sequences a step at any world size.
+    Counted from `position`, sequence b of micro-step m is number
+    `position + (m * world_size + rank) * B + b`: the same sequences a step at any world size.
     """
     size, world, length = plan.micro_batch_size, plan.world_size, plan.block_size + 1
     micro_steps = max(1, CHUNK // (size * length * mixture.dtype.itemsize))

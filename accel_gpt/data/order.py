@@ -1,7 +1,8 @@
 """The order of the training sequences: pure functions of the seed, the data's fingerprint and k.
 
-The k-th sequence of a run is `block_size + 1` tokens of one shard. It does not depend on the number
-of ranks, the micro-batch or restarts: k is the whole state. Its epoch is k // sequences_per_epoch.
+The k-th sequence of a source is `block_size + 1` tokens of one shard. It does not depend on the
+number of ranks, the micro-batch or restarts: k is the whole state. Its epoch is
+k // sequences_per_epoch.
 Each epoch after the first cuts every shard at a new offset, so that a small corpus does not repeat
 its sequences. Any k can be located directly, without a stored permutation.
 

@@ -26,7 +26,7 @@ from accel_gpt.evals.hellaswag import Questions, read_questions, score_questions
 from accel_gpt.evals.validation import Beat, evaluate_source
 from accel_gpt.launcher import is_main
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.accelerator import set_up_model, start_processes
+from accel_gpt.training.accelerator import join_ranks, set_up_model
 from accel_gpt.training.checkpoint import find_checkpoint, read_state
 from accel_gpt.training.precision import requested_precision, resolve_precision
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps
@@ -58,7 +58,7 @@ def start_evaluation(config: Config, run: Path | None) -> Accelerator:
     precision = config.train.mixed_precision or launched_precision(run)
     train = replace(config.train, mixed_precision=precision)
     # train.reproducible takes one thread, which training alone needs
-    state = start_processes(replace(config, train=replace(train, reproducible=False)))
+    state = join_ranks(replace(config, train=replace(train, reproducible=False)))
     config = resolve_precision(replace(config, train=train))
     on_cpu = state.device.type == "cpu"
     evaluated_in = EVALUATED_IN.get(requested_precision(config))

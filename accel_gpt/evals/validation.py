@@ -25,8 +25,8 @@ from accel_gpt.model.loss import IGNORE
 from accel_gpt.training.ranks import all_ranks
 
 Batch = tuple[Sequence[int], int, int]  # numbers of the sequences, B, T
-# Called before each batch, on all ranks as often: how many are done, of how many. If it raises, it
-# raises on all ranks together.
+# Called before each batch, equally often on all ranks, with the number of batches done and in all.
+# If it raises, it raises on all ranks together.
 Beat = Callable[[int, int], object]
 
 

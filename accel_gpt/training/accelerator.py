@@ -76,13 +76,16 @@ def start_accelerator(config: Config, plan: Plan) -> tuple[Config, Accelerator]:
 
     Returns `config` with the precision that was chosen.
     """
-    start_processes(config)
+    join_ranks(config)
     config = resolve_precision(config)
     return config, make_accelerator(config, plan)
 
 
-def start_processes(config: Config) -> PartialState:
+def join_ranks(config: Config) -> PartialState:
     """Join the ranks into one process group; set threads and the precision of float32 products.
+
+    A second call changes nothing: the folder of a run is locked by all ranks together, before the
+    `Accelerator` is made.
 
     Raises `UserError` for an engine that is not supported, and for processes that do not form one
     group or differ in config, code or versions: they would train apart.
@@ -193,7 +196,7 @@ def host_group(config: Config, accelerator: Accelerator) -> dist.ProcessGroup | 
 
 
 def make_accelerator(config: Config, plan: Plan) -> Accelerator:
-    """Make the `Accelerator` of a run, after `start_processes`, with a precision that is not auto.
+    """Make the `Accelerator` of a run, after `join_ranks`, with a precision that is not auto.
 
     Raises `UserError` for an engine, precision or tracker that is not supported.
     """

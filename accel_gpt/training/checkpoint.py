@@ -11,8 +11,8 @@
         tokenizer.json
         manifest.json                written last: size and SHA-256 of each file above
 
-A folder without a valid manifest is not a checkpoint. Accelerate loads pickles with
-`weights_only=True`; nothing else is unpickled. `saving.py` writes it, `tensor_files.py` reads its
+A run resumes only from a folder named `step_N` whose files fit its manifest. All pickles are
+loaded with `weights_only=True`. `saving.py` writes a checkpoint, `tensor_files.py` reads its
 weights, `resume.py` the rest. Needs no torch.
 """
 

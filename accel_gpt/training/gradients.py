@@ -102,7 +102,7 @@ class Gradients:
     def finish(self) -> Tensor:
         """Leave the gradient, averaged over micro-steps and ranks, in `grad`.
 
-        Returns the mean loss over both, ().
+        In fp16 it is still scaled: `clip` unscales it. Returns the mean loss over both, ().
         """
         loss: Tensor = self.loss / self.accelerator.gradient_accumulation_steps
         self.loss.zero_()

@@ -51,10 +51,11 @@ NOT_TOLD = "not told"  # stands for a path in the config of a checkpoint from th
 
 
 def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None]) -> Path | None:
-    """The checkpoint to resume from, chosen by rank 0 for all; None: train from scratch.
+    """Choose the checkpoint to resume from, by rank 0 for all; None: start at step 0.
 
-    Removes what a killed launch left half written. Raises `UserError` or `CheckpointError` if the
-    run in `out_dir` is not that of `now`. A collective.
+    Fetches a backup if the run has no checkpoint, sets damaged ones aside if an intact one is left,
+    and removes what a killed launch left half written. Raises `UserError` or `CheckpointError` if
+    the run in `out_dir` is not that of `now`. A collective.
     """
 
     def choose() -> Path | None:
@@ -198,7 +199,7 @@ def find_resume(
         try:
             verify(path)
         except CheckpointError as error:
-            log(f"WARNING: {error}; set aside, falling back to the checkpoint before it")
+            log(f"WARNING: {error}; falling back to the checkpoint before it")
             damaged.append(path)
             continue
         for bad in damaged:

@@ -1,9 +1,12 @@
 """Save checkpoints so that a kill at any moment leaves the one before, or the new one, whole.
 
-On the training thread: `accelerator.save_state` into a temporary folder, under FSDP each rank its
-shards, or with `checkpoint.async_save` a copy of them into host memory. On a thread of each rank,
-while training goes on: the other files, then each rank syncs and hashes its own; after all of them
-rank 0 writes the manifest, syncs, renames the folder, and only then prunes older checkpoints.
+The training thread calls `accelerator.save_state` into a temporary folder. Under FSDP each rank
+writes its shards there instead. With `checkpoint.async_save` it copies weights and optimizer into
+host memory, and writes only the random states.
+
+A thread of each rank does the rest, while training goes on. It writes the copies; on rank 0 also
+the files that belong to no rank. Each rank syncs and hashes its own files. After all of them rank 0
+writes the manifest, syncs and renames the folder, and only then prunes older checkpoints.
 """
 
 import contextlib
@@ -70,15 +73,19 @@ class CheckpointWriter:
         uploaders: Sequence[Uploader] = (),
         check_folder: Callable[[], None] = lambda: None,
     ) -> None:
-        self.check_folder = check_folder
-        self.accelerator, self.config, self.tokenizer = accelerator, config.checkpoint, tokenizer
-        self.out_dir, self.log = Path(config.out_dir), log
+        self.accelerator = accelerator
+        self.config = config.checkpoint
+        self.out_dir = Path(config.out_dir)
+        self.tokenizer = tokenizer
+        self.log = log
         self.before_publish = before_publish
         self.uploaders = uploaders
-        self.main, self.group = accelerator.is_main_process, host_group(config, accelerator)
+        self.check_folder = check_folder
+        self.main = accelerator.is_main_process
+        self.group = host_group(config, accelerator)
         self.fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.snapshot = Snapshot() if config.checkpoint.async_save else None
-        self.copied: dict[str, Any] = {}  # file name -> content, of the snapshot
+        self.copies: dict[str, Any] = {}  # file name -> tensors in the snapshot
         self.thread: threading.Thread | None = None
         self.problem: str | None = None  # why the last save failed, on whichever rank
         self.failed_at = 0.0
@@ -99,7 +106,7 @@ class CheckpointWriter:
             self.check_folder()
         start = time.monotonic()
         temporary = self.out_dir / "checkpoints" / f".tmp_{step_name(state.step)}"
-        content = asdict(state)
+        fields = asdict(state)
         needed = size_of(gpt, optimizer)
         failed: Exception | None = None
         try:
@@ -109,12 +116,12 @@ class CheckpointWriter:
 
         def finish() -> None:
             self.problem = "its thread ended early"  # in case it does
-            self.problem = self.complete(temporary, content, gpt, failed)
+            self.problem = self.complete(temporary, fields, gpt, failed)
             self.seconds = max(self.seconds, time.monotonic() - start)
             if self.problem:
                 self.failed_at = time.monotonic()
             if self.main:
-                self.follow_up(content, needed)
+                self.follow_up(fields, needed)
 
         self.thread = threading.Thread(target=finish, name="checkpoint", daemon=True)
         self.thread.start()
@@ -160,7 +167,7 @@ class CheckpointWriter:
             self.thread.join(CLOSING_SECONDS)
 
     def retry_is_due(self) -> bool:
-        """Whether a save failed on this rank a while ago; ranks may differ."""
+        """Return whether `RETRY_SECONDS` have passed since a save failed; ranks may differ."""
         failed = self.problem is not None and not (self.thread and self.thread.is_alive())
         return failed and time.monotonic() - self.failed_at > RETRY_SECONDS
 
@@ -175,22 +182,31 @@ class CheckpointWriter:
             if not self.fsdp and not self.snapshot:
                 accelerator.save_state(str(folder))
             else:
-                content = self.content(gpt, optimizer)
+                tensors = self.tensors_by_file(gpt, optimizer)
                 if self.snapshot:
-                    self.copied = self.snapshot.copy(content)
+                    self.copies = self.snapshot.copy(tensors)
                 else:
-                    write_content(content, folder)
-                rank, step = accelerator.process_index, accelerator.step
-                save_accelerator_state(str(folder), [], [], [], [], rank, step, accelerator.scaler)
+                    write_tensors(tensors, folder)
+                save_accelerator_state(
+                    output_dir=str(folder),
+                    model_states=[],
+                    optimizers=[],
+                    schedulers=[],
+                    dataloaders=[],
+                    process_index=accelerator.process_index,
+                    step=accelerator.step,
+                    scaler=accelerator.scaler,
+                )
         finally:
             accelerator.scaler = scaler
         fault_point("save.filled")
 
-    def content(self, gpt: GPT, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
-        """Weights and optimizer as this rank writes them: file name -> content."""
+    def tensors_by_file(self, gpt: GPT, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
+        """Return weights and optimizer as this rank writes them: file name -> content."""
         weights = weights_of(gpt)
         if self.fsdp:
-            rank, moments = self.accelerator.process_index, moments_of(gpt, optimizer)
+            rank = self.accelerator.process_index
+            moments = moments_of(gpt, optimizer)
             return {
                 f"weights_{rank}.safetensors": rank_content(weights, self.main),
                 f"optimizer_{rank}.safetensors": rank_content(moments, self.main),
@@ -201,10 +217,11 @@ class CheckpointWriter:
         return {SAFE_WEIGHTS_NAME: full, f"{OPTIMIZER_NAME}.bin": optimizer.state_dict()}
 
     def complete(
-        self, folder: Path, content: dict[str, Any], gpt: GPT, failed: Exception | None
+        self, folder: Path, fields: dict[str, Any], gpt: GPT, failed: Exception | None
     ) -> str | None:
-        """Write the other files of a checkpoint and publish it; returns why it failed on any rank.
-        A collective.
+        """Write the other files of a checkpoint and publish it; a collective.
+
+        `fields`: those of the `TrainState`. Returns why it failed on any rank, or None.
         """
         own: Files = {}
         process = self.accelerator.process_index
@@ -214,9 +231,9 @@ class CheckpointWriter:
                     raise failed
                 if self.snapshot:
                     fault_point("save.copied")
-                    write_content(self.copied, folder)
+                    write_tensors(self.copies, folder)
                 if self.main:
-                    self.write_shared(folder, content, gpt)
+                    self.write_shared(folder, fields, gpt)
                 for path in sorted(folder.iterdir()):
                     rank, hidden = OF_RANK.search(path.name), path.name.startswith(".")
                     # hidden: a file that another rank is writing
@@ -228,7 +245,7 @@ class CheckpointWriter:
                     check_shared(folder, files, self.accelerator.num_processes)
                     publish_checkpoint(
                         temporary=folder,
-                        final=folder.with_name(step_name(content["step"])),
+                        final=folder.with_name(step_name(fields["step"])),
                         files=files,
                         check_folder=self.check_folder,
                     )
@@ -238,9 +255,9 @@ class CheckpointWriter:
             self.lost = str(error)
         return self.lost
 
-    def write_shared(self, folder: Path, content: dict[str, Any], gpt: GPT) -> None:
+    def write_shared(self, folder: Path, fields: dict[str, Any], gpt: GPT) -> None:
         """Write the files that do not belong to one rank; on rank 0."""
-        write_json(folder / "trainer_state.json", content)
+        write_json(folder / "trainer_state.json", fields)
         shape = {"config": asdict(gpt.config), "vocab_size": gpt.vocab_size}
         write_json(folder / "model.json", {"format": FORMAT, **shape})
         self.tokenizer.save(folder)
@@ -265,29 +282,30 @@ class CheckpointWriter:
             raise
 
     def folder_has_gone(self) -> bool:
-        """Whether the run's folder is no longer the one that the run has locked; on rank 0."""
+        """Return whether the run's folder is no longer the one that it has locked; on rank 0."""
         try:
             self.check_folder()
         except BusyError:
             return True
         return False
 
-    def follow_up(self, content: dict[str, Any], needed: int) -> None:
+    def follow_up(self, fields: dict[str, Any], needed: int) -> None:
         """Report the new checkpoint and prune, or warn why there is none; on rank 0.
 
         If the disk lacks room, old checkpoints make room, and the save is retried at once.
         """
-        root, problem = self.out_dir / "checkpoints", self.problem
+        root = self.out_dir / "checkpoints"
+        problem = self.problem
         if self.folder_has_gone():  # the training thread ends the run
             return
         if problem is None:
             for uploader in self.uploaders:
-                uploader.on_checkpoint(root / step_name(content["step"]))
+                uploader.on_checkpoint(root / step_name(fields["step"]))
             name_best_and_prune(
                 out_dir=self.out_dir,
                 config=self.config,
-                step=content["step"],
-                best_step=content["best_step"],
+                step=fields["step"],
+                best_step=fields["best_step"],
             )
         if problem is None or self.lost:  # of a lost rank the training thread reports
             return
@@ -295,18 +313,18 @@ class CheckpointWriter:
         removed = []
         if any(words in problem for words in NO_ROOM):
             quota = os.strerror(errno.EDQUOT) in problem
-            removed = make_room(self.out_dir, content["best_step"], needed, quota)
+            removed = make_room(self.out_dir, fields["best_step"], needed, quota)
         if removed:
             steps = ", ".join(f"{step:,}" for step in removed)
             outcome = f"removed step {steps} to make room, the save is retried"
             self.failed_at = -math.inf  # now
-        elif self.warned == content["step"]:  # it was tried again
+        elif self.warned == fields["step"]:  # it was tried again
             return
         else:
             outcome = f"training goes on and tries again; {describe_newest(self.out_dir)} so far"
-        self.warned = content["step"]
+        self.warned = fields["step"]
         self.log(
-            f"WARNING: the checkpoint of step {content['step']:,} could not be written in "
+            f"WARNING: the checkpoint of step {fields['step']:,} could not be written in "
             f"{root}: {problem} (it needs {needed:,} bytes, {free:,} are free); {outcome}"
         )
 
@@ -320,19 +338,22 @@ class Snapshot:
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
 
-    def copy(self, content: dict[str, Any]) -> dict[str, Any]:
-        """`content` with copies of its tensors; returns when they are complete."""
-        copied: dict[str, Any] = self.copied("", content)
+    def copy(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Copy all tensors of nested dictionaries and lists; return the same structure of copies.
+
+        The copies are complete when this returns.
+        """
+        copies: dict[str, Any] = self.copy_value("", tensors)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return copied
+        return copies
 
-    def copied(self, key: str, value: Any) -> Any:
-        """A value with every tensor in it copied into the buffer of its key."""
+    def copy_value(self, key: str, value: Any) -> Any:
+        """Copy every tensor in `value` into the buffer of its key; leave anything else as it is."""
         if isinstance(value, dict):
-            return {name: self.copied(f"{key}.{name}", inner) for name, inner in value.items()}
+            return {name: self.copy_value(f"{key}.{name}", inner) for name, inner in value.items()}
         if isinstance(value, list):
-            return [self.copied(f"{key}.{i}", inner) for i, inner in enumerate(value)]
+            return [self.copy_value(f"{key}.{i}", inner) for i, inner in enumerate(value)]
         if not isinstance(value, Tensor):
             return value
         buffer = self.buffers.get(key)
@@ -343,8 +364,8 @@ class Snapshot:
         return buffer.copy_(value.detach(), non_blocking=cuda)
 
 
-def write_content(files: dict[str, Any], folder: Path) -> None:
-    """Write files whose contents `CheckpointWriter.content` returned."""
+def write_tensors(files: dict[str, Any], folder: Path) -> None:
+    """Write the files that `CheckpointWriter.tensors_by_file` returned."""
     for name, content in files.items():
         if name.endswith(".safetensors"):
             save_file(filename=folder / name, **content)
@@ -368,7 +389,7 @@ def save_error(error: Exception) -> str:
 
 
 def sealed(path: Path) -> dict[str, Any]:
-    """Force a file to disk; its size and hash."""
+    """Force a file to disk; return its size and hash."""
     fault_point("file.written", path)
     sync(path)
     fault_point("file.synced", path)
@@ -470,7 +491,7 @@ def make_room(out_dir: Path, best_step: int | None, needed: int, quota: bool) ->
 
 
 def is_intact(path: Path) -> bool:
-    """Whether all files of a checkpoint are as its manifest lists them."""
+    """Return whether all files of a checkpoint are as its manifest lists them."""
     try:
         verify(path)
     except (AccelGPTError, OSError):
@@ -479,12 +500,12 @@ def is_intact(path: Path) -> bool:
 
 
 def folder_size(path: Path) -> int:
-    """Bytes of the files of a checkpoint."""
+    """Count the bytes of the files of a checkpoint."""
     return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes on the disk of a folder; 0 if it does not tell."""
+    """Return the free bytes on the disk of a folder; 0 if the disk does not tell."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:

@@ -15,7 +15,7 @@ from accel_gpt.console import write_err
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.verify import DataVerifier
 from accel_gpt.launcher import is_main, local_rank, main_address, world_size
-from accel_gpt.training.accelerator import start_processes, warn_without_gpu
+from accel_gpt.training.accelerator import join_ranks, warn_without_gpu
 from accel_gpt.training.machine import code_versions
 from accel_gpt.training.precision import requested_precision
 from accel_gpt.training.ranks import all_gather, all_ranks, require_all, sees_main
@@ -39,7 +39,7 @@ def open_run_folder(config: Config, source: str) -> Iterator[Callable[[], None]]
         problem += f" at {main_address()}"
     with contextlib.ExitStack() as held:
         with Watchdog(config.train.init_timeout, INIT, problem):
-            start_processes(config)
+            join_ranks(config)
             warn_without_gpu()
             with all_ranks():
                 if is_main():

@@ -23,7 +23,7 @@ class TrainState:
     FORMER_KEYS: ClassVar = ("text_places",)
     """An earlier version could train on streamed text."""
 
-    step: int = 0  # completed optimizer updates
+    step: int = 0  # completed steps, skipped updates included
     sequences: int = 0  # consumed: the position in the data
     tokens: int = 0
     seconds: float = option(0.0, "Seconds since the run's first start.", at_least=0)

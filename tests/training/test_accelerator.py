@@ -121,7 +121,7 @@ def test_use_cpu_of_the_accelerate_config_holds_where_there_is_a_gpu(
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     for use_cpu in ("false", "true"):
         monkeypatch.setenv("ACCELERATE_USE_CPU", use_cpu)
-        accelerator.start_processes(Config())
+        accelerator.join_ranks(Config())
     assert started == [False, True]
 
 
@@ -156,7 +156,7 @@ def test_threads_are_those_of_the_user_but_not_those_of_a_launcher(
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    accelerator.start_processes(Config(train=train))
+    accelerator.join_ranks(Config(train=train))
     assert torch.get_num_threads() == threads
 
 

@@ -114,11 +114,11 @@ def check_resume(out_dir: Path, resume: str, log: Callable[[str], None]) -> None
 def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
     """Return the keys of the run's length if they may change without permission, else ().
 
-    They may if every completed step keeps its learning rate.
-
-    Raises `UserError` for a run that is shorter than what it has trained.
+    They may if every completed step keeps its learning rate. Raises `UserError` for a run that is
+    shorter than what it has trained.
     """
-    plan, (steps, tokens) = make_plan(config, world_size()), map(saved.config.get, LENGTH)
+    plan = make_plan(config, world_size())
+    steps, tokens = (saved.config.get(key) for key in LENGTH)
     require(
         saved.step <= plan.max_steps,
         f"{config.out_dir} is at step {saved.step:,}, beyond the {plan.max_steps:,} of the config; "
@@ -126,14 +126,15 @@ def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
     )
     if not (steps or tokens):  # of a version that had other keys
         return ()
-    train = replace(config.train, max_steps=steps, max_tokens=tokens)
-    before = replace(config, train=train)
+    before = replace(config, train=replace(config.train, max_steps=steps, max_tokens=tokens))
     try:
-        old, done = make_plan(before, world_size()), range(saved.step)
+        plan_before = make_plan(before, world_size())
     except UserError:  # the schedule of `config` does not fit the old length
         return ()
-    same = all(fraction_at(n, config, plan) == fraction_at(n, before, old) for n in done)
-    return LENGTH if same else ()
+    for step in range(saved.step):
+        if fraction_at(step, config, plan) != fraction_at(step, before, plan_before):
+            return ()
+    return LENGTH
 
 
 def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Iterator[str]:
@@ -175,7 +176,7 @@ def schedule_before(config: Config, saved: TrainState) -> Config:
 def find_resume(
     out_dir: Path, resume: str, log: Callable[[str], None], most: float = math.inf
 ) -> Path | None:
-    """A verified checkpoint of step `most` or before, as `checkpoint.resume` asks for it, or None.
+    """Find a verified checkpoint up to step `most`, as `checkpoint.resume` asks for it, or None.
 
     `auto` takes the newest intact one of the run and sets damaged ones aside with a warning; so
     does a path, once the run has checkpoints of its own. Raises `CheckpointError` if all are
@@ -216,9 +217,9 @@ def find_resume(
 def choose_rollback(
     config: Config, plan: Plan, state: TrainState, log: Callable[[str], None]
 ) -> tuple[Path, list[list[int]]]:
-    """The checkpoint to roll back to after too many skipped updates in a row, and all sequences to
-    exclude, as [first, end); chosen by rank 0 for all, a collective.
+    """Choose the checkpoint to roll back to after too many skipped updates in a row.
 
+    Returns it and all sequences to exclude, as [first, end). Rank 0 chooses for all; a collective.
     It is the last checkpoint outside a row of skipped updates. One that a signal saved inside the
     row is passed over, so that the result does not depend on the signal. Later ones are removed, as
     they count the excluded sequences. Raises `DivergedError` if there is none, or if the run has
@@ -259,7 +260,8 @@ def choose_rollback(
 
 def reset_best(out_dir: Path, saved: TrainState) -> None:
     """Let the file `best` name the best step that `saved` knows, if it names a later one."""
-    best, run = out_dir / "best", RunFolder(out_dir)
+    best = out_dir / "best"
+    run = RunFolder(out_dir)
     if run.best in ("", str(saved.best_step)):
         return
     if saved.best_step in run.checkpoints:
@@ -314,10 +316,8 @@ def check_same_config(config: Config) -> None:
 
 
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
-    """Return the keys that differ and may not change freely. Data that moved with their run are the
-    same.
-    """
-    out_dirs = str(before.get("out_dir")), str(now.get("out_dir"))
+    """Return the keys that differ and may not change freely. Data moved with its run is equal."""
+    out_dirs = (str(before.get("out_dir")), str(now.get("out_dir")))
     changes = {}
     for key, (was, new) in differences(before, now).items():
         if resume_kind(key, before, now) in ("free", "start") or was == NOT_TOLD:
@@ -329,19 +329,19 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Differe
 
 
 def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    """`optim.lr was 0.001, is 0.002, ...`."""
+    """Format changes as `optim.lr was 0.001, is 0.002, ...`."""
     return ", ".join(
         f"{key} was {word(was)}, is {word(now)}" for key, (was, now) in changes.items()
     )
 
 
 def word(value: Any) -> Any:
-    """A value of the config as YAML has it."""
+    """Return a value of the config as YAML writes it."""
     return "null" if value is None else value
 
 
 def allow_hint(keys: list[str]) -> str:
-    """How to accept changes of these keys."""
+    """Tell how to accept changes of these keys."""
     keys = list(dict.fromkeys(keys))
     return f", or accept it with --checkpoint.allow_change {','.join(keys)}" if keys else ""
 

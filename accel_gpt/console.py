@@ -160,6 +160,7 @@ class Progress:
             )
             self.bar.add_task("", details="")
             self.bar.start()
+            self.bar.console.show_cursor(True)  # a killed process could not show it again
         self.bar.update(
             self.bar.task_ids[0],
             description=self.task,

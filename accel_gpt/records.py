@@ -15,7 +15,8 @@ Keys, types and bounds of every field are checked. An error names file, key, val
 expected. Bounds are those of `config.options.option`; an integer without bounds is a count, from 0
 to 2^53. A float may be an integer in the file, and stays one; without bounds it may be NaN or
 infinite. `Any` stands for any value. A class lists keys that earlier versions wrote, and that are
-ignored, in `FORMER_KEYS`.
+ignored, in `FORMER_KEYS`; with `OPEN = True` it ignores every unknown key, as in files that others
+write too.
 """
 
 import dataclasses
@@ -155,7 +156,7 @@ def read_fields(kind: Any, value: Any) -> Any:
         raise MismatchError(f"is {shown(value)}, expected an object")
     hints = field_types(kind)
     unknown = value.keys() - hints.keys() - set(getattr(kind, "FORMER_KEYS", ()))
-    if unknown:
+    if unknown and not getattr(kind, "OPEN", False):
         raise MismatchError("is an unknown key", (min(unknown),))
     missing = required_fields(kind) - value.keys()
     if missing:

@@ -50,7 +50,13 @@ from accel_gpt.training.ranks import RankError, all_ranks, on_main, peers, requi
 from accel_gpt.training.reporter import Reporter, open_display
 from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restore
 from accel_gpt.training.saving import CheckpointWriter
-from accel_gpt.training.setup import do_not_check, new_state, open_run_folder, verify_data
+from accel_gpt.training.setup import (
+    do_not_check,
+    new_state,
+    open_run_folder,
+    restore_lost_run,
+    verify_data,
+)
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import (
     INIT,
@@ -110,6 +116,7 @@ def launch(config: Config, source: str) -> int:
     stop = StopSignal(started=started, starting=True)
     with peers(plan.world_size), open_run_folder(config, source) as check_folder:
         ensure_data(config)
+        restore_lost_run(config)
         if config.checkpoint.resume.startswith("hf://"):
             config = download_checkpoint(config)
         return train(config, plan, stop, check_folder)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from accel_gpt.config.options import REQUIRED, option
 from accel_gpt.errors import AccelGPTError, CheckpointError, DataError
 from accel_gpt.records import load_record, load_record_or_none
+from accel_gpt.training.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ def test_what_earlier_versions_wrote_is_read(tmp_path: Path) -> None:
     assert found.loss is not None
     assert math.isnan(found.loss)
     assert found.parts[0].share == 1
+
+
+def test_an_open_record_ignores_unknown_keys(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"launches": [{"step": 1}], "note": "mine"}')
+    assert RunFolder(tmp_path).launches == ({"step": 1},)
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,7 @@ class SampleCommand(Command):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             not (self.interactive and self.prompt),
             f"--interactive asks for prompts, so --prompt {self.prompt!r} is one too many",
@@ -368,6 +369,7 @@ class ExportCommand(Command):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.to), "--to is missing; give the folder to make")
 
 
@@ -423,6 +425,7 @@ class PushCommand(Command):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.repo), "--repo is missing; give the repository as user/name")
 
 
@@ -673,6 +676,7 @@ class LadderCommand(KeysCommand):
     base: Config = internal(None)  # the config in which they are set
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, values in (("depths", self.depths), ("ratios", self.ratios)):
             require(
                 all(0 < value < 1e6 for value in values) and len(values) > 0,

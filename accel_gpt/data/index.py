@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from accel_gpt.config.options import REQUIRED, option
 from accel_gpt.config.removed import FINETUNE_WITH_TRL
@@ -46,6 +46,8 @@ class ShardEntry:
 @dataclass(frozen=True)
 class Index:
     """The content of dataset.json."""
+
+    OPEN: ClassVar = True  # notes of its user
 
     format: str
     version: int

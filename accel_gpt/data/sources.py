@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from accel_gpt.config.data import DataConfig, Weighted
 from accel_gpt.config.options import REQUIRED, option
@@ -31,6 +31,8 @@ class Source:
 @dataclass(frozen=True)
 class TrainedSource:
     """A source of the training data, as a checkpoint keeps it."""
+
+    FORMER_KEYS: ClassVar = ("start",)
 
     name: str
     weight: float = option(REQUIRED, "Weight in the mixture.", above=0)

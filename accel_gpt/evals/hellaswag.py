@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 from accelerate import Accelerator
 
+from accel_gpt.data.hub_client import describe_dataset_error
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import DataError, UserError, first_line, require
+from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.evals.validation import Batch, Beat, no_beat, score_sequences
 from accel_gpt.model.gpt import GPT
 
@@ -96,11 +97,8 @@ def read_hub_rows(name: str) -> Iterator[tuple[str, Any]]:
     try:
         rows = datasets.load_dataset(name, split="validation")
     except Exception as error:  # of datasets, pyarrow, fsspec, huggingface_hub, httpx
-        raise UserError(
-            f"eval.hellaswag {name} is no file, and the data set could not be read from the Hub "
-            f"({type(error).__name__}: {first_line(error)}); check its name, your login and the "
-            "network"
-        ) from None
+        problem = describe_dataset_error(name, None, "validation", error)
+        raise UserError(f"eval.hellaswag {name} is no file, and {problem}") from None
     for number, row in enumerate(rows):
         yield f"{name} row {number}", row
 

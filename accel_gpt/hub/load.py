@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,6 +42,8 @@ SAFETENSORS = "model.safetensors"
 @dataclass(frozen=True)
 class WeightIndex:
     """The content of model.safetensors.index.json."""
+
+    OPEN: ClassVar = True
 
     weight_map: dict[str, str]  # name of a tensor -> file
     metadata: dict[str, Any] = field(default_factory=dict)

@@ -72,7 +72,7 @@ class Skipped:
         if not self.allowed:
             raise DataError(message) from None
         if self.count == 0:
-            sys.stderr.write(f"skipped (data.prepare.skip_invalid is set): {message}\n")
+            sys.stderr.write(f"skipped, as skip_invalid is set: {message}\n")
         self.count += 1
 
 
@@ -150,7 +150,10 @@ def text_chunks(path: Path, start: int, end: int | None = None) -> Iterator[str]
         else:
             left = start
             while left:
-                left -= len(file.read(min(CHUNK_BYTES, left)))
+                skipped = file.read(min(CHUNK_BYTES, left))
+                if not skipped:  # the file is shorter than before
+                    break
+                left -= len(skipped)
         yield from decode_chunks(file, path, start, end)
 
 

@@ -21,7 +21,8 @@ def earlier_choice(config: Config, key: str) -> tuple[Any, str] | None:
     run = RunFolder(config.out_dir)
     if key in run.config:
         return run.config[key], str(run.path / "config.yaml")
-    checkpoint = Path(config.checkpoint.resume)
+    own = run.checkpoints  # of a run that was restored from its copies
+    checkpoint = own[max(own)] if own else Path(config.checkpoint.resume)
     if not (checkpoint / "trainer_state.json").is_file():
         return None
     try:

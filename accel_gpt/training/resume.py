@@ -30,7 +30,6 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model.sharding import load_full
 from accel_gpt.optim.groups import fraction_at, state_names
 from accel_gpt.training.anomalies import format_ranges, ranges
-from accel_gpt.training.backup import fetch_backup
 from accel_gpt.training.checkpoint import (
     is_checkpoint,
     read_evaluated,
@@ -53,15 +52,13 @@ NOT_TOLD = "not told"  # stands for a path in the config of a checkpoint from th
 def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None]) -> Path | None:
     """Choose the checkpoint to resume from, by rank 0 for all; None: start at step 0.
 
-    Fetches a backup if the run has no checkpoint, sets damaged ones aside if an intact one is left,
-    and removes what a killed launch left half written. Raises `UserError` or `CheckpointError` if
-    the run in `out_dir` is not that of `now`. A collective.
+    Sets damaged ones aside if an intact one is left, and removes what a killed launch left half
+    written. Raises `UserError` or `CheckpointError` if the run in `out_dir` is not that of `now`.
+    A collective.
     """
 
     def choose() -> Path | None:
         out_dir = Path(config.out_dir)
-        if config.checkpoint.copy_to:
-            fetch_backup(config, log)
         check_resume(out_dir, config.checkpoint.resume, log)
         path = find_resume(out_dir, config.checkpoint.resume, log)
         if path:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,8 @@ Floats = npt.NDArray[np.float64]
 @dataclass(frozen=True)
 class RunRecord:
     """The content of run.json."""
+
+    OPEN: ClassVar = True
 
     launches: list[Any]
 

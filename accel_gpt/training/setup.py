@@ -16,9 +16,10 @@ from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.verify import DataVerifier
 from accel_gpt.launcher import is_main, local_rank, main_address, world_size
 from accel_gpt.training.accelerator import join_ranks, warn_without_gpu
+from accel_gpt.training.backup import fetch_backup
 from accel_gpt.training.machine import code_versions
 from accel_gpt.training.precision import requested_precision
-from accel_gpt.training.ranks import all_gather, all_ranks, require_all, sees_main
+from accel_gpt.training.ranks import all_gather, all_ranks, on_main, require_all, sees_main
 from accel_gpt.training.run_folder import FolderLock, locked
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import INIT, Watchdog
@@ -48,6 +49,20 @@ def open_run_folder(config: Config, source: str) -> Iterator[Callable[[], None]]
                     copy_shipped(source, folder)
             require_shared(folder)
         yield lock.check if lock else do_not_check
+
+
+def restore_lost_run(config: Config) -> None:
+    """Download the newest copy in `checkpoint.copy_to` if the run has no checkpoint; a collective.
+
+    Called before the choices of `auto`, which are those of the run.
+    """
+
+    def log(text: str) -> None:
+        if config.log.level == "info" or text.startswith("WARNING"):
+            write_err(text)
+
+    if config.checkpoint.copy_to:
+        on_main(lambda: fetch_backup(config, log))
 
 
 def do_not_check() -> None:

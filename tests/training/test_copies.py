@@ -15,9 +15,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from accel_gpt import train
 from accel_gpt.config.experiment import CheckpointConfig, Config
-from accel_gpt.training import uploader
+from accel_gpt.training import precision, uploader
 from accel_gpt.training.checkpoint import verify
-from accel_gpt.training.run_folder import checkpoint_steps
+from accel_gpt.training.run_folder import RunFolder, checkpoint_steps
 from accel_gpt.training.uploader import open_uploaders
 from tests.conftest import reseal, run_here
 from tests.faults.launches import until
@@ -74,6 +74,19 @@ def test_a_lost_run_goes_on_from_the_copy(
     assert steps(place) == ["step_00000012"]
     assert not (tmp_path / "run" / ".copies").exists()
     assert_same_weights(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.usefixtures("uploads_here")
+def test_a_lost_run_keeps_the_precision_that_auto_chose_for_it(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = small_run(*EVERY, "--checkpoint.copy_to", str(tmp_path / "other"))
+    signal_after(monkeypatch, 6, 15)
+    assert run_here(train.main, [*own, "--train.mixed_precision", "no"]) == 75
+    shutil.rmtree(tmp_path / "run")
+    monkeypatch.setattr(precision, "choose_precision_on_cpu", lambda: ("bf16", "a test"))
+    assert run_here(train.main, [*own, "--train.mixed_precision", "auto"]) == 0
+    assert RunFolder(tmp_path / "run").last_launch("mixed_precision") == "no"
 
 
 @pytest.mark.usefixtures("uploads_here")

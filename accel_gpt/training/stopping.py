@@ -41,6 +41,7 @@ REASONS = ("", TIME_LIMIT, *(number.name for number in SIGNALS))
 RESERVE_SHARE = 0.02  # of the limit
 RESERVE_SECONDS = 1.0  # at least
 CHECKS = 20  # of the watchdog, in the time that is allowed
+LISTENER_SECONDS = 5.0  # for the thread that receives signals; assumption
 PAUSE_INTERVALS = 4  # between two checks: the process was paused; assumption
 
 
@@ -89,7 +90,10 @@ class StopSignal:
     def handle(self, number: int, _frame: FrameType | None) -> None:
         """Note the first signal, which ends a start; a later one ends an interactive session."""
         if self.starting:
-            raise KeyboardInterrupt if interactive() else SystemExit(PREEMPTED)
+            if interactive():
+                raise KeyboardInterrupt
+            self.thread.join(LISTENER_SECONDS)  # it prints a line and ends the process
+            raise SystemExit(PREEMPTED)
         if interactive() and self.first and time.monotonic() - self.first > SAME_PRESS_SECONDS:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number).name

@@ -256,7 +256,10 @@ def plain_signals() -> Iterator[None]:
     from accel_gpt.launcher import SIGNALS
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job
+    # ignored after a training in a fixture, or in a background job; processes would inherit it
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.set_wakeup_fd(-1)
     for number, handler in before.items():

@@ -134,9 +134,10 @@ def check_weight_size(
     parameters = parameter_counts(replace(config, block_size=1), vocab_size)["total_unpadded"]
     size = sum(file.stat().st_size for file in weight_files)
     if size < parameters:
+        names = ", ".join(file.name for file in weight_files)
         raise CheckpointError(
             f"{source} describes {parameters:,} parameters, more than the {size:,} bytes of its "
-            "weights can hold"
+            f"weights ({names}) can hold"
         )
 
 

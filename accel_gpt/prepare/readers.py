@@ -72,7 +72,7 @@ class Skipped:
         if not self.allowed:
             raise DataError(message) from None
         if self.count == 0:
-            sys.stderr.write(f"skipped, as skip_invalid is set: {message}\n")
+            sys.stderr.write(f"skipped (skip_invalid is set): {message}\n")
         self.count += 1
 
 

@@ -33,7 +33,7 @@ def dispatch(argv: Sequence[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {name!r}; {hint}")
     options = COMMANDS[name].parse(words)
-    # a mistake in the command line is told above, before anything as heavy as torch is imported
+    # the command line is checked above; only now torch may be imported
     command = importlib.import_module(f"accel_gpt.commands.{options.module()}")
     return int(command.run(options))
 

@@ -64,7 +64,7 @@ class MismatchError(ValueError):
         return f"{path.removeprefix('.') or 'it'} {self.problem}"
 
     def inside(self, key: str | int) -> "MismatchError":
-        """Return the error for the value of which this is the value at `key`."""
+        """Return this error for the object or list around the value, which holds it at `key`."""
         return MismatchError(self.problem, (key, *self.keys))
 
 

@@ -253,8 +253,7 @@ class SampleCommand(Command):
         "prompt is a line end.",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         require(
             not (self.interactive and self.prompt),
             f"--interactive asks for prompts, so --prompt {self.prompt!r} is one too many",
@@ -368,8 +367,7 @@ class ExportCommand(Command):
         "Replace an exported model in the folder.",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         require(bool(self.to), "--to is missing; give the folder to make")
 
 
@@ -424,8 +422,7 @@ class PushCommand(Command):
         "Licence of the data, for the model card.",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         require(bool(self.repo), "--repo is missing; give the repository as user/name")
 
 
@@ -621,8 +618,7 @@ class SweepCommand(KeysCommand):
     grid: Grid = internal(None)
     given: Mapping[str, Any] = internal(None)  # keys that all runs share
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         shares = [0.0, *self.halve_at, 1.0]
         ascending = all(a < b for a, b in itertools.pairwise(shares))
         self.require(ascending, "halve_at", "expected shares between 0 and 1, ascending")
@@ -675,8 +671,7 @@ class LadderCommand(KeysCommand):
     given: Mapping[str, Any] = internal(None)  # keys of the config and the command line
     base: Config = internal(None)  # the config in which they are set
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         for name, values in (("depths", self.depths), ("ratios", self.ratios)):
             require(
                 all(0 < value < 1e6 for value in values) and len(values) > 0,
@@ -805,9 +800,8 @@ class VerifyResumeCommand(ConfigCommand):
         "Keep the temporary folder of the runs even if all is equal.",
     )
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(self.steps >= 2, f"--steps is {self.steps}; it must be 2 or more, to stop between")
-        super().__post_init__()
         require(
             bool(self.processes) and min(self.processes) > 0,
             f"--processes is {','.join(map(str, self.processes))}; expected numbers above 0",

@@ -96,8 +96,7 @@ class PrepareConfig(
         matched=False,
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         self.require(
             self.vocab_size >= 257,
             "vocab_size",
@@ -136,9 +135,8 @@ class Weighted(Section, prefix="data.train."):
         above=0,
     )
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(bool(self.path), "a source of data.train has no path; give {path, weight}")
-        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -207,8 +205,7 @@ class DataConfig(Section, prefix="data.", published=True):
     )
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         for name in self.val if isinstance(self.val, Mapping) else ():
             require(
                 bool(re.fullmatch(r"[A-Za-z0-9_-]+", name)),

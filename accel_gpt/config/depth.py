@@ -182,7 +182,7 @@ def vocabulary(given: Mapping[str, Any]) -> int:
 
 
 def tokenizer_vocabulary(name: str | None, trained: int) -> int | None:
-    """Return the vocabulary size of a tokenizer by its name; None if the name does not tell it.
+    """Return the vocabulary size of a named tokenizer; None if the name does not tell it.
 
     A bpe has the `trained` size.
     """

@@ -164,8 +164,7 @@ class TrainConfig(
             return 1
         return self.micro_batch_size
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         for name in ("time_limit", "step_timeout", "init_timeout"):
             duration(f"train.{name}", getattr(self, name))
         require(
@@ -266,8 +265,7 @@ class EvalConfig(Section, prefix="eval.", published=True):
         resume="free",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         require(
             not self.whole_at_end or self.tokens is not None,
             "eval.whole_at_end is true but eval.tokens is null, which evaluates the whole split "
@@ -321,8 +319,7 @@ class SampleConfig(Section, prefix="sample.", resume="free", published=True):
         at_most=1,
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         self.require(self.growth >= 1, "growth", "it must be 1 (regular) or more")
 
 
@@ -401,8 +398,7 @@ class LogConfig(Section, prefix="log.", resume="free", per_machine=True):
         "processes.",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         require(
             not self.dashboard or "tensorboard" in self.trackers,
             f"log.dashboard is true but log.trackers has {', '.join(self.trackers) or 'nothing'}; "
@@ -445,8 +441,7 @@ class HubConfig(Section, prefix="hub.", resume="free"):
         "Licence of the data, for the model card.",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         require(
             self.push == "never" or self.repo_id is not None,
             f"hub.push is {self.push} but hub.repo_id is not set; set it to user/name",
@@ -493,8 +488,7 @@ class Config(Section):
     log: LogConfig = field(default_factory=LogConfig)
     hub: HubConfig = field(default_factory=HubConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         require(bool(self.out_dir.strip()), f"out_dir is {self.out_dir!r}; name the run's folder")
         require(
             not self.out_dir.startswith("-"),

@@ -223,8 +223,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         matched=False,
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         if self.head_dim is None:
             check_divisible("n_embd", self.n_embd, "n_head", self.n_head)
         check_divisible("n_head", self.n_head, "n_kv_head", self.kv_heads)

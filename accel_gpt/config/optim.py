@@ -114,8 +114,7 @@ class OptimConfig(Section, prefix="optim.", published=True):
             return self.muon_lr
         return MUON_LR if self.muon_scale == "original" else self.lr
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         for field in fields(self):
             optimizer = own_options(OptimConfig)[field.name].optimizer
             if optimizer not in (None, self.name) and getattr(self, field.name) != field.default:

@@ -176,6 +176,13 @@ class Section:
                 if getattr(self, name)
             ]
             require(len(found) < 2, f"{' and '.join(found)}; set one of them")
+        self._check()
+
+    def _check(self) -> None:
+        """Raise `UserError` if options do not fit together; a class with more checks overrides it.
+
+        Called once the bounds of all options hold.
+        """
 
     def require(self, ok: bool, name: str, problem: str) -> None:
         """Raise `UserError`, with the option `name`, its value and the `problem`, unless `ok`."""

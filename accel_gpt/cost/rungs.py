@@ -70,7 +70,7 @@ def recipe_differences(config: Config, other: Mapping[str, Any]) -> dict[str, tu
 def other_recipe(config: Config, rung: Mapping[str, Any]) -> list[str]:
     """Return the keys that differ between a config and a rung.
 
-    Left out are the keys that a ladder varies (size, length, seed) and those of evaluation.
+    Leaves out evaluation and the keys that a ladder varies: size, length and seed.
     """
     found = []
     for key in recipe_differences(config, rung):

@@ -354,7 +354,7 @@ def clean(text: str) -> str:
 def named_tokenizer(
     spec: str, key: str = "data.tokenizer", kinds: str = "gpt2, bytes"
 ) -> Tokenizer:
-    """Load a tokenizer by its name in a config: gpt2, bytes, a path or a repository on the Hub.
+    """Load the tokenizer that a config names: gpt2, bytes, a path or a repository on the Hub.
 
     A path that exists comes first; a Hub id has an owner. Raises `UserError` for anything else.
     """

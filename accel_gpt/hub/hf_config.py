@@ -189,7 +189,7 @@ def read_settings(
         rope = settings.get("rope_parameters") or {}
         settings["rope_parameters"] = known_fields(RopeParameters, rope)
         found: GPT2Settings | RopeSettings = read_value(kind, known_fields(kind, settings))
-    except Exception as error:  # of any class: transformers runs validators of its own
+    except Exception as error:  # of any class: validators of transformers run here
         raise UserError(f"config.json of {name} is not valid: {last_line(error)}") from None
     return found
 
@@ -311,7 +311,7 @@ def write_hf_config(
     fields |= gpt2_arguments(config) if preset == "gpt2" else rope_arguments(config, preset)
     try:
         hf_config = CONFIG_MAPPING["nanochat" if preset == "fast" else preset](**fields)
-    except Exception as error:  # of any class: transformers runs validators of its own
+    except Exception as error:  # of any class: validators of transformers run here
         raise UserError(f"{HF_CLASSES[preset]} refuses this shape: {last_line(error)}") from None
     content: dict[str, Any] = hf_config.to_diff_dict()
     content["torch_dtype"] = dtype  # the name in transformers 4, as the two of rope below

@@ -102,9 +102,8 @@ def documents(config: PrepareConfig, size: int = BATCH_CHARACTERS) -> Iterator[s
 def sample_texts(config: PrepareConfig, size: int) -> Iterator[str]:
     """Sample about `size` UTF-8 bytes of documents, and of pieces of long ones.
 
-    A hash of their number decides, so that they are spread evenly over the source, all of which is
-    read. For a data set, whose size is not known beforehand, they are its beginning. Raises as
-    `documents`.
+    A hash of their number decides, so that they are spread evenly over the whole source. The
+    size of a data set is not known beforehand: its beginning is taken. Raises as `documents`.
     """
     texts = documents(config, min(BATCH_CHARACTERS, max(1, size // 16)))
     total = size
@@ -149,7 +148,7 @@ def is_text(config: PrepareConfig) -> bool:
 
 
 def line_ends(config: PrepareConfig, text: str) -> str:
-    """Replace line ends of Windows by those of Unix, unless they are to be kept."""
+    """Replace Windows line ends by Unix line ends, unless `keep_crlf` is set."""
     return text if config.keep_crlf else text.replace("\r\n", "\n")
 
 

@@ -182,7 +182,7 @@ class Reporter:
 
     @contextmanager
     def profiling(self) -> Iterator[None]:
-        """Enclose all steps of a launch, some of which `train.profile` records."""
+        """Enclose all steps of a launch. `train.profile` records some of them."""
         if not self.config.train.profile:
             yield
             return

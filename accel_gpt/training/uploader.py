@@ -136,6 +136,7 @@ class Uploader:
         self.target = target
         self.log = log
         self.folder = Path(out_dir) / target.queue
+        self.changing = threading.Lock()  # held while what waits and `newest` change together
         self.wake = threading.Event()
         self.ending = False
         self.stopped = False
@@ -171,30 +172,33 @@ class Uploader:
         queued = self.folder / checkpoint.name
         try:
             link_tree(checkpoint, partial)
-            if queued.exists():  # the same step, trained once more
-                remove_queued(queued)
-            partial.rename(queued)
+            with self.changing:
+                if queued.exists():  # the same step, trained once more
+                    remove_queued(queued)
+                partial.rename(queued)
+                self.newest = step
+                self.resumed = None
         except OSError as error:  # shutil.Error is one
             shutil.rmtree(partial, ignore_errors=True)
             self.log(f"WARNING: {checkpoint.name} cannot wait for {self.target.place}: {error}")
             return
-        self.newest = step
-        self.resumed = None
         self.trim()
         self.wake.set()
 
     def trim(self) -> None:
         """Drop what need not be uploaded any more, but for the checkpoint under way."""
-        valid = [step for step in self.waiting() if step <= self.newest]
-        for step in self.waiting():
-            if step == self.current or step in valid[-self.target.most_waiting :]:
-                continue
-            if step in valid and self.target.most_waiting > 1:
-                self.log(
-                    f"WARNING: step {step:,} will not be uploaded to {self.target.place}: more "
-                    f"than {self.target.most_waiting} checkpoints wait"
-                )
-            remove_queued(self.folder / step_name(step))
+        with self.changing:
+            waiting = self.waiting()
+            valid = [step for step in waiting if step <= self.newest]
+            for step in waiting:
+                if step == self.current or step in valid[-self.target.most_waiting :]:
+                    continue
+                if step in valid and self.target.most_waiting > 1:
+                    self.log(
+                        f"WARNING: step {step:,} will not be uploaded to {self.target.place}: more "
+                        f"than {self.target.most_waiting} checkpoints wait"
+                    )
+                remove_queued(self.folder / step_name(step))
 
     def finish(self, interrupted: Callable[[], bool]) -> bool:
         """Wait until what waits is uploaded or has failed `TRIES` times, or until `interrupted`. If

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from accel_gpt import train
-from accel_gpt.config.experiment import CheckpointConfig, Config
+from accel_gpt.config.experiment import CheckpointConfig, Config, HubConfig
 from accel_gpt.training import precision, uploader
 from accel_gpt.training.checkpoint import verify
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps
@@ -268,6 +269,29 @@ def test_what_is_saved_after_a_roll_back_is_copied_too(
     ready.set()
     assert not copies.finish(lambda: False)
     assert steps(str(tmp_path / "other")) == ["step_00000002"]
+
+
+@pytest.mark.usefixtures("uploads_here")
+def test_a_checkpoint_that_has_just_been_queued_is_not_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the thread, which wakes at that moment."""
+    config = Config(out_dir=str(tmp_path / "run"), hub=HubConfig(push="end", repo_id="a/b"))
+    (pushes,) = open_uploaders(config, 9, print)
+    checkpoint = tmp_path / "step_00000009"
+    checkpoint.mkdir()
+    rename = Path.rename
+
+    def rename_and_wake(path: Path, to: Path) -> None:
+        rename(path, to)
+        if to.name == checkpoint.name:
+            pushes.wake.set()
+            time.sleep(0.2)
+
+    monkeypatch.setattr(Path, "rename", rename_and_wake)
+    pushes.on_checkpoint(checkpoint)
+    assert pushes.waiting() == [9]
+    pushes.stop()
 
 
 SLOW_SAVE = """

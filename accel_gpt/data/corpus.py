@@ -176,7 +176,7 @@ def open_corpus(config: Config) -> Corpus:
         "val",
         data,
         names=val_names(data),
-        tokenizers={source.path: source.tokenizer for source in sources},
+        known=sources,
     )
     check_cache(sources, data)
     first = sources[0]

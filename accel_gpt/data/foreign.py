@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from accel_gpt.data.cache import RemoteFolder
-from accel_gpt.data.index import INDEX
-from accel_gpt.data.remote import FileInfo
+from accel_gpt.data.index import INDEX, SHARD_NAME
+from accel_gpt.data.remote import FileInfo, RemoteFolder
 from accel_gpt.data.safe_pickle import read_vocabulary
 from accel_gpt.data.shards import NoSplit, Shard, Split, npy_header, token_dtype
 from accel_gpt.data.tokenizer import (
@@ -66,11 +65,16 @@ class DataFolder:
     remote: RemoteFolder | None = None
 
     @cached_property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each file; `UserError` where a remote folder cannot be listed."""
+    def files(self) -> dict[str, FileInfo]:
+        """List the files; raises `UserError` if a remote folder cannot be listed."""
         if self.remote:
-            return {name: info.size or 0 for name, info in self.remote.list().items()}
-        return {file.name: file.stat().st_size for file in self.path.iterdir() if file.is_file()}
+            return self.remote.list()
+        files = [file for file in self.path.iterdir() if file.is_file()]
+        return {file.name: FileInfo(file.stat().st_size) for file in files}
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file; 0 if there is none."""
+        return self.files[name].size if name in self.files else 0
 
     def fetch(self, name: str) -> Path:
         """Where a file lies, once it is downloaded."""
@@ -102,7 +106,7 @@ def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple
             check_ids(file, blocks, unsigned, made_by.vocab_size)
         digest = hashlib.sha256(b"".join(blocks)).hexdigest()
         if folder.remote:
-            info = folder.remote.info(file.name) or FileInfo()
+            info = folder.files[file.name]
             content.append([file.name, file.size, info.sha256 or info.tag, digest])
         else:
             content.append([tokens, digest])
@@ -136,9 +140,8 @@ def require_one(folder: DataFolder, split: str, what: str, found: Mapping[str, s
 
 def find(folder: DataFolder, split: str) -> list[TokenFile]:
     """The token files of a split in order; of a remote series only the first file is read."""
-    pattern = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
-    named = (name for name in folder.sizes if name.endswith(ENDINGS) and pattern.fullmatch(name))
-    candidates = sorted(named, key=natural)
+    token_files = (name for name in folder.files if name.endswith(ENDINGS))
+    candidates = sorted(filter(SHARD_NAME.fullmatch, token_files), key=natural)
     series: dict[str, TokenFile | None] = {}
     files = []
     for name in of_split(candidates, split):
@@ -146,7 +149,7 @@ def find(folder: DataFolder, split: str) -> list[TokenFile]:
         if not folder.remote or key not in series:
             series[key] = file = READERS[Path(name).suffix](folder, name)
         elif file := series[key]:
-            file = replace(file, name=name, size=folder.sizes[name], tokens=None, path=None)
+            file = replace(file, name=name, size=folder.size(name), tokens=None, path=None)
         files += [file] if file else []
     if not files:
         remedy = "; set data.val to a folder that has them" if split == "val" else ""
@@ -194,13 +197,13 @@ def read_npy(folder: DataFolder, name: str) -> TokenFile | None:
     if dtype.str not in ("<u2", "<u4", "<i4"):
         read = "uint16, uint32 and int32, little-endian"
         raise DataError(f"{path} holds {dtype} ({dtype.str}); save it as what is read: {read}")
-    size = folder.sizes[name]
+    size = folder.size(name)
     return TokenFile(name, size, "build-nanogpt .npy", offset, dtype, tokens, None, path)
 
 
 def read_bin(folder: DataFolder, name: str) -> TokenFile | None:
     """A file of llm.c when its header says so, else of nanoGPT when its name does."""
-    path, size = folder.fetch(name), folder.sizes[name]
+    path, size = folder.fetch(name), folder.size(name)
     raw = TokenFile(name, size, "nanoGPT", path=path) if name in RAW else None
     start = read_at(path, 0, 12) if size >= HEADER_BYTES else bytes(12)
     magic, version, tokens = np.frombuffer(start, "<u4").tolist()  # up to 4.29e9 tokens
@@ -223,10 +226,10 @@ def read_bin(folder: DataFolder, name: str) -> TokenFile | None:
 def read_datatrove(folder: DataFolder, name: str) -> TokenFile | None:
     """A .ds file, by its .metadata (tokenizer|token size, then tokens) and .index (uint64 ends)."""
     path = None if folder.remote else folder.fetch(name)
-    file = TokenFile(name, folder.sizes[name], "datatrove .ds", path=path)
-    if f"{name}.metadata" in folder.sizes:
+    file = TokenFile(name, folder.size(name), "datatrove .ds", path=path)
+    if f"{name}.metadata" in folder.files:
         path = folder.fetch(f"{name}.metadata")
-        length = min(folder.sizes[f"{name}.metadata"], BLOCK)
+        length = min(folder.size(f"{name}.metadata"), BLOCK)
         lines = read_at(path, 0, length).decode("utf-8", "replace").splitlines()
         described = re.fullmatch(r"(.*?)(?:\|([0-9]+))?", lines[0] if lines else "")
         if not described or described[2] not in (None, "2", "4"):
@@ -236,7 +239,7 @@ def read_datatrove(folder: DataFolder, name: str) -> TokenFile | None:
         dtype = np.dtype(f"<u{described[2]}") if described[2] else None
         named = None if described[1].startswith("Unknown Tokenizer") else described[1] or None
         file = replace(file, dtype=dtype, tokens=tokens, tokenizer=named)
-    size = folder.sizes.get(f"{name}.index", 0)
+    size = folder.size(f"{name}.index")
     if size >= 8 and not (folder.remote and file.dtype):
         path = folder.fetch(f"{name}.index")
         tokens = int.from_bytes(read_at(path, size - 8, 8), "little")
@@ -313,10 +316,10 @@ def foreign_tokenizer(
     """The folder's tokenizer, else the one of data.tokenizer, else what the files name."""
     given = named_tokenizer(spec) if spec else None
     beside: Tokenizer | None = None
-    if META in folder.sizes:
+    if META in folder.files:
         beside = CharsTokenizer(read_vocabulary(folder.fetch(META)))
-    elif TOKENIZER in folder.sizes:
-        if CONFIG in folder.sizes:
+    elif TOKENIZER in folder.files:
+        if CONFIG in folder.files:
             folder.fetch(CONFIG)
         beside = load_tokenizer(folder.fetch(TOKENIZER))
     if beside and given:

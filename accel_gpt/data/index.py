@@ -20,7 +20,7 @@ INDEX = "dataset.json"
 FORMAT = "accel_gpt-dataset"
 VERSION = 1
 ADVICE = "prepare the data again"
-SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")  # no path to another folder
 
 
 @dataclass(frozen=True)

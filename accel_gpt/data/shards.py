@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_gpt.data.cache import RemoteFolder
 from accel_gpt.data.index import INDEX, read_index
+from accel_gpt.data.remote import RemoteFolder
 from accel_gpt.errors import DataError
 
 Tokens = NDArray[Any]

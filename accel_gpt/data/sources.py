@@ -1,5 +1,6 @@
 """Where training data comes from: a folder of this machine or a URL, ours or of another project."""
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +9,9 @@ from typing import Any, ClassVar
 
 from accel_gpt.config.data import DataConfig, Weighted
 from accel_gpt.config.options import REQUIRED, option
-from accel_gpt.data.cache import RemoteFolder
 from accel_gpt.data.foreign import DataFolder, open_foreign
 from accel_gpt.data.index import INDEX
+from accel_gpt.data.remote import Missing, Refused, RemoteFolder
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import DataError, require
@@ -50,45 +51,45 @@ def open_sources(
     split: str,
     data: DataConfig,
     names: Sequence[str] = (),
-    tokenizers: Mapping[str, Tokenizer] | None = None,
+    known: Sequence[Source] = (),
 ) -> list[Source]:
     """Open a split of each path; `names` default to the paths, made short.
 
-    `tokenizers`: by path, of folders of which another split is open already. Raises `UserError` for
-    a path that does not exist, `DataError` for one that cannot be trained on.
+    `known`: sources whose tokenizer and downloaded index serve another split of the same path.
+    Raises `UserError` for a path that does not exist, `DataError` for one that cannot be trained
+    on.
     """
+    known_paths = {source.path: source for source in known}
     found = []
     for name, source in zip(names or names_of(listed), listed, strict=True):
-        known = (tokenizers or {}).get(source.path)
-        opened, tokenizer = open_data(source.path, split, data, known)
+        opened, tokenizer = open_data(source.path, split, data, known_paths.get(source.path))
         found.append(Source(name, source.path, source.weight, opened, tokenizer))
     return found
 
 
 def open_data(
-    path: str, split: str, data: DataConfig, known: Tokenizer | None = None
+    path: str, split: str, data: DataConfig, known: Source | None = None
 ) -> tuple[Split, Tokenizer]:
     """Open a split of a data folder or URL, and its tokenizer.
 
-    `data.tokenizer` names the tokenizer of files that do not name their own; of a URL the small
-    files are downloaded to `data.cache_dir` now, and each shard before its use. `known`: the
-    tokenizer of a folder of ours, if it is loaded already. Raises `UserError` when there is no such
-    folder or no tokenizer, `DataError` for unusable data.
+    `data.tokenizer` names the tokenizer of files that do not name their own. The small files of a
+    URL are downloaded to `data.cache_dir` now, and each shard before its use. `known`: another
+    split of the same path. Raises `UserError` if there is no such folder or no tokenizer,
+    `DataError` for unusable data.
     """
-    remote = None
+    remote: RemoteFolder | None = None
     if is_url(path):
-        remote = RemoteFolder(path, data.cache_dir, data.cache_gb)
-        folder, ours = remote.folder, remote.info(INDEX) is not None
-        for name in (INDEX, "tokenizer.json", "tokenizer_config.json") if ours else ():
-            if remote.info(name):
-                remote.fetch(name)
+        remote = known.split.remote if known else None
+        remote = remote or RemoteFolder(path, data.cache_dir, data.cache_gb)
+        folder = remote.folder
+        ours = fetch_index(remote)
     else:
         folder = Path(path)
         ours = not folder.is_dir() or (folder / INDEX).exists()
     if not ours:
         return open_foreign(DataFolder(folder, remote), split, data.tokenizer)
     opened = open_split(folder, split, remote)
-    tokenizer = known or load_tokenizer(folder)
+    tokenizer = known.tokenizer if known else load_tokenizer(folder)
     if opened.tokenizer_fingerprint != tokenizer.fingerprint:
         raise DataError(
             f"the {split} shards of {folder} were made with another tokenizer "
@@ -96,6 +97,18 @@ def open_data(
             f"them ({tokenizer.kind}, {tokenizer.fingerprint[:12]}); prepare them again"
         )
     return opened, tokenizer
+
+
+def fetch_index(remote: RemoteFolder) -> bool:
+    """Download index and tokenizer of a folder of ours; return False if it is none."""
+    try:
+        remote.fetch(INDEX)
+    except Missing:
+        return False
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        with contextlib.suppress(Missing, Refused):  # S3 refuses files that do not exist
+            remote.fetch(name)
+    return True
 
 
 # --------------------------------------------------------------------------- what the config names

@@ -2,7 +2,7 @@
 
 A shard of ours must have the SHA-256 in its dataset.json. A file of another project must have the
 SHA-256 that the first launch of the run recorded. The same pass finds tokens beyond the vocabulary
-and files that hold nothing but token 0. Downloaded shards are verified by the cache (`cache.py`).
+and files that hold nothing but token 0. Downloaded shards are verified by the cache (`remote.py`).
 
 Reads and writes data_files.json in the run's folder: the SHA-256 of each verified file with its
 size, time of change and inode. A file that still has all three is not read again.

@@ -471,9 +471,7 @@ def download_text(url: str) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         store = Store(f"{folder}{mark}{query}")
-        with temporary.open("wb") as file:
-            for _, data in store.read(name, 0, store.info(name).size):
-                file.write(data)
+        store.download(name, temporary)
         temporary.rename(target)
     except (OSError, AccelGPTError, Unreachable) as error:
         raise UserError(

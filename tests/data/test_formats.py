@@ -39,7 +39,7 @@ def open_folder(
 def listed(folder: Path, sizes: dict[str, int]) -> DataFolder:
     """A folder of which a listing says `sizes`."""
     found = DataFolder(folder)
-    vars(found)["sizes"] = sizes
+    vars(found)["files"] = {name: FileInfo(size) for name, size in sizes.items()}
     return found
 
 
@@ -248,11 +248,12 @@ class Remote:
         self.here.mkdir(exist_ok=True)
 
     def list(self) -> dict[str, FileInfo]:
-        return {file.name: self.info(file.name) for file in os.scandir(self.source)}
-
-    def info(self, name: str) -> FileInfo:
-        size = (self.source / name).stat().st_size
-        return FileInfo(size, None, self.tags.get(name, ""), str(time.time()))
+        return {
+            file.name: FileInfo(
+                file.stat().st_size, None, self.tags.get(file.name, ""), str(time.time())
+            )
+            for file in os.scandir(self.source)
+        }
 
     def fetch(self, name: str) -> Path:
         self.fetched.append(name)

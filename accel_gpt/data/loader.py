@@ -6,13 +6,13 @@ every rank computes its own sequences from the position, so the position is the 
 Legend: B micro-batch, T block_size.
 """
 
-import functools
 import hashlib
 import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from accel_gpt.data.mixture import Mixture
 from accel_gpt.data.shards import token_beyond
 
 Sequences = npt.NDArray[np.unsignedinteger[Any]]
-PREFETCH = 4  # chunks
-CHUNK = 1 << 18  # bytes read at once, or one micro-batch; locating takes 1 ms however many
+PREFETCH_CHUNKS = 4
+CHUNK_BYTES = 1 << 18  # read at once, or one micro-batch; locating takes 1 ms however many
 CLOSE_SECONDS = 2.0  # a stopping run has 30 s in all; assumption
 HASH_BITS = 48  # also exact as a float64, and in the JSON of any language
 
@@ -48,7 +48,7 @@ class Loader:
         self.keep_sequences = False
         self.kept: list[Tensor] = []
         self.batches: Iterator[Tensor] = iter(())
-        self.ready: queue.Queue[Tensor | Exception] = queue.Queue(PREFETCH)
+        self.ready: queue.Queue[Tensor | Exception] = queue.Queue(PREFETCH_CHUNKS)
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.prefetch, name="loader", daemon=True)
         self.thread.start()
@@ -98,26 +98,27 @@ class Loader:
 def read_sequences(
     mixture: Mixture, plan: Plan, vocab_size: int, rank: int, position: int
 ) -> Iterator[Sequences]:
-    """Chunks (n B, T + 1) of one rank, in the type of the shards, from `position` on.
+    """Yield chunks (n B, T + 1) of one rank, in the type of the shards, from `position` on.
 
     Counted from `position`, sequence b of micro-step m is number
     `position + (m * world_size + rank) * B + b`: the same sequences a step at any world size.
     """
-    size, world, length = plan.micro_batch_size, plan.world_size, plan.block_size + 1
-    micro_steps = max(1, CHUNK // (size * length * mixture.dtype.itemsize))
-    chunk = np.arange(micro_steps)[:, None] * world * size + np.arange(size)
-    for first in itertools.count(position + rank * size, micro_steps * world * size):
+    size = plan.micro_batch_size
+    length = plan.block_size + 1
+    per_micro_step = plan.world_size * size  # sequences of all ranks
+    micro_steps = max(1, CHUNK_BYTES // (size * length * mixture.dtype.itemsize))
+    chunk = np.arange(micro_steps)[:, None] * per_micro_step + np.arange(size)
+    for first in itertools.count(position + rank * size, micro_steps * per_micro_step):
         numbers = (first + chunk).reshape(-1)
-        source, shard, start = mixture.locate(numbers)
-        mixture.prefetch(int(numbers[-1]), source, shard)
-        tokens = mixture.read(source, shard, start, length)
-        place = functools.partial(mixture.place, source, shard, start)
-        check_tokens(tokens, vocab_size, place)
+        located = mixture.locate(numbers)
+        mixture.prefetch(located, int(numbers[-1]))
+        tokens = mixture.read(located, length)
+        check_tokens(tokens, vocab_size, partial(mixture.file_of, located))
         yield tokens
 
 
 def batch_hash(batches: Iterable[Tensor]) -> int:
-    """A fingerprint below 2^48 of sequences (B, T + 1), independent of their order.
+    """Return a fingerprint below 2^48 of sequences (B, T + 1), independent of their order.
 
     The sum, modulo 2^48, of the BLAKE2b of each sequence as little-endian uint32: the fingerprints
     of the ranks of a step add up to that of the whole step.
@@ -131,13 +132,13 @@ def batch_hash(batches: Iterable[Tensor]) -> int:
 
 
 def check_tokens(
-    tokens: Sequences, vocab_size: int, place: Callable[[int], tuple[str | Path, int]]
+    tokens: Sequences, vocab_size: int, file_of: Callable[[int], tuple[str | Path, int]]
 ) -> None:
-    """`DataError` for a token that the model does not have: on a GPU it would be an assertion.
+    """Raise `DataError` for a token that the model lacks: on a GPU it would be an assertion.
 
-    `tokens`: (N, L). `place`: the file of a row, and the index of its first token there.
+    `tokens`: (N, L). `file_of`: the file of a row, and the index of its first token there.
     """
     if int(tokens.max()) >= vocab_size:
         row, column = np.argwhere(tokens >= vocab_size)[0].tolist()
-        file, first = place(row)
+        file, first = file_of(row)
         raise token_beyond(file, int(tokens[row, column]), first + column, vocab_size)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,25 +51,28 @@ class Pattern:
         return tuple(int(share * length) for share in shares)
 
     @cached_property
-    def table(self) -> tuple[Ints, Ints]:
-        """(D,) source of each sequence of a pattern, and how many of that source precede it."""
-        sources = np.fromiter(assign(self.shares), np.int64, sum(self.shares))
-        before = np.empty_like(sources)
+    def sources(self) -> Ints:
+        """(D,) source of each sequence of a pattern."""
+        return np.fromiter(assign(self.shares), np.int64, sum(self.shares))
+
+    @cached_property
+    def preceding(self) -> Ints:
+        """(D,) how many sequences of the same source precede each sequence of a pattern."""
+        preceding = np.empty_like(self.sources)
         for source, share in enumerate(self.shares):
-            before[sources == source] = np.arange(share)
-        return sources, before
+            preceding[self.sources == source] = np.arange(share)
+        return preceding
 
     def locate(self, k: Ints) -> tuple[Ints, Ints]:
         """Source of the sequences number `k`, and how many of that source precede each."""
-        sources, before = self.table
-        pattern, position = np.divmod(k, len(sources))
-        source = sources[position]
-        return source, pattern * np.array(self.shares)[source] + before[position]
+        pattern, position = np.divmod(k, len(self.sources))
+        source = self.sources[position]
+        return source, pattern * np.array(self.shares)[source] + self.preceding[position]
 
     def counts(self, k: int) -> list[int]:
         """(M,) sequences that each source gives among the first `k`."""
         pattern, position = divmod(k, sum(self.shares))
-        rest = np.bincount(self.table[0][:position], minlength=len(self.shares))
+        rest = np.bincount(self.sources[:position], minlength=len(self.shares))
         return [pattern * share + int(n) for share, n in zip(self.shares, rest, strict=True)]
 
 
@@ -85,6 +88,15 @@ def assign(shares: Sequence[int]) -> Iterator[int]:
         chosen = min(due, key=lambda i: (length * (slack - 1) - lag[i]) * per_share[i])
         given[chosen] += 1
         yield chosen
+
+
+class Located(NamedTuple):
+    """Where sequences lie: arrays of one shape."""
+
+    source: Ints
+    shard: Ints
+    first: Ints
+    """Index of the first token in the shard."""
 
 
 @dataclass(frozen=True)
@@ -145,28 +157,30 @@ class Mixture:
         """The type that holds the ids of every source."""
         return np.result_type(*(source.split.dtype for source in self.sources))
 
-    def locate(self, k: Ints) -> tuple[Ints, Ints, Ints]:
-        """Source, shard and first token of the sequences number `k`: arrays shaped like `k`."""
+    def locate(self, k: Ints) -> Located:
+        """Locate the sequences number `k`."""
         source, index = self.pattern.locate(k - self.origin)
         index += np.array(self.start)[source]
-        shard, first = np.empty_like(k), np.empty_like(k)
+        shard = np.empty_like(k)
+        first = np.empty_like(k)
         for number, order in enumerate(self.orders):
             here = source == number
             shard[here], first[here] = order.locate(index[here])
-        return source, shard, first
+        return Located(source, shard, first)
 
-    def read(self, source: Ints, shard: Ints, first: Ints, length: int) -> Tokens:
-        """The tokens of the sequences that `locate` found (N,), as (N, length)."""
-        tokens = np.empty((len(source), length), self.dtype)
-        for number, one in enumerate(self.sources):
-            here = source == number
-            tokens[here] = one.split.read_many(shard[here], first[here], length)
+    def read(self, located: Located, length: int) -> Tokens:
+        """Read the first `length` tokens of N sequences, as (N, length)."""
+        tokens = np.empty((len(located.source), length), self.dtype)
+        for number, source in enumerate(self.sources):
+            here = located.source == number
+            tokens[here] = source.split.read_many(located.shard[here], located.first[here], length)
         return tokens
 
-    def place(self, source: Ints, shard: Ints, first: Ints, row: int) -> tuple[Path, int]:
-        """The file of sequence number `row` of those that `locate` found, and its first token."""
-        split = self.sources[int(source[row])].split
-        return split.folder / split.shards[int(shard[row])].name, int(first[row])
+    def file_of(self, located: Located, row: int) -> tuple[Path, int]:
+        """Return the file of sequence number `row`, and the index of its first token there."""
+        split = self.sources[int(located.source[row])].split
+        shard = split.shards[int(located.shard[row])]
+        return split.folder / shard.name, int(located.first[row])
 
     def counts(self, k: int) -> list[int]:
         """(M,) sequences that each source has given when `k` sequences of the run are done."""
@@ -179,18 +193,23 @@ class Mixture:
         return [count / order.sequences_per_epoch for count, order in each]
 
     def remote_reads(self, count: int) -> tuple[int, float]:
-        """How many remote shards the first `count` sequences are read from, and their GB."""
-        source, shard, _ = self.locate(self.origin + np.arange(count))
-        found = set(zip(source.tolist(), shard.tolist(), strict=True))
-        splits = [one.split for one in self.sources]
-        remote = [(splits[one], number) for one, number in found if splits[one].remote is not None]
-        needed = sum(split.shards[number].tokens * split.dtype.itemsize for split, number in remote)
-        return len(remote), needed / 1e9
+        """Return how many remote shards the first `count` sequences lie in, and their GB."""
+        located = self.locate(self.origin + np.arange(count))
+        shards = 0
+        size = 0
+        for number, source in enumerate(self.sources):
+            split = source.split
+            if split.remote is not None:
+                needed = np.unique(located.shard[located.source == number])
+                shards += len(needed)
+                size += int(split.lengths[needed].sum()) * split.dtype.itemsize
+        return shards, size / 1e9
 
-    def prefetch(self, k: int, source: Ints, shard: Ints) -> None:
-        """Have the shards of the sequences up to number `k` downloaded, and then the next ones."""
-        for number, (one, order) in enumerate(zip(self.sources, self.orders, strict=True)):
-            if one.split.remote is not None:
-                now = list(dict.fromkeys(shard[source == number].tolist()))
-                then = order.upcoming(self.counts(k)[number], PREFETCH_SHARDS)
-                one.split.prefetch(now, then)
+    def prefetch(self, located: Located, k: int) -> None:
+        """Download remote shards in the background: those of `located`, then those after `k`."""
+        for number, source in enumerate(self.sources):
+            if source.split.remote is not None:
+                here = located.source == number
+                now = list(dict.fromkeys(located.shard[here].tolist()))
+                then = self.orders[number].upcoming(self.counts(k)[number], PREFETCH_SHARDS)
+                source.split.prefetch(now, then)

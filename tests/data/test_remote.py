@@ -480,7 +480,7 @@ def many(server: Server, tmp_path: Path) -> Callable[..., Config]:
 def test_a_cache_of_two_groups_reads_each_shard_once(
     server: Server, many: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "CHUNK", 2000)  # bytes; a group has 8,000
+    monkeypatch.setattr(loader, "CHUNK_BYTES", 2000)  # bytes; a group has 8,000
     found, requests = {}, Counter()
     for name, url in (("remote", server.url), ("local", str(server.root))):
         mixture = open_corpus(many("groups", 4, url)).train

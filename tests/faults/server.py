@@ -72,7 +72,7 @@ def main() -> None:
     os.dup2(2, 1)  # what else is printed is no answer
     for name in FACTS:
         setattr(machine, name, functools.cache(getattr(machine, name)))
-    loader.CHUNK = CHUNK
+    loader.CHUNK_BYTES = CHUNK
     sync_nothing()
     machine.commit(), machine.package_versions()
     warm: set[tuple[int, str, bool]] = set()  # processes, the command, whether FSDP

@@ -33,7 +33,8 @@ import yaml
 
 LARGEST_NUMBER = 2**53  # integers up to here are exact in JSON and in 64 bits
 BESIDE_WRITER = ("step", "evaluation", "sample")  # fault points of the training thread
-SLEEP_SECONDS, HANG_SECONDS = 2.0, 3600.0  # of the fault actions
+SLEEP_SECONDS = 2.0  # of the fault action sleep
+HANG_SECONDS = 3600.0  # of the fault action hang
 
 
 # --------------------------------------------------------------------------- writing
@@ -112,28 +113,32 @@ def link(source: str, target: str) -> None:
 def lock(path: Path, wait: bool = True, shared: bool = False, notice: str = "") -> TextIO:
     """Lock the file `path`, created if missing unless `shared`; closing what is returned unlocks.
 
-    The kernel unlocks it too when the process ends. Where another process holds it: prints `notice`
-    on stderr and waits, or raises `BlockingIOError` if not `wait`. Who held it may have removed the
-    file (see `locked_file`): then what was locked has no name, and it is opened anew.
+    The kernel unlocks it too when the process ends. If another process holds it: prints `notice`
+    on stderr and waits, or raises `BlockingIOError` if not `wait`.
     """
     flags = os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT
-    file = os.fdopen(os.open(path, flags, 0o644), "r" if shared else "r+", encoding="utf-8")
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    try:
+    while True:
+        file = os.fdopen(os.open(path, flags, 0o644), "r" if shared else "r+", encoding="utf-8")
         try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not wait:
-                raise
-            sys.stderr.write(notice)
-            fcntl.flock(file, kind)
-    except BaseException:
-        file.close()
-        raise
-    if shared or is_at(file, path):
-        return file
-    file.close()
-    return lock(path, wait, shared, notice)
+            lock_opened(file, kind, wait, notice)
+        except BaseException:
+            file.close()
+            raise
+        if shared or is_at(file, path):
+            return file
+        file.close()  # the process that held it has removed it, see `locked_file`
+
+
+def lock_opened(file: TextIO, kind: int, wait: bool, notice: str) -> None:
+    """Lock an open file; `notice` and `wait` as in `lock`."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not wait:
+            raise
+        sys.stderr.write(notice)
+        fcntl.flock(file, kind)
 
 
 @contextmanager
@@ -166,7 +171,9 @@ def describe_path(path: str | Path) -> str:
         return "is a file"
     if path.is_dir():
         return "is a folder"
-    return "is neither a file nor a folder" if path.exists() else "does not exist"
+    if path.exists():
+        return "is neither a file nor a folder"
+    return "does not exist"
 
 
 def read_json(path: str | Path) -> Any:
@@ -200,7 +207,8 @@ def load_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
-        raise ValueError(f"{line}{getattr(error, 'problem', None) or 'not YAML'}") from None
+        problem = getattr(error, "problem", None) or "not YAML"
+        raise ValueError(f"{line}{problem}") from None
     except (KeyError, AttributeError, TypeError, OverflowError) as error:  # !!bool x, !!timestamp x
         raise ValueError(f"a value is not what its tag says ({error})") from None
 
@@ -210,7 +218,8 @@ def load_yaml(text: str) -> Any:
 
 def fault_point(name: str, path: Path | None = None) -> None:
     """Fail here, with the file `path`, if the environment asks for it; see the module."""
-    requested, log = os.environ.get("ACCEL_GPT_FAULT"), os.environ.get("ACCEL_GPT_FAULT_LOG")
+    requested = os.environ.get("ACCEL_GPT_FAULT")
+    log = os.environ.get("ACCEL_GPT_FAULT_LOG")
     if log and name not in BESIDE_WRITER:
         with open(log, "a", encoding="utf-8") as file:
             file.write(f"{name}\n")
@@ -222,8 +231,11 @@ def fault_point(name: str, path: Path | None = None) -> None:
         return
     counts = fault_counts()
     counts[wanted] += 1
-    first, again = int(number.rstrip("+") or 1), number.endswith("+")
-    if counts[wanted] == first or (again and counts[wanted] > first):
+    first = int(number.rstrip("+") or 1)
+    is_due = counts[wanted] == first
+    if number.endswith("+"):
+        is_due = counts[wanted] >= first
+    if is_due:
         fail(action, name, path)
 
 

@@ -103,13 +103,16 @@ class Corpus:
         )
         return Loader(chunks, plan.micro_batch_size, device)
 
+    def evaluated_splits(self) -> list[Split]:
+        """Return what is evaluated, of the splits train and val."""
+        return [part.split for parts in self.evaluated.values() for part in parts]
+
     def splits(self) -> list[Split]:
-        """What is evaluated and trained on."""
-        evaluated = [part.split for parts in self.evaluated.values() for part in parts]
-        return evaluated + [source.split for source in self.train.sources]
+        """Return what is evaluated and trained on."""
+        return self.evaluated_splits() + [source.split for source in self.train.sources]
 
     def epoch_metrics(self, sequences: int) -> dict[str, float]:
-        """Epochs read after so many sequences of the run; with several sources, of each."""
+        """Return the epochs read after so many sequences of the run, for each source."""
         epochs = self.train.epochs(sequences)
         if len(epochs) == 1:
             return {"data/epochs": epochs[0]}
@@ -117,8 +120,7 @@ class Corpus:
         return {f"data/epochs/{source.name}": count for source, count in each}
 
     def lines(self, plan: Plan) -> list[str]:
-        """Sources, tokens and epochs of the whole run, for its first lines."""
-        tokenizer = self.tokenizer
+        """Describe sources, tokens and epochs of the whole run, for its first lines."""
         epochs = self.train.epochs(plan.max_steps * plan.sequences_per_step)
         lines = []
         for source, count in zip(self.train.sources, epochs, strict=True):
@@ -127,26 +129,28 @@ class Corpus:
                 f"data     {source.split.folder}: {source.split.tokens:,} train tokens{weight}; "
                 f"this run reads {count:.2f} epochs of them"
             )
-        val = sum(part.split.tokens for part in self.evaluated["val"])
-        lines[-1] += f"; {val:,} val tokens, tokenizer {tokenizer.kind} of {tokenizer.vocab_size:,}"
+        val_tokens = sum(part.split.tokens for part in self.evaluated["val"])
+        lines[-1] += (
+            f"; {val_tokens:,} val tokens, tokenizer {self.tokenizer.kind} of "
+            f"{self.tokenizer.vocab_size:,}"
+        )
         grouped = replace(self.train, shuffle="groups")
-        now, now_gb = self.train.remote_reads(plan.sequences_per_step)
-        then, then_gb = grouped.remote_reads(plan.sequences_per_step)
-        if then < now:
+        shards, gb = self.train.remote_reads(plan.sequences_per_step)
+        grouped_shards, grouped_gb = grouped.remote_reads(plan.sequences_per_step)
+        if grouped_shards < shards:
             lines.append(
-                f"data     the first step needs {now:,} remote shards, {now_gb:,.1f} GB, as "
-                f"data.shuffle is {self.train.shuffle}; with groups it needs {then:,}, "
-                f"{then_gb:,.1f} GB"
+                f"data     the first step needs {shards:,} remote shards, {gb:,.1f} GB, as "
+                f"data.shuffle is {self.train.shuffle}; with groups it needs {grouped_shards:,}, "
+                f"{grouped_gb:,.1f} GB"
             )
         return lines
 
     def lines_on_bytes(self) -> list[str]:
-        """A line for each split whose bits per byte cannot be computed."""
-        evaluated = [part.split for parts in self.evaluated.values() for part in parts]
+        """Return a line for each split whose bits per byte cannot be computed."""
         return [
             f"data     no bits per byte of the {split.name} split: the tokenizer changes text, or "
             f"lacks characters, and {split.folder} does not say how many bytes its text had"
-            for split in evaluated
+            for split in self.evaluated_splits()
             if np.isnan(self.tokenizer.bytes_within(split)).any()
         ]
 
@@ -156,7 +160,7 @@ class Corpus:
 
 def open_corpus(config: Config) -> Corpus:
     """Open `data.train` and `data.val`; `DataError` where they do not fit each other."""
-    data, tokens = config.data, config.eval.tokens
+    data = config.data
     sources = open_sources(train_paths(data), "train", data)
     sources.sort(key=lambda source: source.split.fingerprint)  # however they are listed
     for before, source in pairwise(sources):
@@ -188,8 +192,8 @@ def open_corpus(config: Config) -> Corpus:
         train=train,
         tokenizer=first.tokenizer,
         evaluated={
-            "train": eval_splits(sources, tokens),
-            "val": eval_splits(val, tokens, named=bool(val_names(data))),
+            "train": eval_splits(sources, config.eval.tokens),
+            "val": eval_splits(val, config.eval.tokens, named=bool(val_names(data))),
         },
         vocab_size=model_vocabulary(config, first.tokenizer, first.path),
         document_end=document_end(data, first.tokenizer),
@@ -199,16 +203,19 @@ def open_corpus(config: Config) -> Corpus:
 def eval_splits(
     sources: Sequence[Source], tokens: int | None, named: bool = False
 ) -> tuple[EvalSplit, ...]:
-    """What is evaluated: of each source its share of `tokens`; all of them where `named`.
+    """Return what is evaluated: of each source its share of `tokens`; if `named`, all `tokens`.
 
-    The first tokens of a remote source are read into memory. Raises `UserError` for the whole of
-    one.
+    The first tokens of a remote source are read into memory. Raises `UserError` if all tokens of a
+    remote source are to be evaluated.
     """
     total = sum(source.weight for source in sources)
     found = []
     for source in sources:
-        split, share = source.split, source.weight / total
-        budget = None if tokens is None else max(1, round(tokens * (1 if named else share)))
+        split = source.split
+        share = source.weight / total
+        budget = tokens
+        if tokens is not None and not named:
+            budget = max(1, round(tokens * share))
         if split.remote is not None:
             if budget is None:
                 raise UserError(
@@ -222,7 +229,7 @@ def eval_splits(
 
 
 def model_vocabulary(config: Config, tokenizer: Tokenizer, path: str) -> int:
-    """Vocabulary of the model; `UserError` where the config has fewer tokens than the tokenizer."""
+    """Return the vocabulary of the model; `UserError` if it has less than the tokenizer."""
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
         start = config.model.init_from
@@ -239,7 +246,7 @@ def model_vocabulary(config: Config, tokenizer: Tokenizer, path: str) -> int:
 
 
 def document_end(data: DataConfig, tokenizer: Tokenizer) -> int | None:
-    """The token at which attention ends; `UserError` where the tokenizer has none."""
+    """Return the token at which attention ends; `UserError` if the tokenizer has none."""
     require(
         not data.document_mask or tokenizer.eot_id is not None,
         f"data.document_mask is true but the {tokenizer.kind} tokenizer has no end-of-text token; "
@@ -249,22 +256,28 @@ def document_end(data: DataConfig, tokenizer: Tokenizer) -> int | None:
 
 
 def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
-    """`UserError` where the remote shards that are shuffled together do not fit the cache.
+    """Raise `UserError` if the remote shards that are shuffled together do not fit the cache.
 
-    Of `groups` these are two, as a batch may end one and begin the next.
+    With `groups` these are two groups, as a batch may end one and begin the next.
     """
-    remote = [source.split for source in sources if source.split.remote is not None]
-    grouped = data.shuffle == "groups"
-    count, advice = None, "set data.shuffle to groups"
-    if grouped:
-        count, advice = 2 * data.shuffle_group, "lower data.shuffle_group"
-    largest = [np.sort(split.lengths)[::-1][:count] * split.dtype.itemsize for split in remote]
-    need = sum(int(sizes.sum()) for sizes in largest) / 1e9
+    if data.shuffle in ("shards", "none"):
+        return
+    count = None
+    together = "all"
+    advice = "set data.shuffle to groups"
+    if data.shuffle == "groups":
+        count = 2 * data.shuffle_group
+        together = "two groups"
+        advice = "lower data.shuffle_group"
+    needed = 0
+    for source in sources:
+        if source.split.remote is not None:
+            largest = np.sort(source.split.lengths)[::-1][:count]
+            needed += int(largest.sum()) * source.split.dtype.itemsize
     require(
-        data.shuffle in ("shards", "none") or need <= data.cache_gb,
-        f"data.shuffle is {data.shuffle}, which needs {'two groups' if grouped else 'all'} of the "
-        f"remote shards at once, {need:,.1f} GB, more than data.cache_gb {data.cache_gb:g}; "
-        f"{advice} or raise it",
+        needed <= data.cache_gb * 1e9,
+        f"data.shuffle is {data.shuffle}, which needs {together} of the remote shards at once, "
+        f"{needed / 1e9:,.1f} GB, more than data.cache_gb {data.cache_gb:g}; {advice} or raise it",
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from accel_gpt.data.index import INDEX, SHARD_NAME
+from accel_gpt.data.index import INDEX, is_shard_name
 from accel_gpt.data.remote import FileInfo, RemoteFolder
 from accel_gpt.data.safe_pickle import read_vocabulary
 from accel_gpt.data.shards import NoSplit, Shard, Split, npy_header, token_dtype
@@ -30,7 +30,9 @@ from accel_gpt.data.tokenizer import (
 )
 from accel_gpt.errors import DataError, UserError
 
-META, TOKENIZER, CONFIG = "meta.pkl", "tokenizer.json", "tokenizer_config.json"
+META = "meta.pkl"
+TOKENIZER = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
 GPT2 = frozenset({"gpt2", "openai-community/gpt2"})  # as files of others name it
 ENDINGS = (".bin", ".npy", ".ds")
 RAW = ("train.bin", "val.bin")
@@ -77,7 +79,7 @@ class DataFolder:
         return self.files[name].size if name in self.files else 0
 
     def fetch(self, name: str) -> Path:
-        """Where a file lies, once it is downloaded."""
+        """Return where a file lies, after downloading it if it is remote."""
         return self.remote.fetch(name) if self.remote else self.path / name
 
 
@@ -88,21 +90,25 @@ def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple
     the first shard of each series is downloaded. Raises `DataError` for files that are not tokens
     of one format, `UserError` when the tokenizer is not known.
     """
-    files = find(folder, split)
+    files = find_token_files(folder, split)
     require_one(folder, split, "formats", {file.project: file.name for file in files})
     made_by = foreign_tokenizer(folder, files, tokenizer)
-    dtypes = {file.dtype or token_dtype(made_by.vocab_size): file.name for file in files}
-    require_one(folder, split, "types", {str(dtype): name for dtype, name in dtypes.items()})
-    (dtype,) = dtypes
+    default_dtype = token_dtype(made_by.vocab_size)
+    require_one(
+        folder, split, "types", {str(file.dtype or default_dtype): file.name for file in files}
+    )
+    dtype = files[0].dtype or default_dtype
     unsigned = np.dtype(f"<u{dtype.itemsize}")
-    shards, content = [], []
+    shards: list[Shard] = []
+    content: list[list[Any]] = []  # what the fingerprint covers
     for file in files:
-        tokens = count(folder.path, file, dtype)
+        tokens = tokens_in(folder.path, file, dtype)
         if not tokens:
             continue
         shards.append(Shard(file.name, tokens, offset=file.offset))
-        blocks = [] if file.path is None else list(sample_blocks(file.path, file))
-        if blocks:
+        blocks: list[bytes] = []
+        if file.path is not None:
+            blocks = list(sample_blocks(file.path, file))
             check_ids(file, blocks, unsigned, made_by.vocab_size)
         digest = hashlib.sha256(b"".join(blocks)).hexdigest()
         if folder.remote:
@@ -129,7 +135,7 @@ def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple
 
 
 def require_one(folder: DataFolder, split: str, what: str, found: Mapping[str, str]) -> None:
-    """`DataError` where the files of a split are of several kinds; `found`: a file of each."""
+    """Raise `DataError` if the files of a split are of several kinds; `found`: one of each."""
     if len(found) > 1:
         several = ", ".join(f"{kind} ({name})" for kind, name in found.items())
         raise DataError(f"{folder.path} holds {split} shards of several {what}: {several}")
@@ -138,19 +144,26 @@ def require_one(folder: DataFolder, split: str, what: str, found: Mapping[str, s
 # --------------------------------------------------------------------------- which files
 
 
-def find(folder: DataFolder, split: str) -> list[TokenFile]:
-    """The token files of a split in order; of a remote series only the first file is read."""
-    token_files = (name for name in folder.files if name.endswith(ENDINGS))
-    candidates = sorted(filter(SHARD_NAME.fullmatch, token_files), key=natural)
+def find_token_files(folder: DataFolder, split: str) -> list[TokenFile]:
+    """Describe the token files of a split in order.
+
+    Of a remote series, names that differ in their numbers only, just the first file is read.
+    """
+    names = [name for name in folder.files if name.endswith(ENDINGS) and is_shard_name(name)]
+    candidates = sorted(names, key=number_order)
     series: dict[str, TokenFile | None] = {}
-    files = []
-    for name in of_split(candidates, split):
+    files: list[TokenFile] = []
+    for name in files_of_split(candidates, split):
         key = re.sub("[0-9]+", "0", name)
-        if not folder.remote or key not in series:
-            series[key] = file = READERS[Path(name).suffix](folder, name)
-        elif file := series[key]:
-            file = replace(file, name=name, size=folder.size(name), tokens=None, path=None)
-        files += [file] if file else []
+        if folder.remote and key in series:
+            file = series[key]
+            if file is not None:
+                file = replace(file, name=name, size=folder.size(name), tokens=None, path=None)
+        else:
+            file = READERS[Path(name).suffix](folder, name)
+            series[key] = file
+        if file is not None:
+            files.append(file)
     if not files:
         remedy = "; set data.val to a folder that has them" if split == "val" else ""
         raise NoSplit(
@@ -162,49 +175,69 @@ def find(folder: DataFolder, split: str) -> list[TokenFile]:
     return files
 
 
-def natural(name: str) -> tuple[list[str | int], str]:
-    """Sorts names with the numbers in them as numbers."""
+def number_order(name: str) -> tuple[list[str | int], str]:
+    """Return a key that sorts names with the numbers in them as numbers."""
     parts = re.split(r"([0-9]+)", name)
     return [int(part) if i % 2 else part for i, part in enumerate(parts)], name
 
 
 def split_of(name: str) -> str | None:
-    """val, train or test, by the words of a file name; None when there are none."""
+    """Return val, train or test, by the words of a file name; None if it has none of these."""
     words = set(re.split(r"[^a-z]+", name.lower()))
     if words & {"val", "valid", "validation"} or ("test" in words and name.endswith(".ds")):
         return "val"
-    return "train" if "train" in words else "test" if "test" in words else None
+    for split in ("train", "test"):
+        if split in words:
+            return split
+    return None
 
 
-def of_split(names: Sequence[str], split: str) -> list[str]:
-    """Files of a split; datatrove, which has none, and a folder without any hold train."""
-    splits = {split_of(name) for name in names}
+def files_of_split(names: Sequence[str], split: str) -> list[str]:
+    """Choose the files of a split.
+
+    If no name says train, files of datatrove that name no split are train; in a folder where no
+    file names one, all are.
+    """
     chosen = [name for name in names if split_of(name) == split]
     if chosen or split != "train":
         return chosen
-    others = [name for name in names if split_of(name) is None]
-    return [name for name in others if name.endswith(".ds") or not any(splits)]
+    unnamed = [name for name in names if split_of(name) is None]
+    if len(unnamed) == len(names):
+        return unnamed
+    return [name for name in unnamed if name.endswith(".ds")]
 
 
 # --------------------------------------------------------------------------- the formats
-# of each a function that returns what a file says of its tokens, None when it holds something else
+# Each function returns what a file says of its tokens; None if it holds something else.
 
 
 def read_npy(folder: DataFolder, name: str) -> TokenFile | None:
-    """A one-dimensional array of numpy's."""
+    """Describe a one-dimensional array of numpy."""
     path = folder.fetch(name)
     dtype, tokens, offset = npy_header(path)
     if dtype.str not in ("<u2", "<u4", "<i4"):
-        read = "uint16, uint32 and int32, little-endian"
-        raise DataError(f"{path} holds {dtype} ({dtype.str}); save it as what is read: {read}")
-    size = folder.size(name)
-    return TokenFile(name, size, "build-nanogpt .npy", offset, dtype, tokens, None, path)
+        raise DataError(
+            f"{path} holds {dtype} ({dtype.str}); save it as what is read: uint16, uint32 and "
+            "int32, little-endian"
+        )
+    return TokenFile(
+        name=name,
+        size=folder.size(name),
+        project="build-nanogpt .npy",
+        offset=offset,
+        dtype=dtype,
+        tokens=tokens,
+        path=path,
+    )
 
 
 def read_bin(folder: DataFolder, name: str) -> TokenFile | None:
-    """A file of llm.c when its header says so, else of nanoGPT when its name does."""
-    path, size = folder.fetch(name), folder.size(name)
-    raw = TokenFile(name, size, "nanoGPT", path=path) if name in RAW else None
+    """Describe a file of llm.c if its header says so, else of nanoGPT if its name does."""
+    path = folder.fetch(name)
+    size = folder.size(name)
+    raw: TokenFile | None = None
+    if name in RAW:
+        raw = TokenFile(name, size, "nanoGPT", path=path)
     start = read_at(path, 0, 12) if size >= HEADER_BYTES else bytes(12)
     magic, version, tokens = np.frombuffer(start, "<u4").tolist()  # up to 4.29e9 tokens
     for known, known_version, dtype_name, tokenizer in HEADERS:
@@ -214,7 +247,16 @@ def read_bin(folder: DataFolder, name: str) -> TokenFile | None:
             continue
         if version != known_version:
             raise DataError(f"{path} has version {version} of llm.c's format, not {known_version}")
-        return TokenFile(name, size, "llm.c", HEADER_BYTES, dtype, tokens, tokenizer, path)
+        return TokenFile(
+            name=name,
+            size=size,
+            project="llm.c",
+            offset=HEADER_BYTES,
+            dtype=dtype,
+            tokens=tokens,
+            tokenizer=tokenizer,
+            path=path,
+        )
     if not raw and magic != EVALUATION and split_of(name):
         raise DataError(
             f"{path} has no header of llm.c ({HEADER_BYTES} bytes that begin with 20240520 or "
@@ -224,36 +266,46 @@ def read_bin(folder: DataFolder, name: str) -> TokenFile | None:
 
 
 def read_datatrove(folder: DataFolder, name: str) -> TokenFile | None:
-    """A .ds file, by its .metadata (tokenizer|token size, then tokens) and .index (uint64 ends)."""
+    """Describe a .ds file, by its .metadata and by its .index (uint64 ends of documents)."""
     path = None if folder.remote else folder.fetch(name)
     file = TokenFile(name, folder.size(name), "datatrove .ds", path=path)
     if f"{name}.metadata" in folder.files:
-        path = folder.fetch(f"{name}.metadata")
-        length = min(folder.size(f"{name}.metadata"), BLOCK)
-        lines = read_at(path, 0, length).decode("utf-8", "replace").splitlines()
-        described = re.fullmatch(r"(.*?)(?:\|([0-9]+))?", lines[0] if lines else "")
-        if not described or described[2] not in (None, "2", "4"):
-            begin = lines[0][:80]
-            raise DataError(f"{path} begins with {begin!r}; expected tokenizer|2 or tokenizer|4")
-        tokens = int(lines[1]) if lines[1:] and re.fullmatch("[0-9]{1,18}", lines[1]) else None
-        dtype = np.dtype(f"<u{described[2]}") if described[2] else None
-        named = None if described[1].startswith("Unknown Tokenizer") else described[1] or None
-        file = replace(file, dtype=dtype, tokens=tokens, tokenizer=named)
+        file = with_metadata(file, folder)
     size = folder.size(f"{name}.index")
     if size >= 8 and not (folder.remote and file.dtype):
-        path = folder.fetch(f"{name}.index")
-        tokens = int.from_bytes(read_at(path, size - 8, 8), "little")
+        index = folder.fetch(f"{name}.index")
+        tokens = int.from_bytes(read_at(index, size - 8, 8), "little")
         if file.tokens not in (None, tokens):
-            raise DataError(f"{path} ends at token {tokens}, its .metadata says {file.tokens}")
+            raise DataError(f"{index} ends at token {tokens}, its .metadata says {file.tokens}")
         file = replace(file, tokens=tokens)
     return file
+
+
+def with_metadata(file: TokenFile, folder: DataFolder) -> TokenFile:
+    """Add what NAME.ds.metadata says: tokenizer|bytes of a token, and in line 2 the tokens."""
+    name = f"{file.name}.metadata"
+    path = folder.fetch(name)
+    text = read_at(path, 0, min(folder.size(name), BLOCK)).decode("utf-8", "replace")
+    first, second = (*text.splitlines(), "", "")[:2]
+    described = re.fullmatch(r"(.*?)(?:\|([0-9]+))?", first)
+    if not described or described[2] not in (None, "2", "4"):
+        raise DataError(f"{path} begins with {first[:80]!r}; expected tokenizer|2 or tokenizer|4")
+    tokenizer = described[1]
+    if tokenizer.startswith("Unknown Tokenizer"):
+        tokenizer = ""
+    return replace(
+        file,
+        dtype=np.dtype(f"<u{described[2]}") if described[2] else None,
+        tokens=int(second) if re.fullmatch("[0-9]{1,18}", second) else None,
+        tokenizer=tokenizer or None,
+    )
 
 
 READERS = MappingProxyType({".npy": read_npy, ".bin": read_bin, ".ds": read_datatrove})
 
 
 def read_at(path: Path, start: int, length: int) -> bytes:
-    """Exactly `length` bytes of a file from `start` on."""
+    """Read exactly `length` bytes of a file from `start` on."""
     try:
         with path.open("rb") as file:
             file.seek(start)
@@ -268,10 +320,11 @@ def read_at(path: Path, start: int, length: int) -> bytes:
 # --------------------------------------------------------------------------- checks
 
 
-def count(folder: Path, file: TokenFile, dtype: np.dtype[Any]) -> int:
-    """Tokens in a file, once its size is what the file says."""
-    whole = max(file.size - file.offset, 0) // dtype.itemsize
-    tokens = whole if file.tokens is None else file.tokens
+def tokens_in(folder: Path, file: TokenFile, dtype: np.dtype[Any]) -> int:
+    """Return the tokens in a file; `DataError` if its size is another than it says."""
+    tokens = file.tokens
+    if tokens is None:
+        tokens = max(file.size - file.offset, 0) // dtype.itemsize
     expected = file.offset + tokens * dtype.itemsize
     if file.size != expected:
         raise DataError(
@@ -282,18 +335,22 @@ def count(folder: Path, file: TokenFile, dtype: np.dtype[Any]) -> int:
 
 
 def sample_blocks(path: Path, file: TokenFile) -> Iterator[bytes]:
-    """A few blocks of a file's tokens: the first, the last, and some between."""
+    """Read a few blocks of a file's tokens: the first, the last, and some between."""
     body = file.size - file.offset
     last = max(body - BLOCK, 0)
-    for start in sorted({last * i // (BLOCKS - 1) // 4 * 4 for i in range(BLOCKS - 1)} | {last}):
+    starts = {last}
+    for i in range(BLOCKS - 1):
+        starts.add(last * i // (BLOCKS - 1) // 4 * 4)  # a multiple of every token size
+    for start in sorted(starts):
         yield read_at(path, file.offset + start, min(body, BLOCK))
 
 
 def check_ids(file: TokenFile, blocks: list[bytes], dtype: np.dtype[Any], vocab_size: int) -> None:
-    """`DataError` if sampled tokens look like another type, or are beyond the vocabulary."""
+    """Raise `DataError` if sampled tokens look like another type or are beyond the vocabulary."""
     ids = [np.frombuffer(block, dtype) for block in blocks]
     if not file.offset and dtype.itemsize == 2 and sum(map(len, ids)) >= FEWEST:
-        odd, even = (max(int(part[i::2].max(initial=0)) for part in ids) for i in (1, 0))
+        even = max(int(part[0::2].max(initial=0)) for part in ids)
+        odd = max(int(part[1::2].max(initial=0)) for part in ids)
         if even and not odd:
             raise DataError(
                 f"{file.path} looks like uint32 but is read as uint16: every second number is 0; "
@@ -313,7 +370,7 @@ def check_ids(file: TokenFile, blocks: list[bytes], dtype: np.dtype[Any], vocab_
 def foreign_tokenizer(
     folder: DataFolder, files: Sequence[TokenFile], spec: str | None
 ) -> Tokenizer:
-    """The folder's tokenizer, else the one of data.tokenizer, else what the files name."""
+    """Return the folder's tokenizer, else that of data.tokenizer, else the one the files name."""
     given = named_tokenizer(spec) if spec else None
     beside: Tokenizer | None = None
     if META in folder.files:
@@ -324,12 +381,13 @@ def foreign_tokenizer(
         beside = load_tokenizer(folder.fetch(TOKENIZER))
     if beside and given:
         given.require_same(beside, f"data.tokenizer {spec}", f"the one in {folder.path}")
-    if known := beside or given:
+    known = beside or given
+    if known is not None:
         return known
     named = {file.tokenizer for file in files}
     if named <= GPT2:
         return load_gpt2()
-    (name, *_) = sorted(str(name) for name in named - GPT2)
+    name = min(str(name) for name in named - GPT2)
     which = "do not say their tokenizer" if None in named else f"name the tokenizer {name!r}"
     raise UserError(
         f"{folder.path} holds token shards of another project, which {which}; set data.tokenizer "

@@ -20,7 +20,7 @@ INDEX = "dataset.json"
 FORMAT = "accel_gpt-dataset"
 VERSION = 1
 ADVICE = "prepare the data again"
-SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")  # no path to another folder
+SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,14 @@ def check_version(where: Path, content: Mapping[str, Any]) -> None:
         )
 
 
+def is_shard_name(name: str) -> bool:
+    """Whether a name is that of a plain file, which leads to no other folder."""
+    return SHARD_NAME.fullmatch(name) is not None
+
+
 def check_shard_name(where: Path, name: str) -> None:
     """Raise `DataError` if the name of a shard could lead to another folder."""
-    if not SHARD_NAME.fullmatch(name):
+    if not is_shard_name(name):
         raise DataError(
             f"{where} names a shard {name[:100]!r}; expected a plain file name of letters, digits, "
             "'.', '_' and '-'"

@@ -23,7 +23,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from accel_gpt.data.index import SHARD_NAME
+from accel_gpt.data.index import is_shard_name
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.files import locked_file, write_all
 
@@ -247,7 +247,7 @@ class RemoteFolder:
         Raises `DataError` if there is no such file or it cannot be downloaded, `UserError` if it
         may not be read or finds no room.
         """
-        assert SHARD_NAME.fullmatch(name), name
+        assert is_shard_name(name), name
         if name.endswith(SHARD_ENDINGS):
             return self.fetch_shard(name)
         return self.fetch_small_file(name)

@@ -2,6 +2,7 @@
 
 Sources: Python's own library, files of text, JSON lines, Parquet or Arrow, a Hub data set, standard
 input. All are read in bounded memory, in the same order every time, and from any `Position` on.
+`files` are those that `select()` of `sources.py` chose; none for a data set and standard input.
 
 Splits: fewer than `FEW_TEXTS` text files are cut, and the end of each is val, as in nanoGPT.
 Otherwise a hash of a document holds it out whole, so that equal documents stay together.
@@ -11,7 +12,7 @@ about a megabyte is a text, whose end is val, with end-of-text after each part.
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from accel_gpt.prepare.readers import (
     text_chunks,
     text_start,
 )
-from accel_gpt.prepare.sources import COMPRESSIONS, check_source, list_source
+from accel_gpt.prepare.sources import COMPRESSIONS
 
 BATCH_CHARACTERS = 1_000_000  # of text given to a process at once
 FEW_TEXTS = 100  # fewer texts are cut near their end instead of held out whole
@@ -67,24 +68,24 @@ class Piece(NamedTuple):
 
 def split_pieces(
     config: PrepareConfig,
+    files: Sequence[Path],
     cut_long: bool,
-    start: Position | None = None,
-    skipped: Skipped | None = None,
+    start: Position,
+    skipped: Skipped,
 ) -> Iterator[Piece]:
     """Read the documents after position `start` in pieces.
 
     `cut_long`: documents in pieces of about `BATCH_CHARACTERS` (see `pieces`), otherwise whole.
     `skipped` counts invalid documents if config.skip_invalid is set.
-    Raises `UserError` when there is nothing to read, `DataError` when a file cannot be decoded.
+    Raises `DataError` if a file cannot be decoded.
     """
-    check_source(config)
     read_pieces = text_pieces if is_text(config) else row_pieces
-    return read_pieces(
-        config, cut_long, start or Position(), skipped or Skipped(config.skip_invalid)
-    )
+    return read_pieces(config, files, cut_long, start, skipped)
 
 
-def documents(config: PrepareConfig, size: int = BATCH_CHARACTERS) -> Iterator[str]:
+def documents(
+    config: PrepareConfig, files: Sequence[Path], size: int = BATCH_CHARACTERS
+) -> Iterator[str]:
     """Read the texts of the source in order, long ones in pieces of about `size` characters.
 
     Raises as `split_pieces`, and `UserError` for standard input, which cannot be read again.
@@ -95,23 +96,21 @@ def documents(config: PrepareConfig, size: int = BATCH_CHARACTERS) -> Iterator[s
         f"{config.tokenizer} is made from the text first; give a file, or another "
         "data.prepare.tokenizer such as gpt2 or the path of a tokenizer.json",
     )
-    check_source(config)
-    return all_texts(config, size)
+    return all_texts(config, files, size)
 
 
-def sample_texts(config: PrepareConfig, size: int) -> Iterator[str]:
+def sample_texts(config: PrepareConfig, files: Sequence[Path], size: int) -> Iterator[str]:
     """Sample about `size` UTF-8 bytes of documents, and of pieces of long ones.
 
     A hash of their number decides, so that they are spread evenly over the whole source. The
     size of a data set is not known beforehand: its beginning is taken. Raises as `documents`.
     """
-    texts = documents(config, min(BATCH_CHARACTERS, max(1, size // 16)))
+    texts = documents(config, files, min(BATCH_CHARACTERS, max(1, size // 16)))
     total = size
     if config.source != "dataset":
         total = 0
-        for path in list_source(config):
-            compressed = path.name.lower().endswith(COMPRESSED)
-            total += path.stat().st_size * (EXPANSION if compressed else 1)
+        for path in files:
+            total += path.stat().st_size * (EXPANSION if is_compressed(path) else 1)
     keep = min(1.0, size / max(total, 1))
     limit = size if keep == 1 else 2 * size  # the total of compressed files is a guess
     given = 0
@@ -128,18 +127,16 @@ def sample_texts(config: PrepareConfig, size: int) -> Iterator[str]:
             return
 
 
-def expected_bytes(config: PrepareConfig) -> int | None:
-    """Return the bytes of text that will be read; None if that is not known beforehand.
+def expected_bytes(config: PrepareConfig, files: Sequence[Path]) -> int | None:
+    """Return the bytes of text that will be read; None if that is not known beforehand."""
+    if not is_text(config) or any(is_compressed(path) for path in files):
+        return None
+    return sum(path.stat().st_size for path in files)
 
-    Raises `UserError` when the source does not exist.
-    """
-    check_source(config)
-    if config.source == "dataset" or config.path == "-":
-        return None
-    paths = list_source(config)
-    if not is_text(config) or any(path.name.lower().endswith(COMPRESSED) for path in paths):
-        return None
-    return sum(path.stat().st_size for path in paths)
+
+def is_compressed(path: Path) -> bool:
+    """Whether a file holds more bytes of text than its size."""
+    return path.name.lower().endswith(COMPRESSED)
 
 
 def is_text(config: PrepareConfig) -> bool:
@@ -165,15 +162,18 @@ class Part(NamedTuple):
 
 
 def text_pieces(
-    config: PrepareConfig, cut_long: bool, start: Position, skipped: Skipped
+    config: PrepareConfig,
+    files: Sequence[Path],
+    cut_long: bool,
+    start: Position,
+    skipped: Skipped,
 ) -> Iterator[Piece]:
     """Read the pieces of text files. Each file is read twice: first to decide its splits."""
-    paths = list_source(config)
-    for number, path in enumerate(paths):
+    for number, path in enumerate(files):
         if number < start.file:
             continue
         try:
-            parts = text_parts(path, config, few=len(paths) < FEW_TEXTS)
+            parts = text_parts(path, config, few=len(files) < FEW_TEXTS)
         except DataError as error:
             skipped.add(str(error))
             continue
@@ -229,10 +229,14 @@ def text_parts(path: Path, config: PrepareConfig, few: bool) -> list[Part]:
 
 
 def row_pieces(
-    config: PrepareConfig, cut_long: bool, start: Position, skipped: Skipped
+    config: PrepareConfig,
+    files: Sequence[Path],
+    cut_long: bool,
+    start: Position,
+    skipped: Skipped,
 ) -> Iterator[Piece]:
     """Read the pieces of the rows of files, a data set or standard input."""
-    for file, rows in row_sources(config, start, skipped):
+    for file, rows in row_sources(config, files, start, skipped):
         for row in rows:
             found = document_pieces(config, cut_long, file, row)
             resumed = (file, row.number) == (start.file, start.offset)
@@ -240,7 +244,7 @@ def row_pieces(
 
 
 def row_sources(
-    config: PrepareConfig, start: Position, skipped: Skipped
+    config: PrepareConfig, files: Sequence[Path], start: Position, skipped: Skipped
 ) -> Iterator[tuple[int, Iterator[Row]]]:
     """Number each file from `start` on, with its rows. Data set, standard input: one file."""
     if config.source == "dataset":
@@ -248,7 +252,7 @@ def row_sources(
     elif config.path == "-":
         yield 0, stdin_rows(config, start.offset, skipped)
     else:
-        for number, path in enumerate(list_source(config)):
+        for number, path in enumerate(files):
             if number >= start.file:
                 rows = read_rows(
                     source=str(config.source),
@@ -305,16 +309,16 @@ def document_pieces(config: PrepareConfig, cut_long: bool, file: int, row: Row) 
     return found
 
 
-def all_texts(config: PrepareConfig, size: int) -> Iterator[str]:
+def all_texts(config: PrepareConfig, files: Sequence[Path], size: int) -> Iterator[str]:
     """Read the texts of the source, in pieces of about `size` characters."""
     skipped = Skipped(config.skip_invalid, count=1)  # reported when the text is tokenized
     if not is_text(config):
-        for _, rows in row_sources(config, Position(), skipped):
+        for _, rows in row_sources(config, files, Position(), skipped):
             for row in rows:
                 if row.text:
                     yield from pieces([line_ends(config, clean(row.text))], size)
         return
-    for path in list_source(config):
+    for path in files:
         try:
             start = text_start(path)
             if config.skip_invalid:

@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,9 +40,9 @@ from accel_gpt.prepare.documents import (
     split_pieces,
 )
 from accel_gpt.prepare.readers import Skipped
-from accel_gpt.prepare.recipe import check_same, is_ready, recipe, source_fingerprint
+from accel_gpt.prepare.recipe import check_same, is_ready, recipe
 from accel_gpt.prepare.shard_writer import ShardWriter, write_index
-from accel_gpt.prepare.sources import guess_source, select
+from accel_gpt.prepare.sources import Selection, guess_source, select, source_fingerprint
 from accel_gpt.prepare.workers import Tokenized, child_processes, encode_all, worker_count
 
 JOURNAL = "progress.json"
@@ -68,15 +68,15 @@ def prepare(config: PrepareConfig, out: Path) -> bool:
     config = with_source(config, out)
     if is_ready(config, out):
         return False
-    source = source_fingerprint(config)  # fails before anything is made
+    selection = select(config)  # fails before anything is made
     folder = out.with_name(f"{out.name}.partial")
     start = time.monotonic()
     try:
         with lock_folder(out, "" if config.path == "-" else f"; {RESUMES}"):
             if is_ready(config, out):
                 return False
-            describe_selection(config)
-            write_folder(config, folder, source)
+            describe_selection(selection)
+            write_folder(config, selection.files, folder)
             publish(folder, out)
     except KeyboardInterrupt:
         if folder.exists() and config.path != "-":
@@ -95,10 +95,10 @@ def with_source(config: PrepareConfig, out: Path) -> PrepareConfig:
     return replace(config, source=made or guess_source(str(config.path)))
 
 
-def describe_selection(config: PrepareConfig) -> None:
-    """Print which files are read and which are left out, if the source is files."""
-    if config.source in ("text", "jsonl", "parquet", "arrow") and config.path != "-":
-        for line in select(config).lines():
+def describe_selection(selection: Selection) -> None:
+    """Print which files are read and which are left out, if the source is files of the user's."""
+    if selection.files and selection.source != "stdlib":
+        for line in selection.lines():
             write_err(line)
 
 
@@ -114,14 +114,14 @@ def lock_folder(out: Path, advice: str) -> Iterator[None]:
         raise UserError(f"data folder {out} could not be written: {error}{advice}") from None
 
 
-def write_folder(config: PrepareConfig, folder: Path, source: str) -> None:
+def write_folder(config: PrepareConfig, files: Sequence[Path], folder: Path) -> None:
     """Write the whole content of the data folder into `folder`, or what is missing there."""
-    copied = source_fingerprint(config, times=False)
+    copied = source_fingerprint(config, files, times=False)
     requested = recipe(config) | {"source_fingerprint": copied}
-    if source and (folder / INDEX).exists():  # stopped between its completion and its new name
+    if copied and (folder / INDEX).exists():  # stopped between its completion and its new name
         check_same(folder, read_index(folder).prepared, requested)
         return
-    work = resume_or_start(config, folder, requested, source)
+    work = resume_or_start(config, files, folder, requested)
     work.write_shards()
     fill_empty_split(work.writers, config.val_fraction, work.tokenizer.eot_id)
     splits = {name: writer.finish() for name, writer in work.writers.items()}
@@ -190,8 +190,15 @@ class Preparation:
     are, and the `counts`. Raises `DataError` for a folder that holds less than the journal says.
     """
 
-    def __init__(self, config: PrepareConfig, folder: Path, journal: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        config: PrepareConfig,
+        files: Sequence[Path],
+        folder: Path,
+        journal: dict[str, Any],
+    ) -> None:
         self.config = config
+        self.files = files
         self.folder = folder
         self.journal = journal
         self.tokenizer = load_tokenizer(folder)
@@ -209,7 +216,7 @@ class Preparation:
 
     def write_shards(self) -> None:
         """Append the documents of the source from the position of the journal on."""
-        total = expected_bytes(self.config)
+        total = expected_bytes(self.config, self.files)
         done = sum(writer.total_bytes for writer in self.writers.values())
         with (
             closing(self.batches(total)) as batches,
@@ -228,7 +235,8 @@ class Preparation:
     def batches(self, total: int | None) -> Generator[Tokenized, None, None]:
         """Tokenize what follows the position of the journal, in order."""
         pieces = split_pieces(
-            self.config,
+            config=self.config,
+            files=self.files,
             cut_long=self.tokenizer.cuts_at_lines,
             start=Position(*self.journal["position"]),
             skipped=self.skipped,
@@ -252,12 +260,13 @@ class Preparation:
 
 
 def resume_or_start(
-    config: PrepareConfig, folder: Path, requested: Mapping[str, Any], source: str
+    config: PrepareConfig, files: Sequence[Path], folder: Path, requested: Mapping[str, Any]
 ) -> Preparation:
     """Resume in `folder` if that is possible; otherwise start over and report why."""
+    source = source_fingerprint(config, files)
     if folder.exists():
         try:
-            return resume(config, folder, requested, source)
+            return resume(config, files, folder, requested, source)
         except DataError as why:
             discard(folder)
             sys.stderr.write(f"{folder} cannot be resumed: {why}; starting over\n")
@@ -266,9 +275,9 @@ def resume_or_start(
     try:
         if config.tokenizer == "bpe":  # its trainer's threads stay out of the process that forks
             with child_processes(1) as pool:
-                pool.submit(create_tokenizer, config, folder).result()
+                pool.submit(create_tokenizer, config, files, folder).result()
         else:
-            create_tokenizer(config, folder)
+            create_tokenizer(config, files, folder)
         for path in folder.iterdir():
             sync(path)
         journal = {
@@ -279,7 +288,7 @@ def resume_or_start(
             "position": Position(),
             "skipped": 0,
         }
-        work = Preparation(config, folder, journal)
+        work = Preparation(config, files, folder, journal)
         work.save({})
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -288,7 +297,11 @@ def resume_or_start(
 
 
 def resume(
-    config: PrepareConfig, folder: Path, requested: Mapping[str, Any], source: str
+    config: PrepareConfig,
+    files: Sequence[Path],
+    folder: Path,
+    requested: Mapping[str, Any],
+    source: str,
 ) -> Preparation:
     """Open the preparation that the journal in `folder` describes.
 
@@ -309,7 +322,7 @@ def resume(
         check_same(folder, begun, {**requested, "skip_invalid": config.skip_invalid})
         if given not in (None, journal["tokenizer"]):
             raise DataError("the tokenizer has changed")
-        work = Preparation(config, folder, journal)
+        work = Preparation(config, files, folder, journal)
     except AccelGPTError:
         raise
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -319,11 +332,11 @@ def resume(
     return work
 
 
-def create_tokenizer(config: PrepareConfig, folder: Path) -> None:
+def create_tokenizer(config: PrepareConfig, files: Sequence[Path], folder: Path) -> None:
     """Make the tokenizer of the config and save it in `folder`."""
-    texts = partial(documents, config)
+    texts = partial(documents, config, files)
     if config.tokenizer == "bpe":
-        texts = partial(sample_texts, config, config.sample_bytes)
+        texts = partial(sample_texts, config, files, config.sample_bytes)
     tokenizer = make_tokenizer(config.tokenizer, config.vocab_size, texts)
     tokenizer.save(folder)
 

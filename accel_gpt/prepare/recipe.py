@@ -16,9 +16,8 @@ from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.sources import is_url
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, UserError, require
-from accel_gpt.prepare.documents import expected_bytes
 from accel_gpt.prepare.shard_writer import UNRECORDED
-from accel_gpt.prepare.sources import describe_source
+from accel_gpt.prepare.sources import select, source_fingerprint
 
 # Not `workers`; not `skip_invalid`: a folder that can be made without it is the same with it, and a
 # preparation that stopped at an invalid byte resumes with it.
@@ -40,16 +39,6 @@ def recorded_path(path: str | None) -> str | None:
     if query:
         query = f"sha256={hashlib.sha256(query.encode()).hexdigest()}"
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query=query).geturl()
-
-
-def source_fingerprint(config: PrepareConfig, *, times: bool = True) -> str:
-    """Return a hash that changes with the source; empty for standard input, which is read once.
-
-    Without `times`, a copy of the files has the same one. Raises `UserError` when the source does
-    not exist.
-    """
-    expected_bytes(config)
-    return describe_source(config, times)
 
 
 def other_settings(made: Mapping[str, Any], requested: Mapping[str, Any]) -> list[str]:
@@ -132,6 +121,6 @@ def text_changed(config: PrepareConfig, prepared: str | None) -> bool:
     if not prepared or is_url(str(config.path)):
         return False
     try:
-        return describe_source(config, times=False) != prepared
+        return source_fingerprint(config, select(config).files, times=False) != prepared
     except (AccelGPTError, OSError):
         return False

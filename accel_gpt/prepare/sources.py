@@ -15,7 +15,7 @@ import re
 import sysconfig
 import types
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -64,52 +64,50 @@ def check_source(config: PrepareConfig) -> None:
     )
 
 
-def list_source(config: PrepareConfig) -> list[Path]:
-    """List the local files of a source; a URL is downloaded first.
-
-    Raises `UserError` if all are empty.
-    """
-    if config.source == "stdlib":
-        return stdlib_files()
-    found = select(config).files
-    require(
-        any(path.stat().st_size for path in found),
-        f"data.prepare.path is {config.path}, which holds no text: {found[0]} is empty; expected "
-        "a file with text in it",
-    )
-    return found
-
-
 def select(config: PrepareConfig) -> "Selection":
-    """Choose the files of a source with a path; a URL is downloaded first."""
-    assert config.source is not None
-    assert config.path is not None
-    found = None
-    if is_url(config.path):
-        found = [download_text(config.path)]
-    elif config.source == "arrow":
-        found = saved_files(config.path, config.dataset_split)
-    if found is None:
-        return select_files(config.path, config.source)
-    return Selection(path=config.path, source=config.source, files=found)
+    """Choose the files of a source; a URL is downloaded first.
 
-
-def describe_source(config: PrepareConfig, times: bool = True) -> str:
-    """Return a fingerprint (SHA-256 in hex) of a source; empty for standard input.
-
-    For files it covers names, sizes and, with `times`, times of change; for a download URL and
-    size; for a data set its id.
+    A data set and standard input have no files. Raises `UserError` if all files are empty.
     """
     check_source(config)
+    assert config.source is not None
+    path = str(config.path)
+    if config.source == "dataset" or path == "-":
+        return Selection(path=path, source=config.source, files=[])
+    if config.source == "stdlib":
+        return Selection(path=path, source=config.source, files=stdlib_files())
+    saved: list[Path] | None = None
+    if is_url(path):
+        saved = [download_text(path)]
+    elif config.source == "arrow":
+        saved = saved_files(path, config.dataset_split)
+    if saved is None:
+        selection = select_files(path, config.source)
+    else:
+        selection = Selection(path=path, source=config.source, files=saved)
+    require(
+        any(file.stat().st_size for file in selection.files),
+        f"data.prepare.path is {path}, which holds no text: {selection.files[0]} is empty; "
+        "expected a file with text in it",
+    )
+    return selection
+
+
+def source_fingerprint(config: PrepareConfig, files: Sequence[Path], times: bool = True) -> str:
+    """Return a SHA-256 in hex that changes with the source; empty for standard input.
+
+    For files it covers names, sizes and, with `times`, times of change: without them, a copy of the
+    files has the same one. For a download it covers URL and size; for a data set its id.
+    """
     if config.path == "-":
         return ""
     seen: list[object] = []
     if config.source == "dataset":
         seen = [config.dataset, config.dataset_config, config.dataset_split]
     elif config.path is not None and is_url(config.path):
-        seen = [config.path, *(path.stat().st_size for path in list_source(config))]
+        seen = [config.path, *(path.stat().st_size for path in files)]
     else:
-        paths = [path.absolute() for path in list_source(config)]
+        paths = [path.absolute() for path in files]
         root = os.path.commonpath([path.parent for path in paths])
         for path in paths:
             status = path.stat()

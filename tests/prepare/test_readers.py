@@ -17,9 +17,10 @@ import pytest
 
 from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.prepare.documents import Position, documents, sample_texts, split_pieces
+from accel_gpt.prepare.documents import Position
 from accel_gpt.prepare.readers import Row, Skipped, json_lines
 from accel_gpt.prepare.sources import guess_source
+from tests.helpers.texts import read_pieces, read_sample, read_texts
 
 ROWS = ["one", None, "", "two\nlines", "é 👍"]
 KEPT = ["one", "two\nlines", "é 👍"]
@@ -30,13 +31,13 @@ def asked(path: Path, source: SourceKind, **more: Any) -> PrepareConfig:
 
 
 def read(path: Path, source: SourceKind, **more: Any) -> list[str]:
-    return list(documents(asked(path, source, **more)))
+    return list(read_texts(asked(path, source, **more)))
 
 
 def after_skips(path: Path, source: SourceKind) -> tuple[list[str], int]:
     """The texts, in order, and how many things were skipped."""
     skipped = Skipped(allowed=True)
-    found = split_pieces(asked(path, source, skip_invalid=True), True, skipped=skipped)
+    found = read_pieces(asked(path, source, skip_invalid=True), True, skipped=skipped)
     return [piece.text for piece in found], skipped.count
 
 
@@ -135,14 +136,14 @@ def test_compressed_text_is_read_as_plain_text_is(
     for path, data in ((plain, text.encode()), (packed, compress(text.encode(), ending))):
         path.parent.mkdir()
         path.write_bytes(data)
-    expected = list(split_pieces(asked(plain, "text"), True))
+    expected = list(read_pieces(asked(plain, "text"), True))
     config = PrepareConfig(source=guess_source(str(packed.parent)), path=str(packed.parent))
     assert config.source == "text"
-    assert list(split_pieces(config, True)) == expected
-    assert list(split_pieces(config, True, expected[20].after)) == expected[21:]
+    assert list(read_pieces(config, True)) == expected
+    assert list(read_pieces(config, True, expected[20].after)) == expected[21:]
     packed.write_bytes(packed.read_bytes()[:-9])
     with pytest.raises(DataError, match=rf"x\.txt{ending} cannot be read as text, or not to its"):
-        list(split_pieces(config, True))
+        list(read_pieces(config, True))
 
 
 # --------------------------------------------------------------------------- Parquet, Arrow
@@ -188,7 +189,7 @@ def test_columns_of_text_are_read(tmp_path: Path, kind: str, column: pa.DataType
         read(path, source, text_field="n")
     with pytest.raises(DataError, match=r"column other of .* holds list.*; expected text"):
         read(path, source, text_field="other")
-    assert list(sample_texts(asked(path, source, text_field="body"), 10**6)) == KEPT
+    assert list(read_sample(asked(path, source, text_field="body"), 10**6)) == KEPT
 
 
 def test_only_the_row_groups_and_the_column_asked_for_are_read(
@@ -205,7 +206,7 @@ def test_only_the_row_groups_and_the_column_asked_for_are_read(
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", spy)
     config = asked(tmp_path / "x.parquet", "parquet")
-    assert [p.text for p in split_pieces(config, True, Position(0, 7))] == [
+    assert [p.text for p in read_pieces(config, True, Position(0, 7))] == [
         "row 7",
         "row 8",
         "row 9",
@@ -245,9 +246,9 @@ def test_flipped_bytes_never_kill_the_process(tmp_path: Path) -> None:
     whole = path.read_bytes()
     offset = whole.index(b"\x09\x00\x00\x00\x12\x00\x00\x00")  # where the second row begins, ends
     path.write_bytes(whole[:offset] + b"\xff\xff\xff\x7f" + whole[offset + 4 :])
-    code = "from accel_gpt.prepare.documents import documents\n"
+    code = "from tests.helpers.texts import read_texts\n"
     code += "from accel_gpt.config.data import PrepareConfig\n"
-    code += f"list(documents(PrepareConfig(source='arrow', path={str(path)!r})))"
+    code += f"list(read_texts(PrepareConfig(source='arrow', path={str(path)!r})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "cannot be read as arrow" in done.stderr
@@ -273,13 +274,13 @@ PEAK = """
 import sys
 from pathlib import Path
 import pyarrow.parquet, pyarrow.ipc
-from accel_gpt.prepare.documents import split_pieces
 from accel_gpt.config.data import PrepareConfig
+from tests.helpers.texts import read_pieces
 def memory_mb():  # without the pages of files
     return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1000
 for source in ("text", "jsonl", "parquet", "arrow"):
     before, most, total = memory_mb(), 0, 0
-    for i, piece in enumerate(split_pieces(PrepareConfig(source=source, path=sys.argv[1]), True)):
+    for i, piece in enumerate(read_pieces(PrepareConfig(source=source, path=sys.argv[1]))):
         most = most if i % 20 else max(most, memory_mb())
         total += len(piece.text)
     print(total, most - before)

@@ -30,12 +30,8 @@ from accel_gpt.errors import DataError, UserError
 from accel_gpt.prepare.documents import (
     Piece,
     Position,
-    documents,
-    expected_bytes,
-    sample_texts,
     split_by_hash,
     split_hash,
-    split_pieces,
 )
 from accel_gpt.prepare.pieces import pieces
 from accel_gpt.prepare.prepare import prepare
@@ -43,16 +39,16 @@ from accel_gpt.prepare.readers import Skipped
 from accel_gpt.prepare.sources import (
     DATA_ENDINGS,
     TEXT_ENDINGS,
-    describe_source,
     guess_source,
     select_files,
     stdlib_files,
 )
 from tests.helpers.hub_server import HubServer, environment
+from tests.helpers.texts import fingerprint, read_pieces, read_sample, read_texts, text_bytes
 
 
 def read(path: object, source: SourceKind = "text", **more: Any) -> list[str]:
-    return list(documents(PrepareConfig(source=source, path=str(path), **more)))
+    return list(read_texts(PrepareConfig(source=source, path=str(path), **more)))
 
 
 def key_of(text: str) -> bytes:
@@ -71,7 +67,7 @@ def tree(tmp_path: Path) -> Path:
 def test_a_folder_gives_its_text_files_in_order(tree: Path) -> None:
     assert read(tree) == ["a/b/c.py", "a/z.md", "a.TXT", "b.txt", "odd.log"]
     config = PrepareConfig(source="text", path=str(tree))
-    assert expected_bytes(config) == sum(map(len, read(tree)))
+    assert text_bytes(config) == sum(map(len, read(tree)))
     assert read(tree / "odd.log") == ["odd.log"]
     assert read(tree / "*.[ltp]*") == ["b.txt", "odd.log"]
     assert read(tree / "**/*.py") == ["a/b/c.py"]
@@ -95,7 +91,7 @@ def test_what_is_not_there_is_named(tree: Path) -> None:
         with pytest.raises(UserError, match=problem):
             read(tree / name)
     with pytest.raises(UserError, match=r"data\.prepare\.source is not set"):
-        documents(PrepareConfig())
+        read_texts(PrepareConfig())
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
@@ -114,11 +110,11 @@ def test_the_library_is_read_without_tests(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("" if name == "empty.py" else f"# {name}\n")
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
-    texts = list(documents(PrepareConfig(source="stdlib")))
+    texts = list(read_texts(PrepareConfig(source="stdlib")))
     assert texts == ["# a/x.py\n", "# b.py\n"]
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path / "none"))
     with pytest.raises(UserError, match="no library sources"):
-        list(documents(PrepareConfig(source="stdlib")))
+        list(read_texts(PrepareConfig(source="stdlib")))
 
 
 # --------------------------------------------------------------------------- network
@@ -194,12 +190,12 @@ def test_a_hub_data_set_is_streamed_by_its_id(monkeypatch: pytest.MonkeyPatch) -
     config = PrepareConfig(
         source="dataset", dataset="me/data", dataset_config="10BT", dataset_split="validation"
     )
-    assert list(documents(config)) == ["a", "b"]
+    assert list(read_texts(config)) == ["a", "b"]
     assert asked == [(("me/data", "10BT"), {"split": "validation", "streaming": True})]
 
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match="pip install datasets"):
-        list(documents(config))
+        list(read_texts(config))
 
 
 class GatedRepoError(Exception):
@@ -241,7 +237,7 @@ def test_what_the_hub_refuses_is_told_with_the_remedy(
     monkeypatch.setattr("datasets.load_dataset", load)
     config = PrepareConfig(source="dataset", dataset="me/data")
     with pytest.raises(UserError, match=message) as raised:
-        list(split_pieces(config, True))
+        list(read_pieces(config, True))
     assert raised.value.exit_code == 2
 
 
@@ -250,10 +246,10 @@ def test_rows_of_the_hub_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: iter(rows))
     config = PrepareConfig(source="dataset", dataset="me/data")
     with pytest.raises(DataError, match="row 2 of data set me/data has 3 in column text"):
-        list(documents(config))
-    assert list(documents(replace(config, skip_invalid=True))) == ["a", "b"]
+        list(read_texts(config))
+    assert list(read_texts(replace(config, skip_invalid=True))) == ["a", "b"]
     with pytest.raises(UserError, match=r"'body', which data set me/data .*columns: text, n"):
-        list(documents(replace(config, text_field="body")))
+        list(read_texts(replace(config, text_field="body")))
 
 
 def rows_file(number: int) -> bytes:
@@ -314,13 +310,13 @@ def test_reading_a_hub_data_set_goes_on_after_any_row(monkeypatch: pytest.Monkey
     monkeypatch.setattr("datasets.load_dataset", load)
     config = PrepareConfig(source="dataset", dataset="me/data")
     check_resume(config)
-    whole = list(split_pieces(config, True))
+    whole = list(read_pieces(config, True))
     assert "".join(piece.text for piece in whole) == "".join(texts)
     state = whole[-2].after.state
     assert state is not None
     assert state["row"] == 18
     texts[:7] = ["of another shard"] * 7  # the first shard is not read again
-    last = list(split_pieces(config, True, whole[-2].after))
+    last = list(read_pieces(config, True, whole[-2].after))
     assert [piece.text for piece in last] == [whole[-1].text]
 
 
@@ -328,7 +324,7 @@ def test_reading_a_hub_data_set_goes_on_after_any_row(monkeypatch: pytest.Monkey
 
 
 def splits(config: PrepareConfig) -> list[tuple[str, str]]:
-    return [(piece.split, piece.text) for piece in split_pieces(config, False)]
+    return [(piece.split, piece.text) for piece in read_pieces(config, False)]
 
 
 def test_few_texts_are_parted_at_their_end(tmp_path: Path) -> None:
@@ -337,7 +333,7 @@ def test_few_texts_are_parted_at_their_end(tmp_path: Path) -> None:
     config = PrepareConfig(source="text", path=str(tmp_path), val_fraction=0.1)
     parted = [("train", "abcdefghij" * 9), ("val", "abcdefghij"), ("train", "é" * 6), ("val", "é")]
     assert splits(config) == parted
-    keys = [piece.key for piece in split_pieces(config, False)]
+    keys = [piece.key for piece in read_pieces(config, False)]
     assert keys == [key_of(text) for _, text in parted]
 
 
@@ -370,13 +366,13 @@ def test_long_documents_are_cut_only_where_allowed(
     (tmp_path / "a.txt").write_text(head + tail)
     config = PrepareConfig(source="text", path=str(tmp_path))
     train, val = key_of(head), key_of(tail)
-    assert list(split_pieces(config, True)) == [
+    assert list(read_pieces(config, True)) == [
         Piece("train", "line one\nline two\n", True, False, train, Position(0, 18)),
         Piece("train", "line three\n", False, False, train, Position(0, 29)),
         Piece("train", "xxx", False, True, train, Position(0, 32)),
         Piece("val", "xxxx", True, True, val, Position(0, 36)),
     ]
-    assert [len(piece.text) for piece in split_pieces(config, False)] == [32, 4]
+    assert [len(piece.text) for piece in read_pieces(config, False)] == [32, 4]
 
 
 # --------------------------------------------------------------------------- positions
@@ -410,13 +406,13 @@ FILES: tuple[SourceKind, ...] = ("text", "jsonl", "parquet", "arrow")
 
 def read_from(config: PrepareConfig, start: Position) -> list[Piece]:
     """The pieces after a position, without states of `datasets`, which differ for one place."""
-    found = split_pieces(config, True, start)
+    found = read_pieces(config, True, start)
     return [piece._replace(after=piece.after._replace(state=None)) for piece in found]
 
 
 def check_resume(config: PrepareConfig) -> None:
     """Reading goes on after any piece exactly where it was."""
-    whole = list(split_pieces(config, True))
+    whole = list(read_pieces(config, True))
     places = [piece.after[:3] for piece in whole]
     assert places == sorted(set(places))
     assert len(whole) > 1
@@ -440,7 +436,7 @@ def test_reading_goes_on_after_any_piece(
     monkeypatch.setattr("accel_gpt.prepare.readers.CHUNK_BYTES", 7)
     config = make(tmp_path / "made", source, count)
     check_resume(config)
-    pieces = list(split_pieces(config, True))
+    pieces = list(read_pieces(config, True))
     assert not all(p.first and p.last for p in pieces)
     assert {p.split for p in pieces} == {"train", "val"} or few == 2
 
@@ -461,7 +457,7 @@ def test_standard_input_is_read_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
     def read_stdin(source: SourceKind, data: str, *start: Any) -> list[Piece]:
         monkeypatch.setattr("sys.stdin", Input(data.encode()))
         config = PrepareConfig(source=source, path="-", val_fraction=0.2)
-        return list(split_pieces(config, True, *start))
+        return list(read_pieces(config, True, *start))
 
     text = "".join(f"line {i} of the text\n" for i in range(20))
     lines = "".join(json.dumps({"text": t}) + "\n" for t in (text, "short", "", "b" * 40))
@@ -478,13 +474,13 @@ def test_standard_input_is_read_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_standard_input_is_read_once_and_as_lines_only() -> None:
     config = PrepareConfig(source="text", path="-", tokenizer="bpe")
-    for read_first in (documents, lambda c: sample_texts(c, 10)):
+    for read_first in (read_texts, lambda c: read_sample(c, 10)):
         with pytest.raises(UserError, match=r"standard input can be read only once .* bpe is made"):
             list(read_first(config))
     with pytest.raises(UserError, match="parquet, which cannot be read from standard input"):
-        split_pieces(replace(config, source="parquet"), True)
-    assert expected_bytes(config) is None
-    assert describe_source(config) == ""
+        read_pieces(replace(config, source="parquet"), True)
+    assert text_bytes(config) is None
+    assert fingerprint(config) == ""
 
 
 # --------------------------------------------------------------------------- samples, names, skips
@@ -502,36 +498,36 @@ def test_a_sample_is_spread_over_the_source(tmp_path: Path, source: SourceKind) 
         pq.write_table(pa.table({"text": words}), place, compression="none", use_dictionary=False)
     config = PrepareConfig(source=source, path=str(place))
     size = 50_000
-    sample = list(sample_texts(config, size))
+    sample = list(read_sample(config, size))
     expected = size if source != "parquet" else size / 3
     assert expected * 0.7 < sum(len(t.encode()) for t in sample) < expected * 1.3
     taken = [int(n) for n in re.findall(r"\d{5}", " ".join(sample))]
     assert all(any(low <= n < low + 500 for n in taken) for low in range(0, 2000, 500))
     assert taken == sorted(set(taken))
-    assert list(sample_texts(config, size)) == sample
-    assert "".join(sample_texts(config, 10**7)) == "".join(documents(config))
+    assert list(read_sample(config, size)) == sample
+    assert "".join(read_sample(config, 10**7)) == "".join(read_texts(config))
 
 
 def test_a_sample_of_unknown_amount_is_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = ({"text": f"{i:03d} and more"} for i in range(1000))
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: rows)
-    sample = list(sample_texts(PrepareConfig(source="dataset", dataset="me/data"), 120))
+    sample = list(read_sample(PrepareConfig(source="dataset", dataset="me/data"), 120))
     assert sample == [f"{i:03d} and more" for i in range(10)]
 
 
 def test_a_fingerprint_tells_what_is_read(tree: Path) -> None:
     config = PrepareConfig(source="text", path=str(tree))
-    seen = {describe_source(config)}
-    assert seen == {describe_source(config)}
+    seen = {fingerprint(config)}
+    assert seen == {fingerprint(config)}
     os.utime(tree / "b.txt", ns=(1, 1))
-    seen.add(describe_source(config))
+    seen.add(fingerprint(config))
     (tree / "b.txt").rename(tree / "c.txt")
-    seen.add(describe_source(config))
+    seen.add(fingerprint(config))
     (tree / "c.txt").write_text("others")
     os.utime(tree / "c.txt", ns=(1, 1))
-    seen.add(describe_source(config))
+    seen.add(fingerprint(config))
     hub = PrepareConfig(source="dataset", dataset="me/data")
-    seen |= {describe_source(hub), describe_source(replace(hub, dataset_config="10BT"))}
+    seen |= {fingerprint(hub), fingerprint(replace(hub, dataset_config="10BT"))}
     assert len(seen) == 6
     assert all(len(one) == 64 for one in seen)
 
@@ -646,14 +642,14 @@ def test_what_cannot_be_decoded_is_skipped_and_counted(
     (tmp_path / "c.txt").write_bytes(b"\xc3")
     config = PrepareConfig(source="text", path=str(tmp_path), skip_invalid=True)
     skipped = Skipped(allowed=True)
-    found = list(split_pieces(config, True, skipped=skipped))
-    assert "".join(p.text for p in found) == "".join(documents(config)) == "fine"
+    found = list(read_pieces(config, True, skipped=skipped))
+    assert "".join(p.text for p in found) == "".join(read_texts(config)) == "fine"
     assert skipped.count == 2
     printed = capsys.readouterr().err
     assert printed.count("skipped (") == 1
     assert "a.txt is not UTF-8: byte 0xff at offset 45" in printed
     with pytest.raises(DataError, match=r"a\.txt is not UTF-8"):
-        list(split_pieces(replace(config, skip_invalid=False), True))
+        list(read_pieces(replace(config, skip_invalid=False), True))
 
 
 def test_an_empty_file_is_an_error_only_when_alone(tmp_path: Path) -> None:

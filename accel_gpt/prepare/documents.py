@@ -281,12 +281,13 @@ def stdin_rows(config: PrepareConfig, first: int, skipped: Skipped) -> Iterator[
 def document_pieces(config: PrepareConfig, cut_long: bool, file: int, row: Row) -> list[Piece]:
     """Cut a row into pieces. A piece of standard input is cut near its end, as a text file is."""
     text = line_ends(config, clean(row.text))
+    parts: list[tuple[str | None, str]]
     if config.source == "text":
         cut = int(len(text) * (1 - config.val_fraction))
         parts = [("train", text[:cut]), ("val", text[cut:])]
         cut_long = False
     else:
-        parts = [("", text)]  # the hash decides
+        parts = [(None, text)]  # the hash decides
     found: list[Piece] = []
     for split, part in parts:
         if not part:

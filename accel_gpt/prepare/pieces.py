@@ -20,26 +20,30 @@ LONGEST = 1 << 28  # characters that cannot be cut; assumption: longer is no tex
 
 
 def pieces(chunks: Iterable[str], size: int, name: object = None) -> Iterator[str]:
-    """Cut the text that `chunks` add up to into pieces of `size` to twice `size` characters, where
-    it can be cut; the chunks themselves make no difference.
+    """Cut a text into pieces of `size` to twice `size` characters, if it can be cut there.
 
-    With the `name` of the text, `DataError` for `LONGEST` characters that cannot be cut.
+    The text is what `chunks` add up to; where they end makes no difference. With the `name` of the
+    text, raises `DataError` for `LONGEST` characters that cannot be cut.
     """
     held: list[str] = []
-    length, enough = 0, size
+    length = 0
+    enough = size
     for chunk in chain(chunks, (None,)):
         if chunk is not None:
             held.append(chunk)
             length += len(chunk)
             if length <= enough:
                 continue
-        text, start = "".join(held), 0
+        text = "".join(held)
+        start = 0
         while len(text) - start > size and (cut := find_cut(text, start, size)):
             yield text[start:cut]
             start = cut
         held = [text[start:]]
         length = len(held[0])
-        enough = 2 * length if length > size else size  # or searching would take quadratic time
+        enough = size
+        if length > size:
+            enough = 2 * length  # or searching would take quadratic time
         if name is not None and length > LONGEST:
             raise DataError(
                 f"{name} has {length:,} characters without a line end or a space between words; "
@@ -49,11 +53,15 @@ def pieces(chunks: Iterable[str], size: int, name: object = None) -> Iterator[st
 
 
 def find_cut(text: str, start: int, size: int) -> int:
-    """Where the piece that begins at `start` ends; 0 when `text` does not reach that far.
+    """Return where the piece that begins at `start` ends; 0 if `text` does not reach that far.
 
     It is after the first line end between two non-spaces in the second `size` characters; if there
     is none, then at the next such line end or other `CUT`.
     """
-    begin, end = start + size - 1, start + 2 * size
-    found = LINE.search(text, begin, end) or CUT.search(text, end - 1)
-    return found.end() + bool(LINE.match(text, found.end() - 1)) if found else 0
+    end = start + 2 * size
+    found = LINE.search(text, start + size - 1, end) or CUT.search(text, end - 1)
+    if found is None:
+        return 0
+    if LINE.match(text, found.end() - 1):
+        return found.end() + 1  # after the line end
+    return found.end()

@@ -136,7 +136,7 @@ def read_split(
     tokens = 0
     largest = -1
     for number, shard in enumerate(split.shards):
-        path = split.folder / shard.name
+        path = split.path(number)
         try:
             largest_here = count_tokens(split, number, counts, progress)
             verdict = "unknown"

@@ -179,8 +179,7 @@ class Mixture:
     def file_of(self, located: Located, row: int) -> tuple[Path, int]:
         """Return the file of sequence number `row`, and the index of its first token there."""
         split = self.sources[int(located.source[row])].split
-        shard = split.shards[int(located.shard[row])]
-        return split.folder / shard.name, int(located.first[row])
+        return split.path(int(located.shard[row])), int(located.first[row])
 
     def counts(self, k: int) -> list[int]:
         """(M,) sequences that each source has given when `k` sequences of the run are done."""

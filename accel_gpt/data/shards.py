@@ -97,6 +97,11 @@ class Split:
         """Tokens in all shards."""
         return int(self.lengths.sum())
 
+    def path(self, number: int) -> Path:
+        """Return the file of a shard: in the cache, if the split is remote."""
+        name = self.shards[number].name
+        return self.remote.shard_path(name) if self.remote else self.folder / name
+
     def read(self, shard: int, start: int, length: int) -> Tokens:
         """Tokens `start` to `start + length` of a shard; see `read_many`."""
         assert 0 <= start <= start + length <= self.shards[shard].tokens
@@ -127,12 +132,11 @@ class Split:
                         found += more
                 except OSError as error:
                     raise DataError(
-                        f"shard {self.folder / one.name} cannot be read: {error.strerror}; "
-                        "restore it"
+                        f"shard {self.path(number)} cannot be read: {error.strerror}; restore it"
                     ) from None
                 if found != row.nbytes:
                     raise DataError(
-                        f"shard {self.folder / one.name} was cut short while it was being read; "
+                        f"shard {self.path(number)} was cut short while it was being read; "
                         "restore it and launch again"
                     )
         return tokens
@@ -140,7 +144,7 @@ class Split:
     def open(self, number: int) -> None:
         """Open a shard's file, checking its header the first time; of many, close the oldest."""
         shard = self.shards[number]
-        path = self.remote.fetch(shard.name) if self.remote else self.folder / shard.name
+        path = self.remote.fetch(shard.name) if self.remote else self.path(number)
         if shard.name.endswith(".npy") and number not in self.checked:
             dtype, tokens, _ = npy_header(path)
             if (dtype.itemsize, tokens) != (self.dtype.itemsize, shard.tokens):

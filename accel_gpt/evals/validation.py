@@ -148,7 +148,7 @@ def evaluate_source(
     def read(number: int) -> tuple[npt.NDArray[np.integer], int]:
         shard, start = positions[number].tolist()
         tokens = read_sequence(split, shard, start, block_size)
-        file = split.folder / split.shards[shard].name
+        file = split.path(shard)
         check_tokens(tokens[None], model.vocab_size, lambda _: (file, start))
         return tokens, len(tokens) - 1
 

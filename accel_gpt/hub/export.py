@@ -258,7 +258,7 @@ def read_val_tokens(path: str, length: int, vocab_size: int) -> tuple[Tensor, st
     shards = np.zeros(COMPARED_SEQUENCES, dtype=np.int64)
     starts = np.array([0, size - length])
     tokens = split.read_many(shards, starts, length)
-    file = split.folder / split.shards[0].name
+    file = split.path(0)
     check_tokens(tokens, vocab_size, lambda row: (file, int(starts[row])))
     description = f"{COMPARED_SEQUENCES} sequences of {length} val tokens of {path}"
     return torch.from_numpy(tokens.astype(np.int64)), description

@@ -33,7 +33,7 @@ class PrepareConfig(
     dataset: str | None = option(
         None,
         "Id of a Hub dataset, for source dataset. It is streamed, never downloaded whole.",
-        published="dataset",
+        published="name",
     )
     dataset_config: str | None = option(
         None,

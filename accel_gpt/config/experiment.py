@@ -256,7 +256,7 @@ class EvalConfig(Section, prefix="eval.", published=True):
         "dataset such as Rowan/hellaswag. null: do not.",
         resume="free",
         per_machine=True,
-        published="dataset",
+        published="name",
     )
     hellaswag_limit: int | None = option(
         None,

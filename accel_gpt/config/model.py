@@ -42,7 +42,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         per_machine=True,
         inherited="never",
         matched=False,
-        published="model",
+        published="name",
     )
     n_layer: int = option(
         12,

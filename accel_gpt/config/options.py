@@ -21,7 +21,7 @@ from accel_gpt.errors import require
 
 Resume = Literal["free", "start", "ask", "refuse"]
 Inherited = Literal["always", "default", "never"]
-Published = bool | Literal["name", "dataset", "model"]
+Published = bool | Literal["name"]
 Groups = tuple[tuple[str, ...], ...]
 REQUIRED: Any = dataclasses.MISSING  # the default of an option that must be given
 LONGEST_SECONDS = 1000 * 86_400.0  # of a time limit: 1,000 days
@@ -63,8 +63,8 @@ class Option:
     """It takes effect with this optim.name only, and may be set with no other."""
     published: Published | None = None
     """What of the value a model card shows. True: a number, a switch or one of the choices that its
-    type lists. name: also the last part of a path. dataset, model: also the id of a data set or a
-    model on the Hub. False: nothing. None: as the section says."""
+    type lists. name: also the last part of a path, URL or id. False: nothing. None: as the section
+    says."""
 
     def problem(self, value: object) -> str | None:
         """Return the bound that a number breaks, as `it must be above 0`, or None."""

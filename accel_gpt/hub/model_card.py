@@ -24,14 +24,11 @@ from accel_gpt.data.sources import is_url, trained_sources
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.hub.public import (
-    hub_dataset,
-    hub_model,
-    initial_model_name,
     public_config,
-    public_launch,
     public_name,
     public_records,
     public_source,
+    public_versions,
 )
 from accel_gpt.report.plots import loss_curves, short
 from accel_gpt.training.checkpoint import read_shape, read_state
@@ -103,10 +100,8 @@ def values_of_model(checkpoint: Path, state: TrainState) -> dict[str, Any]:
     model, vocab_size = read_shape(checkpoint)
     parameters = parameter_counts(model, vocab_size)
     init_from = state.config.get("model.init_from", "scratch")
-    scratch = init_from == "scratch"
     return {
-        "init_name": None if scratch else initial_model_name(init_from) or "another model",
-        "base_model": None if scratch else hub_model(init_from),
+        "init_name": None if init_from == "scratch" else public_name(init_from),
         "model": model,
         "vocab_size": vocab_size,
         "parameters": parameters,
@@ -119,21 +114,18 @@ def values_of_run(run: RunFolder, state: TrainState) -> dict[str, Any]:
     """Return the values of the template that describe the run up to the checkpoint."""
     config = public_config(state.config)
     sources = sources_of(state)
-    hub_ids = list(dict.fromkeys(source["hub_id"] for source in sources if source.get("hub_id")))
-    data_name = " + ".join(source.get("hub_id") or source["name"] for source in sources)
+    data_name = " + ".join(source["name"] for source in sources)
     launches = launches_before(run, state.step)
     launch = launches[-1] if launches else {}
-    devices = [f"{one['processes']} x {one['device']}" for one in launches if one["device"]]
+    devices = [f"{one.get('processes')} x {one['device']}" for one in launches if one.get("device")]
     settings = to_nested(changed_keys(config))
     return {
         "plan": plan_of(state),
         "config": config,
         "yaml": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip(),
         "sources": sources,
-        "hub_ids": hub_ids,
         "data_name": data_name,
-        # the Hub accepts only an id here
-        "data_type": hub_ids[0] if hub_ids else re.sub(r"[^\w.-]+", "-", data_name),
+        "data_type": re.sub(r"[^\w.-]+", "-", data_name),  # the Hub accepts only an id here
         "samples": newest_samples(run, state.step),
         "launch": launch,
         "hardware": "; then ".join(dict.fromkeys(devices)),
@@ -142,9 +134,9 @@ def values_of_run(run: RunFolder, state: TrainState) -> dict[str, Any]:
 
 
 def launches_before(run: RunFolder, step: int) -> list[dict[str, Any]]:
-    """Return what is public of the launches that led to the checkpoint of a step."""
+    """Return the launches that led to the checkpoint of a step, with public versions."""
     return [
-        public_launch(launch)
+        {**launch, "versions": public_versions(launch.get("versions") or {})}
         for index, launch in enumerate(run.launches)
         if index == 0 or number(launch.get("step")) < step
     ]
@@ -168,59 +160,39 @@ def newest_samples(run: RunFolder, last_step: int) -> list[tuple[int, str]]:
 
 
 def sources_of(state: TrainState) -> list[dict[str, Any]]:
-    """Return the sources of the data: public name, share of the sequences, Hub id and tokens.
+    """Return the sources of the data: public name, share of the sequences, and tokens.
 
-    Hub id and tokens are there only if the folder of the source is, unchanged.
+    The tokens are there only if the folder of the source is, unchanged.
     """
     train = state.config.get("data.train")
     paths = [source.get("path") for source in train] if isinstance(train, list) else [train]
-    folders = dict(read_folder(str(path)) for path in paths)
+    tokens = dict(tokens_of_folder(str(path)) for path in paths)
     recorded = trained_sources(vars(state))
     total = sum(source.weight for source in recorded)
     sources = [
         {
             "name": public_source(source.name),
             "share": source.weight / total,
-            **folders.get(source.fingerprint, {}),
+            **tokens.get(source.fingerprint, {}),
         }
         for source in recorded
     ]
     if len(sources) == 1:
-        sources[0]["name"] = public_name(str(paths[0] or "")) or "data"
-        if "hub_id" not in sources[0]:
-            sources[0]["hub_id"] = configured_hub_id(paths[0], state.config)
+        sources[0]["name"] = public_name(str(paths[0] or ""))
     return sources
 
 
-def configured_hub_id(path: Any, config: Mapping[str, Any]) -> str | None:
-    """Return the Hub data set that the path or the preparation in a config names, if any."""
-    prepare = {key: config.get(f"data.prepare.{key}") for key in ("source", "path", "dataset")}
-    return hub_id_of({"path": path}) or hub_id_of(prepare)
-
-
-def hub_id_of(prepared: Mapping[str, Any]) -> str | None:
-    """Return the Hub data set that data was prepared from, if any."""
-    if prepared.get("source") == "dataset":
-        return hub_dataset(str(prepared.get("dataset")))
-    path = str(prepared.get("path"))
-    return hub_dataset(path) if path.startswith("hf://") else None
-
-
-def read_folder(path: str) -> tuple[str, dict[str, Any]]:
-    """Return fingerprint, Hub id and tokens of a data folder; ("", {}) if it is not a local one."""
+def tokens_of_folder(path: str) -> tuple[str, dict[str, Any]]:
+    """Return fingerprint and tokens of a data folder; ("", {}) if it is not a local one."""
     try:
         if is_url(path) or not (Path(path) / INDEX).is_file():
             return "", {}
         train = open_split(path, "train")
-        index = read_index(Path(path))
-        val = open_split(path, "val") if index.splits.get("val") else None
+        has_val = read_index(Path(path)).splits.get("val")
+        val_tokens = open_split(path, "val").tokens if has_val else None
     except (UserError, OSError):
         return "", {}
-    return train.fingerprint, {
-        "hub_id": hub_id_of(index.prepared),
-        "train_tokens": train.tokens,
-        "val_tokens": val.tokens if val else None,
-    }
+    return train.fingerprint, {"train_tokens": train.tokens, "val_tokens": val_tokens}
 
 
 def usable_prompt(tokenizer: Tokenizer) -> str:

@@ -20,13 +20,7 @@ from accel_gpt.data.sources import TrainedSource
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
 from accel_gpt.hub import model_card
 from accel_gpt.hub.model_card import usable_prompt, write_card
-from accel_gpt.hub.public import (
-    copy_state,
-    hub_dataset,
-    public_metric,
-    public_name,
-    write_logs,
-)
+from accel_gpt.hub.public import copy_state, public_name, public_source, write_logs
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.state import TrainState
 from tests.conftest import tiny
@@ -275,18 +269,16 @@ def test_a_checkpoint_without_its_run_shows_what_it_can(make: Make, tmp_path: Pa
     assert not (tmp_path / "card" / "loss.png").exists()
 
 
-def test_hub_data_sets_are_linked_and_folders_are_not(make: Make, tmp_path: Path) -> None:
+def test_a_data_set_and_a_model_of_the_hub_are_named_by_their_last_parts(
+    make: Make, tmp_path: Path
+) -> None:
     hub = {"data.prepare.source": "dataset", "data.prepare.dataset": "roneneldan/TinyStories"}
-    write(make({"data.train": "data/stories", **hub}), tmp_path / "card")
-    card = ModelCard.load(tmp_path / "card" / "README.md")
-    assert card.data.datasets == ["roneneldan/TinyStories"]
-    assert "(https://huggingface.co/datasets/roneneldan/TinyStories)" in card.text
-    assert "TinyStories" in yaml.safe_load(config_in(card.text))["data"]["prepare"]["dataset"]
-    (tmp_path / "data" / "own").mkdir(parents=True)
-    assert hub_dataset("hf://datasets/a/b@main/folder") == "a/b"
-    assert hub_dataset("a/b") == "a/b"
-    own = (str(tmp_path / "data/own"), "/a/b", "./a/b", "~/b", "a")
-    assert [hub_dataset(path) for path in own] == [None] * 5
+    settings = {"data.train": "data/stories", "model.init_from": "openai-community/gpt2", **hub}
+    text = write(make(settings), tmp_path / "card")
+    assert "from the weights of `gpt2` on **stories**" in text
+    config = yaml.safe_load(config_in(text))
+    assert config["data"]["prepare"]["dataset"] == "TinyStories"
+    assert config["model"]["init_from"] == "gpt2"
 
 
 def test_a_mixture_lists_its_sources_with_their_shares(make: Make, tmp_path: Path) -> None:
@@ -306,15 +298,22 @@ def test_a_mixture_lists_its_sources_with_their_shares(make: Make, tmp_path: Pat
 
 
 def test_names_of_paths() -> None:
-    assert [public_name(path) for path in ("gelu_erf", "data/stories/", "alice@host:/x/y")] == [
-        *("gelu_erf", "stories", "y"),
-    ]
-    assert public_name("https://h/a/b.jsonl?sig=1#x") == "b.jsonl"
-    private = (r"C:\Users\alice", "/home/alice/", "~", "~alice", "..", "s3://bucket/", "alice@host")
-    assert [public_name(path) for path in private] == [None] * len(private)
-    keys = [public_metric(f"eval/val_loss//home/{who}/corpus") for who in ("ann", "bob")]
-    assert keys[0] != keys[1]
-    assert all(re.fullmatch(r"eval/val_loss/corpus-[0-9a-f]{4}", key) for key in keys)
+    shown = {
+        "gelu_erf": "gelu_erf",
+        "data/stories/": "stories",
+        "notes/**/*.md": "*.md",
+        "user/name": "name",
+        "alice@host:/x/y": "y",
+        "https://h/a/b.jsonl?sig=1#x": "b.jsonl",
+        "s3://bucket/books": "books",
+    }
+    assert {path: public_name(path) for path in shown} == shown
+    private = (r"C:\Users\alice", "/home/alice/", "~", "~alice", "..", "alice@host", "", "/")
+    private += ("s3://bucket/", "https://host", "a/key=secret", "user/name@alice")
+    assert [public_name(path) for path in private] == ["data"] * len(private)
+    sources = [public_source(f"/home/{who}/corpus") for who in ("ann", "bob")]
+    assert sources[0] != sources[1]
+    assert all(re.fullmatch(r"corpus-[0-9a-f]{4}", source) for source in sources)
 
 
 def test_the_prompt_is_one_that_the_tokenizer_knows() -> None:
@@ -328,7 +327,8 @@ def test_the_prompt_is_one_that_the_tokenizer_knows() -> None:
 
 def test_logs_hold_the_metrics_and_samples_and_nothing_private(make: Make, tmp_path: Path) -> None:
     run, to = make(samples="--- sample 1\nonce upon\n").parents[1], tmp_path / "out"
-    secret = "eval/val_loss/s3://acme/books?key=s3cr3t"
+    url = "s3://acme/books?key=s3cr3t"
+    secret = f"eval/val_loss/{url}"
     with (run / "metrics.jsonl").open("a") as file:
         more = {secret: 1.5, "train/loss": None, "note": 7, "eval/text": "/home/alice"}
         file.write(json.dumps({"step": 41, "time": 20.5, **more}) + '\n{"step": 3, "/home/al')
@@ -341,7 +341,7 @@ def test_logs_hold_the_metrics_and_samples_and_nothing_private(make: Make, tmp_p
     assert not [n for n, text in files.items() for w in (b"alice", b"s3cr3t", b"acme") if w in text]
     lines = files["metrics.jsonl"].decode().splitlines()
     assert [json.loads(line) for line in lines[:40]] == [record(step) for step in range(1, 41)]
-    public = public_metric(secret)
+    public = f"eval/val_loss/{public_source(url)}"
     assert json.loads(lines[-1]) == {"step": 41, "time": 20.5, public: 1.5, "train/loss": None}
     rows = [line.split(",") for line in files["metrics.csv"].decode().splitlines()]
     assert [(row[0], row[2], row[5]) for row in rows[1:]] == [("1", "2", ""), ("2", "", "3.5")]
@@ -358,3 +358,9 @@ def test_logs_hold_the_metrics_and_samples_and_nothing_private(make: Make, tmp_p
     texts = found.Tensors("samples/text_summary")
     assert [one.step for one in texts] == [5, 10, 20, 40]
     assert b"once upon" in texts[2].tensor_proto.string_val[0]
+
+
+def test_logs_need_no_csv(make: Make, tmp_path: Path) -> None:
+    write_logs(RunFolder(make().parents[1]), tmp_path)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 43
+    assert (tmp_path / "metrics.csv").read_text().startswith("step,")

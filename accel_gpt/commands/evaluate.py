@@ -14,7 +14,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import require
 from accel_gpt.evals.standalone import Report, batch_size_of, evaluate_model, start_evaluation
 from accel_gpt.evals.tasks import open_tasks, score_tasks
-from accel_gpt.hub.export import export
+from accel_gpt.hub.export import write_model
 from accel_gpt.hub.hf_config import matching_preset
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
@@ -54,7 +54,10 @@ def evaluate_named(options: EvaluateCommand) -> Report:
         if tasks:
             with tempfile.TemporaryDirectory() as folder:
                 exported = Path(folder, "model")
-                export(name, exported)
+                exported.mkdir()
+                # without the autocast that the evaluation put around its forward()
+                own = accelerator.unwrap_model(model, keep_fp32_wrapper=False).cpu()
+                write_model(own, tokenizer, source, exported, dtype="fp32")
                 metrics |= score_tasks(
                     folder=exported,
                     tasks=tasks,

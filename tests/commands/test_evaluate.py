@@ -16,8 +16,10 @@ from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer
 
 from accel_gpt.cli import dispatch
+from accel_gpt.commands import evaluate as command
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import open_split
+from accel_gpt.evals import standalone
 from accel_gpt.evals.hellaswag import ending_losses, read_questions
 from accel_gpt.evals.standalone import Report
 from accel_gpt.evals.validation import eval_sequences
@@ -29,7 +31,7 @@ from tests.conftest import launch, run_here, text_of
 from tests.evals import test_hellaswag as hellaswag
 from tests.evals.test_hellaswag import short
 from tests.test_launch import ACCELERATE, PLAIN
-from tests.test_train import records
+from tests.test_train import assert_same_weights, records
 
 Arguments = Callable[..., list[str]]
 FOUR = ("--train.max_steps", "4", "--sample.every", "0")
@@ -103,6 +105,34 @@ def test_the_command_prints_the_metrics_of_the_run_and_changes_no_file(
     few = evaluate(trained, "--hellaswag", questions, "--hellaswag_limit", "2")["metrics"]
     assert few["eval/hellaswag_acc"] in (0, 0.5, 1)
     assert contents(trained) == before
+
+
+def test_tasks_read_an_export_of_the_loaded_model_in_float32(
+    finished: Path, evaluate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is read once, and the proof of the export is not made in bf16."""
+    loads = []
+    scored: dict[str, Any] = {}
+
+    def load(*words: Any, **named: Any) -> Any:
+        loads.append(words)
+        return load_pretrained(*words, **named)
+
+    def score(folder: Path, **given: Any) -> dict[str, float]:
+        scored.update(given, weights=load_pretrained(str(folder))[0].state_dict())
+        return {"eval/fake_acc": 0.5}
+
+    monkeypatch.setattr(command, "load_pretrained", load)
+    monkeypatch.setattr(command, "open_tasks", lambda names, path: [*names])
+    monkeypatch.setattr(command, "score_tasks", score)
+    monkeypatch.setattr(standalone, "launched_precision", lambda run: "bf16")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    metrics = evaluate(finished, "--tasks", "fake")["metrics"]
+    assert metrics["eval/fake_acc"] == 0.5
+    assert "eval/val_loss" in metrics
+    assert len(loads) == 1
+    assert (scored["tasks"], scored["precision"]) == (["fake"], "bf16")
+    assert_same_weights(scored["weights"], load_pretrained(str(finished))[0].state_dict())
 
 
 def test_a_run_is_measured_in_the_precision_of_its_launch(

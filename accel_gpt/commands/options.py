@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from accel_gpt.commands.grid import Grid, read_grid
 from accel_gpt.config.data import PrepareConfig, SourceKind
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import Config, HubConfig, SampleConfig
 from accel_gpt.config.manual import named_config
-from accel_gpt.config.options import REQUIRED, Section, internal, option
+from accel_gpt.config.options import REQUIRED, Section, internal, option, same_option
 from accel_gpt.config.parse import (
     build,
     check_utf8,
@@ -227,18 +227,9 @@ class SampleCommand(Command):
         200,
         "Number of tokens to generate per sample.",
     )
-    temperature: float = option(
-        0.8,
-        "Softmax temperature. 0: greedy decoding.",
-    )
-    top_k: int | None = option(
-        50,
-        "Sample from the k most likely tokens. null: from all.",
-    )
-    top_p: float = option(
-        1.0,
-        "Sample from the most likely tokens whose probabilities sum to top_p.",
-    )
+    temperature: float = same_option(SampleConfig, "temperature")
+    top_k: int | None = same_option(SampleConfig, "top_k")
+    top_p: float = same_option(SampleConfig, "top_p")
     seed: int = option(
         1337,
         "Seed of the sampled tokens.",
@@ -277,16 +268,8 @@ class EvaluateCommand(Command):
     name: ClassVar[str] = "evaluate"
     summary: ClassVar[str] = "loss, bits per byte and questions, with standard errors"
 
-    run: str = option(
-        REQUIRED,
-        "Folder of a run, of one checkpoint or of a model in transformers format; or a Hub id, "
-        "such as gpt2.",
-        positional=True,
-    )
-    checkpoint: str = option(
-        "last",
-        "Checkpoint of a run: last, best, or a step.",
-    )
+    run: str = same_option(SampleCommand, "run")
+    checkpoint: str = same_option(SampleCommand, "checkpoint")
     data: str | None = option(
         None,
         "Data folder, or its URL, whose val split is measured. null: the data of the run.",
@@ -344,24 +327,13 @@ class ExportCommand(Command):
     name: ClassVar[str] = "export"
     summary: ClassVar[str] = "a folder that transformers opens, proven equal"
 
-    run: str = option(
-        REQUIRED,
-        "Folder of a run, of one checkpoint or of a model in transformers format; or a Hub id, "
-        "such as gpt2.",
-        positional=True,
-    )
+    run: str = same_option(SampleCommand, "run")
     to: str = option(
         "",
         "Folder to make.",
     )
-    checkpoint: str = option(
-        "last",
-        "Checkpoint of a run: last, best, or a step.",
-    )
-    dtype: Literal["fp32", "bf16", "fp16"] = option(
-        "fp32",
-        "Data type of the weights.",
-    )
+    checkpoint: str = same_option(SampleCommand, "checkpoint")
+    dtype: Literal["fp32", "bf16", "fp16"] = same_option(HubConfig, "dtype")
     overwrite: bool = option(
         False,
         "Replace an exported model in the folder.",
@@ -401,26 +373,11 @@ class PushCommand(Command):
         None,
         "Branch to upload to; it is made if it is missing. null: main, with a tag step-N.",
     )
-    private: bool = option(
-        False,
-        "Make the repository private.",
-    )
-    dtype: Literal["fp32", "bf16", "fp16"] = option(
-        "fp32",
-        "Data type of the weights.",
-    )
-    include_state: bool = option(
-        False,
-        "Upload the whole checkpoint too, so that training can resume from hf://user/name@step-N.",
-    )
-    license: str | None = option(
-        None,
-        "Licence of the weights, by its identifier on the Hub: apache-2.0, mit, cc-by-4.0, ...",
-    )
-    data_license: str | None = option(
-        None,
-        "Licence of the data, for the model card.",
-    )
+    private: bool = same_option(HubConfig, "private")
+    dtype: Literal["fp32", "bf16", "fp16"] = same_option(HubConfig, "dtype")
+    include_state: bool = same_option(HubConfig, "include_state")
+    license: str | None = same_option(HubConfig, "license")
+    data_license: str | None = same_option(HubConfig, "data_license")
 
     def _check(self) -> None:
         require(bool(self.repo), "--repo is missing; give the repository as user/name")

@@ -126,6 +126,12 @@ def option(
     return dataclasses.field(default=default, metadata={"option": described})
 
 
+def same_option(section: Any, name: str) -> Any:
+    """Return a dataclass field with the default and description of an option of `section`."""
+    (field,) = [field for field in dataclasses.fields(section) if field.name == name]
+    return dataclasses.field(default=field.default, metadata=field.metadata)
+
+
 def internal(default: Any) -> Any:
     """Return a dataclass field that is no option: a command fills it from its command line."""
     return dataclasses.field(default=default, kw_only=True, metadata={"internal": True})

@@ -9,7 +9,8 @@ from accel_gpt.commands.options import EvaluateCommand
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
 from accel_gpt.console import exit_on_sigterm, write_out
-from accel_gpt.data.sources import is_url, train_paths
+from accel_gpt.data.remote import is_url
+from accel_gpt.data.sources import train_paths
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import require
 from accel_gpt.evals.standalone import Report, batch_size_of, evaluate_model, start_evaluation

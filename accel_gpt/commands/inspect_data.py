@@ -24,8 +24,9 @@ import numpy.typing as npt
 from accel_gpt.config.data import DataConfig
 from accel_gpt.console import Progress, table
 from accel_gpt.data.index import INDEX, read_index
+from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import NoSplit, Split
-from accel_gpt.data.sources import is_url, open_data
+from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, require
 from accel_gpt.files import describe_path, sha256

@@ -44,6 +44,11 @@ CONTENT_TAGS = ("ETag", "etag", "md5Hash", "blob_id")  # as the stores of fsspec
 TIMES = ("mtime", "LastModified", "Last-Modified", "created")
 
 
+def is_url(path: str) -> bool:
+    """Return whether `path` is a URL (scheme://...) and not a folder of this machine."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
+
+
 class FileInfo(NamedTuple):
     """What is known of a file before it is downloaded."""
 

@@ -1,7 +1,6 @@
 """Where training data comes from: a folder of this machine or a URL, ours or of another project."""
 
 import contextlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from accel_gpt.config.data import DataConfig, Weighted
 from accel_gpt.config.options import REQUIRED, option
 from accel_gpt.data.foreign import DataFolder, open_foreign
 from accel_gpt.data.index import INDEX
-from accel_gpt.data.remote import Missing, Refused, RemoteFolder
+from accel_gpt.data.remote import Missing, Refused, RemoteFolder, is_url
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import DataError, require
@@ -112,11 +111,6 @@ def fetch_index(remote: RemoteFolder) -> bool:
 
 
 # --------------------------------------------------------------------------- what the config names
-
-
-def is_url(path: str) -> bool:
-    """Whether `path` is a URL (scheme://...) and not a folder of this machine."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
 
 
 def train_paths(data: DataConfig) -> list[Weighted]:

@@ -6,7 +6,8 @@ from accelerate import Accelerator
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.data.corpus import Corpus
-from accel_gpt.data.sources import is_url, train_paths, val_paths
+from accel_gpt.data.remote import is_url
+from accel_gpt.data.sources import train_paths, val_paths
 from accel_gpt.errors import require
 from accel_gpt.evals.hellaswag import Questions, read_questions, score_questions
 from accel_gpt.evals.validation import Beat, check_evaluated, evaluate_splits, no_beat

@@ -19,8 +19,9 @@ from accel_gpt.config.parse import build, changed_keys, to_nested
 from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.data.index import INDEX, read_index
+from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import open_split
-from accel_gpt.data.sources import is_url, trained_sources
+from accel_gpt.data.sources import trained_sources
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.hub.public import (

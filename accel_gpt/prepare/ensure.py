@@ -19,7 +19,7 @@ from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import own_text_folder
 from accel_gpt.data.index import INDEX
-from accel_gpt.data.sources import is_url
+from accel_gpt.data.remote import is_url
 from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import PREEMPTED, is_main, launch_child, local_rank, rank
 from accel_gpt.prepare.prepare import prepare

@@ -13,7 +13,7 @@ from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.index import INDEX, read_index
-from accel_gpt.data.sources import is_url
+from accel_gpt.data.remote import is_url
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, UserError, require
 from accel_gpt.prepare.shard_writer import UNRECORDED

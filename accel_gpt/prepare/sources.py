@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import cast
 
 from accel_gpt.config.data import PrepareConfig, SourceKind
-from accel_gpt.data.remote import Store, Unreachable
-from accel_gpt.data.sources import is_url
+from accel_gpt.data.remote import Store, Unreachable, is_url
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import describe_path, read_json
 

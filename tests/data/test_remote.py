@@ -26,9 +26,9 @@ from accel_gpt.data import loader, remote
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.loader import read_sequences
 from accel_gpt.data.order import Shuffle
-from accel_gpt.data.remote import Missing, Refused, RemoteFolder, Store
+from accel_gpt.data.remote import Missing, Refused, RemoteFolder, Store, is_url
 from accel_gpt.data.shards import HEADER, Split, open_split, resident
-from accel_gpt.data.sources import is_url, open_data
+from accel_gpt.data.sources import open_data
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.prepare.prepare import prepare
 from tests.conftest import text_of

@@ -46,8 +46,8 @@ def open_closed_streams() -> None:
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(file)
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - open to the end
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115 - open to the end
 
 
 def write_out(text: str) -> None:

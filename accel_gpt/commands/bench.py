@@ -197,7 +197,7 @@ def seconds_of_each(step: Callable[[], None], device: torch.device, steps: int) 
     if device.type != "cuda":
         return [timed(step, device) for _ in range(steps)]
     marks: list[Any] = [
-        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types
         for _ in range(steps + 1)
     ]
     synchronize(device)

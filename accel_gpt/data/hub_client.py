@@ -31,7 +31,7 @@ class UnreachableError(UserError):
 def is_repo(name: str) -> bool:
     """Whether the Hub accepts `name` or `user/name` as the name of a repository."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # no __all__
 
     try:
         validate_repo_id(name)
@@ -93,7 +93,7 @@ def hub_errors(repo: str, action: str, revision: str | None = None) -> Iterator[
 
     try:
         yield
-    except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]
+    except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]  # of httpx
         cause: BaseException = error
         # the cause: why it could not look beyond its cache, or upload a large file
         if isinstance(error, errors.LocalEntryNotFoundError | RuntimeError) and error.__cause__:

@@ -431,7 +431,7 @@ def rank_tokenizer(kind: str, vocabulary: list[str], text: str) -> RankTokenizer
     of its tokenizer.json.
     """
     import tiktoken
-    from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
+    from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]  # no types
 
     to_byte = {char: byte for byte, char in enumerate(BYTE_CHARS)}
     ranks = {bytes(to_byte[c] for c in token): i for i, token in enumerate(vocabulary)}

@@ -17,8 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -170,14 +170,14 @@ class DataVerifier:
                 "--checkpoint.allow_change data.train"
             )
 
-    def read(self, opened: BinaryIO, file: DataFile) -> Content | None:
+    def read(self, opened: BufferedReader, file: DataFile) -> Content | None:
         """Read a file from its beginning to its end; None if the run ends meanwhile."""
         digest = hashlib.sha256(opened.read(file.shard.offset))
         buffer = bytearray(BLOCK)
         largest = 0
         beyond: tuple[int, int] | None = None
         index = 0  # of the first token of the block
-        while size := opened.readinto(buffer):  # type: ignore[attr-defined]
+        while size := opened.readinto(buffer):
             if self.closing.is_set():
                 return None
             block = memoryview(buffer)[:size]
@@ -214,7 +214,7 @@ def local_files(splits: Sequence[Split]) -> list[DataFile]:
     return list(found.values())
 
 
-def describe_file(opened: BinaryIO, sha256: str) -> VerifiedFile:
+def describe_file(opened: BufferedReader, sha256: str) -> VerifiedFile:
     """Return what changes with the content of a file, and is known without reading it."""
     stat = os.fstat(opened.fileno())
     return VerifiedFile(

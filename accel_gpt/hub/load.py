@@ -189,7 +189,8 @@ def listed_files(index: Path) -> list[Path]:
 def open_weights(file: Path) -> Tensors:
     """Open a safetensors file; map each name to a function that reads the tensor."""
     opened: Any = safe_open(str(file), framework="pt")
-    return {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118
+    names = opened.keys()  # a safetensors file cannot be iterated
+    return {name: partial(opened.get_tensor, name) for name in names}
 
 
 # --------------------------------------------------------------------------- whole checkpoints

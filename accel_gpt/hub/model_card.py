@@ -52,7 +52,7 @@ def write_card(
     repo: str,
     model_class: str,
     dtype: str,
-    license: str | None = None,  # noqa: A002
+    license: str | None = None,  # noqa: A002 - as the Hub names it
     data_license: str | None = None,
 ) -> None:
     """Write README.md, and loss.png if the run has a curve, into `folder`, which exists.

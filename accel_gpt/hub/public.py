@@ -138,7 +138,7 @@ def write_events(run: RunFolder, records: list[dict[str, Any]], path: Path) -> N
     for step in run.samples:
         texts = enumerate(run.sample_texts(step), start=1)
         shown = as_code("\n\n".join(f"--- sample {index}\n{sample}" for index, sample in texts))
-        summary = text("samples", shown)  # type: ignore[no-untyped-call]  # torch has no types here
+        summary = text("samples", shown)  # type: ignore[no-untyped-call]  # torch has no types
         events.append(Event(wall_time=start, step=step, summary=summary))
     with path.open("wb") as output:
         writer = RecordWriter(output)

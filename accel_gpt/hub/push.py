@@ -53,7 +53,7 @@ def push(
     private: bool = False,
     dtype: str = "fp32",
     include_state: bool = False,
-    license: str | None = None,  # noqa: A002
+    license: str | None = None,  # noqa: A002 - as the Hub names it
     data_license: str | None = None,
 ) -> str:
     """Push a run, or one checkpoint; return a line with its address.

@@ -32,7 +32,7 @@ def first_row(tensor: Tensor) -> int:
     if not is_sharded(tensor):
         return 0
     assert all(p.is_replicate() or p.is_shard(0) for p in tensor.placements)
-    chunk = tensor.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
+    chunk = tensor.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]  # torch has no types
     return int(chunk.offsets[0])
 
 

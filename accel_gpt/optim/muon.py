@@ -191,7 +191,7 @@ class MuonAdamW(GuardedAdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         with self._adamw_groups():
-            super().__setstate__({})  # type: ignore[no-untyped-call]
+            super().__setstate__({})  # type: ignore[no-untyped-call]  # torch has no types
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -205,7 +205,7 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
     # at every save it logs that tied weights are stored once
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     # twice a step Accelerate would search all of sys.path for this optimizer: 0.25 ms
-    sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]
+    sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]  # None bars the import
     # torch 2.13 has another name for it, which Accelerate 1.15 cannot pass on
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(

@@ -85,7 +85,8 @@ def read_tensors(files: Iterable[Path], into: Mapping[str, Tensor]) -> set[str]:
         opened: Any = safe_open(file, "pt")
         info = (opened.metadata() or {}).get(OFFSETS)
         offsets = json.loads(info) if info else {}
-        for name in opened.keys():  # noqa: SIM118 - no mapping
+        names = opened.keys()  # a safetensors file cannot be iterated
+        for name in names:
             start = offsets[name]["saved_offsets"] if info else []
             parts.setdefault(name, []).append((start[0] if start else 0, opened.get_slice(name)))
     for name, tensor in into.items():

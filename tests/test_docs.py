@@ -292,7 +292,7 @@ def test_the_runs_worked_out_are_those_planned(capsys: pytest.CaptureFixture[str
     ]
     rows += ["|---" * 8 + "|"]
     for words in RUNS:
-        h100 = ("--gpu", "h100", "--train.mixed_precision", "bf16", "--json")
+        h100 = ("--gpu", "h100", "--json")
         assert dispatch(["plan", *words.split(), *h100]) == 0
         report = json.loads(capsys.readouterr().out)
         time, gb = report["time"], report["memory"]["total"] / 1e9

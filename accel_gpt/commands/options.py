@@ -449,7 +449,7 @@ class PlanCommand(Command, exclusive=(("mfu", "tokens_per_second"), ("config", "
     Any --section.key of the config may be set as well. Nothing is trained; a GPU is not needed.
     Examples:
       accel-gpt plan quickstart
-      accel-gpt plan gpt2_124m --gpus 8 --gpu h100 --train.mixed_precision bf16 --price 2.5
+      accel-gpt plan gpt2_124m --gpus 8 --gpu h100 --price 2.5
       accel-gpt plan llama_7b --nodes 8 --gpus_per_node 8 --gpu h100 --distribution fsdp
     """
 
@@ -674,7 +674,7 @@ class BenchCommand(ConfigCommand):
     accelerate launch -m accel_gpt.cli bench CONFIG ... Examples:
       accel-gpt bench quickstart
       accel-gpt bench quickstart --compare
-      accel-gpt bench gpt2_124m --train.mixed_precision bf16 --steps 50
+      accel-gpt bench gpt2_124m --steps 50
     """
 
     name: ClassVar[str] = "bench"

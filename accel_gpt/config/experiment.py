@@ -461,7 +461,7 @@ class Config(Section):
     evaluation, samples, checkpoints and resuming, in a temporary folder. Examples:
       accel-gpt train quickstart
       accel-gpt train configs/gpt2_124m.yaml --out_dir runs/small --train.max_steps 1000
-      accelerate launch accel_gpt/train.py gpt2_124m --train.mixed_precision bf16
+      accelerate launch accel_gpt/train.py gpt2_124m --train.micro_batch_size auto
     """
 
     out_dir: str = option(

@@ -78,8 +78,8 @@ class Progress:
     """Shows on standard error how far a task is: a bar on a terminal, elsewhere a line every 10 s.
 
     `unit`: the plural noun of the counts; `bytes` are shown in MB with their pace. `total` None:
-    not known. `done`: the count at the start. The clock starts at the first count, and anew when
-    the count falls back, as in the next part of a task.
+    not known. `done`: the count at the start. `bar` False: lines on a terminal too. The clock
+    starts at the first count, and anew when the count falls back, as in the next part of a task.
     """
 
     def __init__(
@@ -89,13 +89,14 @@ class Progress:
         total: int | None = None,
         done: int = 0,
         active: bool = True,
+        bar: bool = True,
     ) -> None:
         self.task = task
         self.unit = unit
         self.total = total
         self.done = done
         self.active = active
-        self.drawn = can_draw()
+        self.drawn = bar and can_draw()
         self.first = done  # the count at `started`
         self.started = time.monotonic()
         self.shown = self.started

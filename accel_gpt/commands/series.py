@@ -19,13 +19,13 @@ import torch
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_yaml
 from accel_gpt.config.plan import plural
-from accel_gpt.console import write_err
+from accel_gpt.console import Progress, write_err
 from accel_gpt.files import write_file
 from accel_gpt.launcher import PREEMPTED, SIGNALS, child_error, launch_child
 from accel_gpt.training.run_folder import RunFolder
 
 POLL_SECONDS = 0.2  # between two looks at the runs
-PROGRESS_SECONDS = 30.0  # between two lines about a run
+READ_SECONDS = 2.0  # between two readings of a run's metrics
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,22 @@ def series_run(name: str, out: Path, config: Config, steps: int, folder: str = "
 
 
 class Child:
-    """The process of a run; `device`: its CUDA_VISIBLE_DEVICES."""
+    """The process of a run; `device`: its CUDA_VISIBLE_DEVICES; `alone`: no other trains beside."""
 
-    def __init__(self, run: SeriesRun, device: str | None) -> None:
+    def __init__(self, run: SeriesRun, device: str | None, alone: bool) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
         self.run = run
         self.device = device
         self.log = run.folder / "output.log"
         self.started = time.monotonic()
-        self.printed = self.started
+        self.read = self.started
+        self.progress = Progress(
+            run.name,
+            "steps",
+            total=run.steps,
+            done=RunFolder(run.folder).step,
+            bar=alone,
+        )
         environment = {"ACCELERATE_MIXED_PRECISION": "no"}  # as launched: stops if we are killed
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
@@ -79,12 +86,11 @@ class Child:
                 own_group=True,
             )
 
-    def print_progress(self) -> None:
-        """Print the step that the run has logged, at most every `PROGRESS_SECONDS`."""
-        if time.monotonic() - self.printed > PROGRESS_SECONDS:
-            self.printed = time.monotonic()
-            step = RunFolder(self.run.folder).step
-            write_err(f"{self.run.name}: step {step:,} of {self.run.steps:,}")
+    def show_progress(self) -> None:
+        """Show the step that the run has logged."""
+        if time.monotonic() - self.read > READ_SECONDS:
+            self.read = time.monotonic()
+            self.progress.update(RunFolder(self.run.folder).step, self.run.steps)
 
     def print_end(self) -> str | None:
         """Print how the run ended; returns a sentence if it has not finished."""
@@ -109,6 +115,7 @@ class Series:
         self.children: list[Child] = []
         self.waiting: list[SeriesRun] = []
         self.free: list[str | None] = []  # devices
+        self.one_device = True
         self.failures: dict[str, str] = {}
         self.received: int | None = None  # signal
 
@@ -119,6 +126,7 @@ class Series:
         """
         self.waiting = [run for run in self.runs if not run.finished]
         self.free = visible_devices() if self.waiting else []
+        self.one_device = len(self.free) == 1
         handlers = [signal.signal(number, self.forward) for number in SIGNALS]
         try:
             while self.children or (self.waiting and self.received is None):
@@ -127,6 +135,7 @@ class Series:
                     self.check_children()
         finally:
             for child in self.children:  # after an error of our own
+                child.progress.close()
                 child.process.terminate()
                 child.process.wait()
             for number, handler in zip(SIGNALS, handlers, strict=True):
@@ -159,16 +168,17 @@ class Series:
         where = f" on GPU {device}" if device is not None else ""
         number = self.runs.index(run) + 1
         write_err(f"{run.name}: run {number} of {len(self.runs)}, to step {run.steps:,}{where}")
-        self.children.append(Child(run, device))
+        self.children.append(Child(run, device, alone=self.one_device))
         if self.received is not None:  # meanwhile
             self.children[-1].process.send_signal(self.received)
 
     def check_children(self) -> None:
         """Print the progress of the runs, and take those that ended from the list."""
         for child in [*self.children]:
-            child.print_progress()
+            child.show_progress()
             if child.process.poll() is None:
                 continue
+            child.progress.close()
             self.children.remove(child)
             self.free.append(child.device)
             if self.received is None:

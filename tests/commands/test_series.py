@@ -1,6 +1,7 @@
 """Runs that belong together: devices, failures, signals, kills."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from accel_gpt import console
 from accel_gpt.commands import series
 from accel_gpt.commands.series import Series, SeriesRun, visible_devices
 from accel_gpt.launcher import PREEMPTED
@@ -50,6 +52,8 @@ def test_finished_runs_are_skipped_and_a_failure_leaves_the_others_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(series, "visible_devices", lambda: ["0", "1"])
+    monkeypatch.setattr(series, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
     folders = {name: tmp_path / "series" / name for name in "abc"}
     wrong = {"b": ("--optim.lr", "fast")}
     runs = [
@@ -62,6 +66,7 @@ def test_finished_runs_are_skipped_and_a_failure_leaves_the_others_alone(
         "a: run 1 of 3, to step 12 on GPU 0",
         "b: run 2 of 3, to step 12 on GPU 1",
     ]
+    assert any(re.match(r"c: [0-9]+ of 12 steps", line) for line in printed)
     assert any(line.startswith("c: step 12, val loss ") for line in printed)
     again = [SeriesRun(run.name, run.folder, small_run(), 12) for run in runs]
     assert Series(again).train() == {}

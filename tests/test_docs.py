@@ -492,7 +492,7 @@ def test_quickstart_reaches_what_the_readme_claims(elsewhere: Path) -> None:
     assert "accel-gpt sample runs/quickstart" in shown
     last = json.loads((elsewhere / "runs/quickstart/metrics.jsonl").read_text().splitlines()[-1])
     assert last["eval/val_bits_per_byte"] <= (1.65 if THOROUGH else 3.5)  # the README says 1.59
-    assert run(sample, elsewhere).count("def read(") == 3
+    assert run(sample, elsewhere).count("def read(") >= 3  # the model may write one, too
 
 
 # --------------------------------------------------------------------------- commands run
@@ -611,7 +611,7 @@ def test_the_round_trip_as_the_pages_say(world: Path, tmp_path: Path) -> None:
                 shown.append(run(f"export {known}; {mine}", folder))
         push, sample, resume, train = shown
         assert "step 12 is at" in push
-        assert sample.count("def read(") == 2
+        assert sample.count("def read(") >= 2
         assert "resuming runs/moved from step 12" in resume
         assert "is finished" in train
         assert {"README.md", "loss.png", "config.json"} <= set(hub.files("tester/quickstart"))

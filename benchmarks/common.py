@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -108,7 +107,7 @@ def start_report() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],  # of the last minute: 0 on an idle machine
-        "versions": {"python": platform.python_version(), **package_versions()},
+        "versions": dict(package_versions()),
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
     }

@@ -33,7 +33,7 @@ from accel_gpt.train import Training
 from accel_gpt.training.accelerator import join_ranks, start_accelerator
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
-from accel_gpt.training.machine import code_versions, describe_machine, memory_gb
+from accel_gpt.training.machine import describe_machine, memory_gb
 from accel_gpt.training.ranks import peers
 from accel_gpt.training.stopping import die_with_launcher
 from accel_gpt.training.terminal import Display
@@ -173,7 +173,6 @@ def measure_steps(options: BenchCommand, run: Training) -> Report:
         "compiled": run.config.train.compile is True,
         "plan": asdict(plan) | {"tokens_per_step": plan.tokens_per_step},
         **describe_machine(run.accelerator),
-        "versions": code_versions(),
     }
 
 

@@ -49,7 +49,7 @@ def memory_gb(device: torch.device) -> float:
 def describe_machine(accelerator: Accelerator) -> dict[str, Any]:
     """Return versions, commit and hardware, as JSON."""
     return {
-        "versions": {"python": platform.python_version(), **package_versions()},
+        "versions": dict(package_versions()),
         "commit": commit(),
         "device": device_name(accelerator.device),
         "processes": accelerator.num_processes,
@@ -60,8 +60,8 @@ def describe_machine(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def code_versions() -> dict[str, str]:
-    """Return the versions of Python and `PACKAGES`, and the commit if it is known."""
-    versions = {"python": platform.python_version(), **package_versions()}
+    """Return `package_versions` and the commit, if it is known, for a checkpoint."""
+    versions = dict(package_versions())
     revision = commit()
     if revision:
         versions["commit"] = revision
@@ -79,7 +79,10 @@ def rank_identity(config: Config) -> dict[str, Any]:
         if file.is_file():  # no dangling link of an editor
             code.update(str(file.relative_to(package)).encode() + file.read_bytes())
     versions = package_versions()
-    shared = {k: value for k, value in to_flat(config).items() if not option_of(k).per_machine}
+    shared = {}
+    for key, value in to_flat(config).items():
+        if not option_of(key).per_machine:
+            shared[key] = value
     return shared | {
         "mixed_precision": config.train.mixed_precision or launcher_precision(),
         "the code of accel_gpt (SHA-256)": code.hexdigest()[:12],
@@ -91,8 +94,8 @@ def rank_identity(config: Config) -> dict[str, Any]:
 
 @cache
 def package_versions() -> Mapping[str, str]:
-    """Return the installed versions of `PACKAGES`."""
-    found = {}
+    """Return the versions of Python and of the `PACKAGES` that are installed."""
+    found = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)

@@ -97,6 +97,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes on the disk of a folder; 0 if the disk does not tell."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
+
+
 def link_tree(folder: Path, to: Path) -> None:
     """Copy a folder, by hard links where the file system has them."""
     shutil.copytree(folder, to, copy_function=link)

@@ -5,7 +5,6 @@ Writes `config.yaml`, `run.json`, `metrics.jsonl`, `metrics.csv` and `samples/` 
 
 import contextlib
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from accel_gpt.console import printable
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
-from accel_gpt.files import strict_json, write_file
+from accel_gpt.files import free_bytes, strict_json, write_file
 from accel_gpt.launcher import launcher_precision
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import threads_of_environment
@@ -277,18 +276,13 @@ class Reporter:
             write()
         except OSError as error:
             if not self.disk_full:
+                free = free_bytes(self.out_dir)
                 self.log(
                     f"WARNING: metrics could not be written in {self.out_dir}: "
-                    f"{error.strerror or error}{self.free_bytes()}; training goes on, and they are "
-                    "written when there is room"
+                    f"{error.strerror or error} ({free:,} bytes are free); training goes on, and "
+                    "they are written when there is room"
                 )
             self.disk_full = True
-
-    def free_bytes(self) -> str:
-        """Describe the room on the disk; "" if it is not known."""
-        with contextlib.suppress(OSError):
-            return f" ({shutil.disk_usage(self.out_dir).free:,} bytes are free)"
-        return ""
 
     def sync(self) -> None:
         """Force the metrics to disk: before a checkpoint, which must not know more than they do."""

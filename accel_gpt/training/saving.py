@@ -34,7 +34,7 @@ from torch import Tensor
 from accel_gpt.config.experiment import CheckpointConfig, Config
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, BusyError, CheckpointError
-from accel_gpt.files import fault_point, sha256, sync, write_file
+from accel_gpt.files import fault_point, free_bytes, sha256, sync, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import host_group
 from accel_gpt.training.checkpoint import read_states, set_aside, verify, write_json
@@ -502,14 +502,6 @@ def is_intact(path: Path) -> bool:
 def folder_size(path: Path) -> int:
     """Count the bytes of the files of a checkpoint."""
     return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free bytes on the disk of a folder; 0 if the disk does not tell."""
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return 0
 
 
 def describe_newest(out_dir: Path) -> str:

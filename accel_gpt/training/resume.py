@@ -115,18 +115,15 @@ def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
     shorter than what it has trained.
     """
     plan = make_plan(config, world_size())
-    steps, tokens = (saved.config.get(key) for key in LENGTH)
     require(
         saved.step <= plan.max_steps,
         f"{config.out_dir} is at step {saved.step:,}, beyond the {plan.max_steps:,} of the config; "
         "lengthen the run, or set another out_dir",
     )
-    if not (steps or tokens):  # of a version that had other keys
-        return ()
-    before = replace(config, train=replace(config.train, max_steps=steps, max_tokens=tokens))
+    before = with_length_of(saved, config)
     try:
         plan_before = make_plan(before, world_size())
-    except UserError:  # the schedule of `config` does not fit the old length
+    except UserError:  # the schedule of `config` does not fit the old length, or none is known
         return ()
     for step in range(saved.step):
         if fraction_at(step, config, plan) != fraction_at(step, before, plan_before):
@@ -140,31 +137,40 @@ def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Itera
         yield f"from step {saved.step:,} on {key} is {word(new)}; it was {word(was)}"
     plan = make_plan(config, world_size())
     try:
-        before = schedule_before(config, saved)
-        rates = [
-            one.optim.lr * fraction_at(saved.step - 1, one, make_plan(one, world_size()))
-            for one in (before, config)
-        ]
+        before = with_schedule_of(saved, config)
+        rate_before = rate_at(saved.step - 1, before)
     except UserError:  # a version with other keys
         return
-    if rates[0] != rates[1] and 0 < saved.step < plan.max_steps:
-        following = config.optim.lr * fraction_at(saved.step, config, plan)
-        verb = "rises" if following > rates[0] else "goes"
+    if rate_before != rate_at(saved.step - 1, config) and 0 < saved.step < plan.max_steps:
+        following = rate_at(saved.step, config)
+        verb = "rises" if following > rate_before else "goes"
         yield (
-            f"the learning rate {verb} from {rates[0]:.2e} in step {saved.step:,} to "
+            f"the learning rate {verb} from {rate_before:.2e} in step {saved.step:,} to "
             f"{following:.2e} in step {saved.step + 1:,}"
         )
 
 
-def schedule_before(config: Config, saved: TrainState) -> Config:
-    """Return `config` with the length and the learning rates of a checkpoint."""
+def rate_at(step: int, config: Config) -> float:
+    """Return the learning rate of the update after `step` completed ones."""
+    return config.optim.lr * fraction_at(step, config, make_plan(config, world_size()))
+
+
+def with_length_of(saved: TrainState, config: Config) -> Config:
+    """Return `config` with the length of the run of a checkpoint."""
+    steps = saved.config.get("train.max_steps")
+    tokens = saved.config.get("train.max_tokens")
+    return replace(config, train=replace(config.train, max_steps=steps, max_tokens=tokens))
+
+
+def with_schedule_of(saved: TrainState, config: Config) -> Config:
+    """Return `config` with the length and the learning rates of the run of a checkpoint."""
     known = to_flat(Config()) | saved.config
-    steps, tokens = (known[key] for key in LENGTH)
-    prefix = "schedule."
-    schedule = {k.removeprefix(prefix): v for k, v in known.items() if k.startswith(prefix)}
+    schedule = {}
+    for key, value in known.items():
+        if key.startswith("schedule."):
+            schedule[key.removeprefix("schedule.")] = value
     return replace(
-        config,
-        train=replace(config.train, max_steps=steps, max_tokens=tokens),
+        with_length_of(saved, config),
         optim=replace(config.optim, lr=known["optim.lr"]),
         schedule=build(ScheduleConfig, schedule),
     )

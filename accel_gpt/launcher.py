@@ -16,6 +16,7 @@ from accel_gpt.errors import require
 
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # stop a run
+PRECISIONS = ("no", "bf16", "fp16", "fp8")  # that training supports; no: float32
 PREFIXES = (  # of the variables that launchers set
     "RANK",
     "LOCAL_RANK",

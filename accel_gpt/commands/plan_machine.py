@@ -18,9 +18,9 @@ from accel_gpt.cost.devices import (
 )
 from accel_gpt.cost.memory import Machine
 from accel_gpt.errors import UserError, require
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.launcher import PRECISIONS
+from accel_gpt.training.checkpoint import earlier_precision
 
-PRECISIONS = ("no", "bf16", "fp16", "fp8")
 NODE = 8  # GPUs of a node if nothing says it: assumption, as in HGX and OAM boards
 
 
@@ -167,9 +167,10 @@ def planned_precision(
         return precision, "train.mixed_precision"
     found = launch.get("mixed_precision") or "no"  # YAML reads a bare no as false
     if precision == "auto":
-        resumed = resumed_precision(config, gpu)
-        if resumed is not None:
-            return resumed, f"train.mixed_precision auto, as in {config.out_dir}"
+        earlier = None if gpu else earlier_precision(config)  # of the run, if it trains here
+        if earlier:
+            resumed, file = earlier
+            return resumed, f"train.mixed_precision auto, as in {file}"
         if found == "no":
             fast = peak_flops(gpu, "bf16") if gpu else bf16_instructions() in FAST_BF16
             return "bf16" if fast else "no", "train.mixed_precision auto"
@@ -178,11 +179,3 @@ def planned_precision(
         f"mixed_precision in {path} is {found!r}; planned is for {', '.join(PRECISIONS)}",
     )
     return str(found), str(path) if path else "default"
-
-
-def resumed_precision(config: Config, gpu: str | None) -> str | None:
-    """Return the precision of the run in `out_dir`, if a launch on this machine resumes it."""
-    if gpu:
-        return None
-    found = RunFolder(config.out_dir).config.get("train.mixed_precision")
-    return str(found) if found in PRECISIONS else None

@@ -23,9 +23,10 @@ from accel_gpt.launcher import local_world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import set_up_model
-from accel_gpt.training.auto import earlier_choice, report_choice
+from accel_gpt.training.checkpoint import earlier_choice
 from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.support import REPLICATED
+from accel_gpt.training.terminal import print_line
 
 CUDA_SHARE = 0.94  # of the device for the trial; the rest for NCCL and holes: assumption
 CPU_SHARE = 0.8  # of the memory that is available, for the system and its cache: assumption
@@ -53,17 +54,18 @@ def resolve_micro_batch_size(
     sizes = sorted(fitting_sizes(config, world_size))
     if fits is None:
         fits = make_fits(config, open_corpus(config).vocab_size, accelerator)
-    earlier = on_main(lambda: earlier_choice(config, "train.micro_batch_size"))
-    if earlier and earlier[0] in sizes and all(all_gather(fits(earlier[0]))):
-        size = earlier[0]
-        reason = f"as in {earlier[1]}"
+    earlier, file = on_main(lambda: earlier_choice(config, "train.micro_batch_size"))
+    if earlier in sizes and all(all_gather(fits(earlier))):
+        size = earlier
+        reason = f"as in {file}"
     else:
         size = largest_fitting(sizes, fits)
         reason = "the most that fit"
     config = with_size(config, size)
     plan = make_plan(config, world_size)
     accelerator.gradient_accumulation_steps = plan.accumulation_steps
-    report_choice(config, f"{plural(size, 'sequence')} a process and micro-step", reason)
+    sequences = plural(size, "sequence")
+    print_line(config, f"auto     {sequences} a process and micro-step: {reason}")
     return config, plan
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.options import REQUIRED, option
 from accel_gpt.config.parse import from_mapping, leaves
@@ -35,6 +36,7 @@ from accel_gpt.errors import (
     require,
 )
 from accel_gpt.files import sha256, strict_json, write_file
+from accel_gpt.launcher import PRECISIONS
 from accel_gpt.records import parse_record, read_object
 from accel_gpt.training.run_folder import CHECKPOINT, RunFolder, number, step_name
 from accel_gpt.training.state import FORMAT, TrainState
@@ -254,6 +256,36 @@ def read_evaluated(path: Path) -> TrainState:
                 state.seconds = published
             break
     return state
+
+
+def earlier_choice(config: Config, key: str) -> tuple[Any, str]:
+    """Return the value of an option in the run that `config` resumes, and the file that has it.
+
+    The value is None if there is no such run, or if an earlier version wrote it. The options with
+    the value `auto` keep what an earlier launch chose.
+    """
+    run = RunFolder(config.out_dir)
+    if key in run.config:
+        return run.config[key], str(run.path / "config.yaml")
+    own = run.checkpoints  # of a run that was restored from its copies
+    checkpoint = own[max(own)] if own else Path(config.checkpoint.resume)
+    if (checkpoint / "trainer_state.json").is_file():
+        with contextlib.suppress(AccelGPTError):  # raised again when the run resumes
+            return read_state(checkpoint).config.get(key), str(checkpoint)
+    return None, ""
+
+
+def earlier_precision(config: Config) -> tuple[str, str] | None:
+    """Return the precision of the run that `config` resumes, and the file that has it."""
+    precision, file = earlier_choice(config, "train.mixed_precision")
+    if precision in PRECISIONS:
+        return precision, file
+    # the launcher set the precision of a run whose config has none
+    run = RunFolder(config.out_dir)
+    precision = run.last_launch("mixed_precision")
+    if precision in PRECISIONS:
+        return precision, str(run.path / "run.json")
+    return None
 
 
 def read_states(out_dir: Path) -> dict[int, TrainState]:

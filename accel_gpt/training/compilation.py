@@ -21,10 +21,11 @@ from accel_gpt.cost.devices import MATRIX_UNITS, bf16_instructions, peak_flops
 from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.errors import first_line, require
-from accel_gpt.training.auto import earlier_choice, report_choice
+from accel_gpt.training.checkpoint import earlier_choice
 from accel_gpt.training.machine import device_name
 from accel_gpt.training.precision import requested_precision
 from accel_gpt.training.ranks import all_gather, on_main
+from accel_gpt.training.terminal import print_line
 
 GPU_MFU = 0.3  # of a step that is not compiled; assumption
 UNKNOWN_PEAK = 1e14  # FLOP/s of a GPU that is not in the table of devices; assumption
@@ -59,7 +60,8 @@ def resolve_compile(config: Config, plan: Plan) -> Config:
         )
         compiled, reason = False, f"torch.compile does not work here ({error})"
     if not requested:
-        report_choice(config, "compiled" if compiled else "not compiled", reason)
+        choice = "compiled" if compiled else "not compiled"
+        print_line(config, f"auto     {choice}: {reason}")
     return replace(config, train=replace(config.train, compile=compiled))
 
 
@@ -70,9 +72,9 @@ def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
         return False, "train.reproducible excludes it"
     if device not in COMPILE_SECONDS:
         return False, f"torch.compile on {device} has not been measured"
-    earlier = earlier_choice(config, "train.compile")
-    if earlier and isinstance(earlier[0], bool):
-        return earlier[0], f"as in {earlier[1]}"
+    compiled, file = earlier_choice(config, "train.compile")
+    if isinstance(compiled, bool):
+        return compiled, f"as in {file}"
     matrix_units = requested_precision(config) != "no" and bf16_instructions() == MATRIX_UNITS
     if device == "cpu" and not matrix_units:
         return False, "it saves little on a CPU without matrix units for bf16"

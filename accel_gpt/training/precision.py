@@ -5,7 +5,6 @@ processor. Rank 0 decides for all ranks.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from accelerate import PartialState
@@ -13,12 +12,11 @@ from accelerate import PartialState
 from accel_gpt.config.experiment import Config
 from accel_gpt.cost.devices import FAST_BF16, bf16_instructions, peak_flops
 from accel_gpt.launcher import launcher_precision
-from accel_gpt.training.auto import earlier_choice, report_choice
+from accel_gpt.training.checkpoint import earlier_precision
 from accel_gpt.training.machine import device_name
 from accel_gpt.training.ranks import on_main
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.terminal import print_line
 
-PRECISIONS = ("no", "bf16", "fp16", "fp8")
 BF16_CAPABILITY = (8, 0)  # Ampere: NVIDIA's first matrix units for bf16
 
 
@@ -33,19 +31,16 @@ def resolve_precision(config: Config) -> Config:
         return config
     precision, reason = on_main(lambda: choose_precision(config))
     name = "fp32" if precision == "no" else precision
-    report_choice(config, f"precision {name}", reason)
+    print_line(config, f"auto     precision {name}: {reason}")
     return replace(config, train=replace(config.train, mixed_precision=precision))
 
 
 def choose_precision(config: Config) -> tuple[str, str]:
     """Return the mixed precision, and the reason."""
-    earlier = earlier_choice(config, "train.mixed_precision")
-    if earlier and earlier[0] in PRECISIONS:
-        return earlier[0], f"as in {earlier[1]}"
-    # The launcher set the precision of a run whose own config has none
-    launched = RunFolder(config.out_dir).last_launch("mixed_precision")
-    if launched in PRECISIONS:
-        return launched, f"as in {Path(config.out_dir) / 'run.json'}"
+    earlier = earlier_precision(config)
+    if earlier:
+        precision, file = earlier
+        return precision, f"as in {file}"
     launcher = launcher_precision()
     if launcher != "no":
         return launcher, "set by accelerate launch"

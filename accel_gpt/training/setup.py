@@ -23,6 +23,7 @@ from accel_gpt.training.ranks import all_gather, all_ranks, on_main, require_all
 from accel_gpt.training.run_folder import FolderLock, locked
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import INIT, Watchdog
+from accel_gpt.training.terminal import print_line
 
 
 @contextlib.contextmanager
@@ -56,13 +57,8 @@ def restore_lost_run(config: Config) -> None:
 
     Called before the choices of `auto`, which are those of the run.
     """
-
-    def log(text: str) -> None:
-        if config.log.level == "info" or text.startswith("WARNING"):
-            write_err(text)
-
     if config.checkpoint.copy_to:
-        on_main(lambda: fetch_backup(config, log))
+        on_main(lambda: fetch_backup(config, lambda text: print_line(config, text)))
 
 
 def do_not_check() -> None:

@@ -14,8 +14,13 @@ from accelerate.utils import DistributedType, LoggerType, parse_flag_from_env
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import require
-from accel_gpt.launcher import launcher_precision, local_world_size, started_by_launcher
-from accel_gpt.training.precision import PRECISIONS, requested_precision
+from accel_gpt.launcher import (
+    PRECISIONS,
+    launcher_precision,
+    local_world_size,
+    started_by_launcher,
+)
+from accel_gpt.training.precision import requested_precision
 
 REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper: torchao's and NVIDIA's lists of devices with fp8 products

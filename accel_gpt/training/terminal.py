@@ -12,6 +12,7 @@ from typing import Self
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
 from accel_gpt.console import Progress, can_draw, in_notebook, write_err
+from accel_gpt.launcher import is_main
 from accel_gpt.training.panel import FORMS, Panel
 from accel_gpt.training.state import TrainState
 
@@ -47,7 +48,7 @@ class Display:
 
     def log(self, text: str) -> None:
         """Print a line that stays."""
-        if not (self.verbose or (self.active and text.startswith("WARNING"))):
+        if not (self.active and is_shown(self.config, text)):
             return
         with contextlib.suppress(OSError):  # of a log on a full disk, a terminal that is gone
             if self.panel:
@@ -96,6 +97,17 @@ class Display:
         """Continue at a step, with the losses of the run until then."""
         if self.panel:
             self.panel.resume(step, losses)
+
+
+def is_shown(config: Config, text: str) -> bool:
+    """Return whether `log.level` lets a line be printed."""
+    return config.log.level == "info" or text.startswith("WARNING")
+
+
+def print_line(config: Config, text: str) -> None:
+    """Print a line on rank 0 before a run has its `Display`, if `log.level` lets it."""
+    if is_main() and is_shown(config, text):
+        write_err(text)
 
 
 def show_cursor() -> None:

@@ -390,8 +390,19 @@ def test_auto_is_the_precision_of_the_run_that_a_launch_resumes(
     make_run(tmp_path / "run", train=TrainConfig(mixed_precision="bf16"))
     found = plan(capsys, *words)
     assert found["machine"] == "1 x CPU process, bf16"
-    assert found["precision"]["source"] == f"train.mixed_precision auto, as in {tmp_path / 'run'}"
+    source = f"train.mixed_precision auto, as in {tmp_path / 'run' / 'config.yaml'}"
+    assert found["precision"]["source"] == source
     assert plan(capsys, *words, "--gpu", "t4")["precision"]["is"] == "no"
+
+
+def test_auto_is_the_precision_that_a_launcher_set_for_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_gpt.cost.devices.cpu_flags", lambda: frozenset[str]())
+    run = make_run(tmp_path / "run", launches=[LAUNCH | {"mixed_precision": "bf16"}])
+    found = plan(capsys, GPT2, "--out_dir", run, "--train.mixed_precision", "auto")
+    assert found["precision"]["is"] == "bf16"
+    assert found["precision"]["source"].endswith("run.json")
 
 
 def test_every_device_has_its_memory() -> None:

@@ -118,7 +118,7 @@ def whole_run(config: Config, run: Training, steps: int, tokens_per_second: floa
 
     Evaluations are counted; saves, samples and HellaSwag are not.
     """
-    evaluated = evaluation_count(config, steps) * run.reporter.evaluation_time.tokens
+    evaluated = evaluation_count(config, steps) * run.corpus.evaluated_tokens
     if config.eval.whole_at_end:
         evaluated += sum(part.split.tokens for part in run.corpus.evaluated["val"])
     evaluating = evaluation_hours(evaluated, tokens_per_second)

@@ -38,6 +38,12 @@ class EvalSplit:
     split: Split
     tokens: int | None  # evaluated, the same ones every time; None: all
 
+    @property
+    def evaluated_tokens(self) -> int:
+        """Return the number of tokens that an evaluation reads."""
+        whole = self.split.tokens
+        return whole if self.tokens is None else min(whole, self.tokens)
+
 
 @dataclass(kw_only=True)
 class Corpus:
@@ -110,6 +116,12 @@ class Corpus:
     def splits(self) -> list[Split]:
         """Return what is evaluated and trained on."""
         return self.evaluated_splits() + [source.split for source in self.train.sources]
+
+    @property
+    def evaluated_tokens(self) -> int:
+        """Return the number of tokens that each evaluation reads, of all splits."""
+        parts = [part for parts in self.evaluated.values() for part in parts]
+        return sum(part.evaluated_tokens for part in parts)
 
     def epoch_metrics(self, sequences: int) -> dict[str, float]:
         """Return the epochs read after so many sequences of the run, for each source."""

@@ -19,8 +19,9 @@ from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_yaml
 from accel_gpt.config.plan import Plan, plural
-from accel_gpt.console import printable
+from accel_gpt.console import format_hours, printable
 from accel_gpt.cost.flops import parameter_counts
+from accel_gpt.cost.forecast import evaluation_hours
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
 from accel_gpt.files import free_bytes, strict_json, write_file
@@ -28,7 +29,6 @@ from accel_gpt.launcher import launcher_precision
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import threads_of_environment
 from accel_gpt.training.dashboard import Dashboard
-from accel_gpt.training.evaluation_time import EvaluationTime
 from accel_gpt.training.machine import describe_machine
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
 from accel_gpt.training.profiling import profile
@@ -37,6 +37,10 @@ from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import Watchdog
 from accel_gpt.training.terminal import Display
 from accel_gpt.training.trackers import Trackers, quiet_tensorboard
+
+LARGE_SHARE = 1 / 5  # of the time between two evaluations
+SHORT_HOURS = 30 / 3600  # an evaluation that is never worth a line; assumption
+LONG_HOURS = 600 / 3600  # an evaluation that is always worth a line; assumption
 
 
 @contextmanager
@@ -78,7 +82,8 @@ class Reporter:
         self.trackers = Trackers(accelerator, config, has_mfu=self.speed.peak is not None)
         self.metrics: MetricsLog | None = None  # on rank 0
         self.disk_full = False  # it has refused metrics
-        self.evaluation_time = EvaluationTime(config, plan)
+        self.evaluated_tokens = 0  # of each evaluation
+        self.evaluations_estimated = False
         self.watch = Stopwatch(accelerator.device, step=0, seconds_before=0.0)
         self.watchdog: Watchdog | None = None  # of the steps
         self.profile_step: Callable[[], None] | None = None
@@ -88,7 +93,7 @@ class Reporter:
     def start(self, corpus: Corpus, state: TrainState) -> None:
         """Record this launch, which resumes at `state`, and print its first lines."""
         self.check_folder()
-        self.evaluation_time.start(corpus.evaluated)
+        self.evaluated_tokens = corpus.evaluated_tokens
         if self.accelerator.is_main_process:
             machine = describe_machine(self.accelerator)
             self.record_launch(corpus, machine, state.step)
@@ -210,13 +215,33 @@ class Reporter:
 
         A collective.
         """
-        warm = self.watch.step > self.watch.first_step
-        seconds = self.watch.lap(step)
-        on_cpu = self.accelerator.device.type == "cpu"
-        warning = self.evaluation_time.check(seconds, warm, on_cpu)
-        if warning:
-            self.log(warning)
-        return self.speed.metrics(seconds) | self.batch_hash(loader)
+        warm = self.watch.step > self.watch.first_step  # a first step warms up, or compiles
+        metrics = self.speed.metrics(self.watch.lap(step))
+        if warm and not self.evaluations_estimated:
+            self.evaluations_estimated = True
+            self.warn_of_evaluations(metrics["perf/tokens_per_second"])
+        return metrics | self.batch_hash(loader)
+
+    def warn_of_evaluations(self, tokens_per_second: float) -> None:
+        """Warn if each evaluation will take long, or a large share of the run."""
+        options = self.config.eval
+        max_steps = self.plan.max_steps
+        steps = min(options.every or max_steps, max_steps)
+        hours = evaluation_hours(self.evaluated_tokens, tokens_per_second)
+        training_hours = steps * self.plan.tokens_per_step / tokens_per_second / 3600
+        share = hours / training_hours
+        if hours < LONG_HOURS and (hours < SHORT_HOURS or share < LARGE_SHARE):
+            return
+        between = f"the {steps:,} steps between two" if steps < max_steps else "all steps"
+        tokens = "whole splits" if options.tokens is None else f"{options.tokens:,}"
+        advice = f"lower eval.tokens ({tokens})"
+        if options.every:
+            advice += f", or raise eval.every ({options.every:,})"
+        hellaswag = " without HellaSwag" if options.hellaswag else ""
+        self.log(
+            f"WARNING: each evaluation takes about {format_hours(hours)}{hellaswag}, {share:.0%} "
+            f"of the time of {between}; {advice}"
+        )
 
     def batch_hash(self, loader: Loader) -> Record:
         """Return the hash of the last global batch, with `log.batch_hash`; an all-reduce."""

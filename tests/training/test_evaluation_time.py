@@ -45,7 +45,7 @@ def test_a_long_evaluation_is_announced_once(warnings: Callable[..., list[str]])
 def test_what_to_set_is_named(warnings: Callable[..., list[str]]) -> None:
     (whole,) = warnings(600.0, "--eval.tokens", "null", "--eval.every", "0")
     # 20,035 tokens of both splits are 78 steps, forward only
-    assert whole == ("4.3 hours, 2.2 times the time of all steps; lower eval.tokens (whole splits)")
+    assert whole == ("4 h 21 min, 217% of the time of all steps; lower eval.tokens (whole splits)")
 
 
 def test_a_small_share_is_not_worth_a_line(

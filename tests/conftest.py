@@ -84,13 +84,13 @@ def run_here(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
 def uploads_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Upload in this process, as a child takes seconds to start. Returns the exit codes."""
     from accel_gpt import cli
-    from accel_gpt.training import backup, uploader
+    from accel_gpt.training import copies, uploader
 
     codes: list[int] = []
 
     class Child:
         def __init__(self, argv: Sequence[str], module: str, **_: Any) -> None:
-            commands = {"accel_gpt.cli": cli.dispatch, "accel_gpt.training.backup": backup.main}
+            commands = {"accel_gpt.cli": cli.dispatch, "accel_gpt.training.copies": copies.main}
             codes.append(run_here(commands[module], argv))
 
         def wait(self) -> int:

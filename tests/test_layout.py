@@ -164,7 +164,6 @@ NOT_YET = {
     "accel_gpt.data.planning",
     "accel_gpt.data.sources",
     "accel_gpt.data.tokenizer",
-    "accel_gpt.training.backup",
     "accel_gpt.training.resume",
     "accel_gpt.training.state",
 }

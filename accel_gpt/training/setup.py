@@ -16,7 +16,7 @@ from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.verify import DataVerifier
 from accel_gpt.launcher import is_main, local_rank, main_address, world_size
 from accel_gpt.training.accelerator import join_ranks, warn_without_gpu
-from accel_gpt.training.backup import fetch_backup
+from accel_gpt.training.copies import restore_newest_copy
 from accel_gpt.training.machine import code_versions
 from accel_gpt.training.precision import requested_precision
 from accel_gpt.training.ranks import all_gather, all_ranks, on_main, require_all, sees_main
@@ -58,7 +58,7 @@ def restore_lost_run(config: Config) -> None:
     Called before the choices of `auto`, which are those of the run.
     """
     if config.checkpoint.copy_to:
-        on_main(lambda: fetch_backup(config, lambda text: print_line(config, text)))
+        on_main(lambda: restore_newest_copy(config, lambda text: print_line(config, text)))
 
 
 def do_not_check() -> None:

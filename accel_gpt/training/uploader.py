@@ -61,7 +61,7 @@ class Target:
     """Command that uploads what is left, for the end of a message."""
 
 
-def backup_target(config: Config) -> Target:
+def copy_target(config: Config) -> Target:
     """Return the target of `checkpoint.copy_to`: the newest checkpoint, whole."""
     url = str(config.checkpoint.copy_to)
 
@@ -72,7 +72,7 @@ def backup_target(config: Config) -> Target:
     return Target(
         queue=".copies",
         place=url,
-        module="accel_gpt.training.backup",
+        module="accel_gpt.training.copies",
         argv=argv,
         # on two busy cores a copy of 50 MB takes 2 s, with low priority 9 s, on idle time 32 s;
         # the machine may vanish
@@ -114,7 +114,7 @@ def open_uploaders(config: Config, final_step: int, log: Callable[[str], None]) 
     if config.checkpoint.copy_to:
         own = RunFolder(config.out_dir).checkpoints
         resumed = own[max(own)] if own else None  # its copy may have failed
-        uploaders.append(Uploader(backup_target(config), config.out_dir, log, resumed))
+        uploaders.append(Uploader(copy_target(config), config.out_dir, log, resumed))
     if config.hub.push != "never":
         uploaders.append(Uploader(hub_target(config, final_step), config.out_dir, log))
     return uploaders

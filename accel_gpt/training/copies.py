@@ -1,0 +1,206 @@
+"""Copies of checkpoints on another disk, in a store that fsspec writes to, or on the Hub.
+
+    {checkpoint.copy_to}/step_00001000/     the files of a checkpoint, its manifest last
+
+`uploader.py` starts this file as a child process that makes one copy:
+
+    python -m accel_gpt.training.copies CHECKPOINT URL KEEP_LAST [--unless_newer]
+
+A run without checkpoints of its own resumes from the newest intact copy. A copy without a manifest
+is incomplete and never used. On the Hub, each copy is one commit.
+"""
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_gpt.config.experiment import Config
+from accel_gpt.console import exit_on_sigterm, run_main
+from accel_gpt.data.remote import Store, reason
+from accel_gpt.errors import CheckpointError, UserError, require
+from accel_gpt.files import fault_point, sync
+from accel_gpt.training.checkpoint import verify
+from accel_gpt.training.run_folder import RunFolder, step_name, steps_in
+
+MANIFEST = "manifest.json"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Copy one checkpoint to a folder or URL; return the exit code."""
+    checkpoint, url, keep_last, *flags = argv
+    exit_on_sigterm()
+    try:
+        copy_checkpoint(Path(checkpoint), url, int(keep_last), unless_newer=bool(flags))
+    except UserError:
+        raise
+    except Exception as error:  # of botocore, huggingface_hub, OSError, ...
+        raise UserError(reason(error)) from None
+    return 0
+
+
+def copy_checkpoint(checkpoint: Path, url: str, keep_last: int, unless_newer: bool) -> None:
+    """Copy a checkpoint, and remove later copies, left by a roll back, and all but `keep_last`.
+
+    `unless_newer`: do nothing if there is a copy of this step or of a later one.
+    """
+    step = int(checkpoint.name.removeprefix("step_"))
+    store = CopyStore(url)
+    if store.on_hub:
+        store.create_repository()
+    copied = store.steps()
+    if unless_newer and any(store.is_complete(one) for one in copied if one >= step):
+        return
+    before = [one for one in copied if one < step]
+    kept = [*before, step][-keep_last:]
+    former = [one for one in copied if one not in kept]
+    if store.on_hub:
+        store.commit(checkpoint, former)
+        return
+    store.write(checkpoint)
+    for one in former:
+        store.remove(one)
+
+
+def restore_newest_copy(config: Config, log: Callable[[str], None]) -> None:
+    """Download the newest intact copy for a run that has no checkpoint of its own.
+
+    Raises `UserError` if the store cannot be opened or read, or if checkpoints would be lost there,
+    and `CheckpointError` if all copies are damaged.
+    """
+    url = str(config.checkpoint.copy_to)
+    store = CopyStore(url)
+    if "://" not in url:
+        require(not Path(url).is_file(), f"checkpoint.copy_to {url} is a file; give a folder")
+        require(
+            not Path(url).resolve().is_relative_to(Path(config.out_dir).resolve()),
+            f"checkpoint.copy_to {url} lies in out_dir {config.out_dir}; give a folder elsewhere",
+        )
+    if RunFolder(config.out_dir).checkpoints:
+        return
+    try:
+        steps = store.steps()
+        require(
+            not steps or config.checkpoint.resume != "never",
+            f"checkpoint.resume is never but checkpoint.copy_to {url} holds copies of a run; "
+            "set another, or remove them",
+        )
+        complete = [step for step in steps if store.is_complete(step)]
+        for step in reversed(complete):
+            if store.restore(step, Path(config.out_dir) / "checkpoints", log):
+                log(f"step {step:,} was downloaded from {url}")
+                return
+    except UserError:
+        raise
+    except Exception as error:  # of botocore, huggingface_hub, OSError, ...
+        raise UserError(f"checkpoint.copy_to {url} cannot be read: {reason(error)}") from None
+    if complete:
+        raise CheckpointError(
+            f"all copies in checkpoint.copy_to {url} are damaged; set another one to start from "
+            "scratch"
+        )
+
+
+class CopyStore:
+    """The folder or URL of `checkpoint.copy_to`. Raises `UserError` if its package is missing."""
+
+    def __init__(self, url: str) -> None:
+        system, root = Store(url if "://" in url else str(Path(url).resolve())).system
+        self.system = system  # of fsspec
+        self.root = root.rstrip("/")
+        # buckets of the Hub have no commits
+        self.on_hub = url.startswith("hf://") and not root.startswith("buckets/")
+
+    def path(self, step: int, file: str = "") -> str:
+        """Return the path of a copy, or of a file in it."""
+        return f"{self.root}/{step_name(step)}/{file}".rstrip("/")
+
+    def steps(self) -> list[int]:
+        """Return the steps of all copies, ascending, incomplete ones too."""
+        self.system.invalidate_cache()
+        try:
+            entries = self.system.ls(self.root, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return steps_in(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries)
+
+    def is_complete(self, step: int) -> bool:
+        """Return whether a copy has a manifest."""
+        return bool(self.system.exists(self.path(step, MANIFEST)))
+
+    def write(self, checkpoint: Path) -> None:
+        """Copy the files of a checkpoint, its manifest last."""
+        target = f"{self.root}/{checkpoint.name}"
+        manifest = (checkpoint / MANIFEST).read_bytes()
+        self.system.makedirs(target, exist_ok=True)
+        if self.system.exists(f"{target}/{MANIFEST}"):  # the step was trained once more
+            self.system.rm_file(f"{target}/{MANIFEST}")
+        for path in sorted(checkpoint.iterdir()):
+            if path.name != MANIFEST:
+                fault_point("copy.file")
+                self.system.put_file(str(path), f"{target}/{path.name}")
+        if (checkpoint / MANIFEST).read_bytes() != manifest:  # replaced while it was copied
+            raise UserError(f"{checkpoint} changed while it was copied")
+        self.system.put_file(str(checkpoint / MANIFEST), f"{target}/{MANIFEST}")
+
+    def remove(self, step: int) -> None:
+        """Remove a copy, its manifest first."""
+        with contextlib.suppress(FileNotFoundError):  # an incomplete copy
+            self.system.rm_file(self.path(step, MANIFEST))
+        self.system.rm(self.path(step), recursive=True)
+
+    def restore(self, step: int, folder: Path, log: Callable[[str], None]) -> bool:
+        """Download a copy into a folder of checkpoints; return whether it is intact."""
+        temporary = folder / f".tmp_{step_name(step)}"
+        temporary.mkdir(parents=True, exist_ok=True)
+        for entry in self.system.ls(self.path(step), detail=False):
+            file = temporary / entry.rpartition("/")[2]
+            self.system.get_file(entry, str(file))
+            sync(file)
+        try:
+            verify(temporary)
+        except CheckpointError as error:
+            log(f"WARNING: {error}; a copy before it is taken")
+            shutil.rmtree(temporary)
+            return False
+        temporary.rename(folder / step_name(step))
+        sync(folder)
+        return True
+
+    # ----------------------------------------------------------------------- on the Hub
+
+    def create_repository(self) -> None:
+        """Create the repository of this store on the Hub, private, unless it exists."""
+        from huggingface_hub import HfApi
+
+        prefix, _, rest = self.root.partition("/")
+        repo_type = prefix.removesuffix("s") if prefix in ("datasets", "spaces") else None
+        owner, name = (rest if repo_type else self.root).split("/")[:2]
+        repo = f"{owner}/{name.partition('@')[0]}"
+        HfApi().create_repo(repo, repo_type=repo_type, private=True, exist_ok=True)
+
+    def commit(self, checkpoint: Path, former: Sequence[int]) -> None:
+        """Add a checkpoint and remove the copies of `former` steps, as one commit."""
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+        place = self.system.resolve_path(self.root)
+        folder = f"{place.path_in_repo}/" if place.path_in_repo else ""
+        operations: list[Any] = []
+        for path in sorted(checkpoint.iterdir()):
+            operations.append(CommitOperationAdd(f"{folder}{checkpoint.name}/{path.name}", path))
+        for step in former:
+            copy = f"{folder}{step_name(step)}/"
+            operations.append(CommitOperationDelete(copy, is_folder=True))
+        HfApi().create_commit(
+            repo_id=place.repo_id,
+            operations=operations,
+            commit_message=checkpoint.name,
+            repo_type=place.repo_type,
+            revision=place.revision,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main, sys.argv[1:]))

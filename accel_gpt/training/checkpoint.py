@@ -58,24 +58,25 @@ FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # in the folder itse
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder has a manifest."""
+    """Return whether a folder has a manifest."""
     return (path / "manifest.json").is_file()
 
 
 def find_checkpoint(path: Path, which: str = "last") -> Path:
-    """The folder of a checkpoint: `path` itself, or the last, the best or a numbered one of a run.
+    """Return the folder of a checkpoint: `path` itself, or that of a run.
 
-    Raises `UserError` naming the steps that there are.
+    `which`: last, best or a step. Raises `UserError` naming the steps that there are.
     """
     if is_checkpoint(path):
         return path
-    found = {s: p for s, p in RunFolder(path).checkpoints.items() if is_checkpoint(p)}
+    run = RunFolder(path)
+    found = {step: folder for step, folder in run.checkpoints.items() if is_checkpoint(folder)}
     require(path.is_dir(), f"{path} does not exist; give the folder of a run or of a checkpoint")
     require(bool(found), f"{path} holds no checkpoint; give the folder of a run that saved one")
-    wanted = RunFolder(path).best if which == "best" else which
-    step = int(wanted) if re.fullmatch("[0-9]{1,18}", wanted) else -1
     if which == "last":
-        step = max(found)
+        return found[max(found)]
+    wanted = run.best if which == "best" else which
+    step = int(wanted) if re.fullmatch("[0-9]{1,18}", wanted) else -1
     steps = ", ".join(map(str, found))
     require(step in found, f"{path} has no checkpoint {which!r}; choose last or one of {steps}")
     return found[step]
@@ -112,21 +113,18 @@ class SavedModel:
 
 
 def verify(path: Path, model_only: bool = False) -> None:
-    """Raise `CheckpointError` unless all files, or those of the model alone, are as the manifest
-    lists them, and the step is that in the folder's name.
+    """Raise `CheckpointError` unless the files of a checkpoint are as its manifest lists them.
 
-    A file that Accelerate or torch might load but no checkpoint has, or that the manifest does not
+    The step must be that in the folder's name. `model_only`: check only the files of the model. A
+    file that Accelerate or torch might load but no checkpoint has, or that the manifest does not
     list, is refused too. Links are followed, as the Hub's cache consists of them: the file that is
     hashed is the one that is read.
     """
     listed = read_manifest(path)
-    wanted = listed
-    if model_only:
-        wanted = {
-            name: file
-            for name, file in listed.items()
-            if name in REQUIRED_FILES or WEIGHTS.fullmatch(name)
-        }
+    wanted = {}
+    for name, file in listed.items():
+        if not model_only or name in REQUIRED_FILES or WEIGHTS.fullmatch(name):
+            wanted[name] = file
     for name, file in wanted.items():
         if not (path / name).is_file():
             raise CheckpointError(f"checkpoint {path} lacks its file {name}")
@@ -185,12 +183,13 @@ def check_step(path: Path) -> None:
 
 
 def intact_hint(path: Path) -> str:
-    """What to say of the newest intact checkpoint before `path` in its run; "" without one."""
+    """Name the newest intact checkpoint before `path` in its run, for an error; "" without one."""
     named = CHECKPOINT.fullmatch(path.name)
-    others = RunFolder(path.parent.parent).checkpoints
     if not named or path.parent.name != "checkpoints":
         return ""
-    for step in reversed([step for step in others if step < int(named[1])]):
+    others = RunFolder(path.parent.parent).checkpoints
+    earlier = [step for step in others if step < int(named[1])]
+    for step in reversed(earlier):
         with contextlib.suppress(AccelGPTError):
             verify(others[step], model_only=True)
             return f"; step {step:,} of the run is intact; take it with --checkpoint {step}"
@@ -240,7 +239,7 @@ def read_state(path: Path) -> TrainState:
 
 
 def read_evaluated(path: Path) -> TrainState:
-    """The `TrainState` of a checkpoint, with the evaluation that followed the save.
+    """Read the `TrainState` of a checkpoint, with the evaluation that followed the save.
 
     The run's metrics.jsonl holds that evaluation; without its record the evaluation is still due.
     """
@@ -289,8 +288,9 @@ def earlier_precision(config: Config) -> tuple[str, str] | None:
 
 
 def read_states(out_dir: Path) -> dict[int, TrainState]:
-    """The states of a run's checkpoints by step, ascending; without a checkpoint whose state cannot
-    be read or is of another step than its name.
+    """Read the states of a run's checkpoints by step, ascending.
+
+    Leaves out a checkpoint whose state cannot be read or is of another step than its name.
     """
     found = {}
     for step, path in RunFolder(out_dir).checkpoints.items():
@@ -302,7 +302,7 @@ def read_states(out_dir: Path) -> dict[int, TrainState]:
 
 
 def read_shape(path: Path) -> tuple[ModelConfig, int]:
-    """The config of a checkpoint's model, and its vocabulary."""
+    """Read the config of a checkpoint's model, and its vocabulary."""
     saved = read_saved(SavedModel, path / "model.json")
     known = {key: value for key, value in saved.config.items() if key in leaves(ModelConfig)}
     try:
@@ -312,5 +312,5 @@ def read_shape(path: Path) -> tuple[ModelConfig, int]:
 
 
 def weight_parts(path: Path) -> list[Path]:
-    """The files of a checkpoint that hold the weights: one, or one of each rank."""
+    """Return the files of a checkpoint that hold the weights: one, or one of each rank."""
     return sorted(file for file in path.iterdir() if WEIGHTS.fullmatch(file.name))

@@ -17,6 +17,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.constants import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, SCALER_NAME
 from accelerate.utils.other import load
 from safetensors.torch import load_file
+from torch import Tensor
 
 from accel_gpt.config.compare import Differences, differences, option_of, resume_kind
 from accel_gpt.config.experiment import Config, ScheduleConfig
@@ -210,9 +211,10 @@ def find_resume(
             set_aside(bad)
         return path
     if damaged:
+        names = ", ".join(path.name for path in damaged)
         raise CheckpointError(
-            f"all checkpoints of {out_dir} are damaged ({', '.join(p.name for p in damaged)}); "
-            "set another out_dir to start from scratch"
+            f"all checkpoints of {out_dir} are damaged ({names}); set another out_dir to start "
+            "from scratch"
         )
     return None
 
@@ -239,9 +241,10 @@ def choose_rollback(
         out_dir = Path(config.out_dir)
         states = read_states(out_dir)
         stable = [step for step, saved in states.items() if not saved.skipped_in_row]
-        first = config.checkpoint.resume  # perhaps a path that the run began with
-        first = "auto" if first == "never" else first
-        path = find_resume(out_dir, first, log, stable[-1] if stable else math.inf)
+        resume = config.checkpoint.resume  # perhaps a path that the run began with
+        if resume == "never":
+            resume = "auto"
+        path = find_resume(out_dir, resume, log, most=stable[-1] if stable else math.inf)
         if path is None:
             raise DivergedError(f"{what}, and there is no checkpoint to return to; {advice}")
         saved = read_evaluated(path)
@@ -263,14 +266,13 @@ def choose_rollback(
 
 def reset_best(out_dir: Path, saved: TrainState) -> None:
     """Let the file `best` name the best step that `saved` knows, if it names a later one."""
-    best = out_dir / "best"
     run = RunFolder(out_dir)
     if run.best in ("", str(saved.best_step)):
         return
     if saved.best_step in run.checkpoints:
-        write_file(best, [f"{saved.best_step}\n".encode()])
+        write_file(out_dir / "best", [f"{saved.best_step}\n".encode()])
     else:
-        best.unlink()
+        (out_dir / "best").unlink()
 
 
 # --------------------------------------------------------------------------- what may change
@@ -285,19 +287,20 @@ def check_same_run(
     """
     changes = config_changes(saved.config, now.config) | source_changes(vars(saved), vars(now))
     kinds = {key: resume_kind(key, saved.config, now.config) for key in changes}
-    refused = {
-        key: change
-        for key, change in changes.items()
-        if kinds[key] == "refuse" or key.partition("[")[0] not in allowed
-    }
+    refused = {}
+    for key, change in changes.items():
+        if kinds[key] == "refuse" or key.partition("[")[0] not in allowed:
+            refused[key] = change
     if saved.tokenizer_fingerprint != now.tokenizer_fingerprint:
         refused["tokenizer"] = (saved.tokenizer_fingerprint[:12], now.tokenizer_fingerprint[:12])
         kinds["tokenizer"] = "refuse"
     if not refused:
         return
     them = "it" if len(refused) == 1 else "them"
-    problem = f"{path} was made with another config: {format_changes(refused)}; restore {them}, "
-    problem += "set another out_dir"
+    problem = (
+        f"{path} was made with another config: {format_changes(refused)}; restore {them}, set "
+        "another out_dir"
+    )
     if any(kinds[key] == "refuse" for key in refused):
         raise CheckpointError(problem)
     raise UserError(problem + allow_hint([key.partition("[")[0] for key in refused]))
@@ -308,13 +311,17 @@ def check_same_config(config: Config) -> None:
     before = RunFolder(config.out_dir).read_config()
     now = to_flat(config)
     changes = config_changes(before, now) if before else {}
-    refused = {k: v for k, v in changes.items() if k not in config.checkpoint.allow_change}
+    refused = {}
+    for key, change in changes.items():
+        if key not in config.checkpoint.allow_change:
+            refused[key] = change
     if not refused:
         return
     another_run = any(resume_kind(key, before, now) == "refuse" for key in refused)
+    hint = "" if another_run else allow_hint(list(refused))
     raise UserError(
         f"out_dir {config.out_dir} holds a run of another config: {format_changes(refused)}; "
-        "set another out_dir" + ("" if another_run else allow_hint([*refused]))
+        f"set another out_dir{hint}"
     )
 
 
@@ -379,8 +386,15 @@ def restore(
         if sharded or not (path / SAFE_WEIGHTS_NAME).is_file():
             load_shards(path, gpt, optimizer)
             if same_world:
-                rank = accelerator.process_index
-                load_accelerator_state(str(path), [], [], [], [], rank, accelerator.scaler)
+                load_accelerator_state(
+                    input_dir=str(path),
+                    models=[],
+                    optimizers=[],
+                    schedulers=[],
+                    dataloaders=[],
+                    process_index=accelerator.process_index,
+                    scaler=accelerator.scaler,
+                )
         else:
             accelerator.load_state(str(path))
     except Exception as error:  # torch, safetensors and Accelerate raise no common class
@@ -411,45 +425,57 @@ def restore(
 def load_shards(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
     """Load weights and optimizer as this run shards them, or does not, however they were saved."""
     read_weights(path, gpt)
-    if files := sorted(path.glob("optimizer_*.safetensors")):
+    files = sorted(path.glob("optimizer_*.safetensors"))
+    if files:
         moments = moments_of(gpt, optimizer)
-        if unknown := read_tensors(files, moments) - moments.keys():
+        unknown = read_tensors(files, moments) - moments.keys()
+        if unknown:
             raise CheckpointError(f"it has {min(unknown)}, which another optimizer keeps")
         return
     file = path / f"{OPTIMIZER_NAME}.bin"
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     # numbers, in the order of the groups
-    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for key, p in zip(keys, parameters, strict=True):
-        for name, full in saved["state"][key].items():
-            optimizer.state[p][name] = torch.zeros_like(p) if full.dim() else full.to(p.device)
+    for number, p in zip(numbers, parameters, strict=True):
+        for name, full in saved["state"][number].items():
             if full.dim():
-                load_full(optimizer.state[p][name], full)
+                moment = torch.zeros_like(p)
+                load_full(moment, full)
+            else:
+                moment = full.to(p.device)
+            optimizer.state[p][name] = moment
 
 
 def check_optimizer(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
     """Raise `CheckpointError` unless every parameter has its moments, of its shape."""
-    file, names = (
-        path / f"{OPTIMIZER_NAME}.bin",
-        {id(p): name for name, p in gpt.named_parameters()},
-    )
-    for p, expected in [
-        (p, state_names(group)) for group in optimizer.param_groups for p in group["params"]
-    ]:
-        name, found = names.get(id(p), "a parameter"), optimizer.state.get(p, {})
-        if missing := sorted(expected - found.keys()):
-            raise CheckpointError(f"{file} lacks {', '.join(missing)} of {name}")
-        if unknown := sorted(found.keys() - expected):
+    file = path / f"{OPTIMIZER_NAME}.bin"
+    names = {id(p): name for name, p in gpt.named_parameters()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            name = names.get(id(p), "a parameter")
+            state = optimizer.state.get(p, {})
+            check_moments(file, name, p, expected=state_names(group), state=state)
+
+
+def check_moments(
+    file: Path, name: str, parameter: Tensor, expected: set[str], state: Mapping[str, Any]
+) -> None:
+    """Raise `CheckpointError` unless the state of one parameter has the `expected` tensors."""
+    missing = sorted(expected - state.keys())
+    if missing:
+        raise CheckpointError(f"{file} lacks {', '.join(missing)} of {name}")
+    unknown = sorted(state.keys() - expected)
+    if unknown:
+        raise CheckpointError(
+            f"{file} has {', '.join(unknown)} of {name}, which another optimizer keeps"
+        )
+    for key, value in state.items():
+        if torch.is_tensor(value) and value.dim() and value.shape != parameter.shape:
             raise CheckpointError(
-                f"{file} has {', '.join(unknown)} of {name}, which another optimizer keeps"
+                f"{file} has {key} of {name} in the shape {tuple(value.shape)}; the parameter has "
+                f"{tuple(parameter.shape)}"
             )
-        for key, value in found.items():
-            if torch.is_tensor(value) and value.dim() and value.shape != p.shape:
-                raise CheckpointError(
-                    f"{file} has {key} of {name} in the shape "
-                    f"{tuple(value.shape)}; the parameter has {tuple(p.shape)}"
-                )
 
 
 def check_random_states(path: Path) -> None:
@@ -463,7 +489,7 @@ def check_random_states(path: Path) -> None:
 
 
 def culprit(path: Path) -> Path:
-    """The first file of a checkpoint that cannot be loaded; if all can, the folder."""
+    """Return the first file of a checkpoint that cannot be loaded; if all can, the folder."""
     for file in sorted(path.iterdir()):
         try:
             if file.suffix == ".safetensors":
@@ -476,7 +502,7 @@ def culprit(path: Path) -> Path:
 
 
 def load_error(error: Exception) -> str:
-    """The first line of an error; not torch's advice to unpickle what it refuses."""
+    """Return the first line of an error, without torch's advice to unpickle what it refuses."""
     if "weights_only" in str(error):
         return "it holds objects other than tensors and plain values, which are not loaded"
     return first_line(error)

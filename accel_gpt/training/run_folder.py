@@ -245,17 +245,17 @@ class Metrics:
     columns: dict[str, tuple[npt.NDArray[np.int64], Floats]]  # key -> records (n,), values (n,)
 
     def curve(self, key: str) -> tuple[Floats, Floats]:
-        """Steps and values (n,) of a key; empty where it was never recorded."""
+        """Return steps and values (n,) of a key; empty if it was never recorded."""
         rows, values = self.columns.get(key, (np.zeros(0, np.int64), np.zeros(0)))
         return self.steps[rows], values
 
     def last(self, key: str) -> float | None:
-        """The newest value of a key."""
+        """Return the newest value of a key; None if it was never recorded."""
         values = self.curve(key)[1]
         return float(values[-1]) if len(values) else None
 
     def keys(self, prefix: str) -> list[str]:
-        """The keys that begin with `prefix`, sorted."""
+        """Return the keys that begin with `prefix`, sorted."""
         return sorted(key for key in self.columns if key.startswith(prefix))
 
 

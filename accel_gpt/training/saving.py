@@ -45,8 +45,9 @@ from accel_gpt.training.tensor_files import moments_of, rank_content, weights_of
 from accel_gpt.training.uploader import Uploader
 
 RETRY_SECONDS = 60.0  # after a save that failed; assumption
-LAST_TRIES, LAST_PAUSE_SECONDS = 3, 2.0  # for the last checkpoint of a launch
-CLOSING_SECONDS = 60.0
+LAST_TRIES = 3  # of the last checkpoint of a launch
+LAST_PAUSE_SECONDS = 2.0  # between them
+CLOSING_SECONDS = 60.0  # for the save in progress when a run ends with an error
 NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "metrics wait for room")
 ROOM_SHARE = 1.05  # free bytes beside those of a checkpoint; assumption
 DISK_FULL = ("unexpected pos", "file write failed", "No space left")  # in messages of torch, the OS
@@ -176,30 +177,35 @@ class CheckpointWriter:
         folder.parent.mkdir(exist_ok=True)  # not its parents: a folder that has gone stays gone
         folder.mkdir(exist_ok=True)
         fault_point("save.begun")
-        accelerator, scaler = self.accelerator, self.accelerator.scaler
-        accelerator.scaler = scaler if self.main else None  # every rank would write the same file
+        scaler = self.accelerator.scaler
+        if not self.main:  # every rank would write the same file
+            self.accelerator.scaler = None
         try:
-            if not self.fsdp and not self.snapshot:
-                accelerator.save_state(str(folder))
+            if self.snapshot or self.fsdp:
+                self.save_own_tensors(folder, gpt, optimizer)
             else:
-                tensors = self.tensors_by_file(gpt, optimizer)
-                if self.snapshot:
-                    self.copies = self.snapshot.copy(tensors)
-                else:
-                    write_tensors(tensors, folder)
-                save_accelerator_state(
-                    output_dir=str(folder),
-                    model_states=[],
-                    optimizers=[],
-                    schedulers=[],
-                    dataloaders=[],
-                    process_index=accelerator.process_index,
-                    step=accelerator.step,
-                    scaler=accelerator.scaler,
-                )
+                self.accelerator.save_state(str(folder))
         finally:
-            accelerator.scaler = scaler
+            self.accelerator.scaler = scaler
         fault_point("save.filled")
+
+    def save_own_tensors(self, folder: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
+        """Copy, or write, the tensors of this rank; write its random states and the scaler."""
+        tensors = self.tensors_by_file(gpt, optimizer)
+        if self.snapshot:
+            self.copies = self.snapshot.copy(tensors)
+        else:
+            write_tensors(tensors, folder)
+        save_accelerator_state(
+            output_dir=str(folder),
+            model_states=[],
+            optimizers=[],
+            schedulers=[],
+            dataloaders=[],
+            process_index=self.accelerator.process_index,
+            step=self.accelerator.step,
+            scaler=self.accelerator.scaler,
+        )
 
     def tensors_by_file(self, gpt: GPT, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
         """Return weights and optimizer as this rank writes them: file name -> content."""
@@ -213,8 +219,10 @@ class CheckpointWriter:
             }
         if not self.main:
             return {}
-        full = {"tensors": weights, "metadata": {"format": "pt"}}
-        return {SAFE_WEIGHTS_NAME: full, f"{OPTIMIZER_NAME}.bin": optimizer.state_dict()}
+        return {
+            SAFE_WEIGHTS_NAME: {"tensors": weights, "metadata": {"format": "pt"}},
+            f"{OPTIMIZER_NAME}.bin": optimizer.state_dict(),
+        }
 
     def complete(
         self, folder: Path, fields: dict[str, Any], gpt: GPT, failed: Exception | None
@@ -224,7 +232,7 @@ class CheckpointWriter:
         `fields`: those of the `TrainState`. Returns why it failed on any rank, or None.
         """
         own: Files = {}
-        process = self.accelerator.process_index
+        rank = self.accelerator.process_index
         try:
             with self.phase(folder):
                 if failed:
@@ -235,11 +243,12 @@ class CheckpointWriter:
                 if self.main:
                     self.write_shared(folder, fields, gpt)
                 for path in sorted(folder.iterdir()):
-                    rank, hidden = OF_RANK.search(path.name), path.name.startswith(".")
-                    # hidden: a file that another rank is writing
-                    if not hidden and int(rank[1] if rank else 0) == process:
-                        own[path.name] = sealed(path)
-            files = {n: entry for part in all_gather(own, self.group) for n, entry in part.items()}
+                    being_written = path.name.startswith(".")  # by another rank
+                    if writer_of(path.name) == rank and not being_written:
+                        own[path.name] = seal(path)
+            files: Files = {}
+            for sealed in all_gather(own, self.group):
+                files |= sealed
             with self.phase(folder):
                 if self.main:
                     check_shared(folder, files, self.accelerator.num_processes)
@@ -258,8 +267,8 @@ class CheckpointWriter:
     def write_shared(self, folder: Path, fields: dict[str, Any], gpt: GPT) -> None:
         """Write the files that do not belong to one rank; on rank 0."""
         write_json(folder / "trainer_state.json", fields)
-        shape = {"config": asdict(gpt.config), "vocab_size": gpt.vocab_size}
-        write_json(folder / "model.json", {"format": FORMAT, **shape})
+        model = {"format": FORMAT, "config": asdict(gpt.config), "vocab_size": gpt.vocab_size}
+        write_json(folder / "model.json", model)
         self.tokenizer.save(folder)
         self.before_publish()
 
@@ -351,7 +360,10 @@ class Snapshot:
     def copy_value(self, key: str, value: Any) -> Any:
         """Copy every tensor in `value` into the buffer of its key; leave anything else as it is."""
         if isinstance(value, dict):
-            return {name: self.copy_value(f"{key}.{name}", inner) for name, inner in value.items()}
+            copies = {}
+            for name, inner in value.items():
+                copies[name] = self.copy_value(f"{key}.{name}", inner)
+            return copies
         if isinstance(value, list):
             return [self.copy_value(f"{key}.{i}", inner) for i, inner in enumerate(value)]
         if not isinstance(value, Tensor):
@@ -374,21 +386,31 @@ def write_tensors(files: dict[str, Any], folder: Path) -> None:
 
 
 def size_of(gpt: GPT, optimizer: AcceleratedOptimizer) -> int:
-    """Bytes of the tensors in a checkpoint."""
-    states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-    return sum(t.numel() * t.element_size() for t in [*gpt.parameters(), *states])
+    """Return the bytes of the tensors in a checkpoint."""
+    tensors: list[Tensor] = list(gpt.parameters())
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if torch.is_tensor(value)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def save_error(error: Exception) -> str:
-    """Why a save failed; a full disk by its name, of which torch says `unexpected pos 64 vs 0`."""
+    """Return why a save failed. Of a full disk torch only says `unexpected pos 64 vs 0`."""
     text = str(error) or type(error).__name__
-    return os.strerror(errno.ENOSPC) if any(words in text for words in DISK_FULL) else text
+    if any(words in text for words in DISK_FULL):
+        return os.strerror(errno.ENOSPC)
+    return text
 
 
 # --------------------------------------------------------------------------- files
 
 
-def sealed(path: Path) -> dict[str, Any]:
+def writer_of(name: str) -> int:
+    """Return the rank that writes a file of a checkpoint."""
+    match = OF_RANK.search(name)
+    return int(match[1]) if match else 0
+
+
+def seal(path: Path) -> dict[str, Any]:
     """Force a file to disk; return its size and hash."""
     fault_point("file.written", path)
     sync(path)
@@ -398,7 +420,8 @@ def sealed(path: Path) -> dict[str, Any]:
 
 def check_shared(folder: Path, files: Files, world_size: int) -> None:
     """Raise `CheckpointError` unless this rank sees the files that each rank has written."""
-    for name in sorted(files.keys() | {f"random_states_{rank}.pkl" for rank in range(world_size)}):
+    random_states = {f"random_states_{rank}.pkl" for rank in range(world_size)}
+    for name in sorted(files.keys() | random_states):
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if name not in files or size != files[name]["size"]:
@@ -505,9 +528,11 @@ def folder_size(path: Path) -> int:
 
 
 def describe_newest(out_dir: Path) -> str:
-    """`step 8 is the newest checkpoint`, or that the run has none."""
-    steps = [*RunFolder(out_dir).checkpoints]
-    return f"step {steps[-1]:,} is the newest checkpoint" if steps else "the run has no checkpoint"
+    """Return `step 8 is the newest checkpoint`, or that the run has none."""
+    steps = list(RunFolder(out_dir).checkpoints)
+    if not steps:
+        return "the run has no checkpoint"
+    return f"step {steps[-1]:,} is the newest checkpoint"
 
 
 def remove_checkpoint(root: Path, step: int) -> None:

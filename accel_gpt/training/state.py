@@ -59,28 +59,26 @@ class TrainState:
 
     @property
     def reported_step(self) -> int:
-        """The last step whose record is complete: not this one if it waits for its evaluation."""
+        """Return the last step whose record is complete; this one may wait for its evaluation."""
         return self.step if self.awaits_evaluation is None else self.step - 1
 
     def note_evaluation(self, val_loss: float) -> bool:
         """Keep the val loss of this step; returns whether it is the lowest so far."""
         self.awaits_evaluation = None
         self.val_loss = val_loss
-        return self.note_best()
-
-    def note_best(self) -> bool:
-        """Keep the lowest val loss and its step; returns whether it is the one just measured."""
-        assert self.val_loss is not None
         best = math.inf if self.best_val_loss is None else self.best_val_loss
-        if not self.val_loss < best:  # also when it is not a number
-            return False
-        self.best_val_loss, self.best_step = self.val_loss, self.step
-        return True
+        is_best = val_loss < best  # false also for a loss that is not a number
+        if is_best:
+            self.best_val_loss = val_loss
+            self.best_step = self.step
+        return is_best
 
     def save_is_due(self, config: CheckpointConfig, tokens_per_step: int) -> bool:
-        """Whether the config asks for a checkpoint of the completed step, by steps or by tokens."""
-        every, before = config.every_tokens, self.tokens - tokens_per_step
-        return bool(
-            (config.every and self.step % config.every == 0)
-            or (every and self.tokens // every > before // every)
-        )
+        """Return whether a checkpoint of the completed step is due, by steps or by tokens."""
+        if config.every and self.step % config.every == 0:
+            return True
+        every = config.every_tokens
+        if not every:
+            return False
+        tokens_before = self.tokens - tokens_per_step
+        return self.tokens // every > tokens_before // every

@@ -26,7 +26,7 @@ OFFSETS = "DCP_SHARDING_INFO"  # key of the header
 
 
 def weights_of(gpt: GPT) -> dict[str, Tensor]:
-    """The weights by name, tied ones once; FSDP shards again those that it left gathered."""
+    """Return the weights by name, tied ones once. FSDP shards again those it left gathered."""
     weights = gpt.state_dict()
     if gpt.config.tie_embeddings:
         del weights["head.weight"]
@@ -39,45 +39,56 @@ def moments_of(gpt: GPT, optimizer: AcceleratedOptimizer) -> dict[str, Tensor]:
     Creates what a parameter lacks of it, as zeros. Call `weights_of` first: it shards again what
     FSDP left gathered.
     """
-    names, found = {id(p): name for name, p in gpt.named_parameters()}, {}
+    names = {id(p): name for name, p in gpt.named_parameters()}
+    moments = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
             state = optimizer.state[p]
             for key in sorted(state_names(group)):
-                if key not in state:
-                    state[key] = (
-                        torch.zeros((), device=p.device) if key == "step" else torch.zeros_like(p)
-                    )
-                found[f"{names[id(p)]}.{key}"] = state[key]
-    return found
+                if key not in state and key == "step":
+                    state[key] = torch.zeros((), device=p.device)
+                elif key not in state:
+                    state[key] = torch.zeros_like(p)
+                moments[f"{names[id(p)]}.{key}"] = state[key]
+    return moments
 
 
 def rank_content(tensors: Mapping[str, Tensor], main: bool) -> dict[str, Any]:
-    """Arguments of `safetensors.torch.save_file` for this rank's rows of `tensors`.
+    """Return the arguments of `safetensors.torch.save_file` for this rank's rows of `tensors`.
 
-    What several ranks hold, the first of them writes; of what is not sharded that is the `main`.
+    If several ranks hold the same rows, the first of them writes; what is not sharded, `main`
+    writes.
     """
-    rows, offsets = {}, {}
+    rows = {}
+    offsets = {}
     for name, tensor in tensors.items():
-        if is_sharded(tensor):
-            placed = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
-            first = all(index == 0 for index, placement in placed if placement.is_replicate())
-        else:
-            first = main
         local = local_shard(tensor)
-        if first and local.numel():
-            rows[name] = local
-            start = [first_row(tensor)] if local.dim() else []
-            offsets[name] = {"saved_offsets": start + [0] * (local.dim() - 1)}
+        writes = holds_first_copy(tensor) if is_sharded(tensor) else main
+        if not writes or not local.numel():
+            continue
+        start = [0] * local.dim()
+        if start:
+            start[0] = first_row(tensor)
+        rows[name] = local
+        offsets[name] = {"saved_offsets": start}
     header = {"format": "pt", "DCP_VERSION": "1.0", OFFSETS: json.dumps(offsets)}
     return {"tensors": rows, "metadata": header}
 
 
+def holds_first_copy(tensor: Any) -> bool:
+    """Return whether this rank is the first of those that hold its shard of a DTensor."""
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    for index, placement in zip(coordinate, tensor.placements, strict=True):
+        if placement.is_replicate() and index != 0:
+            return False
+    return True
+
+
 @torch.no_grad()
 def read_tensors(files: Iterable[Path], into: Mapping[str, Tensor]) -> set[str]:
-    """Read into each tensor the rows that this rank holds; returns the names in the files.
+    """Read into each tensor the rows that this rank holds; return the names in the files.
 
-    Raises `CheckpointError` where a tensor, or some of its rows, is in none of the files, or is of
+    Raises `CheckpointError` if a tensor, or some of its rows, is in none of the files, or is of
     another shape.
     """
     parts: dict[str, list[tuple[int, Any]]] = {}
@@ -88,7 +99,8 @@ def read_tensors(files: Iterable[Path], into: Mapping[str, Tensor]) -> set[str]:
         names = opened.keys()  # a safetensors file cannot be iterated
         for name in names:
             start = offsets[name]["saved_offsets"] if info else []
-            parts.setdefault(name, []).append((start[0] if start else 0, opened.get_slice(name)))
+            first = start[0] if start else 0  # a scalar has no rows
+            parts.setdefault(name, []).append((first, opened.get_slice(name)))
     for name, tensor in into.items():
         if name not in parts:
             raise CheckpointError(f"it lacks {name}")
@@ -98,26 +110,35 @@ def read_tensors(files: Iterable[Path], into: Mapping[str, Tensor]) -> set[str]:
 
 def read_local_rows(name: str, tensor: Tensor, parts: list[tuple[int, Any]]) -> None:
     """Read this rank's rows of `tensor` from slices of files, each with its first row."""
-    shapes = [part.get_shape() for _, part in parts]
-    if not tensor.dim() and shapes[0] == []:
-        tensor.copy_(parts[0][1][...])
+    _, any_part = parts[0]
+    part_shape = any_part.get_shape()
+    if not tensor.dim() and not part_shape:
+        tensor.copy_(any_part[...])
         return
-    ends = [start + shape[0] for (start, _), shape in zip(parts, shapes, strict=True) if shape]
-    rows = max(ends, default=0)
+    rows = 0  # of the whole tensor in the files
+    for start, part in parts:
+        if part.get_shape():
+            rows = max(rows, start + part.get_shape()[0])
     if name == "wpe.weight":  # a context may be shorter than the file's
         rows = min(rows, tensor.shape[0])
-    if [rows, *shapes[0][1:]] != list(tensor.shape):
+    shape = (rows, *part_shape[1:])
+    if shape != tuple(tensor.shape):
         raise CheckpointError(
-            f"it has {name} in the shape {(rows, *shapes[0][1:])}; here it is {tuple(tensor.shape)}"
+            f"it has {name} in the shape {shape}; here it is {tuple(tensor.shape)}"
         )
-    local, first, found = local_shard(tensor), first_row(tensor), 0
-    for (start, part), end in zip(parts, ends, strict=True):
-        low, high = max(first, start), min(first + len(local), end)
+    local = local_shard(tensor)
+    local_start = first_row(tensor)
+    local_end = local_start + len(local)
+    rows_read = 0
+    for start, part in parts:
+        low = max(local_start, start)
+        high = min(local_end, start + part.get_shape()[0])
         if low < high:
-            local[low - first : high - first].copy_(part[low - start : high - start])
-            found += high - low
-    if found != len(local):
-        raise CheckpointError(f"it lacks {len(local) - found:,} of the rows of {name}")
+            read = part[low - start : high - start]
+            local[low - local_start : high - local_start].copy_(read)
+            rows_read += high - low
+    if rows_read != len(local):
+        raise CheckpointError(f"it lacks {len(local) - rows_read:,} of the rows of {name}")
 
 
 def read_weights(path: Path, gpt: GPT) -> None:

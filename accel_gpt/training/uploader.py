@@ -162,8 +162,9 @@ class Uploader:
         return checkpoint_steps(self.folder)
 
     def on_checkpoint(self, checkpoint: Path) -> None:
-        """Queue a new checkpoint. Drops checkpoints from before a roll back, and the oldest ones if
-        too many wait.
+        """Queue a new checkpoint.
+
+        Drops checkpoints from before a roll back, and the oldest ones if too many wait.
         """
         step = int(checkpoint.name.removeprefix("step_"))
         if self.target.only_final and step != self.target.final_step:
@@ -201,10 +202,10 @@ class Uploader:
                 remove_queued(self.folder / step_name(step))
 
     def finish(self, interrupted: Callable[[], bool]) -> bool:
-        """Wait until what waits is uploaded or has failed `TRIES` times, or until `interrupted`. If
-        that came before, wait for `preempted_seconds` of the target.
+        """Wait until what waits is uploaded or has failed `TRIES` times, or until `interrupted`.
 
-        Returns whether an interrupt left something, which the next launch uploads.
+        If that came before, waits for `preempted_seconds` of the target. Returns whether an
+        interrupt left something, which the next launch uploads.
         """
         preempted = interrupted()
         seconds = self.target.preempted_seconds if preempted else math.inf
@@ -233,9 +234,11 @@ class Uploader:
 
     def stop(self) -> None:
         """End the upload under way; the next launch starts it again."""
-        self.stopped = self.ending = True
+        self.stopped = True
+        self.ending = True
         self.wake.set()
-        if process := self.process:
+        process = self.process  # the thread may set it to None
+        if process:
             process.terminate()
             self.thread.join(STOP_SECONDS)
 

@@ -207,9 +207,9 @@ def test_a_state_with_a_loss_that_is_no_number_is_json_and_so_is_an_earlier_one(
 
 
 def test_only_a_lower_number_is_better() -> None:
-    state = TrainState(step=1, val_loss=2.0)
-    assert state.note_best()
+    state = TrainState(step=1)
+    assert state.note_evaluation(2.0)
     for step, loss in ((2, 2.0), (3, float("nan")), (4, 2.5)):
-        state.step, state.val_loss = step, loss
-        assert not state.note_best()
+        state.step = step
+        assert not state.note_evaluation(loss)
     assert (state.best_step, state.best_val_loss) == (1, 2.0)

@@ -26,6 +26,7 @@ PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 LINE_SECONDS = 10.0  # between two lines of progress
 BAR_SECONDS = 0.2  # between two drawings of a bar
+LONGEST_SECONDS = 1e12  # that a clock shows; a `timedelta` holds no 1e14
 SHORTEST_PACE_SECONDS = 1.0  # a time left is estimated from no less; assumption
 
 
@@ -186,11 +187,11 @@ class Progress:
             total = "" if self.total is None else f" of {self.total:,}"
             counts = f"{self.done:,}{total} {self.unit}"
         if self.total is None:
-            return f"{counts}, {timedelta(seconds=int(spent))}"
+            return f"{counts}, {format_clock(spent)}"
         if pace == 0 or spent < SHORTEST_PACE_SECONDS:
             return counts
         left = max(self.total - self.done, 0) / pace
-        return f"{counts}, left {timedelta(seconds=round(left))}"
+        return f"{counts}, left {format_clock(left)}"
 
 
 @contextlib.contextmanager
@@ -232,6 +233,11 @@ def table(rows: Sequence[Sequence[str]], *columns: str, gap: int = 2) -> str:
         cells = [f"{cell:{spec}}" for cell, spec in zip(row, specs, strict=bool(row))]
         text += (" " * gap).join(cells).rstrip() + "\n"
     return text
+
+
+def format_clock(seconds: float) -> str:
+    """Format a time as `0:03:20` or `2 days, 1:00:00`."""
+    return str(timedelta(seconds=round(min(seconds, LONGEST_SECONDS))))
 
 
 def format_hours(hours: float) -> str:

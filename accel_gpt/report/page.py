@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import numpy as np
 from accel_gpt import __version__
 from accel_gpt.config.parse import changed_keys
 from accel_gpt.config.plan import plural
+from accel_gpt.console import format_clock
 from accel_gpt.report.payload import (
     HELLASWAG,
     MOST_MARKS,
@@ -36,7 +36,6 @@ MOST_STEPS = 12  # with samples, of one run
 MOST_TEXTS = 8  # of one step
 LONGEST_TEXT = 3000  # characters of a sample
 LONGEST_VALUE = 400  # characters of a value of the config
-LONGEST_DURATION = 1e9  # seconds
 ERROR_ENDINGS = ("_se", "_stderr")  # of the key of a standard error
 # metrics under eval/ that the page shows outside "Evaluations"
 SHOWN = ("eval/train_loss", "eval/val_loss", "eval/val_perplexity", "eval/val_bits_per_byte")
@@ -170,8 +169,8 @@ def final_results(run: NamedRun) -> list[Result]:
     if len(metrics.tokens) and np.isfinite(metrics.tokens[-1]):
         results.append(Result("tokens", short(float(metrics.tokens[-1]))))
     if len(metrics.seconds) and np.isfinite(metrics.seconds[-1]):
-        seconds = round(min(max(float(metrics.seconds[-1]), 0.0), LONGEST_DURATION))
-        results.append(Result("duration", str(timedelta(seconds=seconds))))
+        seconds = max(float(metrics.seconds[-1]), 0.0)
+        results.append(Result("duration", format_clock(seconds)))
     for key, label, form, summarize in (
         ("perf/tokens_per_second", "tokens/s, median", ",.0f", np.median),
         ("perf/mfu", "MFU, median", ".1%", np.median),

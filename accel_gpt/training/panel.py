@@ -11,14 +11,13 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from statistics import fmean
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, plural
-from accel_gpt.console import in_notebook, write_err
+from accel_gpt.console import format_clock, in_notebook, write_err
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -261,11 +260,6 @@ def draw(points: Sequence[float], rows: int = CURVE_ROWS) -> list[str]:
 def next_multiple(step: int, every: int, last: int) -> int:
     """Return the first multiple of `every` after `step`; the last step if that is 0 or later."""
     return min((step // every + 1) * every, last) if every else last
-
-
-def format_clock(seconds: float) -> str:
-    """Format a time as `0:03:20` or `2 days, 1:00:00`."""
-    return str(timedelta(seconds=round(seconds)))
 
 
 def side_by_side(parts: Sequence[str], width: int) -> "Text":

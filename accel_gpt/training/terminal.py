@@ -5,20 +5,18 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Self
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
-from accel_gpt.console import Progress, can_draw, in_notebook, write_err
+from accel_gpt.console import Progress, can_draw, format_clock, in_notebook, write_err
 from accel_gpt.launcher import is_main
 from accel_gpt.training.panel import FORMS, Panel
 from accel_gpt.training.state import TrainState
 
 SHOW_CURSOR = b"\x1b[?25h\n"  # which a live panel hides
 PANEL_ONLY = ("train/skipped", "perf/memory_gb", "perf/step_ms", "tokens")
-LONGEST_LEFT = 10**12  # seconds; a `timedelta` holds no more
 
 
 class Display:
@@ -74,7 +72,7 @@ class Display:
         if self.panel is None or "eval/val_loss" in record:
             keys = [key for key in FORMS if key in record and key not in PANEL_ONLY]
             metrics = " | ".join(FORMS[key].format(record[key]) for key in keys)
-            left = timedelta(seconds=min(round(seconds_left), LONGEST_LEFT))
+            left = format_clock(seconds_left)
             self.log(f"step {record['step']:,}/{self.plan.max_steps:,} | {metrics} | left {left}")
 
     def show_evaluation(self, done: int, total: int) -> None:
@@ -119,7 +117,7 @@ def show_cursor() -> None:
 def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:
     """Return the last lines of a launch: what the run reached, where it is, what to do next."""
     out = shlex.quote(config.out_dir)
-    spent = timedelta(seconds=round(state.seconds))
+    spent = format_clock(state.seconds)
     loss = "" if state.val_loss is None else f", val loss {state.val_loss:.4f}"
     if signal_name:
         return (

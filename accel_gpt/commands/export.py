@@ -1,27 +1,41 @@
-"""`accel-gpt export RUN --to DIR`: a model as a folder that transformers opens."""
+"""`accel-gpt export RUN`: a model as a folder for transformers, or as a file for llama.cpp."""
 
 from pathlib import Path
+from types import MappingProxyType
 
 from accel_gpt.commands.options import ExportCommand
 from accel_gpt.console import exit_on_sigterm, write_out
 from accel_gpt.hub.export import export
+from accel_gpt.hub.gguf import export_gguf
+
+SAME_DTYPES = MappingProxyType({"f32": "fp32", "f16": "fp16"})  # llama.cpp's names
 
 
 def run(options: ExportCommand) -> int:
-    """Write a folder for transformers; exit code 4 if it computes something else."""
+    """Write the model; exit code 4 if transformers or llama.cpp computes something else."""
     exit_on_sigterm()
     write_out(export_model(options))
     return 0
 
 
 def export_model(options: ExportCommand) -> str:
-    """Write the folder; returns what it holds, in words."""
+    """Write the folder or file; return what it holds, in words."""
+    dtype = SAME_DTYPES.get(options.dtype, options.dtype)
+    if options.gguf:
+        return export_gguf(
+            name=options.run,
+            to=Path(options.gguf),
+            checkpoint=options.checkpoint,
+            dtype=dtype,
+            overwrite=options.overwrite,
+        ).describe()
     to = Path(options.to)
     exported = export(
         name=options.run,
         to=to,
         checkpoint=options.checkpoint,
-        dtype=options.dtype,
+        dtype=dtype,
         overwrite=options.overwrite,
+        as_qwen3=options.as_ == "qwen3",
     )
     return exported.describe(to)

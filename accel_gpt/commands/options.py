@@ -332,32 +332,49 @@ class EvaluateCommand(Command):
 
 
 @dataclass(frozen=True)
-class ExportCommand(Command):
-    """Write a model as a folder that `transformers` opens, and prove that it computes the same.
+class ExportCommand(Command, exclusive=(("to", "gguf"),)):
+    """Write a model for `transformers` or llama.cpp, and prove that it computes the same there.
 
     Examples:
-      accel-gpt export runs/quickstart --to exported
       accel-gpt export runs/quickstart --to exported --checkpoint best --overwrite
-      accel-gpt export runs/quickstart --to exported --dtype bf16
+      accel-gpt export runs/quickstart --to exported --as qwen3 --dtype bf16
+      accel-gpt export runs/quickstart --gguf quickstart.gguf --dtype q8_0
     """
 
     name: ClassVar[str] = "export"
-    summary: ClassVar[str] = "a folder that transformers opens, proven equal"
+    summary: ClassVar[str] = "a model for transformers or llama.cpp, proven equal"
 
     run: str = same_option(SampleCommand, "run")
     to: str = option(
         "",
-        "Folder to make.",
+        "Folder to make, for transformers.",
+    )
+    gguf: str = option(
+        "",
+        "File to make, for llama.cpp, Ollama and LM Studio. A Modelfile is written beside it.",
     )
     checkpoint: str = same_option(SampleCommand, "checkpoint")
-    dtype: Literal["fp32", "bf16", "fp16"] = same_option(HubConfig, "dtype")
+    dtype: Literal["fp32", "bf16", "fp16", "q8_0", "f32", "f16"] = option(
+        "fp32",
+        "Data type of the weights. q8_0, of GGUF files, takes 8.5 bits a weight. f32 and f16 are "
+        "llama.cpp's names of fp32 and fp16.",
+    )
+    as_: Literal["qwen3"] | None = option(
+        None,
+        "Convert a model of the preset fast, for programs that do not know its class. A GGUF file "
+        "always holds it as qwen3.",
+    )
     overwrite: bool = option(
         False,
-        "Replace an exported model in the folder.",
+        "Replace an exported model.",
     )
 
     def _check(self) -> None:
-        require(bool(self.to), "--to is missing; give the folder to make")
+        require(bool(self.to or self.gguf), "--to is missing; give the folder to make, or --gguf")
+        require(
+            self.dtype != "q8_0" or not self.to,
+            "--dtype is q8_0, which only a GGUF file can hold; give --gguf in place of --to",
+        )
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def add_options(
     for field in dataclasses.fields(cls):
         if field.name not in hints:
             continue
-        key = f"{prefix}{field.name}"
+        key = f"{prefix}{field.name}".removesuffix("_")
         hint = hints[field.name]
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             title = f"{key}: {(hint.__doc__ or '').partition('.')[0]}"

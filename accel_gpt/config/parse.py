@@ -214,13 +214,16 @@ def is_section(hint: Any) -> bool:
 
 @functools.cache
 def leaves(cls: type, prefix: str = "") -> Mapping[str, Any]:
-    """Map the dotted key of every field, nested dataclasses included, to its type."""
+    """Map the dotted key of every field, nested dataclasses included, to its type.
+
+    A field that would be a word of Python ends with an underscore, its key does not.
+    """
     found: dict[str, Any] = {}
     for name, hint in field_types(cls).items():
         if is_section(hint):
             found.update(leaves(hint, f"{prefix}{name}."))
         else:
-            found[prefix + name] = hint
+            found[prefix + name.removesuffix("_")] = hint
     return types.MappingProxyType(found)
 
 
@@ -567,8 +570,8 @@ def build(cls: type[T], values: Mapping[str, Any]) -> T:
                 if section == name and rest:
                     inner[rest] = value
             fields[name] = build(hint, inner)
-        elif name in values:
-            fields[name] = values[name]
+        elif name.removesuffix("_") in values:
+            fields[name] = values[name.removesuffix("_")]
     return cls(**fields)
 
 

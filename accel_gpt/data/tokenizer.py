@@ -419,13 +419,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     elif found.kind == "chars":
         tokenizer = CharsTokenizer("".join(found.vocabulary))
     else:
-        tokenizer = rank_tokenizer(found.kind, found.vocabulary, text)
+        tokenizer = rank_tokenizer(found.kind, found.vocabulary, text, found.pattern)
     tokenizer.config = config
     return tokenizer
 
 
-def rank_tokenizer(kind: str, vocabulary: list[str], text: str) -> RankTokenizer:
-    """Return our BPE or GPT-2's (`kind`).
+def rank_tokenizer(
+    kind: str, vocabulary: list[str], text: str, pattern: str = PATTERN
+) -> RankTokenizer:
+    """Return our BPE, which splits text by `pattern`, or GPT-2's (`kind`).
 
     `vocabulary`: its tokens by id without end-of-text, in byte-level spelling. `text`: the content
     of its tokenizer.json.
@@ -435,8 +437,10 @@ def rank_tokenizer(kind: str, vocabulary: list[str], text: str) -> RankTokenizer
 
     to_byte = {char: byte for byte, char in enumerate(BYTE_CHARS)}
     ranks = {bytes(to_byte[c] for c in token): i for i, token in enumerate(vocabulary)}
-    pattern = PATTERN if kind == "bpe" else r50k_pat_str
     encoding = tiktoken.Encoding(
-        kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: len(ranks)}
+        kind,
+        pat_str=pattern if kind == "bpe" else r50k_pat_str,
+        mergeable_ranks=ranks,
+        special_tokens={EOT: len(ranks)},
     )
     return RankTokenizer(kind, encoding, text)

@@ -39,9 +39,11 @@ PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 OTHER_BYTES = tuple(byte for byte in range(256) if byte not in PRINTABLE)
 BYTE_CHARS = tuple(chr(b if b in PRINTABLE else 256 + OTHER_BYTES.index(b)) for b in range(256))
 
-# What may become one token of our BPE, in order of preference. The scheme is cl100k's.
+# What may become one token of our BPE, in order of preference. The scheme is Llama 3's, so that
+# llama.cpp knows it, as "llama-bpe".
 PATTERN = "|".join(
     (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",  # the end of a contraction: "'s"
         r"[^\r\n\p{L}\p{N}]?\p{L}+",  # a word, with one leading non-letter: " the", "_name", ".py"
         r"\p{N}{1,3}",  # digits in groups of at most three
         r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # punctuation, with the line ends after it: "):\n"
@@ -50,6 +52,8 @@ PATTERN = "|".join(
         r"\s+",  # the space that is left before a digit or at a lone tab
     )
 )
+# The pattern before contractions were split off: of tokenizers that older versions trained
+FORMER_PATTERN = PATTERN[PATTERN.index("|[^") + 1 :]
 GPT2_TOKENS = 50_256  # without end-of-text
 # SHA-256 of the JSON of openai-community/gpt2's [tokens by id without end-of-text, merges by rank]
 GPT2_SUM = "e1bf1d7abcc7e361ff81bef4019332b6b745a38a09133324388925dd4ba005e0"
@@ -133,9 +137,9 @@ def find_eot(ids: Mapping[str, int], where: Path, config: Mapping[str, Any]) -> 
 # --------------------------------------------------------------------------- written
 
 
-def bpe_content(vocabulary: list[str]) -> dict[str, Any]:
+def bpe_content(vocabulary: list[str], pattern: str = PATTERN) -> dict[str, Any]:
     """Return the tokenizer.json of our BPE: tokens by id, bytes first, without end-of-text."""
-    split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated"}
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     steps = [split | {"invert": False}, byte_level()]
     content = byte_level_content(vocabulary, all_merges(vocabulary))
     return content | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
@@ -252,6 +256,8 @@ class Known(NamedTuple):
     kind: Literal["bytes", "chars", "bpe", "gpt2"]
     vocabulary: list[str]
     """Tokens by id without end-of-text."""
+    pattern: str = ""
+    """How a bpe splits text."""
 
 
 def recognize(content: Any) -> Known | None:
@@ -264,8 +270,10 @@ def recognize(content: Any) -> Known | None:
         if adds_tokens(content.get("post_processor")):
             return None
         vocabulary = tokens_by_id(content["model"]["vocab"])
-        if content["pre_tokenizer"] == bpe_content([])["pre_tokenizer"]:
-            return Known("bpe", vocabulary) if is_bpe(content, vocabulary) else None
+        for pattern in (PATTERN, FORMER_PATTERN):
+            if content["pre_tokenizer"] == bpe_content([], pattern)["pre_tokenizer"]:
+                ours = is_bpe(content, vocabulary, pattern)
+                return Known("bpe", vocabulary, pattern) if ours else None
         core = content | dict.fromkeys(BESIDE_THE_POINT)
         if core == bytes_content():
             return Known("bytes", vocabulary)
@@ -285,11 +293,11 @@ def adds_tokens(post_processor: Any) -> bool:
     return not template or bool(post_processor["special_tokens"])
 
 
-def is_bpe(content: dict[str, Any], vocabulary: list[str]) -> bool:
+def is_bpe(content: dict[str, Any], vocabulary: list[str], pattern: str) -> bool:
     """Return whether a tokenizer.json is a BPE of ours."""
     byte_spelling = set("".join(vocabulary)) <= set(BYTE_CHARS)
     bytes_first = tuple(vocabulary[:256]) == BYTE_CHARS
-    return byte_spelling and bytes_first and content == bpe_content(vocabulary)
+    return byte_spelling and bytes_first and content == bpe_content(vocabulary, pattern)
 
 
 def is_gpt2(content: dict[str, Any], vocabulary: list[str]) -> bool:

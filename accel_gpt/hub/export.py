@@ -31,6 +31,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data.tokenizer_json import EOT
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import write_file
+from accel_gpt.hub.as_qwen3 import convert_to_qwen3
 from accel_gpt.hub.hf_config import HF_CLASSES, matching_preset, write_hf_config
 from accel_gpt.hub.hf_weights import export_tensors
 from accel_gpt.hub.load import load_pretrained
@@ -91,12 +92,13 @@ def export(
     checkpoint: str = "last",
     dtype: str = "fp32",
     overwrite: bool = False,
+    as_qwen3: bool = False,
 ) -> Exported:
     """Export the model `name`, as `load_pretrained` finds it, to the folder `to`.
 
-    The folder appears when it is complete and compared, or not at all. Raises `UserError` if the
-    folder holds other files, or if no class of transformers computes the model; `CheckpointError`
-    if transformers computes other values.
+    The folder appears when it is complete and compared, or not at all. `as_qwen3` converts a model
+    of the preset fast. Raises `UserError` if the folder holds other files, or if no class of
+    transformers computes the model; `CheckpointError` if transformers computes other values.
     """
     to = to.resolve()
     check_target(to, overwrite)
@@ -108,7 +110,14 @@ def export(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        exported = write_model(model, tokenizer, pretrained, temporary, dtype)
+        exported = write_model(
+            model=model,
+            tokenizer=tokenizer,
+            pretrained=pretrained,
+            folder=temporary,
+            dtype=dtype,
+            as_qwen3=as_qwen3,
+        )
         move_files(temporary, to)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{to} cannot be written: {error}") from None
@@ -150,14 +159,21 @@ def move_files(temporary: Path, to: Path) -> None:
 
 
 def write_model(
-    model: GPT, tokenizer: Tokenizer, pretrained: Pretrained, folder: Path, dtype: str
+    model: GPT,
+    tokenizer: Tokenizer,
+    pretrained: Pretrained,
+    folder: Path,
+    dtype: str,
+    as_qwen3: bool = False,
 ) -> Exported:
     """Write all files of a model into an existing folder, and compare what transformers computes.
 
-    Consumes the model.
+    `as_qwen3` converts a model of the preset fast. Consumes the model.
     """
-    preset = matching_preset(model.config)
     tokens, compared_on = compared_tokens(model, tokenizer, pretrained)
+    if as_qwen3:
+        model = convert_to_qwen3(model, tokens)
+    preset = matching_preset(model.config)
     round_weights(model, EXPORT_DTYPES[dtype])
     reference = compute_reference(model, tokens)
     require(

@@ -139,5 +139,7 @@ def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: st
         f"  run         {out} ({files})\n"
         f'  try         accel-gpt sample {out} --prompt "..."\n'
         f"  curves      accel-gpt report {out}\n"
+        f"  use it      accel-gpt export {out} --to FOLDER for transformers, or --gguf FILE for "
+        "llama.cpp and Ollama\n"
         f"  go on       the same command with a larger {length}{allow}"
     )

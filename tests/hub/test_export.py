@@ -67,6 +67,18 @@ def test_every_preset_is_exported_and_read_back(
 
 
 @pytest.mark.usefixtures("in_this_process")
+def test_fast_opens_as_qwen3(trained: Trained, tmp_path: Path) -> None:
+    fast = ["--model.preset", "fast", "--model.logit_softcap", "null"]
+    run = str(trained(*QUICK, *fast))
+    exported = export(run, tmp_path / "out", as_qwen3=True)
+    assert exported.model_class == "Qwen3ForCausalLM"
+    tokens = torch.randint(257, (2, 32))
+    again, _ = load_pretrained(str(tmp_path / "out"))
+    ours, _ = load_pretrained(run)
+    torch.testing.assert_close(again(tokens), ours(tokens), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_bf16_halves_the_file_and_large_files_are_parted(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,84 @@
+"""Convert a model of the preset fast into a qwen3 model that computes the same.
+
+NanoChat's class is rare; `Qwen3ForCausalLM` is known to vLLM, llama.cpp and others. The conversion
+adds half of the weights of the MLP.
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accel_gpt.errors import CheckpointError, require
+from accel_gpt.hub.hf_config import matching_preset
+from accel_gpt.hub.verify import EXPORT_TOLERANCE, largest_difference
+from accel_gpt.model.gpt import GPT
+
+GATE = 2.0**8
+"""C in relu(x)^2 = silu(C x) x / C, which errs by at most 0.5 / C^2. A power of two rounds nothing.
+
+The gate is multiplied by C^2; with C = 2^10 its values would overflow in float16.
+"""
+
+
+@torch.no_grad()
+def convert_to_qwen3(model: GPT, tokens: Tensor) -> GPT:
+    """Return a qwen3 model that computes the logits of `model`, proven on `tokens` (B, T).
+
+    Raises `UserError` if `model` is not of the preset fast, or if it has a soft cap;
+    `CheckpointError` if the logits differ.
+    """
+    config = model.config
+    require(
+        matching_preset(config) == "fast",
+        "--as qwen3 converts a model of the preset fast; this model needs no conversion, so leave "
+        "it out",
+    )
+    require(
+        config.logit_softcap is None,
+        f"model.logit_softcap is {config.logit_softcap}, and Qwen3 has no soft cap; train with "
+        "model.logit_softcap null",
+    )
+    converted = GPT.allocate(
+        dataclasses.replace(
+            config,
+            preset="qwen3",
+            norm_weight=True,
+            embedding_norm=False,
+            mlp="swiglu",
+            mlp_hidden=config.hidden_size,
+            tie_embeddings=False,
+            zero_init=False,
+        ),
+        vocab_size=model.vocab_size,
+    )
+    weights = {
+        **model.state_dict(),
+        "head.weight": model.head.weight,
+        "wte.weight": normalized_rows(model.wte.weight, config.norm_eps),
+        "norm_f.weight": torch.ones(config.n_embd),
+    }
+    for i in range(config.n_layer):
+        block = f"blocks.{i}"
+        up = weights[f"{block}.mlp.up.weight"]
+        weights[f"{block}.mlp.up.weight"] = torch.cat((up * GATE**2, up))  # the gate comes first
+        weights[f"{block}.norm_1.weight"] = torch.ones(config.n_embd)
+        weights[f"{block}.norm_2.weight"] = torch.full((config.n_embd,), 1 / GATE)
+        weights[f"{block}.attn.qk_norm.q.weight"] = torch.ones(config.head_size)
+        weights[f"{block}.attn.qk_norm.k.weight"] = torch.ones(config.head_size)
+    converted.load_state_dict(weights)
+    converted.eval()
+    logits = model(tokens)
+    difference = largest_difference(logits, converted(tokens))
+    if difference > EXPORT_TOLERANCE * max(1.0, logits.abs().max().item()):
+        raise CheckpointError(
+            f"the logits of the qwen3 model differ from the trained model's by {difference:.1e}; "
+            "nothing was exported"
+        )
+    return converted
+
+
+def normalized_rows(table: Tensor, eps: float) -> Tensor:
+    """Apply the norm of the embeddings, which has no weights, to each row of the table (V', C)."""
+    return F.rms_norm(table.double(), table.shape[1:], eps=eps).float()

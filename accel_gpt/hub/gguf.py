@@ -1,0 +1,536 @@
+"""Export a model as one GGUF file, for llama.cpp, Ollama and LM Studio.
+
+    accel-gpt export RUN --gguf model.gguf
+
+Writes the file, and beside it a Modelfile for `ollama create`. If llama.cpp is installed (the extra
+gguf), `verify_gguf.py` opens the file with it in a new process and compares.
+"""
+
+import importlib.util
+import json
+import math
+import random
+import string
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer
+from accel_gpt.data.tokenizer_json import BYTE_CHARS, EOT, FORMER_PATTERN, PATTERN
+from accel_gpt.errors import CheckpointError, UserError, require
+from accel_gpt.hub.as_qwen3 import convert_to_qwen3
+from accel_gpt.hub.export import compared_tokens
+from accel_gpt.hub.hf_config import matching_preset
+from accel_gpt.hub.hf_weights import export_tensor, weight_table
+from accel_gpt.hub.load import load_pretrained
+from accel_gpt.hub.pretrained import find_pretrained
+from accel_gpt.hub.verify_gguf import DIFFERENT
+from accel_gpt.launcher import child_error, run_child
+from accel_gpt.model.gpt import GPT
+from accel_gpt.model.layers import rotary_frequencies
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+LLAMA_CPP = "xllamacpp"  # the Python package that holds llama.cpp
+NORMAL, CONTROL = 1, 3  # types of tokens in a GGUF file
+# llama.cpp refuses a byte-level tokenizer without merges, and starts from single characters, so
+# this pair never meets.
+NO_MERGES = (f"{EOT} {EOT}",)
+BYTE_LEVEL, SINGLE_DIGITS = "ByteLevel with its regex", "Digits one by one"
+# llama.cpp's name for the steps by which a tokenizer.json splits text: of Llama 3 and our BPE,
+# Qwen 2 and 3, GPT-2, and SmolLM
+PRE_TOKENIZERS = MappingProxyType(
+    {
+        (PATTERN,): "llama-bpe",
+        (FORMER_PATTERN,): "llama-bpe",
+        (PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),): "qwen2",
+        (BYTE_LEVEL,): "gpt-2",
+        (SINGLE_DIGITS, BYTE_LEVEL): "smollm",
+    }
+)
+# GGMLQuantizationType of matrices, and LlamaFileType of the file
+QUANTIZATION = MappingProxyType(
+    {
+        "fp32": ("F32", "ALL_F32"),
+        "fp16": ("F16", "MOSTLY_F16"),
+        "bf16": ("BF16", "MOSTLY_BF16"),
+        "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
+    }
+)
+COMPARED_TOKENS = 256  # of the first sequence
+COMPARED_POSITIONS = 16  # of which all log-probabilities are compared
+COMPARED_TEXTS = 500
+GREEDY_TOKENS = 32
+CLEAR_LEAD = 0.01  # of the best logit over the second, above what rounding can change
+# Kinds of characters that pre-tokenizers treat differently
+CHARACTERS = (
+    string.ascii_letters,
+    string.digits,
+    string.punctuation,
+    " \t\n\r\u00a0\u3000",
+    "'s 't 're 've 'm 'll 'd 'S 'T",
+    "àéîõüßøñçÅ",
+    "абвгдежзийклмн",
+    "日本語中文字符한국어",
+    "😀👍🏽👩‍💻🇩🇪✨",
+    "αβγδ∑∫≤²½",
+)
+Q8_0_BLOCK = 32  # values that share a scale; other row lengths stay in float16
+
+
+@dataclass(frozen=True)
+class ExportedGGUF:
+    """A GGUF file and the result of the comparison."""
+
+    file: Path
+    architecture: str  # in llama.cpp
+    parameters: int
+    dtype: str
+    compared: str  # in words
+
+    def describe(self) -> str:
+        """Return the lines about the file, and how to run it."""
+        model = self.file.stem.lower()
+        create = f"ollama create {model} -f {modelfile_of(self.file)}"
+        return (
+            f"{self.file}: {self.architecture}, {self.parameters:,} parameters in {self.dtype}, "
+            f"{self.file.stat().st_size / 1e6:,.1f} MB\n"
+            f"{self.compared}\n"
+            f'  llama.cpp   llama-completion -m {self.file} -p "..."\n'
+            f"  Ollama      {create} && ollama run {model}\n"
+        )
+
+
+def export_gguf(
+    name: str, to: Path, checkpoint: str = "last", dtype: str = "fp32", overwrite: bool = False
+) -> ExportedGGUF:
+    """Export the model `name`, as `load_pretrained` finds it, to the GGUF file `to`.
+
+    The file appears when it is complete and compared, or not at all. Raises `UserError` if the file
+    exists, or if llama.cpp cannot compute the model or its tokenizer; `CheckpointError` if
+    llama.cpp computes other values.
+    """
+    require(
+        importlib.util.find_spec("gguf") is not None,
+        "--gguf needs the package gguf: pip install -c constraints.txt -e '.[gguf]'",
+    )
+    check_file(to, overwrite)
+    pretrained = find_pretrained(name, checkpoint)
+    model, tokenizer = load_pretrained(name, checkpoint)
+    tokens, compared_on = compared_tokens(model, tokenizer, pretrained)
+    llama_cpp_architecture(model.config)  # raises before anything is written
+    llama_cpp_vocabulary(tokenizer)
+    trained = model
+    if matching_preset(model.config) == "fast":
+        model = convert_to_qwen3(model, tokens)
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".tmp_gguf_", dir=to.parent) as folder:
+            written = Path(folder) / to.name
+            parameters = write_gguf(model, tokenizer, written, dtype)
+            compared = prove_equal_gguf(
+                model=trained,
+                tokenizer=tokenizer,
+                tokens=tokens,
+                compared_on=compared_on,
+                file=written,
+                dtype=dtype,
+            )
+            write_modelfile(tokenizer, written, model.config.block_size)
+            modelfile_of(written).replace(modelfile_of(to))
+            written.replace(to)
+    except OSError as error:
+        raise UserError(f"{to} cannot be written: {error.strerror or error}") from None
+    return ExportedGGUF(
+        file=to,
+        architecture=llama_cpp_architecture(model.config),
+        parameters=parameters,
+        dtype=dtype,
+        compared=compared,
+    )
+
+
+def check_file(to: Path, overwrite: bool) -> None:
+    """Raise `UserError` unless `to` is a new file, or a GGUF file that may be replaced."""
+    require(to.suffix == ".gguf", f"--gguf is {to}; give a file that ends in .gguf")
+    require(not to.is_dir(), f"{to} is a folder; give a file to write")
+    require(
+        overwrite or not to.exists(),
+        f"{to} already exists; give another file, or --overwrite to replace it",
+    )
+
+
+# --------------------------------------------------------------------------- the file
+
+
+def write_gguf(model: GPT, tokenizer: Tokenizer, file: Path, dtype: str) -> int:
+    """Write a model and its tokenizer to `file`, a tensor at a time; return its parameters."""
+    import gguf
+
+    architecture = llama_cpp_architecture(model.config)
+    wanted, file_type = QUANTIZATION[dtype]
+    kinds = gguf.GGMLQuantizationType
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_type("model")
+    writer.add_name(file.stem)
+    writer.add_file_type(gguf.LlamaFileType[file_type])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    add_shape(writer, model.config, model.vocab_size)
+    add_tokenizer(writer, tokenizer)
+    parameters = 0
+    for name, tensor in gguf_tensors(model, architecture):  # sizes first: they head the file
+        parameters += tensor.numel()
+        kind = kinds[stored_as(name, tensor, wanted)]
+        bytes_shape = gguf.quant_shape_to_byte_shape(tuple(tensor.shape), kind)
+        writer.add_tensor_info(
+            name,
+            tensor_shape=bytes_shape,
+            tensor_dtype=np.dtype(np.uint8),
+            tensor_nbytes=math.prod(bytes_shape),
+            raw_dtype=kind,
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, tensor in gguf_tensors(model, architecture):
+        kind = kinds[stored_as(name, tensor, wanted)]
+        writer.write_tensor_data(gguf.quantize(tensor.numpy(), kind))
+    writer.close()
+    return parameters
+
+
+def stored_as(name: str, tensor: Tensor, wanted: str) -> str:
+    """Return how a tensor is stored: vectors and positions in float32, as llama.cpp expects."""
+    if tensor.dim() < 2 or name.startswith("position_embd."):
+        return "F32"
+    if wanted == "Q8_0" and tensor.shape[-1] % Q8_0_BLOCK:
+        return "F16"
+    return wanted
+
+
+def llama_cpp_architecture(config: ModelConfig) -> str:
+    """Return the name of llama.cpp's architecture for a shape that transformers has a class for.
+
+    Raises `UserError` if llama.cpp cannot compute the shape.
+    """
+    preset = matching_preset(config)
+    require(
+        config.mlp != "gelu_erf",
+        "model.mlp is gelu_erf, but llama.cpp computes GELU in its tanh form; train with gelu",
+    )
+    require(
+        config.logit_softcap is None,
+        f"model.logit_softcap is {config.logit_softcap}, which llama.cpp cannot compute for this "
+        "shape; train with null",
+    )
+    require(
+        preset != "qwen3" or config.rope_scaling != "llama3",
+        "model.rope_scaling is llama3, which llama.cpp cannot compute for qwen3; train with yarn "
+        "or linear",
+    )
+    return "qwen3" if preset == "fast" else preset
+
+
+def add_shape(writer: "GGUFWriter", config: ModelConfig, vocab_size: int) -> None:
+    """Add the sizes and constants of the model to the metadata."""
+    import gguf
+
+    writer.add_vocab_size(vocab_size)
+    writer.add_context_length(config.block_size)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(config.hidden_size)
+    writer.add_head_count(config.n_head)
+    writer.add_head_count_kv(config.kv_heads)
+    if config.norm == "layernorm":
+        writer.add_layer_norm_eps(config.norm_eps)
+        return
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_key_length(config.head_size)
+    writer.add_value_length(config.head_size)
+    writer.add_rope_dimension_count(config.head_size)
+    writer.add_rope_freq_base(config.rope_theta)
+    if config.rope_scaling in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(config.rope_scaling))
+        writer.add_rope_scaling_factor(config.rope_factor)
+    if config.rope_scaling == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(config.rope_original_block_size)
+        writer.add_rope_scaling_yarn_beta_fast(config.rope_beta_fast)
+        writer.add_rope_scaling_yarn_beta_slow(config.rope_beta_slow)
+        if config.rope_attention_factor is not None:  # llama.cpp multiplies its own factor by it
+            own = 0.1 * math.log(max(config.rope_factor, 1)) + 1
+            writer.add_rope_scaling_attn_factors(config.rope_attention_factor / own)
+
+
+def gguf_tensors(model: GPT, architecture: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the file in float32 under llama.cpp's names, linears as (out, in).
+
+    `gguf` translates the names of transformers. Two things differ: Conv1D is transposed back, and
+    llama.cpp's llama rotates channel 2 i with 2 i + 1.
+    """
+    import gguf
+
+    config = model.config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layer)
+    for part in weight_table(model, matching_preset(config)):
+        name = names.get_name(part.name, try_suffixes=(".weight", ".bias"))
+        assert name is not None, part.name
+        tensor = export_tensor(model, part, torch.float32)
+        if part.transposed:
+            tensor = tensor.T
+        if architecture == "llama" and (".q_proj." in part.name or ".k_proj." in part.name):
+            tensor = interleave(tensor, config.head_size)
+        yield name, tensor.contiguous()
+    if config.rope_scaling == "llama3":  # llama.cpp divides its frequencies by this tensor
+        pairs = torch.arange(0, config.head_size, 2) / config.head_size
+        plain = 1.0 / config.rope_theta**pairs
+        yield "rope_freqs.weight", plain / rotary_frequencies(config, torch.device("cpu"))
+
+
+def interleave(rows: Tensor, head_size: int) -> Tensor:
+    """Order the rows of queries or keys as pairs: channel i, i + D/2, i + 1, i + 1 + D/2, ..."""
+    halves = rows.reshape(-1, 2, head_size // 2, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
+# --------------------------------------------------------------------------- tokenizer
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokenizer as llama.cpp reads it."""
+
+    tokens: list[str]  # by id
+    special: frozenset[int] = frozenset()
+    model: str = "gpt2"  # byte-level BPE; rwkv takes the longest token that fits
+    pre: str | None = None  # how text is split before merging
+    merges: tuple[str, ...] = ()
+
+
+def add_tokenizer(writer: "GGUFWriter", tokenizer: Tokenizer) -> None:
+    """Add the tokenizer to the metadata."""
+    vocabulary = llama_cpp_vocabulary(tokenizer)
+    writer.add_tokenizer_model(vocabulary.model)
+    if vocabulary.pre is not None:
+        writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    types = [CONTROL if i in vocabulary.special else NORMAL for i in range(len(vocabulary.tokens))]
+    writer.add_token_types(types)
+    if vocabulary.model == "gpt2":
+        writer.add_token_merges(vocabulary.merges or NO_MERGES)
+    if tokenizer.eot_id is not None:  # the end of a document begins the next
+        writer.add_bos_token_id(tokenizer.eot_id)
+        writer.add_eos_token_id(tokenizer.eot_id)
+    writer.add_add_bos_token(False)
+    writer.add_add_eos_token(False)
+    writer.add_add_space_prefix(False)
+    template = tokenizer.config.get("chat_template")
+    if isinstance(template, str):
+        writer.add_chat_template(template)
+
+
+def llama_cpp_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    """Translate a tokenizer; raises `UserError` if llama.cpp splits text in another way."""
+    if isinstance(tokenizer, CharsTokenizer):  # which has no end-of-text
+        return Vocabulary(tokens=[rwkv_spelling(char) for char in tokenizer.chars], model="rwkv")
+    content = json.loads(tokenizer.file_text)
+    ids = content["model"].get("vocab", {})
+    if tokenizer.kind == "bytes":
+        return Vocabulary(tokens=[*BYTE_CHARS, EOT], special=frozenset({256}), pre="gpt-2")
+    require(
+        content["model"].get("type", "BPE") == "BPE" and isinstance(ids, dict),
+        f"the tokenizer is a {content['model'].get('type')}; only byte-level BPEs can be exported",
+    )
+    added = {token["id"]: token for token in content["added_tokens"]}
+    names = {i: token for token, i in ids.items()} | {i: t["content"] for i, t in added.items()}
+    tokens = [names.get(i, f"[unused {i}]") for i in range(tokenizer.vocab_size)]
+    special = {i for i, token in added.items() if token["special"]}
+    special |= set(range(tokenizer.vocab_size)) - names.keys()
+    merges = content["model"]["merges"]
+    return Vocabulary(
+        tokens=tokens,
+        special=frozenset(special),
+        pre=pre_tokenizer_name(tokenizer, content),
+        merges=tuple(pair if isinstance(pair, str) else " ".join(pair) for pair in merges),
+    )
+
+
+def pre_tokenizer_name(tokenizer: Tokenizer, content: dict[str, Any]) -> str:
+    """Return llama.cpp's name of the pre-tokenizer of a tokenizer.json.
+
+    Raises `UserError` for one that is not in `PRE_TOKENIZERS`.
+    """
+    outer = content.get("pre_tokenizer") or {}
+    steps = tuple(describe_step(step) for step in outer.get("pretokenizers", [outer]))
+    found = PRE_TOKENIZERS.get(tuple(step for step in steps if step))
+    normalizer = (content.get("normalizer") or {}).get("type")
+    if found is None or normalizer not in (None, "NFC"):  # llama.cpp leaves out NFC
+        raise UserError(
+            f"the tokenizer splits text with the pre-tokenizer {' + '.join(steps) or 'none'}"
+            f"{f' after the normalizer {normalizer}' if normalizer else ''}, which is not among "
+            f"those that are known to llama.cpp ({', '.join(PRE_TOKENIZERS.values())}); export to "
+            "transformers with --to"
+        )
+    if tokenizer.kind == "bpe" and steps[0] == FORMER_PATTERN:
+        sys.stderr.write(
+            "WARNING: this tokenizer was trained by an older version: llama.cpp splits words with "
+            "an apostrophe (it's) in another way, which costs a little loss; new tokenizers of "
+            "accel-gpt prepare are split alike\n"
+        )
+    return found
+
+
+def describe_step(step: dict[str, Any]) -> str:
+    """Return what a step of a pre-tokenizer does, in the terms of `PRE_TOKENIZERS`."""
+    kind = str(step.get("type"))
+    if kind == "ByteLevel":
+        return BYTE_LEVEL if step.get("use_regex", True) else ""
+    if kind == "Split":
+        return str(step["pattern"].get("Regex"))
+    if kind == "Digits" and step.get("individual_digits"):
+        return SINGLE_DIGITS
+    return kind
+
+
+def rwkv_spelling(char: str) -> str:
+    """Spell a character as llama.cpp's rwkv vocabulary expects it."""
+    escapes = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\0": "\\x00"}
+    return escapes.get(char, char)
+
+
+# --------------------------------------------------------------------------- proof and Modelfile
+
+
+def prove_equal_gguf(
+    model: GPT, tokenizer: Tokenizer, tokens: Tensor, compared_on: str, file: Path, dtype: str
+) -> str:
+    """Open `file` with llama.cpp in a new process and compare; return the result in words.
+
+    Compares log-probabilities after the beginnings of `tokens` (B, T), the ids of texts and greedy
+    tokens. Raises `CheckpointError` if they differ, `UserError` if llama.cpp could not open the
+    file. Without llama.cpp, nothing is compared.
+    """
+    if importlib.util.find_spec(LLAMA_CPP) is None:
+        return "not compared: llama.cpp is not installed (pip install 'accel-gpt[gguf]')"
+    reference = gguf_reference(model, tokenizer, tokens, exact=dtype == "fp32")
+    texts = texts_to_compare(tokenizer, tokenizer.decode(tokens[0].tolist()), COMPARED_TEXTS)
+    settings = {
+        "texts": texts,
+        "ids": [tokenizer.encode(text) for text in texts],
+        "block_size": model.config.block_size,
+        "plain_token": plain_token(tokenizer),
+        "dtype": dtype,
+        "gelu": model.config.mlp == "gelu",
+    }
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        tensors = Path(folder) / "reference.safetensors"
+        save_file(reference, tensors, metadata={"settings": json.dumps(settings)})
+        done = run_child(
+            [str(file), str(tensors)], module="accel_gpt.hub.verify_gguf", capture=True
+        )
+    error = child_error(done.stderr, done.returncode)
+    if done.returncode == DIFFERENT:
+        raise CheckpointError(f"the exported model differs from ours, nothing was kept: {error}")
+    require(
+        done.returncode == 0,
+        f"llama.cpp could not open {file.name}, nothing was kept: exit code {done.returncode} "
+        f"({error})",
+    )
+    report = json.loads(done.stdout.splitlines()[-1])
+    return (
+        f"opened by llama.cpp ({LLAMA_CPP} {report['version']}): its log-probabilities equal ours "
+        f"to {report['difference']:.1e} on {compared_on}, the ids of {len(texts):,} texts are equal"
+    )
+
+
+@torch.no_grad()
+def gguf_reference(
+    model: GPT, tokenizer: Tokenizer, tokens: Tensor, exact: bool
+) -> dict[str, Tensor]:
+    """Return the values that `verify_gguf.py` compares.
+
+    They are `tokens` (T,), `lengths` (N,) of the beginnings after which the next token is
+    predicted, `log_probabilities` (N, V), and with `exact` the `greedy` tokens after the shortest.
+    """
+    longest = min(COMPARED_TOKENS, model.config.block_size - 1)  # one more is predicted
+    prompt = tokens[0, :longest]
+    lengths = torch.linspace(1, len(prompt), steps=COMPARED_POSITIONS).long()
+    logits = model(prompt.unsqueeze(0))[0]  # (T, V)
+    reference = {
+        "tokens": prompt,
+        "lengths": lengths,
+        "log_probabilities": logits[lengths - 1].float().log_softmax(-1),
+    }
+    if exact:
+        start = prompt[: max(1, len(prompt) // 2)]
+        reference["greedy_prompt"] = start
+        reference["greedy"] = greedy_tokens(model, start)
+    return {name: tensor.clone() for name, tensor in reference.items()}
+
+
+def greedy_tokens(model: GPT, start: Tensor) -> Tensor:
+    """Return the most likely tokens after `start` (T,), until two are about as likely."""
+    found = start
+    for _ in range(min(GREEDY_TOKENS, model.config.block_size - len(start))):
+        best = model(found.unsqueeze(0), last_only=True)[0, -1].topk(2)
+        if best.values[0] - best.values[1] < CLEAR_LEAD:
+            break
+        found = torch.cat((found, best.indices[:1]))
+    return found[len(start) :]
+
+
+def plain_token(tokenizer: Tokenizer) -> int:
+    """Return the id of a token that is a letter, a digit or another character of ASCII."""
+    for i in range(tokenizer.vocab_size):
+        text = tokenizer.decode([i])
+        if i != tokenizer.eot_id and text.isascii() and text.isprintable() and text:
+            return i
+    raise UserError("the tokenizer has no token of ASCII, which the comparison needs")
+
+
+def texts_to_compare(tokenizer: Tokenizer, text: str, n: int) -> list[str]:
+    """Return `n` texts: pieces of `text`, and random mixtures of many kinds of characters."""
+    kinds = [kind for kind in CHARACTERS if kind]
+    if isinstance(tokenizer, CharsTokenizer):
+        kinds = [tokenizer.chars]
+    draw = random.Random(0)
+    texts = []
+    for number in range(n):
+        start = draw.randrange(len(text))
+        if number % 2 == 0 and not text.isspace():
+            texts.append(text[start : start + draw.randrange(1, 200)])
+        else:
+            words = draw.choices(kinds, k=draw.randrange(1, 12))
+            texts.append("".join(draw.choice(word) for word in words for _ in range(3)))
+    return texts
+
+
+def modelfile_of(file: Path) -> Path:
+    """Return the path of the Modelfile beside a GGUF file."""
+    return file.with_suffix(".Modelfile")
+
+
+def write_modelfile(tokenizer: Tokenizer, file: Path, block_size: int) -> None:
+    """Write the Modelfile of Ollama beside a GGUF file: a text is completed as it is."""
+    lines = [
+        f"# ollama create {file.stem.lower()} -f {modelfile_of(file).name}",
+        f"FROM ./{file.name}",
+        f"PARAMETER num_ctx {block_size}",
+        "PARAMETER temperature 0.8",
+    ]
+    if tokenizer.eot is not None:
+        lines.append(f'PARAMETER stop "{tokenizer.eot}"')
+    if "chat_template" not in tokenizer.config:
+        lines.append('TEMPLATE """{{ .Prompt }}"""')
+    modelfile_of(file).write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,168 @@
+"""Compare a GGUF file, opened with llama.cpp, with what our model computed.
+
+    python -m accel_gpt.hub.verify_gguf MODEL.gguf REFERENCE.safetensors
+
+Starts llama.cpp's server in this process and asks it over HTTP. Reads the file and REFERENCE: the
+values of `gguf.gguf_reference`, and settings with texts and their ids. Prints one JSON object. If
+the two differ it prints one sentence and exits with code `DIFFERENT`. Imports nothing of this
+package.
+"""
+
+import importlib.metadata
+import json
+import sys
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+DIFFERENT = 3  # an exit code that no crash has
+CONTEXT = 4096  # tokens, at most
+# Largest difference of a log-probability, in nats. float32: sums in another order. float16 and
+# bfloat16: llama.cpp also rounds the inputs of a product. Assumptions.
+FP32_TOLERANCE = 1e-4
+HALF_TOLERANCE = 0.1
+GELU_TOLERANCE = 1e-2  # ggml's table of GELU is in float16
+# q8_0: mean KL divergence of a token's distribution, in nats. Assumption.
+QUANTIZED_KL = 0.02
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare; return the exit code."""
+    file, reference = argv
+    with safe_open(reference, framework="pt") as opened:
+        ours = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no dict
+        settings = json.loads(opened.metadata()["settings"])
+    server = Server(file, settings["block_size"], settings["plain_token"])
+    found = torch.stack(
+        [
+            server.log_probabilities(ours["tokens"][:length], ours["log_probabilities"].shape[1])
+            for length in ours["lengths"].tolist()
+        ]
+    )
+    expected = ours["log_probabilities"]
+    difference = (found - expected).abs().max().item()
+    problem = (
+        different_ids(server, settings["texts"], settings["ids"])
+        or different_values(expected, found, settings)
+        or different_tokens(server, ours)
+    )
+    if problem:
+        sys.stderr.write(f"llama.cpp: {problem}\n")
+        return DIFFERENT
+    version = importlib.metadata.version("xllamacpp")
+    sys.stdout.write(json.dumps({"difference": difference, "version": version}))
+    return 0
+
+
+class Server:
+    """Run llama.cpp on a GGUF file, with float32 keys and values and without flash attention.
+
+    `plain_token` is a token of whole characters, and not end-of-text.
+    """
+
+    def __init__(self, file: str, block_size: int, plain_token: int) -> None:
+        import xllamacpp
+
+        self.plain_token = plain_token
+        params = xllamacpp.CommonParams()
+        params.model.path = file
+        params.n_ctx = min(block_size, CONTEXT)
+        params.n_parallel = 1
+        params.n_gpu_layers = 0
+        params.cache_type_k = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.warmup = False
+        params.fit_params = False
+        params.verbosity = 0
+        self.server = xllamacpp.Server(params)
+
+    def ask(self, path: str, **content: Any) -> Any:
+        """Post `content` to an address of the server and return its answer."""
+        request = urllib.request.Request(
+            f"{self.server.listening_address}{path}",
+            data=json.dumps(content).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+
+    def complete(self, tokens: Tensor, n: int, **options: Any) -> Any:
+        """Return the server's answer for `n` greedy tokens after `tokens` (T,)."""
+        return self.ask(
+            "/completion",
+            prompt=tokens.tolist(),
+            n_predict=n,
+            temperature=0,
+            cache_prompt=False,
+            return_tokens=True,
+            **options,
+        )
+
+    def log_probabilities(self, tokens: Tensor, vocab_size: int) -> Tensor:
+        """Return the log-probabilities (V,) of the token after `tokens` (T,)."""
+        # the server answers without probabilities if it chooses end-of-text or half a character;
+        # a bias changes its choice, not the probabilities
+        bias = [[self.plain_token, 1e4]]
+        answer = self.complete(tokens, 1, n_probs=vocab_size, logit_bias=bias)
+        found = torch.full((vocab_size,), float("nan"))
+        for entry in answer["completion_probabilities"][0]["top_logprobs"]:
+            found[entry["id"]] = entry["logprob"]
+        return found
+
+    def greedy(self, tokens: Tensor, n: int) -> list[int]:
+        """Return the `n` most likely tokens after `tokens` (T,), one after the other."""
+        answer = self.complete(tokens, n)
+        ids: list[int] = answer["tokens"]
+        return ids
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        answer = self.ask("/tokenize", content=text, add_special=False, parse_special=False)
+        ids: list[int] = answer["tokens"]
+        return ids
+
+
+def different_ids(server: Server, texts: list[str], ids: list[list[int]]) -> str | None:
+    """Return a text that llama.cpp splits into other tokens, if there is one."""
+    for text, expected in zip(texts, ids, strict=True):
+        if server.encode(text) != expected:
+            return f"its tokenizer returns other ids for {text[:40]!r}"
+    return None
+
+
+def different_values(expected: Tensor, found: Tensor, settings: dict[str, Any]) -> str | None:
+    """Return by how much the log-probabilities (N, V) differ, if it is too much."""
+    if settings["dtype"] == "q8_0":
+        kl = (expected.exp() * (expected - found)).sum(-1).mean().item()
+        if not kl <= QUANTIZED_KL:
+            return f"its predictions diverge by {kl:.2e} nats"
+        return None
+    tolerance = FP32_TOLERANCE if settings["dtype"] == "fp32" else HALF_TOLERANCE
+    if settings["gelu"]:
+        tolerance = max(tolerance, GELU_TOLERANCE)
+    difference = (expected - found).abs().max().item()
+    if not difference <= tolerance * max(1.0, expected.abs().max().item()):
+        return f"its log-probabilities differ from ours by up to {difference:.2e}"
+    return None
+
+
+def different_tokens(server: Server, ours: dict[str, Tensor]) -> str | None:
+    """Return where greedy decoding differs, if `ours` has greedy tokens."""
+    if "greedy" not in ours:
+        return None
+    expected = ours["greedy"].tolist()
+    if not expected:
+        return None
+    found = server.greedy(ours["greedy_prompt"], len(expected))
+    if found != expected[: len(found)]:  # llama.cpp stops at end-of-text
+        return f"its greedy tokens are {found[:8]}..., ours {expected[:8]}..."
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

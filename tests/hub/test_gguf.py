@@ -1,0 +1,269 @@
+"""GGUF files: what llama.cpp makes of models and tokenizers of every kind."""
+
+import contextlib
+import io
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_gpt.cli import dispatch
+from accel_gpt.config.model import PRESETS, ModelConfig
+from accel_gpt.data import tokenizer_json
+from accel_gpt.data.tokenizer import (
+    BytesTokenizer,
+    CharsTokenizer,
+    HFTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    rank_tokenizer,
+    to_json,
+)
+from accel_gpt.errors import CheckpointError, UserError
+from accel_gpt.hub.as_qwen3 import convert_to_qwen3
+from accel_gpt.model.gpt import GPT
+from accel_gpt.prepare.bpe import make_tokenizer
+from tests.conftest import run_here, text_of
+
+pytest.importorskip("gguf")
+pytest.importorskip("xllamacpp")
+
+from accel_gpt.hub import gguf as exporting
+from accel_gpt.hub import verify_gguf
+
+Trained = Callable[..., Path]
+QUICK = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]
+QUICK += ["--schedule.warmup_steps", "0"]
+SHAPE: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": 64}
+SHAPES = {
+    "gpt2": {},
+    "gpt2_without_biases": {"preset": "gpt2", "bias": False},
+    "llama": {},
+    "llama_tied": {"preset": "llama", "tie_embeddings": True},
+    "llama_gqa_biases": {"preset": "llama", "n_kv_head": 2, "bias": True, "head_dim": 8},
+    "llama_linear": {"preset": "llama", "rope_scaling": "linear", "rope_factor": 4.0},
+    "llama_llama3": {
+        "preset": "llama",
+        "rope_scaling": "llama3",
+        "rope_factor": 8.0,
+        "rope_original_block_size": 32,
+    },
+    "llama_yarn": {
+        "preset": "llama",
+        "rope_scaling": "yarn",
+        "rope_factor": 2.0,
+        "rope_original_block_size": 32,
+    },
+    "qwen3": {},
+    "qwen3_gqa_tied": {"preset": "qwen3", "n_kv_head": 1, "tie_embeddings": True, "head_dim": 24},
+    "qwen3_yarn": {
+        "preset": "qwen3",
+        "rope_scaling": "yarn",
+        "rope_factor": 4.0,
+        "rope_original_block_size": 16,
+        "rope_attention_factor": 1.3,
+    },
+    "fast": {"logit_softcap": None},
+    "fast_gqa": {"preset": "fast", "logit_softcap": None, "n_kv_head": 2},
+}
+PROSE = "It's the king's; WE'LL see. I'd've gone, they're 1,024 miles off!\n\n    def f(x):\n\t  x"
+TEXT = "\n".join((PROSE, *exporting.CHARACTERS, text_of(4000, seed=0)))
+
+
+def model_of(name: str, vocab_size: int) -> GPT:
+    """A model of random weights, spread so that its predictions differ."""
+    options = {"preset": name} | SHAPES[name]
+    preset = PRESETS[str(options["preset"])]
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(**(dict(preset) | SHAPE | options)), vocab_size).eval()
+    for weight in model.parameters():
+        if weight.dim() >= 2:
+            torch.nn.init.normal_(weight[:vocab_size], std=0.2)
+    return model
+
+
+def tokenizer_of(kind: str) -> Tokenizer:
+    """A tokenizer of each kind that can be exported."""
+    if kind == "bytes":
+        return BytesTokenizer()
+    if kind == "chars":
+        return CharsTokenizer("".join(sorted(set(TEXT))))
+    trained = make_tokenizer("bpe", 600, lambda: iter([TEXT * 3]))
+    if kind == "bpe":
+        return trained
+    vocabulary = tokenizer_json.tokens_by_id(
+        tokenizer_json.json.loads(trained.file_text)["model"]["vocab"]
+    )
+    if kind == "former_bpe":
+        content = tokenizer_json.bpe_content(vocabulary, tokenizer_json.FORMER_PATTERN)
+        text = to_json(content)
+        return rank_tokenizer("bpe", vocabulary, text, tokenizer_json.FORMER_PATTERN)
+    content = tokenizer_json.byte_level_content(
+        vocabulary, tokenizer_json.learned_merges(vocabulary)
+    )
+    content["model"]["ignore_merges"] = False
+    byte_level = tokenizer_json.byte_level()
+    if kind == "hub_gpt2":
+        content["pre_tokenizer"] = byte_level | {"use_regex": True}
+    else:
+        pattern = tokenizer_json.PATTERN.replace("{1,3}", "" if kind == "hub_qwen" else "{1,2}")
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+        steps = [split | {"invert": False}, byte_level]
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    return HFTokenizer(to_json(content), Path("tokenizer.json"), {})
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison without a fresh process, which takes seconds to start."""
+
+    def run(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = verify_gguf.main(argv)
+        return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
+
+    monkeypatch.setattr(exporting, "run_child", run)
+
+
+def prove(model: GPT, tokenizer: Tokenizer, folder: Path, dtype: str = "fp32") -> str:
+    """Write and compare a file; return the result in words."""
+    file = folder / "model.gguf"
+    tokens = torch.tensor([tokenizer.encode(TEXT)[: model.config.block_size]])
+    written = model
+    if model.config.mlp == "relu2":
+        written = convert_to_qwen3(model, tokens)
+    exporting.write_gguf(written, tokenizer, file, dtype)
+    return exporting.prove_equal_gguf(
+        model=model,
+        tokenizer=tokenizer,
+        tokens=tokens,
+        compared_on="a text",
+        file=file,
+        dtype=dtype,
+    )
+
+
+def difference_of(compared: str) -> float:
+    """The difference in the words of a comparison."""
+    return float(compared.partition("equal ours to ")[2].split()[0])
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("name", SHAPES)
+def test_llama_cpp_computes_every_shape(name: str, tmp_path: Path) -> None:
+    compared = prove(model_of(name, 257), BytesTokenizer(), tmp_path)
+    assert difference_of(compared) < (5e-3 if name.startswith("gpt2") else 5e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("kind", ["chars", "bpe", "hub_gpt2", "hub_qwen"])
+@pytest.mark.parametrize("preset", ["gpt2", "llama", "qwen3", "fast"])
+def test_every_preset_with_every_tokenizer(
+    preset: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp gives 10,000 texts the same ids, and computes the same."""
+    monkeypatch.setattr(exporting, "COMPARED_TEXTS", 10_000 if preset == "llama" else 500)
+    tokenizer = tokenizer_of(kind)
+    compared = prove(model_of(preset, tokenizer.vocab_size), tokenizer, tmp_path)
+    assert difference_of(compared) < (5e-3 if preset == "gpt2" else 5e-5)
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("kind", ["chars", "bpe"])
+def test_ids_of_texts_are_the_same(kind: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(kind)
+    assert "500 texts" in prove(model_of("llama", tokenizer.vocab_size), tokenizer, tmp_path)
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "q8_0"])
+def test_smaller_types_are_close(dtype: str, tmp_path: Path) -> None:
+    prove(model_of("qwen3", 257), BytesTokenizer(), tmp_path)
+    whole = (tmp_path / "model.gguf").stat().st_size
+    prove(model_of("qwen3", 257), BytesTokenizer(), tmp_path, dtype)
+    assert (tmp_path / "model.gguf").stat().st_size < 0.6 * whole
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_file_that_computes_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "interleave", lambda rows, _: rows)
+    with pytest.raises(CheckpointError, match="log-probabilities differ from ours by up to"):
+        prove(model_of("llama", 257), BytesTokenizer(), tmp_path)
+    monkeypatch.undo()
+
+
+def test_a_tokenizer_that_splits_otherwise_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_this_process: None
+) -> None:
+    tokenizer = tokenizer_of("hub_qwen")
+    monkeypatch.setattr(exporting, "pre_tokenizer_name", lambda *_: "gpt-2")
+    with pytest.raises(CheckpointError, match="its tokenizer returns other ids for"):
+        prove(model_of("qwen3", tokenizer.vocab_size), tokenizer, tmp_path)
+
+
+def test_an_older_bpe_is_recognized_and_warned_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    former = tokenizer_of("former_bpe")
+    former.save(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert (again.kind, again.fingerprint) == ("bpe", former.fingerprint)
+    assert again.encode(TEXT) == former.encode(TEXT)
+    assert again.encoding._pat_str == tokenizer_json.FORMER_PATTERN
+    assert exporting.llama_cpp_vocabulary(again).pre == "llama-bpe"
+    assert "trained by an older version" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("gpt2", {"mlp": "gelu_erf"}, "model.mlp is gelu_erf"),
+        ("fast", {"logit_softcap": 15.0}, "model.logit_softcap is 15.0"),
+        ("qwen3", {"rope_scaling": "llama3"}, "model.rope_scaling is llama3"),
+    ],
+)
+def test_a_shape_that_llama_cpp_lacks(name: str, changes: dict[str, Any], named: str) -> None:
+    config = ModelConfig(**(dict(PRESETS[name]) | SHAPE | {"preset": name} | changes))
+    with pytest.raises(UserError, match=named):
+        exporting.llama_cpp_architecture(config)
+
+
+def test_a_tokenizer_that_llama_cpp_lacks() -> None:
+    with pytest.raises(UserError, match=r"splits text with the pre-tokenizer .*\{1,2\}"):
+        exporting.llama_cpp_vocabulary(tokenizer_of("unknown"))
+
+
+def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a fresh process; then what is refused, with nothing left behind."""
+    run = str(trained(*QUICK, "--model.preset", "llama"))
+    to = tmp_path / "out" / "model.gguf"
+    assert run_here(dispatch, ["export", run, "--gguf", str(to)]) == 0
+    shown = capsys.readouterr().out
+    assert "opened by llama.cpp" in shown
+    assert f"ollama create model -f {to.with_suffix('.Modelfile')}" in shown
+    assert "FROM ./model.gguf" in to.with_suffix(".Modelfile").read_text()
+    assert sorted(path.name for path in to.parent.iterdir()) == ["model.Modelfile", "model.gguf"]
+    assert run_here(dispatch, ["export", run, "--gguf", str(to)]) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert run_here(dispatch, ["export", run, "--gguf", str(to), "--overwrite"]) == 0
+    assert run_here(dispatch, ["export", run, "--gguf", f"{to}.bin"]) == 2
+    assert run_here(dispatch, ["export", run, "--to", str(tmp_path / "t"), "--dtype", "q8_0"]) == 2
+    assert run_here(dispatch, ["export", run, "--to", str(tmp_path / "t"), "--as", "qwen3"]) == 2
+    assert "--as qwen3 converts a model of the preset fast" in capsys.readouterr().err
+    assert not (tmp_path / "t").exists()
+
+
+def test_without_llama_cpp_nothing_is_compared(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "LLAMA_CPP", "no_such_package")
+    run = str(trained(*QUICK, "--model.preset", "llama"))
+    exported = exporting.export_gguf(run, tmp_path / "model.gguf")
+    assert exported.compared.startswith("not compared: ")

@@ -62,7 +62,8 @@ def plan_loss(options: PlanCommand, config: Config, vocab_size: int) -> dict[str
         if shipped is None:
             return None
         found = predict_loss(shipped, config, vocab_size)
-        if fingerprint not in (None, shipped.data["fingerprint"]):
+        same_text = ladder_config(shipped, config).data.prepare == config.data.prepare
+        if fingerprint not in (None, shipped.data["fingerprint"]) and not same_text:
             found["doubts"].append(f"{config.data.folder} is not the text that the rungs read")
         return found
     ladder = read_ladder(options.ladder)

@@ -30,7 +30,7 @@ from accel_gpt.config.parse import (
     read_values,
 )
 from accel_gpt.config.shipped import resolve_config, shipped_configs
-from accel_gpt.cost.cluster import NODE_LATENCY
+from accel_gpt.cost.cluster import NODE_LATENCY_SECONDS
 from accel_gpt.data.remote import is_url
 from accel_gpt.errors import UserError, require
 
@@ -547,7 +547,7 @@ class PlanCommand(Command, exclusive=(("mfu", "tokens_per_second"), ("config", "
         above=0,
     )
     latency: float = option(
-        NODE_LATENCY * 1e3,
+        NODE_LATENCY_SECONDS * 1e3,
         "Latency of a message between nodes in milliseconds.",
         at_least=0,
     )

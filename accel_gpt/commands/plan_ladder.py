@@ -223,7 +223,7 @@ def candidate(
     machine = network.machine
     vocab_size = int(ladder.data["vocab_size"])
     config = config_at(given_keys(ladder), depth, max_steps=1)
-    if machine.memory is not None or config.train.micro_batch_size == "auto":
+    if machine.memory_bytes is not None or config.train.micro_batch_size == "auto":
         largest = largest_size(config, vocab_size, machine)
         if largest is None:
             return None

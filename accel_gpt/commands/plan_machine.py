@@ -50,15 +50,15 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
         "train.reproducible is true, but fsdp, fp16 and fp8 do not support it; leave it out, or "
         "plan for --distribution ddp in bf16 or float32",
     )
-    memory: float | None = None
+    memory_bytes: float | None = None
     if options.memory_gb:
-        memory = options.memory_gb * 1e9
+        memory_bytes = options.memory_gb * 1e9
     elif options.gpu:
-        memory = device_memory(options.gpu)
+        memory_bytes = device_memory(options.gpu)
     return Machine(
         devices=devices,
         gpu=options.gpu,
-        memory=memory,
+        memory_bytes=memory_bytes,
         sharded=sharded,
         precision=precision,
         precision_source=source,
@@ -82,10 +82,10 @@ def make_network(options: PlanCommand, config: Config, machine: Machine) -> Netw
         f"--bandwidth is {options.bandwidth}, but a single node has no network to others; give "
         "--nodes",
     )
-    bandwidth = None
+    node_speed = None
     if options.bandwidth:
-        bandwidth = options.bandwidth * 1e9 / 8
-    return Network(machine, bandwidth, latency=options.latency / 1e3)
+        node_speed = options.bandwidth * 1e9 / 8
+    return Network(machine, node_speed, latency_seconds=options.latency / 1e3)
 
 
 def read_launch(path: str | None) -> Mapping[str, Any]:

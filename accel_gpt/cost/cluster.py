@@ -1,7 +1,7 @@
 """Past one device: the collectives of a step, what they cost, and the host memory of a node.
 
 docs/explanation/cost.md derives the formulas and compares them with measurements. Without torch.
-All sizes are bytes, all times seconds.
+Sizes are bytes, times seconds, speeds bytes a second.
 """
 
 import math
@@ -11,10 +11,16 @@ from typing import Any, Literal, NamedTuple
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import accumulation
 from accel_gpt.cost.devices import DEVICES, device_key
-from accel_gpt.cost.flops import hidden_matrices, padded_vocab_size, parameter_counts
+from accel_gpt.cost.flops import (
+    BACKWARD_SHARE,
+    FORWARD_SHARE,
+    hidden_matrices,
+    padded_vocab_size,
+    parameter_counts,
+)
 from accel_gpt.cost.memory import (
-    FLOAT,
-    LIBRARIES_CPU,
+    FLOAT_BYTES,
+    LIBRARIES_CPU_BYTES,
     Machine,
     checkpoint_bytes,
     table_bytes,
@@ -23,15 +29,11 @@ from accel_gpt.cost.memory import (
 # of a data sheet's rate; NVIDIA/nccl-tests issue 212: 370 of 450 GB/s, the rest is protocol
 LINK_SHARE = 0.8
 # NCCL's src/graph/tuning.cc, `hwLatencies`, ring, protocol Simple
-LINK_LATENCY = 3.4e-6  # between devices of a node
-NODE_LATENCY = 14e-6  # between nodes
+LINK_LATENCY_SECONDS = 3.4e-6  # between devices of a node
+NODE_LATENCY_SECONDS = 14e-6  # between nodes
 # DistributedDataParallel's defaults
-FIRST_BUCKET = 2**20
-BUCKET = 25 * 2**20
-# of the time that a micro-step computes
-FORWARD = 1 / 3
-BACKWARD = 2 / 3
-
+FIRST_BUCKET_BYTES = 2**20
+BUCKET_BYTES = 25 * 2**20
 
 Group = Literal["all", "shards", "replicas"]  # of devices
 
@@ -41,14 +43,25 @@ class Collective(NamedTuple):
 
     name: str
     calls: float
-    sent: float  # by each device
-    transfer: float
-    latency: float
+    sent_bytes: float  # by each device
+    transfer_seconds: float
+    latency_seconds: float
 
     @property
     def seconds(self) -> float:
-        """Time of all of them, if nothing else is going on."""
-        return self.transfer + self.latency
+        """Return the time of all of them, if nothing else is going on."""
+        return self.transfer_seconds + self.latency_seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """Return these collectives as `accel-gpt plan --json` lists them."""
+        return {
+            "name": self.name,
+            "calls": self.calls,
+            "sent": self.sent_bytes,
+            "transfer": self.transfer_seconds,
+            "latency": self.latency_seconds,
+            "seconds": self.seconds,
+        }
 
 
 @dataclass(frozen=True)
@@ -56,16 +69,23 @@ class Network:
     """What joins the nodes of a machine, and the devices of a node."""
 
     machine: Machine
-    bandwidth: float | None  # bytes a second into a node, and out of it; None: not known
-    latency: float = NODE_LATENCY  # from one node to another
+    node_speed: float | None  # bytes a second into a node, and out of it; None: not known
+    latency_seconds: float = NODE_LATENCY_SECONDS  # from one node to another
 
     @property
-    def link(self) -> float:
-        """Bytes a second from a device to the next one of its node."""
+    def link_speed(self) -> float:
+        """Return the bytes a second from a device to the next one of its node."""
         key = device_key(self.machine.gpu or "")
         if key is None:
             return math.inf
-        return LINK_SHARE * DEVICES[key].link
+        return LINK_SHARE * DEVICES[key].link_speed
+
+    @property
+    def nodes_are_slower(self) -> bool:
+        """Return whether the network between nodes is known, and slower than the links within."""
+        if self.machine.nodes == 1 or self.node_speed is None:
+            return False
+        return self.node_speed < self.link_speed
 
     def group(self, name: Group) -> tuple[int, int]:
         """Return the ranks and the nodes of a group of devices."""
@@ -92,56 +112,60 @@ class Network:
         """
         ranks, nodes = self.group(group)
         hops = passes * (ranks - 1)
-        sent = hops / ranks * size
-        speed = self.link
-        if nodes > 1:
-            speed = min(speed, (self.bandwidth or math.inf) / rings)
+        sent_bytes = hops / ranks * size
+        speed = self.link_speed
+        if nodes > 1 and self.node_speed is not None:
+            speed = min(speed, self.node_speed / rings)
         return Collective(
             name=name,
             calls=calls,
-            sent=sent,
-            transfer=sent / speed,
-            latency=calls * hops * self.hop_latency(ranks, nodes),
+            sent_bytes=sent_bytes,
+            transfer_seconds=sent_bytes / speed,
+            latency_seconds=calls * hops * self.hop_seconds(ranks, nodes),
         )
 
-    def hop_latency(self, ranks: int, nodes: int) -> float:
+    def hop_seconds(self, ranks: int, nodes: int) -> float:
         """Return the mean latency of a hop in a ring."""
         if self.machine.gpu is None:  # gloo: each hop is a round trip, as slow as the slowest one
-            return 2 * self.latency if nodes > 1 else 0.0
+            return 2 * self.latency_seconds if nodes > 1 else 0.0
         crossing = nodes / ranks if nodes > 1 else 0.0  # share of hops from node to node
-        return crossing * self.latency + (1 - crossing) * LINK_LATENCY
+        return crossing * self.latency_seconds + (1 - crossing) * LINK_LATENCY_SECONDS
 
 
-def step_time(config: Config, vocab_size: int, network: Network, compute: float) -> dict[str, Any]:
-    """Return where the time of a step goes that computes for `compute` seconds.
+def step_time(
+    config: Config, vocab_size: int, network: Network, compute_seconds: float
+) -> dict[str, Any]:
+    """Return where the time of a step goes that computes for `compute_seconds`.
 
-    Without the bandwidth of a network between nodes its collectives are not known.
+    If the speed of a network between nodes is not known, its collectives are not either.
     """
     machine = network.machine
-    if machine.nodes > 1 and not network.bandwidth:
-        return {"total": compute, "compute": compute, "exposed": None}
+    if machine.nodes > 1 and network.node_speed is None:
+        return {"total": compute_seconds, "compute": compute_seconds, "exposed": None}
     micro_steps = accumulation(config, machine.devices)
-    micro = compute / micro_steps
+    micro_seconds = compute_seconds / micro_steps
     if machine.shards > 1:
-        during, exposed = sharded_step(config, vocab_size, network, micro, micro_steps)
+        during, exposed = sharded_step(config, vocab_size, network, micro_seconds, micro_steps)
     else:
-        during, exposed = replicated_step(config, vocab_size, network, micro)
+        during, exposed = replicated_step(config, vocab_size, network, micro_seconds)
     after = after_backward(config, network)
-    found = [*during, *after]
-    exposed += sum(one.seconds for one in after)
-    slow = machine.nodes > 1 and (network.bandwidth or math.inf) < network.link
-    link = "the bandwidth between nodes" if slow else "the bandwidth within a node"
+    exposed += sum(collective.seconds for collective in after)
+    collectives = [*during, *after]
+    transfer = "the bandwidth within a node"
+    if network.nodes_are_slower:
+        transfer = "the bandwidth between nodes"
     terms = {
-        "compute": compute,
-        link: sum(one.transfer for one in found),
-        "the latency of collectives": sum(one.latency for one in found),
+        "compute": compute_seconds,
+        transfer: sum(collective.transfer_seconds for collective in collectives),
+        "the latency of collectives": sum(one.latency_seconds for one in collectives),
     }
+    limit = max(terms, key=lambda term: terms[term])
     return {
-        "total": compute + exposed,
-        "compute": compute,
+        "total": compute_seconds + exposed,
+        "compute": compute_seconds,
         "exposed": exposed,  # seconds of collectives that no computation hides
-        "limit": max(terms, key=terms.__getitem__),
-        "collectives": [one._asdict() | {"seconds": one.seconds} for one in found if one.seconds],
+        "limit": limit,
+        "collectives": [one.as_json() for one in collectives if one.seconds],
     }
 
 
@@ -152,25 +176,35 @@ def after_backward(config: Config, network: Network) -> list[Collective]:
     if config.optim.name == "muon":
         found.append(muon_exchange(config, network))
     if machine.gpu is None and machine.nodes > 1:
-        calls = 2  # the host waits for the loss and the stop
-        if machine.shards > 1:
-            calls += 1  # for the norm
-        if config.data.document_mask:
-            calls += 1
-        there_and_back = 2 * (machine.devices - 1) * machine.nodes / machine.devices
-        latency = calls * there_and_back * network.latency
-        found.append(
-            Collective("all-reduce of scalars", calls, sent=0, transfer=0, latency=latency)
-        )
+        found.append(scalar_exchange(config, network))
     return found
+
+
+def scalar_exchange(config: Config, network: Network) -> Collective:
+    """Return the all-reduces of single numbers between nodes of CPUs."""
+    machine = network.machine
+    calls = 2  # the host waits for the loss and the stop
+    if machine.shards > 1:
+        calls += 1  # for the norm
+    if config.data.document_mask:
+        calls += 1  # for the number of targets
+    hops_there_and_back = 2 * (machine.devices - 1)
+    crossing = machine.nodes / machine.devices  # share of hops from node to node
+    return Collective(
+        name="all-reduce of scalars",
+        calls=calls,
+        sent_bytes=0,
+        transfer_seconds=0,
+        latency_seconds=calls * hops_there_and_back * crossing * network.latency_seconds,
+    )
 
 
 def muon_exchange(config: Config, network: Network) -> Collective:
     """Return the collectives by which ranks exchange Muon's updates."""
     machine = network.machine
     matrices = hidden_matrices(config.model)
-    width = 2 if machine.gpu else FLOAT
-    size = width * config.model.n_layer * sum(matrices)
+    number_bytes = 2 if machine.gpu else FLOAT_BYTES
+    size = number_bytes * config.model.n_layer * sum(matrices)
     if machine.shards == 1:
         return network.ring("updates of Muon", size, calls=len(matrices), passes=1)
     return network.ring(
@@ -184,82 +218,99 @@ def muon_exchange(config: Config, network: Network) -> Collective:
 
 
 def replicated_step(
-    config: Config, vocab_size: int, network: Network, micro: float
+    config: Config, vocab_size: int, network: Network, micro_seconds: float
 ) -> tuple[list[Collective], float]:
     """Return DDP's collectives, and their seconds that the last backward pass does not hide.
 
-    `micro`: seconds that a micro-step computes. The last bucket has the embedding's gradient,
+    `micro_seconds`: in which a micro-step computes. The last bucket has the embedding's gradient,
     which is ready at the end.
     """
     name = "all-reduce of gradients"
-    size = FLOAT * parameter_counts(config.model, vocab_size)["total"]
+    size = FLOAT_BYTES * parameter_counts(config.model, vocab_size)["total"]
     if config.train.reproducible:  # in float64 and in one piece, after the backward pass
         found = network.ring(name, 2 * size, calls=1, passes=2)
         return [found], found.seconds
-    later = max(0, size - FIRST_BUCKET)
-    found = network.ring(name, size, calls=1 + math.ceil(later / BUCKET), passes=2)
-    last_bucket = min(later or size, max(table_bytes(config.model, vocab_size), BUCKET))
+    after_first = max(0, size - FIRST_BUCKET_BYTES)
+    buckets = 1 + math.ceil(after_first / BUCKET_BYTES)
+    found = network.ring(name, size, calls=buckets, passes=2)
+    largest_bucket = max(table_bytes(config.model, vocab_size), BUCKET_BYTES)
+    last_bucket = min(after_first or size, largest_bucket)
     last = network.ring(name, last_bucket, calls=1, passes=2)
-    return [found], max(last.seconds, found.seconds - BACKWARD * micro)
+    not_hidden = found.seconds - BACKWARD_SHARE * micro_seconds
+    return [found], max(last.seconds, not_hidden)
 
 
 def sharded_step(
-    config: Config, vocab_size: int, network: Network, micro: float, micro_steps: int
+    config: Config, vocab_size: int, network: Network, micro_seconds: float, micro_steps: int
 ) -> tuple[list[Collective], float]:
     """Return FSDP2's collectives, and their seconds that forward and backward do not hide.
 
-    `micro`: seconds that a micro-step computes. Blocks are gathered twice a micro-step, each while
-    the one before computes; the root, all other weights, once, before anything computes. Gradients
-    are reduced in the last micro-step, or in each with `train.sync_each_batch`; the root's at its
-    end.
+    `micro_seconds`: in which a micro-step computes. Blocks are gathered twice a micro-step, each
+    while the one before computes; the root, all other weights, once, before anything computes.
+    Gradients are reduced in the last micro-step, or in each with `train.sync_each_batch`; the
+    root's at its end.
     """
-    machine = network.machine
-    layers = config.model.n_layer
     counts = parameter_counts(config.model, vocab_size)
-    total = counts["total"]
-    inner = counts["attention"] + counts["mlp"]
+    in_blocks = counts["attention"] + counts["mlp"]
+    in_root = counts["total"] - in_blocks
     root = network.ring(
         name="all-gather of the root",
-        size=micro_steps * machine.width * (total - inner),
+        size=micro_steps * network.machine.product_bytes * in_root,
         calls=micro_steps,
         passes=1,
         group="shards",
     )
     blocks = network.ring(
         name="all-gather of blocks",
-        size=2 * micro_steps * machine.width * inner,
-        calls=2 * micro_steps * layers,
+        size=2 * micro_steps * network.machine.product_bytes * in_blocks,
+        calls=2 * micro_steps * config.model.n_layer,
         passes=1,
         group="shards",
     )
-    times = micro_steps if config.train.sync_each_batch else 1
-    reduced = [
-        network.ring(
-            name="reduce-scatter of gradients",
-            size=times * FLOAT * total,
-            calls=times * (layers + 1),
-            passes=1 if machine.gpu else 2,  # in gloo it is an all-reduce
-            group="shards",
-        )
-    ]
-    if machine.replicas > 1:
-        all_reduce = network.ring(
-            name="all-reduce of shards",
-            size=times * FLOAT * total / machine.shards,
-            calls=times * (layers + 1),
-            passes=2,
-            group="replicas",
-            rings=machine.devices // machine.nodes,
-        )
-        reduced.append(all_reduce)
-    reducing = sum(collective.seconds for collective in reduced) / times
+    reductions = micro_steps if config.train.sync_each_batch else 1
+    reduced = sharded_reductions(config, counts["total"], network, reductions)
+    # seconds of one forward or backward pass
     gathering = blocks.seconds / (2 * micro_steps)
-    end = (total - inner) / total * reducing
+    reducing = sum(collective.seconds for collective in reduced) / reductions
+    reducing_root = in_root / counts["total"] * reducing
+    reducing_blocks = reducing - reducing_root
+    forward = FORWARD_SHARE * micro_seconds
+    backward = BACKWARD_SHARE * micro_seconds
+    exposed_forward = max(0.0, gathering - forward)
+    exposed_backward = max(0.0, gathering - backward)
+    exposed_reducing = reducing_root + max(0.0, gathering + reducing_blocks - backward)
     exposed = root.seconds
-    exposed += micro_steps * max(0.0, gathering - FORWARD * micro)
-    exposed += (micro_steps - times) * max(0.0, gathering - BACKWARD * micro)
-    exposed += times * (end + max(0.0, gathering + reducing - end - BACKWARD * micro))
+    exposed += micro_steps * exposed_forward
+    exposed += (micro_steps - reductions) * exposed_backward
+    exposed += reductions * exposed_reducing
     return [root, blocks, *reduced], exposed
+
+
+def sharded_reductions(
+    config: Config, parameters: int, network: Network, reductions: int
+) -> list[Collective]:
+    """Return the collectives that reduce FSDP2's gradients `reductions` times a step."""
+    machine = network.machine
+    calls = reductions * (config.model.n_layer + 1)
+    size = reductions * FLOAT_BYTES * parameters
+    reduce_scatter = network.ring(
+        name="reduce-scatter of gradients",
+        size=size,
+        calls=calls,
+        passes=1 if machine.gpu else 2,  # in gloo it is an all-reduce
+        group="shards",
+    )
+    if machine.replicas == 1:
+        return [reduce_scatter]
+    all_reduce = network.ring(
+        name="all-reduce of shards",
+        size=size / machine.shards,
+        calls=calls,
+        passes=2,
+        group="replicas",
+        rings=machine.devices // machine.nodes,
+    )
+    return [reduce_scatter, all_reduce]
 
 
 def host_bytes(config: Config, vocab_size: int, machine: Machine) -> dict[str, int]:
@@ -271,14 +322,14 @@ def host_bytes(config: Config, vocab_size: int, machine: Machine) -> dict[str, i
     """
     model = config.model
     processes = machine.devices // machine.nodes
-    weights = FLOAT * parameter_counts(model, vocab_size)["total"] // machine.shards
+    weights = FLOAT_BYTES * parameter_counts(model, vocab_size)["total"] // machine.shards
     saved = checkpoint_bytes(config, vocab_size) // machine.shards
     if machine.shards > 1:
         embedding = padded_vocab_size(vocab_size) * model.n_embd
-        weights += FLOAT * max(embedding, *hidden_matrices(model))
+        weights += FLOAT_BYTES * max(embedding, *hidden_matrices(model))
         saved *= processes
     parts = {
-        "libraries": processes * LIBRARIES_CPU,
+        "libraries": processes * LIBRARIES_CPU_BYTES,
         "model at the start": processes * weights,
     }
     if config.checkpoint.async_save:

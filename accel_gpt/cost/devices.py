@@ -17,7 +17,7 @@ class Device(NamedTuple):
     """A row of the table of devices."""
 
     memory_gb: tuple[int, ...]  # of several sizes the smallest first
-    link: float  # bytes a second to the other devices of a node, in one direction
+    link_speed: float  # bytes a second to the other devices of a node, in one direction
     rates: Mapping[str, float]  # FLOP/s by dtype
 
 

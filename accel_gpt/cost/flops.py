@@ -12,7 +12,8 @@ VOCAB_MULTIPLE = 64
 matrix units run at full rate (NVIDIA, Matrix Multiplication Background, "Tensor Core
 Requirements")."""
 
-FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step: the backward pass takes two
+FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step
+BACKWARD_SHARE = 2 / 3  # of the FLOPs of a training step
 
 
 def padded_vocab_size(vocab_size: int) -> int:
@@ -29,7 +30,8 @@ def chunk_tokens(rows: int, cpu: bool) -> int:
     """
     max_logits = 2**26 if cpu else 2**28
     max_tokens = max(max_logits // rows, 1)
-    return 1 << (max_tokens.bit_length() - 1)
+    exponent = max_tokens.bit_length() - 1
+    return 1 << exponent  # the largest power of two up to `max_tokens`
 
 
 def activates_twice(values: int) -> bool:
@@ -52,8 +54,11 @@ def parameter_counts(config: ModelConfig, vocab_size: int) -> dict[str, int]:
     n_layer = config.n_layer
     rows = padded_vocab_size(vocab_size)
     qkv, out, up, down = hidden_matrices(config)
-    attention_biases = (qkv // C + C) if config.bias else 0
-    mlp_biases = (up // C + C) if config.bias else 0
+    attention_biases = 0
+    mlp_biases = 0
+    if config.bias:  # one for each output of a matrix
+        attention_biases = qkv // C + C
+        mlp_biases = up // C + C
     vectors_per_norm = 2 if config.bias and config.norm == "layernorm" else 1
     n_norms = 2 * n_layer + 1 + (1 if config.embedding_norm else 0)
     qk_norms = 2 * n_layer * config.head_size if config.qk_norm else 0
@@ -100,10 +105,12 @@ def flops_per_token(config: ModelConfig, vocab_size: int) -> int:
     return 6 * N + 12 * attention
 
 
-def mfu(tokens_per_second: float, flops_per_token: float, peak: float, n_devices: int = 1) -> float:
+def mfu(
+    tokens_per_second: float, flops_per_token: float, peak_flops: float, n_devices: int = 1
+) -> float:
     """Compute the share of the devices' peak FLOP/s that training reaches, 0 to 1.
 
     This is model FLOPs utilization (PaLM, appendix B). `tokens_per_second` is over all devices,
-    `peak` is the FLOP/s of one device.
+    `peak_flops` is the FLOP/s of one device.
     """
-    return tokens_per_second * flops_per_token / (peak * n_devices)
+    return tokens_per_second * flops_per_token / (peak_flops * n_devices)

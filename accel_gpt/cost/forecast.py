@@ -3,6 +3,7 @@
 docs/explanation/cost.md derives the formulas.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,21 +14,21 @@ from accel_gpt.cost.flops import FORWARD_SHARE, flops_per_token, parameter_count
 from accel_gpt.cost.memory import Machine, checkpoint_bytes, footprint, largest_size
 
 ASSUMED_MFU = 0.4  # assumption: llm.c and nanoGPT report 0.4 to 0.5 for GPT-2 on A100 and H100
-RECOMPUTED = 3 / 4  # of it with activation checkpointing: a second forward pass
+SHARE_WITH_RECOMPUTATION = 3 / 4  # of the MFU: activation checkpointing adds a forward pass
 
 
 def run_memory(config: Config, vocab_size: int, machine: Machine) -> dict[str, Any]:
     """Return what one device holds, and whether it fits; `try` lists options if it does not."""
     needed = footprint(config, vocab_size, machine)
     fits = None
-    if machine.memory is not None:
-        fits = needed.total <= machine.memory
+    if machine.memory_bytes is not None:
+        fits = needed.total <= machine.memory_bytes
     return {
         "moment": needed.moment,
         "parts": needed.parts,
         "total": needed.total,
         "host": host_bytes(config, vocab_size, machine) if machine.gpu else {},
-        "device": machine.memory,
+        "device": machine.memory_bytes,
         "fits": fits,
         "compiled": config.train.compile is True,
         "largest_micro_batch_size": largest_size(config, vocab_size, machine) if fits else None,
@@ -101,7 +102,7 @@ class RunTime:
 def assumed_mfu(config: Config) -> float:
     """Return the MFU that is assumed if nothing says it."""
     if config.train.activation_checkpointing == "blocks":
-        return ASSUMED_MFU * RECOMPUTED
+        return ASSUMED_MFU * SHARE_WITH_RECOMPUTATION
     return ASSUMED_MFU
 
 
@@ -110,10 +111,10 @@ def speed_at(mfu: float, config: Config, vocab_size: int, machine: Machine) -> f
 
     Waiting for other devices is not counted.
     """
-    peak = machine.peak(config.train.matmul_precision)
-    if peak is None:
+    peak_flops = machine.peak(config.train.matmul_precision)
+    if peak_flops is None:
         return None
-    return mfu * peak * machine.devices / flops_per_token(config.model, vocab_size)
+    return mfu * peak_flops * machine.devices / flops_per_token(config.model, vocab_size)
 
 
 def run_time(
@@ -128,24 +129,31 @@ def run_time(
 
     `evaluated`: tokens that all its evaluations read; None: not known, and not counted.
     """
-    step = step_time(config, vocab_size, network, plan.tokens_per_step / compute_speed)
-    speed = plan.tokens_per_step / step["total"]
-    evaluating = evaluation_hours(evaluated or 0, speed)
+    compute_seconds = plan.tokens_per_step / compute_speed
+    step = step_time(config, vocab_size, network, compute_seconds)
+    step_seconds = step["total"]
+    tokens_per_second = plan.tokens_per_step / step_seconds
+    hours = plan.max_steps * step_seconds / 3600
+    hours_of_evaluations: float | None = None
+    if evaluated is not None:
+        hours_of_evaluations = evaluation_hours(evaluated, tokens_per_second)
+        hours += hours_of_evaluations
     return RunTime(
         step=step,
-        tokens_per_second=speed,
-        hours=plan.max_steps * step["total"] / 3600 + evaluating,
-        evaluation_hours=None if evaluated is None else evaluating,
+        tokens_per_second=tokens_per_second,
+        hours=hours,
+        evaluation_hours=hours_of_evaluations,
     )
 
 
 def evaluation_hours(tokens: int, tokens_per_second: float) -> float:
     """Return the hours in which `tokens` are evaluated, at the speed of training."""
-    return FORWARD_SHARE * tokens / tokens_per_second / 3600
+    seconds = FORWARD_SHARE * tokens / tokens_per_second
+    return seconds / 3600
 
 
 def evaluation_count(config: Config, steps: int) -> int:
     """Return how often a run of `steps` steps evaluates: after the last step in any case."""
     if not config.eval.every:
         return 1
-    return -(-steps // config.eval.every)
+    return math.ceil(steps / config.eval.every)

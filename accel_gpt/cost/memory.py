@@ -19,13 +19,15 @@ from accel_gpt.cost.flops import (
     parameter_counts,
 )
 
-FLOAT = 4  # bytes; weights, gradients and the optimizer's moments are float32
-DOUBLE = 8  # bytes
+FLOAT_BYTES = 4  # weights, gradients and the optimizer's moments are float32
+DOUBLE_BYTES = 8  # of a float64
 STACKS = 6  # copies of a stack of matrices that Muon holds at once; tests/cost/test_memory.py
 # measured, see docs/explanation/cost.md
-LIBRARIES_CPU = 385_000_000  # Python, torch and what they import 290 MB; what the first step loads
-GAPS_CPU = 0.2  # of what each micro-batch allocates: holes that the C library cannot fill
-LIBRARIES_CUDA = 1_500_000_000  # context, workspaces of cuBLAS and NCCL, gaps: assumption
+LIBRARIES_CPU_BYTES = (
+    385_000_000  # Python, torch and what they import 290 MB; what the first step loads
+)
+GAP_SHARE_CPU = 0.2  # of what each micro-batch allocates: holes that the C library cannot fill
+LIBRARIES_CUDA_BYTES = 1_500_000_000  # context, workspaces of cuBLAS and NCCL, gaps: assumption
 GATHERED_BLOCKS = 2  # that FSDP holds whole at once: the current and the next
 LARGEST_MICRO_BATCH = 4096
 
@@ -36,7 +38,7 @@ class Machine:
 
     devices: int
     gpu: str | None  # a name that `cost/devices.py` knows; None: CPUs
-    memory: float | None  # bytes of a device; None: not known
+    memory_bytes: float | None  # of a device; None: not known
     sharded: bool  # FSDP
     precision: str  # no, bf16, fp16 or fp8
     precision_source: str
@@ -45,18 +47,18 @@ class Machine:
 
     @property
     def shards(self) -> int:
-        """Devices that share the weights, gradients and moments of one model."""
+        """Return the devices that share the weights, gradients and moments of one model."""
         return self.devices // self.replicas if self.sharded else 1
 
     @property
-    def width(self) -> int:
-        """Bytes of a number that matrix products read and write."""
-        return FLOAT if self.precision == "no" else 2
+    def product_bytes(self) -> int:
+        """Return the bytes of a number that matrix products read and write."""
+        return FLOAT_BYTES if self.precision == "no" else 2
 
     @property
-    def stream_width(self) -> int:
-        """Bytes of a number of the residual stream: autocast leaves it in float32."""
-        return self.width if self.sharded else FLOAT
+    def stream_bytes(self) -> int:
+        """Return the bytes of a number of the residual stream. Autocast leaves it in float32."""
+        return self.product_bytes if self.sharded else FLOAT_BYTES
 
     def dtype(self, matmul_precision: str) -> str:
         """Return the type that matrix products compute in, a key of `Device.rates`."""
@@ -65,7 +67,7 @@ class Machine:
         return "tf32" if self.gpu and matmul_precision != "highest" else "fp32"
 
     def peak(self, matmul_precision: str) -> float | None:
-        """FLOP/s of one device; None if they are not known."""
+        """Return the FLOP/s of one device; None if they are not known."""
         if self.gpu is None:
             return None
         return peak_flops(self.gpu, self.dtype(matmul_precision))
@@ -91,7 +93,7 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """Bytes of one device."""
+        """Return the bytes of one device."""
         return sum(self.parts.values())
 
 
@@ -147,17 +149,17 @@ def state_bytes(config: Config, vocab_size: int, machine: Machine) -> dict[str, 
     layers = config.model.n_layer
     ddp = machine.devices > 1 and not machine.sharded
     parts = {
-        "libraries": LIBRARIES_CUDA if machine.gpu else LIBRARIES_CPU,
-        "weights": FLOAT * total // machine.shards,
+        "libraries": LIBRARIES_CUDA_BYTES if machine.gpu else LIBRARIES_CPU_BYTES,
+        "weights": FLOAT_BYTES * total // machine.shards,
         "optimizer": optimizer_bytes(config, vocab_size) // machine.shards,
-        "gradient buckets of ddp": FLOAT * total if ddp else 0,
-        "exact gradients": DOUBLE * total if config.train.reproducible else 0,
+        "gradient buckets of ddp": FLOAT_BYTES * total if ddp else 0,
+        "exact gradients": DOUBLE_BYTES * total if config.train.reproducible else 0,
     }
     if machine.shards > 1:
         block = (counts["attention"] + counts["mlp"]) // layers
         root = total - block * layers
         whole = root + GATHERED_BLOCKS * block + max(root, block)  # and the largest gradient
-        parts["gathered by fsdp"] = machine.width * whole
+        parts["gathered by fsdp"] = machine.product_bytes * whole
     if machine.gpu is None and config.checkpoint.async_save:
         snapshot = checkpoint_bytes(config, vocab_size) // machine.shards
         parts["snapshot of async_save"] = snapshot
@@ -171,7 +173,7 @@ def gradient_bytes(
 
     Before a reduction they lie beside the buckets, then in them.
     """
-    size = FLOAT * parameter_counts(config.model, vocab_size)["total"]
+    size = FLOAT_BYTES * parameter_counts(config.model, vocab_size)["total"]
     if machine.shards > 1:
         whole = size if micro_steps > 1 and not config.train.sync_each_batch else 0
         return {"gradients": size // machine.shards, "gradients not yet reduced": whole}
@@ -185,14 +187,16 @@ def activation_bytes(
     """Return what the forward pass of a micro-batch of `tokens` tokens keeps for the backward."""
     model = config.model
     inputs = input_bytes(model, tokens, machine)
-    each = tokens * block_bytes(model, tokens, config.data.document_mask, machine)
     if config.train.activation_checkpointing == "blocks":
-        each = inputs
+        kept_of_block = inputs
+    else:
+        per_token = block_bytes(model, tokens, config.data.document_mask, machine)
+        kept_of_block = tokens * per_token
     cast = 0
-    if machine.width < machine.stream_width:
+    if machine.product_bytes < machine.stream_bytes:
         cast = 2 * parameter_counts(model, vocab_size)["total"]
     return {
-        "activations": model.n_layer * each + 2 * inputs,
+        "activations": model.n_layer * kept_of_block + 2 * inputs,
         "weights in half precision": cast,
     }
 
@@ -200,29 +204,28 @@ def activation_bytes(
 def block_backward_bytes(config: Config, vocab_size: int, tokens: int, machine: Machine) -> int:
     """Return what the backward pass of a block takes besides activations and gradients."""
     model = config.model
-    size = table_bytes(model, vocab_size)
-    size += input_bytes(model, tokens, machine)
-    size += tokens * backward_bytes(model, tokens, machine)
+    per_token = backward_bytes(model, tokens, machine)
     if config.train.activation_checkpointing == "blocks":
-        size += tokens * block_bytes(model, tokens, config.data.document_mask, machine)
-    return size
+        per_token += block_bytes(model, tokens, config.data.document_mask, machine)
+    fixed = table_bytes(model, vocab_size) + input_bytes(model, tokens, machine)
+    return fixed + tokens * per_token
 
 
 def input_bytes(model: ModelConfig, tokens: int, machine: Machine) -> int:
     """Return the input of a block for `tokens` tokens."""
-    return tokens * machine.stream_width * model.n_embd
+    return tokens * machine.stream_bytes * model.n_embd
 
 
 def table_bytes(model: ModelConfig, vocab_size: int) -> int:
     """Return the gradient of the embedding, or of the head."""
-    return FLOAT * padded_vocab_size(vocab_size) * model.n_embd
+    return FLOAT_BYTES * padded_vocab_size(vocab_size) * model.n_embd
 
 
 def gap_bytes(size: int, activations: dict[str, int], machine: Machine) -> int:
-    """Return the holes between the tensors of a micro-batch, see `GAPS_CPU`."""
+    """Return the holes between the tensors of a micro-batch, see `GAP_SHARE_CPU`."""
     if machine.gpu:
         return 0
-    return round(GAPS_CPU * (size + sum(activations.values())))
+    return round(GAP_SHARE_CPU * (size + sum(activations.values())))
 
 
 def update_bytes(config: Config, vocab_size: int) -> dict[str, int]:
@@ -237,10 +240,10 @@ def update_bytes(config: Config, vocab_size: int) -> dict[str, int]:
         for size in hidden_matrices(model):
             stacked = min(model.n_layer, max(1, STACK // size))
             largest = max(largest, stacked * size)
-        parts["muon at work"] = STACKS * FLOAT * largest
+        parts["muon at work"] = STACKS * FLOAT_BYTES * largest
     if config.train.reproducible:
         rows = max(padded_vocab_size(vocab_size), 2 * model.hidden_size)
-        parts["exact gradients at work"] = 2 * DOUBLE * rows * model.n_embd
+        parts["exact gradients at work"] = 2 * DOUBLE_BYTES * rows * model.n_embd
     return parts
 
 
@@ -249,7 +252,7 @@ def checkpoint_bytes(config: Config, vocab_size: int) -> int:
 
     Under FSDP each rank writes its share. With `checkpoint.async_save` a copy is held in memory.
     """
-    weights = FLOAT * parameter_counts(config.model, vocab_size)["total"]
+    weights = FLOAT_BYTES * parameter_counts(config.model, vocab_size)["total"]
     return weights + optimizer_bytes(config, vocab_size)
 
 
@@ -258,7 +261,7 @@ def optimizer_bytes(config: Config, vocab_size: int) -> int:
     moments = 2 * parameter_counts(config.model, vocab_size)["total"]
     if config.optim.name == "muon":
         moments -= config.model.n_layer * sum(hidden_matrices(config.model))
-    return FLOAT * moments
+    return FLOAT_BYTES * moments
 
 
 def block_bytes(model: ModelConfig, tokens: int, documents: bool, machine: Machine) -> int:
@@ -272,44 +275,53 @@ def block_bytes(model: ModelConfig, tokens: int, documents: bool, machine: Machi
     C = model.n_embd
     H = model.n_head
     D = model.head_size
-    width = machine.width
+    number_bytes = machine.product_bytes
     cpu = machine.gpu is None
-    norms = 2 * (machine.stream_width + width) * C
+    norms = 2 * (machine.stream_bytes + number_bytes) * C
     if cpu and model.norm_weight and model.norm == "rmsnorm":  # scaled in a step of its own
-        norms += 2 * machine.stream_width * C
-    if cpu and width < FLOAT:
+        norms += 2 * machine.stream_bytes * C
+    if cpu and number_bytes < FLOAT_BYTES:
         copies = 2 if model.qk_norm else 1
-        kept_width = FLOAT
+        kept_bytes = FLOAT_BYTES
     else:
         copies = 2 if model.qk_norm or model.position == "rope" else 1
-        kept_width = width
+        kept_bytes = number_bytes
     qkv = (H + 2 * model.kv_heads) * D
-    attention = copies * kept_width * qkv + width * H * D + FLOAT * H
-    if not cpu and model.qk_norm and width < FLOAT:  # normalised in float32
-        attention += FLOAT * (H + model.kv_heads) * D
+    attention = copies * kept_bytes * qkv + number_bytes * H * D + FLOAT_BYTES * H
+    if not cpu and model.qk_norm and number_bytes < FLOAT_BYTES:  # normalised in float32
+        attention += FLOAT_BYTES * (H + model.kv_heads) * D
     if cpu and model.dropout:
-        attention += 3 * FLOAT * H * model.block_size
+        attention += 3 * FLOAT_BYTES * H * model.block_size
     elif cpu and documents:
-        attention += FLOAT * model.block_size
-    values = model.hidden_size * (2 if model.mlp == "swiglu" else 1)
-    mlp = width * values * (1 if activates_twice(tokens * values) else 2)
+        attention += FLOAT_BYTES * model.block_size
+    values = mlp_values(model)
+    mlp = number_bytes * values
+    if not activates_twice(tokens * values):
+        mlp += number_bytes * values
     dropout = 0
     if model.dropout:
-        dropout = 2 * (width if cpu else 1) * C
+        mask_bytes = number_bytes if cpu else 1
+        dropout = 2 * mask_bytes * C
     return norms + attention + mlp + dropout
+
+
+def mlp_values(model: ModelConfig) -> int:
+    """Return the inputs of the activation function for each token, gates included."""
+    return model.hidden_size * (2 if model.mlp == "swiglu" else 1)
 
 
 def backward_bytes(model: ModelConfig, tokens: int, machine: Machine) -> int:
     """Return what the backward pass of a block takes besides, for each of `tokens` tokens."""
-    values = model.hidden_size * (2 if model.mlp == "swiglu" else 1)
-    mlp = {"swiglu": 4, "relu2": 3}.get(model.mlp, 2) * model.hidden_size
+    values = mlp_values(model)
+    copies = {"swiglu": 4, "relu2": 3}.get(model.mlp, 2)  # of the hidden values
+    mlp = copies * model.hidden_size
     if activates_twice(tokens * values):
         mlp += values
     qkv = (model.n_head + 2 * model.kv_heads) * model.head_size
-    attention = 2 * qkv * machine.width
+    attention_bytes = 2 * machine.product_bytes * qkv
     if model.dropout and not machine.gpu:
-        attention += 2 * FLOAT * model.n_head * model.block_size
-    return max(mlp * machine.width, attention)
+        attention_bytes += 2 * FLOAT_BYTES * model.n_head * model.block_size
+    return max(machine.product_bytes * mlp, attention_bytes)
 
 
 def logits_bytes(model: ModelConfig, vocab_size: int, tokens: int, machine: Machine) -> int:
@@ -327,15 +339,16 @@ def logits_bytes(model: ModelConfig, vocab_size: int, tokens: int, machine: Mach
         copies = 3
         if capped:
             copies += 1
-        if capped and machine.width < FLOAT and machine.gpu is not None:
+        if capped and machine.product_bytes < FLOAT_BYTES and machine.gpu is not None:
             copies += 1
-        return copies * FLOAT * tokens * vocab_size
-    kept = FLOAT * rows * model.n_embd
-    kept += tokens * (machine.stream_width - machine.width) * model.n_embd
-    each = (3 if capped else 2) * FLOAT
-    if machine.width < FLOAT:  # the product before it is widened
-        each += machine.width
-    return kept + max(chunk * rows * each, kept)
+        return copies * FLOAT_BYTES * tokens * vocab_size
+    head_bytes = FLOAT_BYTES * rows * model.n_embd
+    widened_bytes = machine.stream_bytes - machine.product_bytes  # of a hidden state
+    gradients = head_bytes + tokens * widened_bytes * model.n_embd
+    logit_bytes = (3 if capped else 2) * FLOAT_BYTES
+    if machine.product_bytes < FLOAT_BYTES:  # the product before it is widened
+        logit_bytes += machine.product_bytes
+    return gradients + max(chunk * rows * logit_bytes, gradients)
 
 
 # --------------------------------------------------------------------------- what fits
@@ -359,6 +372,6 @@ def largest_size(config: Config, vocab_size: int, machine: Machine) -> int | Non
     """Return the largest train.micro_batch_size that fits; None if not even 1 does."""
     for size in fitting_sizes(config, machine.devices):
         needed = footprint(with_size(config, size), vocab_size, machine).total
-        if machine.memory and needed <= machine.memory:
+        if machine.memory_bytes and needed <= machine.memory_bytes:
             return size
     return None

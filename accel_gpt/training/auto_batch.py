@@ -98,7 +98,7 @@ def make_fits(config: Config, vocab_size: int, accelerator: Accelerator) -> Fits
     machine = Machine(
         devices=accelerator.num_processes,
         gpu=None,
-        memory=available,
+        memory_bytes=available,
         sharded=False,
         precision=accelerator.mixed_precision,
         precision_source="accelerate",

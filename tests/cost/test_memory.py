@@ -24,7 +24,13 @@ from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.parse import load_config
 from accel_gpt.cost import memory
 from accel_gpt.cost.flops import hidden_matrices, parameter_counts
-from accel_gpt.cost.memory import LIBRARIES_CPU, Machine, footprint, optimizer_bytes, update_bytes
+from accel_gpt.cost.memory import (
+    LIBRARIES_CPU_BYTES,
+    Machine,
+    footprint,
+    optimizer_bytes,
+    update_bytes,
+)
 from accel_gpt.model import layers
 from accel_gpt.model.documents import separate
 from accel_gpt.model.gpt import GPT
@@ -33,7 +39,7 @@ from accel_gpt.optim.groups import make_optimizer
 from tests.conftest import tiny
 
 V, B = 100, 3
-KERNELS = 95_000_000  # bytes of `LIBRARIES_CPU` that the first step loads, not the imports
+KERNELS = 95_000_000  # bytes of `LIBRARIES_CPU_BYTES` that the first step loads, not the imports
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -153,7 +159,7 @@ def test_the_forecast_is_near_the_tensors_that_are_alive_at_once(
     machine = Machine(1, None, None, False, "bf16" if half else "no", "test")
     config = Config(model=model, train=train, data=data)
     parts = footprint(config, 2000, machine).parts
-    tensors = sum(parts.values()) - LIBRARIES_CPU - parts.get("gaps between tensors", 0)
+    tensors = sum(parts.values()) - LIBRARIES_CPU_BYTES - parts.get("gaps between tensors", 0)
     assert tensors == pytest.approx(live(model, 2000, half=half, **step), rel=0.15)
 
 
@@ -239,6 +245,6 @@ def test_the_plan_predicts_what_a_run_grows_by(
     code, before, highest = json.loads(re.findall(r"^\[.*\]$", done.stdout, re.MULTILINE)[-1])
     assert code == 0
     memory = forecast(PlanCommand(str(path)), load_config([str(path)], "test"))["memory"]
-    planned = memory["total"] - LIBRARIES_CPU + KERNELS
+    planned = memory["total"] - LIBRARIES_CPU_BYTES + KERNELS
     without_gaps = planned - memory["parts"]["gaps between tensors"]
     assert 0.85 * without_gaps < highest - before < 1.15 * planned

@@ -319,7 +319,7 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     pausing = evaluating or saving or sampling
     with reporter.watch.pause() if pausing else contextlib.nullcontext():
         if evaluating:
-            state.awaits_evaluation = {**record}
+            state.awaits_evaluation = dict(record)
         elif record:
             reporter.publish(state, record)
         if saving:

@@ -3,7 +3,6 @@
 Reads the data that a config names. Writes nothing.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from accel_gpt.errors import require
 from accel_gpt.evals.evaluation import open_evaluation
 from accel_gpt.evals.hellaswag import Questions, read_questions, score_questions
 from accel_gpt.evals.validation import Beat, evaluate_source
+from accel_gpt.files import strict_json
 from accel_gpt.launcher import is_main
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import join_ranks, set_up_model
@@ -217,30 +217,22 @@ class Report:
 
     def as_json(self) -> str:
         """Return one JSON object; null for what is not finite."""
-        finite = {k: v if math.isfinite(v) else None for k, v in self.metrics.items()}
         content = {
             "model": self.name,
             "step": self.step,
             "precision": DTYPES[self.precision],
-            "metrics": finite,
+            "metrics": self.metrics,
         }
-        return json.dumps(content, ensure_ascii=False) + "\n"
+        return strict_json(content) + "\n"
 
     def as_table(self) -> str:
         """Return the losses as a table with their standard errors, then all other metrics."""
         title = self.name if self.step is None else f"{self.name}, step {self.step:,}"
         lines = [f"{title}, in {DTYPES[self.precision]}"]
-        losses = [match for key in self.metrics if (match := LOSS.fullmatch(key))]
+        losses = self.loss_lines()
         if losses:
-            lines += ["", f"{'':<20}{'loss':>16}  {'perplexity':>12}  {'bits per byte':>16}"]
-        for match in losses:
-            split = match[1]
-            source = match[2] or ""
-            value = self.metrics[match[0]]
-            loss = self.with_error(f"eval/{split}_loss", source)
-            perplexity = f"{math.exp(value):,.2f}" if value < LARGEST_EXPONENT else "inf"
-            bits = self.with_error(f"eval/{split}_bits_per_byte", source)
-            lines.append(f"{split + source:<20}{loss:>16}  {perplexity:>12}  {bits:>16}")
+            header = f"{'':<20}{'loss':>16}  {'perplexity':>12}  {'bits per byte':>16}"
+            lines += ["", header, *losses]
         rest = [key for key in self.metrics if not OF_LOSSES.fullmatch(key)]
         if rest:
             lines.append("")
@@ -248,6 +240,21 @@ class Report:
             if not (key.endswith("_se") and key.removesuffix("_se") in rest):
                 lines.append(f"{key.removeprefix('eval/'):<32}{self.with_error(key):>20}")
         return "\n".join([*lines, ""])
+
+    def loss_lines(self) -> list[str]:
+        """Return a line for each split and source: loss, perplexity and bits per byte."""
+        lines = []
+        for key, value in self.metrics.items():
+            match = LOSS.fullmatch(key)
+            if match is None:
+                continue
+            split = match[1]
+            source = match[2] or ""
+            loss = self.with_error(f"eval/{split}_loss", source)
+            perplexity = f"{math.exp(value):,.2f}" if value < LARGEST_EXPONENT else "inf"
+            bits = self.with_error(f"eval/{split}_bits_per_byte", source)
+            lines.append(f"{split + source:<20}{loss:>16}  {perplexity:>12}  {bits:>16}")
+        return lines
 
     def with_error(self, key: str, source: str = "") -> str:
         """Return `3.1416 ±0.0123`; "" if there is no such metric."""

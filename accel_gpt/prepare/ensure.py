@@ -24,7 +24,7 @@ from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import PREEMPTED, is_main, launch_child, local_rank, rank
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.prepare.sources import select_files
-from accel_gpt.training.ranks import all_gather, all_ranks, appears, end_group, sees_main
+from accel_gpt.training.ranks import all_gather, all_ranks, end_group, sees_main, wait_for_file
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # SIGINT reaches the child too
 
@@ -54,7 +54,7 @@ def ensure_data(config: Config, stdout: TextIO | None = None) -> None:
             settings = {"out": str(folder), **asdict(config.data.prepare)}
     run_prepare(settings, stdout)
     if missing:
-        appears(folder / INDEX)
+        wait_for_file(folder / INDEX)
 
 
 def is_missing(data: DataConfig) -> bool:

@@ -1,8 +1,8 @@
 """Anomalous steps: updates whose loss or gradient is not finite, loss spikes, weights that diverge.
 
 Every rank sees the same all-reduced loss and gradient norm, so all ranks skip the same updates. The
-decision is made on the device; the host waits for it only when
-a step is logged, evaluated or saved.
+decision is made on the device; the host waits for it only when a step is logged, evaluated or
+saved.
 """
 
 import math
@@ -144,7 +144,7 @@ def check_weights(model: nn.Module, accelerator: Accelerator, step: int) -> None
     """
     weights = list(model.parameters())
     # after an evaluation FSDP leaves some parameters whole; of the others each rank holds a shard
-    local = [local_shard(w) for w in weights]
+    local = [local_shard(weight) for weight in weights]
     norms = accelerator.gather(torch.stack(torch._foreach_norm(local))[None])  # (ranks, weights)
     if not torch.isfinite(norms).all():
         raise DivergedError(

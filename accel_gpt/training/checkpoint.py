@@ -210,9 +210,9 @@ def check_format(path: Path, content: dict[str, Any]) -> None:
 def set_aside(path: Path) -> None:
     """Rename a damaged checkpoint, so that it is neither used nor lost."""
     count = 0
-    while (aside := path.with_name(f".corrupt_{path.name}_{count}")).exists():
+    while path.with_name(f".corrupt_{path.name}_{count}").exists():
         count += 1
-    path.rename(aside)
+    path.rename(path.with_name(f".corrupt_{path.name}_{count}"))
 
 
 # --------------------------------------------------------------------------- read

@@ -47,9 +47,9 @@ def resolve_compile(config: Config, plan: Plan) -> Config:
     if config.train.compile is False:
         return config
     requested = config.train.compile is True
-    if requested:
-        compiled, reason = True, ""
-    else:
+    compiled = True
+    reason = ""
+    if not requested:
         compiled, reason = on_main(lambda: choose_compile(config, plan))
     error = compiler_error_on_any_machine() if compiled else None
     if error:
@@ -58,7 +58,8 @@ def resolve_compile(config: Config, plan: Plan) -> Config:
             f"train.compile is true but torch.compile does not work here ({error}); install a C++ "
             "compiler such as g++, or set train.compile to auto or false",
         )
-        compiled, reason = False, f"torch.compile does not work here ({error})"
+        compiled = False
+        reason = f"torch.compile does not work here ({error})"
     if not requested:
         choice = "compiled" if compiled else "not compiled"
         print_line(config, f"auto     {choice}: {reason}")

@@ -152,11 +152,11 @@ class Panel:
 
         Nothing before there are two values.
         """
-        points = means(self.losses, max(width - 9, 1))
+        points = mean_losses(self.losses, max(width - 9, 1))
         if len(points) < 2:
             return
         marks = (f"{max(points):.3f}", "", f"{min(points):.3f}")
-        for mark, line in zip(marks, draw(points), strict=True):
+        for mark, line in zip(marks, draw_columns(points), strict=True):
             yield one_line((f"{mark:>8} ", "dim"), (line, "cyan"))
 
     def bar(self, width: int) -> "Text":
@@ -237,13 +237,13 @@ def logging_to_stderr() -> Iterator[None]:
             handler.setStream(before)
 
 
-def means(losses: Sequence[float], width: int) -> list[float]:
+def mean_losses(losses: Sequence[float], width: int) -> list[float]:
     """Return at most `width` means, each of as many losses but the last."""
     size = math.ceil(len(losses) / width) or 1
     return [fmean(losses[i : i + size]) for i in range(0, len(losses), size)]
 
 
-def draw(points: Sequence[float], rows: int = CURVE_ROWS) -> list[str]:
+def draw_columns(points: Sequence[float], rows: int = CURVE_ROWS) -> list[str]:
     """Draw columns of blocks as high as the logarithms of `points`, the lowest one eighth."""
     logs = [math.log(max(point, SMALLEST_LOSS)) for point in points]
     low = min(logs)

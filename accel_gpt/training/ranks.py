@@ -132,14 +132,14 @@ def sees_main(folder: Path) -> list[bool]:
         return Path(path).name
 
     file = folder / on_main(write)
-    found = all_gather(appears(file))
+    found = all_gather(wait_for_file(file))
     if current_rank() == 0:
         file.unlink()
     return found
 
 
-def appears(path: Path) -> bool:
-    """Return whether `path` exists, perhaps a moment later: a client of NFS remembers a folder."""
+def wait_for_file(path: Path) -> bool:
+    """Return whether `path` exists, perhaps a moment later, as NFS caches the names in a folder."""
     end = time.monotonic() + APPEARS_SECONDS
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.1)

@@ -135,7 +135,7 @@ def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
 def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Iterator[str]:
     """Yield a line for each allowed change, and one if the learning rate jumps at the resume."""
     for key, (was, new) in config_changes(saved.config, now.config).items():
-        yield f"from step {saved.step:,} on {key} is {word(new)}; it was {word(was)}"
+        yield f"from step {saved.step:,} on {key} is {as_yaml(new)}; it was {as_yaml(was)}"
     plan = make_plan(config, world_size())
     try:
         before = with_schedule_of(saved, config)
@@ -341,11 +341,11 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Differe
 def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """Format changes as `optim.lr was 0.001, is 0.002, ...`."""
     return ", ".join(
-        f"{key} was {word(was)}, is {word(now)}" for key, (was, now) in changes.items()
+        f"{key} was {as_yaml(was)}, is {as_yaml(now)}" for key, (was, now) in changes.items()
     )
 
 
-def word(value: Any) -> Any:
+def as_yaml(value: Any) -> Any:
     """Return a value of the config as YAML writes it."""
     return "null" if value is None else value
 
@@ -399,7 +399,7 @@ def restore(
             accelerator.load_state(str(path))
     except Exception as error:  # torch, safetensors and Accelerate raise no common class
         raise CheckpointError(
-            f"{culprit(path)} does not fit this run: {load_error(error)}"
+            f"{first_unreadable_file(path)} does not fit this run: {describe_load_error(error)}"
         ) from None
     finally:
         accelerator.scaler = scaler
@@ -483,12 +483,14 @@ def check_random_states(path: Path) -> None:
     try:
         restored = torch.equal(torch.get_rng_state(), load(path)["torch_manual_seed"])
     except Exception as error:  # as in `restore`
-        raise CheckpointError(f"{path} could not be restored: {load_error(error)}") from None
+        raise CheckpointError(
+            f"{path} could not be restored: {describe_load_error(error)}"
+        ) from None
     if not restored:
         raise CheckpointError(f"{path} could not be restored")
 
 
-def culprit(path: Path) -> Path:
+def first_unreadable_file(path: Path) -> Path:
     """Return the first file of a checkpoint that cannot be loaded; if all can, the folder."""
     for file in sorted(path.iterdir()):
         try:
@@ -501,7 +503,7 @@ def culprit(path: Path) -> Path:
     return path
 
 
-def load_error(error: Exception) -> str:
+def describe_load_error(error: Exception) -> str:
     """Return the first line of an error, without torch's advice to unpickle what it refuses."""
     if "weights_only" in str(error):
         return "it holds objects other than tensors and plain values, which are not loaded"

@@ -108,7 +108,7 @@ class CheckpointWriter:
         start = time.monotonic()
         temporary = self.out_dir / "checkpoints" / f".tmp_{step_name(state.step)}"
         fields = asdict(state)
-        needed = size_of(gpt, optimizer)
+        needed = saved_bytes(gpt, optimizer)
         failed: Exception | None = None
         try:
             self.save_tensors(temporary, gpt, optimizer)
@@ -283,7 +283,7 @@ class CheckpointWriter:
                 try:
                     yield
                 except Exception as error:
-                    raise CheckpointError(save_error(error)) from error
+                    raise CheckpointError(describe_save_error(error)) from error
         except AccelGPTError:
             if self.main and not self.folder_has_gone():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -385,7 +385,7 @@ def write_tensors(files: dict[str, Any], folder: Path) -> None:
             torch.save(content, folder / name)
 
 
-def size_of(gpt: GPT, optimizer: AcceleratedOptimizer) -> int:
+def saved_bytes(gpt: GPT, optimizer: AcceleratedOptimizer) -> int:
     """Return the bytes of the tensors in a checkpoint."""
     tensors: list[Tensor] = list(gpt.parameters())
     for state in optimizer.state.values():
@@ -393,7 +393,7 @@ def size_of(gpt: GPT, optimizer: AcceleratedOptimizer) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def save_error(error: Exception) -> str:
+def describe_save_error(error: Exception) -> str:
     """Return why a save failed. Of a full disk torch only says `unexpected pos 64 vs 0`."""
     text = str(error) or type(error).__name__
     if any(words in text for words in DISK_FULL):

@@ -67,7 +67,9 @@ def copy_target(config: Config) -> Target:
 
     def argv(checkpoint: Path, resumed: bool) -> list[str]:
         words = [str(checkpoint), url, str(config.checkpoint.keep_last)]
-        return [*words, "--unless_newer"] if resumed else words
+        if resumed:
+            words.append("--unless_newer")
+        return words
 
     return Target(
         queue=".copies",

@@ -354,8 +354,8 @@ def test_a_full_disk_is_named_whoever_meets_it() -> None:
     for save in (torch.save, lambda _, path: Path(path).write_bytes(bytes(9))):
         with pytest.raises((OSError, RuntimeError)) as error:
             save(weights, "/dev/full")
-        assert writer.save_error(error.value) == "No space left on device", error.value
-    assert writer.save_error(ValueError("another one")) == "another one"
+        assert writer.describe_save_error(error.value) == "No space left on device", error.value
+    assert writer.describe_save_error(ValueError("another one")) == "another one"
 
 
 def test_a_checkpoint_needs_the_files_of_every_process(tmp_path: Path) -> None:

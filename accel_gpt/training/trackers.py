@@ -44,18 +44,14 @@ class Trackers:
         kwargs: dict[str, Any] = {"tensorboard": {"purge_step": step + 1}}
         if accelerator.is_main_process and set(config.log.trackers) - {"tensorboard"}:
             kwargs |= resumable(Path(config.out_dir))
-        stdin = sys.stdin
         try:
-            # without input a tracker that wants a login fails instead of waiting
-            with Path(os.devnull).open() as sys.stdin:
+            with without_input():  # a tracker that wants a login fails instead of waiting
                 accelerator.init_trackers(PROJECT, init_kwargs=kwargs)
         except Exception as error:  # each package has its own
             raise UserError(
                 f"log.trackers is {', '.join(config.log.trackers)}, of which one does not start: "
                 f"{error}"
             ) from error
-        finally:
-            sys.stdin = stdin
         if not accelerator.is_main_process:
             return
         options = {key: str(value) for key, value in to_flat(config).items()}
@@ -121,6 +117,18 @@ def resumable(out_dir: Path) -> dict[str, Any]:
         "settings": wandb_settings,
     }
     return {"wandb": wandb, "trackio": {"name": name, "resume": "allow"}}
+
+
+@contextmanager
+def without_input() -> Iterator[None]:
+    """Make standard input empty."""
+    stdin = sys.stdin
+    with Path(os.devnull).open() as empty:
+        sys.stdin = empty
+        try:
+            yield
+        finally:
+            sys.stdin = stdin
 
 
 @contextmanager

@@ -126,16 +126,21 @@ def device_memory(device_name: str) -> int | None:
     return sizes[0] * 10**9
 
 
-def cpu_flags() -> frozenset[str]:
-    """Return the flags of the first core in /proc/cpuinfo; empty outside Linux."""
+def cpu_info(*fields: str) -> str:
+    """Return the first of `fields` in /proc/cpuinfo; "" if it is not there, as outside Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return frozenset()
+        return ""
     for line in lines:
-        if line.startswith(("flags", "Features")):
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()
+        if line.startswith(fields):
+            return line.partition(":")[2].strip()
+    return ""
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return the flags of the first core; empty outside Linux."""
+    return frozenset(cpu_info("flags", "Features").split())
 
 
 def bf16_instructions() -> str | None:

@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accel_gpt.config.compare import option_of
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat
+from accel_gpt.cost.devices import cpu_info
 from accel_gpt.launcher import launcher_precision
 
 PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "tiktoken", "numpy")
@@ -30,12 +31,7 @@ def device_name(device: torch.device) -> str:
         return str(torch.cuda.get_device_name(device))
     if device.type != "cpu":
         return device.type
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or "CPU"
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "CPU"
+    return cpu_info("model name") or platform.processor() or "CPU"
 
 
 def memory_gb(device: torch.device) -> float:

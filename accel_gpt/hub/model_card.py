@@ -18,12 +18,14 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import build, changed_keys, to_nested
 from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
+from accel_gpt.data.hub_client import is_repo
 from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.sources import trained_sources
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError
+from accel_gpt.hub.pretrained import GPT2_SHAPES
 from accel_gpt.hub.public import (
     public_config,
     public_name,
@@ -103,6 +105,7 @@ def values_of_model(checkpoint: Path, state: TrainState) -> dict[str, Any]:
     init_from = state.config.get("model.init_from", "scratch")
     return {
         "init_name": None if init_from == "scratch" else public_name(init_from),
+        "base_model": base_model(init_from),
         "model": model,
         "vocab_size": vocab_size,
         "parameters": parameters,
@@ -125,6 +128,7 @@ def values_of_run(run: RunFolder, state: TrainState) -> dict[str, Any]:
         "config": config,
         "yaml": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip(),
         "sources": sources,
+        "hub_dataset": hub_dataset(state.config),
         "data_name": data_name,
         "data_type": re.sub(r"[^\w.-]+", "-", data_name),  # the Hub accepts only an id here
         "samples": newest_samples(run, state.step),
@@ -132,6 +136,22 @@ def values_of_run(run: RunFolder, state: TrainState) -> dict[str, Any]:
         "hardware": "; then ".join(dict.fromkeys(devices)),
         "precision": launch.get("mixed_precision") or config.get("train.mixed_precision"),
     }
+
+
+def base_model(init_from: str) -> str | None:
+    """Return the Hub id of the model that a run began from; None for a folder of this machine."""
+    name = init_from.partition("@")[0]
+    if name in GPT2_SHAPES:
+        return f"openai-community/{name}"
+    is_id = "/" in name and is_repo(name) and public_name(name) != "data"
+    return name if is_id and not Path(name).exists() else None
+
+
+def hub_dataset(config: Mapping[str, Any]) -> str | None:
+    """Return the Hub id of the data set that the training data were prepared from, if any."""
+    name = str(config.get("data.prepare.dataset"))
+    of_hub = config.get("data.prepare.source") == "dataset" and "/" in name
+    return name if of_hub and is_repo(name) and not Path(name).exists() else None
 
 
 def launches_before(run: RunFolder, step: int) -> list[dict[str, Any]]:

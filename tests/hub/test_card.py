@@ -269,9 +269,8 @@ def test_a_checkpoint_without_its_run_shows_what_it_can(make: Make, tmp_path: Pa
     assert not (tmp_path / "card" / "loss.png").exists()
 
 
-def test_a_data_set_and_a_model_of_the_hub_are_named_by_their_last_parts(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_data_set_and_a_model_of_the_hub_are_linked(make: Make, tmp_path: Path) -> None:
+    """In the header by their ids, in the text by their last parts."""
     hub = {"data.prepare.source": "dataset", "data.prepare.dataset": "roneneldan/TinyStories"}
     settings = {"data.train": "data/stories", "model.init_from": "openai-community/gpt2", **hub}
     text = write(make(settings), tmp_path / "card")
@@ -279,6 +278,9 @@ def test_a_data_set_and_a_model_of_the_hub_are_named_by_their_last_parts(
     config = yaml.safe_load(config_in(text))
     assert config["data"]["prepare"]["dataset"] == "TinyStories"
     assert config["model"]["init_from"] == "gpt2"
+    header = ModelCard(text).data
+    assert header.datasets == ["roneneldan/TinyStories"]
+    assert header.base_model == "openai-community/gpt2"
 
 
 def test_a_mixture_lists_its_sources_with_their_shares(make: Make, tmp_path: Path) -> None:

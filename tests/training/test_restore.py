@@ -13,7 +13,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import leaves, to_flat
 from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.training.checkpoint import read_state
-from accel_gpt.training.resume import check_same_run, config_changes, load_error
+from accel_gpt.training.resume import check_same_run, config_changes, describe_load_error
 from accel_gpt.training.run_folder import checkpoint_steps
 from accel_gpt.training.state import TrainState
 from tests.conftest import QUIET, launch, reseal
@@ -265,7 +265,7 @@ def test_no_advice_to_load_what_executes_code_is_passed_on(tmp_path: Path) -> No
     torch.save(print, tmp_path / "optimizer.bin")
     with pytest.raises(Exception, match="weights_only") as caught:
         torch.load(tmp_path / "optimizer.bin", weights_only=True)
-    assert load_error(caught.value) == (
+    assert describe_load_error(caught.value) == (
         "it holds objects other than tensors and plain values, which are not loaded"
     )
 

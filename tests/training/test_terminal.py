@@ -18,7 +18,7 @@ from accel_gpt.config.experiment import CheckpointConfig, Config, EvalConfig, Lo
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.plan import make_plan
 from accel_gpt.console import Progress, ticking
-from accel_gpt.training.panel import Panel, draw, means
+from accel_gpt.training.panel import Panel, draw_columns, mean_losses
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import SAME_PRESS_SECONDS
 from accel_gpt.training.terminal import Display, summarize_run
@@ -131,19 +131,19 @@ def test_what_is_announced_is_what_comes(
 
 @given(st.lists(st.floats(0, 20), min_size=1, max_size=400), st.integers(1, 120))
 def test_a_curve_has_a_mean_for_each_column(losses: list[float], width: int) -> None:
-    points = means(losses, width)
+    points = mean_losses(losses, width)
     assert 0 < len(points) <= width
     assert min(losses) - 1e-6 <= min(points) <= max(points) <= max(losses) + 1e-6
-    assert means(losses, len(losses)) == losses
+    assert mean_losses(losses, len(losses)) == losses
 
 
 def test_a_curve_falls_from_top_to_bottom_and_knows_no_nan() -> None:
     _, panel = make()
     panel.resume(3, [8.0, float("nan"), 4.0, float("inf"), 2.0])
     assert panel.losses == [8.0, 4.0, 2.0]
-    assert draw(panel.losses, 1) == ["█▅▁"]
-    assert draw(panel.losses, 2) == ["█▁ ", "██▁"]
-    assert draw([1.0, 1.0], 1) == ["▁▁"]
+    assert draw_columns(panel.losses, 1) == ["█▅▁"]
+    assert draw_columns(panel.losses, 2) == ["█▁ ", "██▁"]
+    assert draw_columns([1.0, 1.0], 1) == ["▁▁"]
 
 
 def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,13 @@ from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import train_paths
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import require
-from accel_gpt.evals.standalone import Report, batch_size_of, evaluate_model, start_evaluation
+from accel_gpt.evals.standalone import (
+    BATCH_SIZE,
+    Report,
+    evaluate_model,
+    start_evaluation,
+    with_batch_size,
+)
 from accel_gpt.evals.tasks import open_tasks, score_tasks
 from accel_gpt.hub.export import write_model
 from accel_gpt.hub.hf_config import matching_preset
@@ -63,7 +69,7 @@ def evaluate_named(options: EvaluateCommand) -> Report:
                     folder=exported,
                     tasks=tasks,
                     limit=options.tasks_limit,
-                    batch_size=batch_size_of(config.train),
+                    batch_size=config.train.sequences,
                     device=str(accelerator.device),
                     precision=accelerator.mixed_precision,
                 )
@@ -115,10 +121,10 @@ def evaluated_config(options: EvaluateCommand, source: Pretrained, run: Path | N
         "--tasks",
     )
     if run:
-        config = load_config([str(run / "config.yaml")], "accel-gpt evaluate")
+        config = with_batch_size(load_config([str(run / "config.yaml")], "accel-gpt evaluate"))
     else:
         config = Config()
-        config = replace(config, train=replace(config.train, micro_batch_size="auto"))
+        config = replace(config, train=replace(config.train, micro_batch_size=BATCH_SIZE))
     tokenizer = source.folder / "tokenizer.json"
     if config.data.tokenizer is None and tokenizer.is_file():
         config = replace(config, data=replace(config.data, tokenizer=str(tokenizer)))

@@ -14,7 +14,7 @@ from typing import Literal
 from accelerate import Accelerator
 
 from accel_gpt.config.data import Weighted
-from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.experiment import Config
 from accel_gpt.console import Progress, write_err, write_out
 from accel_gpt.data.corpus import Corpus, document_end, eval_splits, open_corpus
 from accel_gpt.data.sources import open_sources
@@ -74,9 +74,11 @@ def launched_precision(run: Path | None) -> Literal["no", "bf16", "fp16"] | None
     return EVALUATED_IN.get(str(RunFolder(run).last_launch("mixed_precision")))
 
 
-def batch_size_of(train: TrainConfig) -> int:
-    """Return the number of sequences per process and forward pass; a guess for auto."""
-    return BATCH_SIZE if train.micro_batch_size == "auto" else train.micro_batch_size
+def with_batch_size(config: Config) -> Config:
+    """Replace `train.micro_batch_size: auto`, which only training finds, by a guess."""
+    if config.train.micro_batch_size != "auto":
+        return config
+    return replace(config, train=replace(config.train, micro_batch_size=BATCH_SIZE))
 
 
 def evaluate_only(
@@ -90,6 +92,7 @@ def evaluate_only(
     For `eval.only`, after `start_evaluation`. Writes nothing into the folder of the run. Returns
     the exit code.
     """
+    config = with_batch_size(config)
     out = Path(config.out_dir)
     step = 0
     if checkpoint_steps(out / "checkpoints"):
@@ -143,7 +146,6 @@ def evaluate_model(
     `name`: the model, in messages. Raises `DataError` for data that has another tokenizer.
     """
     model = accelerator.prepare_model(model.eval(), evaluation_mode=True)
-    batch_size = batch_size_of(config.train)
     questions: Questions = ()
     if config.eval.hellaswag is not None:
         questions = read_questions(
@@ -174,6 +176,7 @@ def evaluate_model(
             if config.eval.whole_at_end:
                 metrics |= evaluation.whole_val_metrics(model, accelerator, beat)
         if questions:
+            batch_size = config.train.sequences
             metrics |= score_questions(model, questions, accelerator, batch_size, beat)
     return metrics
 
@@ -195,7 +198,7 @@ def evaluate_folder(
         model=model,
         source=part,
         accelerator=accelerator,
-        batch_size=batch_size_of(config.train),
+        batch_size=config.train.sequences,
         tokenizer=tokenizer,
         document_end=document_end(config.data, tokenizer),
         beat=beat,

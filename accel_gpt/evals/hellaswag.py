@@ -215,10 +215,14 @@ def ending_losses(
         rows = np.array(tokens)[None]
         check_tokens(rows, model.vocab_size, lambda _: ("eval.hellaswag", 0))
     lengths = [len(tokens) - 1 for tokens, _ in sequences]
+
+    def read(number: int) -> tuple[list[int], int]:
+        return sequences[number]
+
     table = score_sequences(
         model=model,
         batches=plan_batches(lengths, batch_size, model.config.block_size),
-        read=sequences.__getitem__,
+        read=read,
         accelerator=accelerator,
         token_bytes=np.zeros(model.vocab_size),
         beat=beat,

@@ -137,8 +137,9 @@ class Continuation:
         self.window.append(token)
         text = self.tokenizer.decode(self.window)
         ready = text.rstrip(REPLACEMENT)
-        if len(self.window) - self.whole[-1] >= LONGEST:  # not UTF-8, whatever follows
-            ready = max(ready, text[:-1], key=len)
+        not_utf8 = len(self.window) - self.whole[-1] >= LONGEST  # whatever follows
+        if not_utf8 and len(text) - 1 > len(ready):
+            ready = text[:-1]
         piece = ready[self.shown :]
         self.shown = max(self.shown, len(ready))
         if ready == text:

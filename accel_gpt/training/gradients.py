@@ -61,8 +61,9 @@ def micro_batches(
     total = accelerator.reduce(counts.sum(), "sum")
     # a mean of whole numbers: the same on any number of ranks
     mean = total / (plan.accumulation_steps * plan.world_size)
+    divisor = mean + (mean == 0)  # 1 for a batch without targets
     for tokens, targets, documents, count in batches:
-        yield tokens, targets, documents, count / (mean + (mean == 0))
+        yield tokens, targets, documents, count / divisor
 
 
 class Gradients:

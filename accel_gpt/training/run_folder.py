@@ -271,7 +271,7 @@ def read_metrics(records: Iterator[dict[str, Any]]) -> Metrics:
         seconds.append(number(record.pop("time", None)))
         for key, value in record.items():
             value = value if type(value) is float else number(value)
-            if value - value != 0:  # not finite
+            if not math.isfinite(value):
                 continue
             if key not in columns:
                 columns[key] = (array("q"), array("d"))

@@ -411,15 +411,25 @@ def restore(
         count = plural(saved.world_size, "process", "processes")
         log(f"{path} was trained by {count}, this is {now.world_size}")
     state = replace(saved, config=now.config, world_size=now.world_size, versions=now.versions)
-    # forget the best step if its checkpoint is not in this folder, or its loss is of other text
-    run = RunFolder(now.config["out_dir"])
-    elsewhere = path.parent.parent.resolve() != run.path.resolve()
-    if now.config["checkpoint.keep_best"] and not run.best:
-        elsewhere |= saved.best_step not in run.checkpoints
-    changed = source_changes(vars(saved), vars(now)) | config_changes(saved.config, now.config)
-    if elsewhere or any(option_of(key).validation for key in changed):
-        state.best_step = state.best_val_loss = None
+    if not best_step_holds(path, saved, now):
+        state.best_step = None
+        state.best_val_loss = None
     return state
+
+
+def best_step_holds(path: Path, saved: TrainState, now: TrainState) -> bool:
+    """Return whether the best step that a checkpoint knows is the best of the run that resumes.
+
+    It is not if its checkpoint is not in this folder, or if its loss is of other text.
+    """
+    run = RunFolder(now.config["out_dir"])
+    if path.parent.parent.resolve() != run.path.resolve():
+        return False
+    unnamed = now.config["checkpoint.keep_best"] and not run.best
+    if unnamed and saved.best_step not in run.checkpoints:
+        return False
+    changed = source_changes(vars(saved), vars(now)) | config_changes(saved.config, now.config)
+    return not any(option_of(key).validation for key in changed)
 
 
 def load_shards(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:

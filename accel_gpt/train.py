@@ -69,8 +69,8 @@ from accel_gpt.training.stopping import (
 from accel_gpt.training.terminal import Display, summarize_run
 from accel_gpt.training.uploader import Uploader, open_uploaders
 
-# Data that can be hashed in this time, about 1 GB, is verified before the first step. A short run
-# of more data waits before its last save; the next launch verifies the rest. Assumptions.
+# How long the first step, and the last save, wait for the verification of the data. About 1 GB is
+# hashed in a second. The next launch verifies what is left. Assumptions.
 VERIFY_FIRST_SECONDS = 1.0
 VERIFY_LAST_SECONDS = 10.0
 
@@ -229,7 +229,7 @@ def set_up(
         evaluation=evaluation,
         verifier=verifier,
     )
-    seek(run)
+    start_from_state(run)
     reporter.start(run.corpus, state)
     with all_ranks():
         verifier.check(wait_seconds=VERIFY_FIRST_SECONDS)
@@ -237,8 +237,8 @@ def set_up(
     return run
 
 
-def seek(run: Training) -> None:
-    """Start loader and step guard at `run.state`; give the optimizer the options of the config."""
+def start_from_state(run: Training) -> None:
+    """Start corpus, loader and step guard at `run.state`; give the optimizer its options."""
     run.corpus.load_state_dict(vars(run.state))
     device = run.accelerator.device
     run.loader = run.corpus.loader(
@@ -311,6 +311,7 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     sampling = samples_due(config.sample, state.step, last)
     record: Record = {}
     if logging or evaluating or saving:
+        # raises an error after too many skipped updates, before their step is saved
         metrics = run.guard.flush(reporter.log) | run.corpus.epoch_metrics(state.sequences)
         if logging:
             record |= metrics
@@ -319,11 +320,12 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     pausing = evaluating or saving or sampling
     with reporter.watch.pause() if pausing else contextlib.nullcontext():
         if evaluating:
+            # a checkpoint of this step holds the record: a resume evaluates and publishes it
             state.awaits_evaluation = dict(record)
         elif record:
             reporter.publish(state, record)
         if saving:
-            save(run, last or stopping)
+            save(run, must_succeed=last or stopping)
             reporter.beat()
         if not stopping:
             stopping = evaluate_and_sample(run, stop, sampling=sampling, saved=saving)
@@ -343,7 +345,7 @@ def complete_step(run: Training, stop: StopSignal) -> bool:
     if sampling:
         sampling = on_main(lambda: not run.reporter.samples_path(state.step).exists())
     stopping = evaluate_and_sample(run, stop, sampling=sampling, saved=True)
-    stop.last_check = None  # the first step is not counted
+    stop.last_check = None  # the first step starts slowly: its time is no guide to a time limit
     return stopping
 
 
@@ -364,18 +366,18 @@ def evaluate_and_sample(run: Training, stop: StopSignal, sampling: bool, saved: 
             if is_best and saved:
                 writer.name_best(state)
             elif is_best:
-                save(run, last=False)
+                save(run, must_succeed=False)
                 saved = True
         if sampling:
             write_samples(run, stop)
     except StopRequested:
         writer.wait()
         if not saved or writer.problem:
-            save(run, last=True)
+            save(run, must_succeed=True)
         return True
     except (DataError, RankError):  # raised on all ranks together
         if not saved:
-            save(run, last=True)
+            save(run, must_succeed=True)
         raise
     return False
 
@@ -421,31 +423,34 @@ def write_samples(run: Training, stop: StopSignal) -> None:
     run.reporter.write_samples(run.state.step, text)
 
 
-def save(run: Training, last: bool) -> None:
-    """Save a checkpoint of the completed step; the `last` one of a launch must reach the disk."""
+def save(run: Training, must_succeed: bool) -> None:
+    """Save a checkpoint of the completed step; `must_succeed`: wait until it is on the disk."""
     state = run.state
-    ending = state.step == run.plan.last_step
+    last = state.step == run.plan.last_step
     with all_ranks():
-        run.verifier.check(wait_seconds=VERIFY_LAST_SECONDS if ending else 0.0)
+        run.verifier.check(wait_seconds=VERIFY_LAST_SECONDS if last else 0.0)
     check_weights(run.gpt, run.accelerator, state.step)
     state.seconds = run.reporter.watch.elapsed()
-    state.load_state_dict(run.guard.state_dict() | run.corpus.state_dict())
-    if last:
+    state.collect(run.guard.state_dict() | run.corpus.state_dict())
+    if must_succeed:
         run.writer.save_last(state, run.gpt, run.optimizer)
     else:
         run.writer.save(state, run.gpt, run.optimizer)
 
 
 def roll_back(run: Training) -> None:
-    """Return to the last good checkpoint, once, and exclude the batches that were skipped."""
+    """Return to the last good checkpoint and exclude the first `train.max_skipped` skipped batches.
+
+    A run does so once for each checkpoint.
+    """
     log = run.reporter.log
     run.writer.wait()
-    run.state.load_state_dict(run.guard.state_dict())
+    run.state.collect(run.guard.state_dict())
     path, excluded = choose_rollback(run.config, run.plan, run.state, log)
     run.loader.close()
     run.state = restore(run.accelerator, path, run.state, run.gpt, run.optimizer, log)
     run.state.excluded = excluded
-    seek(run)
+    start_from_state(run)
     run.reporter.roll_back(run.state)
 
 

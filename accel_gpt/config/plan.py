@@ -101,7 +101,10 @@ def make_plan(config: Config, world_size: int) -> Plan:
 
 
 def shorten(config: Config, steps: int) -> Config:
-    """Return `config` as a run of `steps` steps that logs each, saves often and uploads nothing."""
+    """Return `config` as a run of `steps` steps that logs each and saves often.
+
+    It makes no samples, and neither uploads nor copies its checkpoints.
+    """
     tokens_per_step = config.train.tokens_per_step
     schedule = config.schedule
     warmup = in_steps(schedule.warmup_tokens, tokens_per_step) or schedule.warmup_steps
@@ -124,6 +127,7 @@ def shorten(config: Config, steps: int) -> Config:
             every_tokens=None,
             keep_last=2,
             resume="auto",
+            copy_to=None,
         ),
     )
 

@@ -238,15 +238,16 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
 
 
 def set_up_fsdp(accelerator: Accelerator) -> None:
-    """Set the precision of FSDP version 2, before `prepare`, and that the model has no weights yet.
+    """Set the precision of FSDP version 2; call it before `prepare`.
 
+    Accelerate must not load weights on rank 0 to send them, as the model is on the meta device.
     Gradients are reduced, and accumulated over micro-batches, in float32; the loss stays float32
     and the rotary table is not cast. Accelerate's own policy does all of that in bf16.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     plugin: Any = accelerator.state.fsdp_plugin
-    plugin.cpu_ram_efficient_loading = False  # of a model that rank 0 has in its memory
+    plugin.cpu_ram_efficient_loading = False
     plugin.mixed_precision_policy = MixedPrecisionPolicy(
         param_dtype=None if accelerator.mixed_precision == "no" else torch.bfloat16,
         reduce_dtype=torch.float32,
@@ -280,7 +281,9 @@ def build_model(
     set_up_model(gpt, config.train)
     compiled = config.train.compile is True
     optimizer: torch.optim.Optimizer
-    if sharded:  # Accelerate tells parameters by their storage, of which there is none: a stand-in
+    if sharded:
+        # `prepare` finds the sharded parameters of an optimizer by their data pointers, which meta
+        # tensors lack; so it gets a dummy, and the optimizer is made afterwards
         optimizer = torch.optim.SGD(gpt.parameters())
     else:
         mesh = machine_mesh(config, accelerator)

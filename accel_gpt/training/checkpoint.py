@@ -11,9 +11,9 @@
         tokenizer.json
         manifest.json                written last: size and SHA-256 of each file above
 
-A run resumes only from a folder named `step_N` whose files fit its manifest. All pickles are
-loaded with `weights_only=True`. `saving.py` writes a checkpoint, `tensor_files.py` reads its
-weights, `resume.py` the rest. Needs no torch.
+A run names its checkpoints `step_N`. A folder is a checkpoint if its files fit its manifest. All
+pickles are loaded with `weights_only=True`. `saving.py` writes a checkpoint, `tensor_files.py`
+reads its weights, `resume.py` the rest. Needs no torch.
 """
 
 import contextlib

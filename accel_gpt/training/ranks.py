@@ -103,9 +103,10 @@ def require_same(values: Mapping[str, Any], kind: type[AccelGPTError] = UserErro
 
 
 def require_all(ok: bool, message: str, kind: type[AccelGPTError] = UserError) -> None:
-    """Raise `kind(message)` on rank 0 unless `ok`, which is the same on all ranks.
+    """Raise an error on all ranks unless `ok`, which must be the same on all of them.
 
-    The other ranks leave with its exit code.
+    Rank 0 raises `kind(message)`, the others a `RankError` with its exit code. Ends the process
+    group first.
     """
     if ok:
         return

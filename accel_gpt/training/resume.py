@@ -369,6 +369,8 @@ def restore(
 ) -> TrainState:
     """Load weights, optimizer, scaler and random states of a verified checkpoint, on every rank.
 
+    Random states are checked if the number of ranks is the same. On another number, a rank takes
+    those of its number, if there are any: no step depends on them.
     Returns its state with config, versions and world size of `now`. Raises `CheckpointError` naming
     what is missing or does not fit: `load_state` alone would skip some of it silently.
     """

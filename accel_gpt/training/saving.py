@@ -2,7 +2,7 @@
 
 The training thread calls `accelerator.save_state` into a temporary folder. Under FSDP each rank
 writes its shards there instead. With `checkpoint.async_save` it copies weights and optimizer into
-host memory, and writes only the random states.
+host memory, and writes only the random states and the scaler of fp16.
 
 A thread of each rank does the rest, while training goes on. It writes the copies; on rank 0 also
 the files that belong to no rank. Each rank syncs and hashes its own files. After all of them rank 0
@@ -301,7 +301,7 @@ class CheckpointWriter:
     def follow_up(self, fields: dict[str, Any], needed: int) -> None:
         """Report the new checkpoint and prune, or warn why there is none; on rank 0.
 
-        If the disk lacks room, old checkpoints make room, and the save is retried at once.
+        If the disk lacks room, old checkpoints make room, and the next step is saved.
         """
         root = self.out_dir / "checkpoints"
         problem = self.problem
@@ -325,7 +325,7 @@ class CheckpointWriter:
             removed = make_room(self.out_dir, fields["best_step"], needed, quota)
         if removed:
             steps = ", ".join(f"{step:,}" for step in removed)
-            outcome = f"removed step {steps} to make room, the save is retried"
+            outcome = f"removed step {steps} to make room, the next step is saved"
             self.failed_at = -math.inf  # now
         elif self.warned == fields["step"]:  # it was tried again
             return

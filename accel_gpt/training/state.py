@@ -1,7 +1,7 @@
 """What a run remembers besides tensors and random states: `trainer_state.json` of a checkpoint.
 
 Each owner of state returns its fields from `state_dict()`, by the names below, and gets them back
-in `load_state_dict()`: the corpus its sources, the step guard its counts.
+in its `load_state_dict()`: the corpus its sources, the step guard its counts.
 """
 
 import math
@@ -26,7 +26,8 @@ class TrainState:
     step: int = 0  # completed steps, skipped updates included
     sequences: int = 0  # consumed: the position in the data
     tokens: int = 0
-    seconds: float = option(0.0, "Seconds since the run's first start.", at_least=0)
+    # an `option`, so that a damaged file with a negative number is rejected
+    seconds: float = option(0.0, "Seconds of training in all launches.", at_least=0)
     val_loss: float | None = None  # of the last evaluation, nats per token
     best_val_loss: float | None = None
     best_step: int | None = None
@@ -51,8 +52,8 @@ class TrainState:
     versions: dict[str, str] = field(default_factory=dict)  # of the code that made this step
     format: int = FORMAT  # of trainer_state.json
 
-    def load_state_dict(self, fields: Mapping[str, Any]) -> None:
-        """Take over the fields that an owner of state returns."""
+    def collect(self, fields: Mapping[str, Any]) -> None:
+        """Copy the fields that an owner of state returned, before a save."""
         assert fields.keys() <= vars(self).keys()
         for name, value in fields.items():
             setattr(self, name, value)

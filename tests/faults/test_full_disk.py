@@ -78,7 +78,7 @@ def test_old_checkpoints_make_room_for_new_ones(
     )  # fmt: skip
     left = after / "run"
     assert answer.codes == [0], answer.outputs
-    assert "removed step 1 to make room, the save is retried" in answer.outputs[0]
+    assert "removed step 1 to make room, the next step is saved" in answer.outputs[0]
     assert answer.outputs[0].count("WARNING: the checkpoint of step") >= 2
     assert {"step_00000006", "step_00000012"} <= set(checkpoint_names(left))
     assert_same(left, whole)

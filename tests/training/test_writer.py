@@ -230,7 +230,7 @@ def test_a_disk_without_room_for_all_that_keep_last_asks_for_keeps_fewer(
     assert launch(small_run(*QUIET, *own)) == 0
     said = capsys.readouterr().err
     assert "WARNING: the checkpoint of step 9 could not be written in" in said
-    assert "100 are free); removed step 3 to make room, the save is retried" in said
+    assert "100 are free); removed step 3 to make room, the next step is saved" in said
     assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [6, 10, 12]
 
 

@@ -112,7 +112,7 @@ def launch(config: Config, source: str) -> int:
     plan = make_plan(config, world_size())
     check_initial_tokenizer(config)
     if config.eval.only:
-        return evaluate(config, plan)
+        return evaluate_without_training(config, plan)
     stop = StopSignal(started=started, starting=True)
     with peers(plan.world_size), open_run_folder(config, source) as check_folder:
         ensure_data(config)
@@ -122,7 +122,7 @@ def launch(config: Config, source: str) -> int:
         return train(config, plan, stop, check_folder)
 
 
-def evaluate(config: Config, plan: Plan) -> int:
+def evaluate_without_training(config: Config, plan: Plan) -> int:
     """Evaluate the model of a run, for `eval.only`; returns the exit code."""
     with peers(plan.world_size):
         accelerator = start_evaluation(config, Path(config.out_dir))
@@ -150,7 +150,7 @@ def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[
         ):
             run.reporter.watchdog = watchdog
             stop.starting = False
-            stopping = complete_step(run, stop)
+            stopping = finish_resumed_step(run, stop)
             while run.state.step < plan.last_step and not stopping:
                 stopping = make_step(run, stop)
                 run.reporter.step_completed(run.state.step)
@@ -264,11 +264,14 @@ def make_step(run: Training, stop: StopSignal) -> bool:
         return after_step(run, stop)
     except TooManySkippedError:
         roll_back(run)
-        return complete_step(run, stop)
+        return finish_resumed_step(run, stop)
 
 
 def update(run: Training) -> None:
-    """Make one optimizer step, or skip it if not finite; nothing waits for the device."""
+    """Make one optimizer step; nothing waits for the device.
+
+    The optimizer skips the update if loss or gradient is not finite, or a spike.
+    """
     accelerator = run.accelerator
     plan = run.plan
     state = run.state
@@ -332,7 +335,7 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     return stopping
 
 
-def complete_step(run: Training, stop: StopSignal) -> bool:
+def finish_resumed_step(run: Training, stop: StopSignal) -> bool:
     """Evaluate and sample the step that a run resumes from, if the launch before it did not.
 
     Returns whether the run must stop again.

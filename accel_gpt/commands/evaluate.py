@@ -69,7 +69,7 @@ def evaluate_named(options: EvaluateCommand) -> Report:
                     folder=exported,
                     tasks=tasks,
                     limit=options.tasks_limit,
-                    batch_size=config.train.sequences,
+                    batch_size=config.train.micro_batch_sequences,
                     device=str(accelerator.device),
                     precision=accelerator.mixed_precision,
                 )

@@ -227,7 +227,7 @@ def candidate(
         largest = largest_size(config, vocab_size, machine)
         if largest is None:
             return None
-        config = with_size(config, min(largest, config.train.sequences))
+        config = with_size(config, min(largest, config.train.micro_batch_sequences))
     speed: float | None
     if machine.gpu:
         speed = speed_at(options.mfu or assumed_mfu(config), config, vocab_size, machine)

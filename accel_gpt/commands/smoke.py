@@ -48,7 +48,7 @@ def smoke_config(config: Config, out_dir: str) -> Config:
         eval=replace(
             config.eval,
             every=every,
-            tokens=config.train.sequences * config.model.block_size,
+            tokens=config.train.micro_batch_sequences * config.model.block_size,
             hellaswag_limit=QUESTIONS,
         ),
         checkpoint=replace(config.checkpoint, every=every, copy_to=None),

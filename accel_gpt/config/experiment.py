@@ -117,7 +117,8 @@ class TrainConfig(
     max_skipped: int = option(
         20,
         "Number of steps in a row that may be skipped because the loss or gradient is not finite. "
-        "After that the run rolls back to the checkpoint before them and leaves those batches out. "
+        "After that, noticed when a step is logged, evaluated or saved, the run rolls back to the "
+        "checkpoint before them and leaves those batches out. "
         "The second time at the same place, the run ends.",
         above=0,
     )
@@ -158,7 +159,7 @@ class TrainConfig(
     )
 
     @property
-    def sequences(self) -> int:
+    def micro_batch_sequences(self) -> int:
         """micro_batch_size as a number: 1 if it is auto and not found yet."""
         if self.micro_batch_size == "auto":
             return 1
@@ -189,7 +190,7 @@ class ScheduleConfig(
     )
     warmup_steps: int = option(
         0,
-        "Number of steps in which the learning rate rises linearly from 0 to its peak.",
+        "Number of steps in which the learning rate rises linearly to its peak, from peak / steps.",
         at_least=0,
     )
     warmup_tokens: int | None = option(
@@ -350,7 +351,7 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
     )
     keep_best: bool = option(
         True,
-        "Also save and keep the checkpoint with the lowest val loss.",
+        "Keep the checkpoint with the lowest val loss, and save it if no save was due.",
     )
     resume: str = option(
         "auto",

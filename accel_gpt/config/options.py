@@ -45,7 +45,8 @@ class Option:
     change what is computed. start: take it, as it acts before the first step only. ask: require
     checkpoint.allow_change. refuse: it is another run. None: as the section says."""
     exact: bool = False
-    """It decides the bits that train.reproducible promises, so a resume may not change it then."""
+    """It decides the bits that train.reproducible promises, so a resume changes it only with
+    checkpoint.allow_change then."""
     null_is_another_run: bool = False
     """Whether it is null decides the groups of the optimizer."""
     validation: bool = False

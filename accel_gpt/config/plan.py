@@ -90,7 +90,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     )
     return Plan(
         world_size=world_size,
-        micro_batch_size=train.sequences,
+        micro_batch_size=train.micro_batch_sequences,
         block_size=config.model.block_size,
         accumulation_steps=accumulation(config, world_size),
         max_steps=max_steps,
@@ -140,7 +140,7 @@ def in_steps(tokens: int | None, tokens_per_step: int) -> int:
 def accumulation(config: Config, world_size: int) -> int:
     """Return the micro-steps of a step; raises `UserError` with sizes that divide it."""
     total = config.train.tokens_per_step
-    micro = config.train.sequences
+    micro = config.train.micro_batch_sequences
     block = config.model.block_size
     unit = micro * block * world_size
     if total % unit == 0:

@@ -41,7 +41,7 @@ def options_to_try(config: Config, machine: Machine) -> list[str]:
     options = []
     if machine.precision == "no":
         options.append("--train.mixed_precision bf16")
-    if config.train.sequences > 1:
+    if config.train.micro_batch_sequences > 1:
         options.append("a smaller train.micro_batch_size")
     if machine.shards < machine.devices and not config.train.reproducible:
         options.append("--distribution fsdp")

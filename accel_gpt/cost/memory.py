@@ -100,7 +100,7 @@ class Footprint:
 def footprint(config: Config, vocab_size: int, machine: Machine) -> Footprint:
     """Return the memory of a step; `train.micro_batch_size` must divide its sequences."""
     model = config.model
-    tokens = config.train.sequences * model.block_size
+    tokens = config.train.micro_batch_sequences * model.block_size
     micro_steps = config.train.tokens_per_step // (tokens * machine.devices)
     standing = state_bytes(config, vocab_size, machine)
     gradients = gradient_bytes(config, vocab_size, machine, micro_steps)

@@ -61,4 +61,6 @@ def open_evaluation(config: Config, corpus: Corpus) -> Evaluation:
             block_size=config.model.block_size,
             limit=config.eval.hellaswag_limit,
         )
-    return Evaluation(corpus=corpus, batch_size=config.train.sequences, questions=questions)
+    return Evaluation(
+        corpus=corpus, batch_size=config.train.micro_batch_sequences, questions=questions
+    )

@@ -24,7 +24,7 @@ from accel_gpt.data.hub_client import describe_dataset_error
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, UserError, require
-from accel_gpt.evals.validation import Batch, Beat, no_beat, score_sequences
+from accel_gpt.evals.validation import Beat, ValidationBatch, no_beat, score_sequences
 from accel_gpt.model.gpt import GPT
 
 SHORTEST = 32  # tokens to which a sequence is padded at least; assumption: shorter is no faster
@@ -230,7 +230,7 @@ def ending_losses(
     return table[:, 0]
 
 
-def plan_batches(lengths: Sequence[int], batch_size: int, block_size: int) -> list[Batch]:
+def plan_batches(lengths: Sequence[int], batch_size: int, block_size: int) -> list[ValidationBatch]:
     """Put sequences of about equal length together, all batches of one length in one shape.
 
     Lengths are block_size halved and halved again, so that a compiled model sees few shapes; a
@@ -239,7 +239,7 @@ def plan_batches(lengths: Sequence[int], batch_size: int, block_size: int) -> li
     padded_lengths = [block_size]
     while padded_lengths[0] % 2 == 0 and padded_lengths[0] // 2 >= SHORTEST:
         padded_lengths.insert(0, padded_lengths[0] // 2)
-    batches: list[Batch] = []
+    batches: list[ValidationBatch] = []
     shortest_first = sorted(range(len(lengths)), key=lambda number: lengths[number])
     shorter = -1  # the padded length before T
     for T in padded_lengths:

@@ -176,7 +176,7 @@ def evaluate_model(
             if config.eval.whole_at_end:
                 metrics |= evaluation.whole_val_metrics(model, accelerator, beat)
         if questions:
-            batch_size = config.train.sequences
+            batch_size = config.train.micro_batch_sequences
             metrics |= score_questions(model, questions, accelerator, batch_size, beat)
     return metrics
 
@@ -198,7 +198,7 @@ def evaluate_folder(
         model=model,
         source=part,
         accelerator=accelerator,
-        batch_size=config.train.sequences,
+        batch_size=config.train.micro_batch_sequences,
         tokenizer=tokenizer,
         document_end=document_end(config.data, tokenizer),
         beat=beat,

@@ -24,7 +24,7 @@ from accel_gpt.model.gpt import GPT, evaluating
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.training.ranks import all_ranks
 
-Batch = tuple[Sequence[int], int, int]  # numbers of the sequences, B, T
+ValidationBatch = tuple[Sequence[int], int, int]  # numbers of the sequences, B, T
 # Called before each batch, equally often on all ranks, with the number of batches done and in all.
 # If it raises, it raises on all ranks together.
 Beat = Callable[[int, int], object]
@@ -152,7 +152,7 @@ def evaluate_source(
         check_tokens(tokens[None], model.vocab_size, lambda _: (file, start))
         return tokens, len(tokens) - 1
 
-    batches: list[Batch] = []
+    batches: list[ValidationBatch] = []
     for first in range(0, S, batch_size):
         numbers = range(first, min(first + batch_size, S))
         batches.append((numbers, batch_size, block_size))
@@ -233,7 +233,7 @@ def eval_sequences(split: Split, block_size: int, tokens: int | None) -> npt.NDA
 
 def score_sequences(
     model: GPT,
-    batches: Sequence[Batch],
+    batches: Sequence[ValidationBatch],
     read: Callable[[int], tuple[Sequence[int] | npt.NDArray[np.integer], int]],
     accelerator: Accelerator,
     token_bytes: npt.NDArray[np.float64],
@@ -255,7 +255,7 @@ def score_sequences(
     rounds = math.ceil(len(batches) / world_size)
     if accelerator.distributed_type == DistributedType.FSDP:  # all ranks in each forward pass
         _, B, T = batches[0]
-        empty: Batch = ([], B, T)
+        empty: ValidationBatch = ([], B, T)
         mine += [empty] * (rounds - len(mine))
     table = np.zeros((sum(len(numbers) for numbers, _, _ in batches), 3))
     # One tensor for all batches. A small tensor kept of each batch lies in memory that the batch

@@ -158,7 +158,7 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     Not compiled: that would take minutes a size, and a compiled step takes less.
     """
     device = accelerator.device
-    batch_size = config.train.sequences
+    batch_size = config.train.micro_batch_sequences
     gpt = GPT.allocate(config.model, vocab_size, device)
     set_up_model(gpt, replace(config.train, compile=False))
     optimizer = make_optimizer(gpt, config.optim)

@@ -154,7 +154,7 @@ class Stopwatch:
         self.paused = 0.0  # seconds since the last lap
 
     def elapsed(self) -> float:
-        """Return the seconds since the run's first start, with the time before a resume."""
+        """Return the seconds of training in all launches."""
         return time.monotonic() - self.first_start
 
     def left(self, step: int, max_steps: int) -> float:

@@ -387,7 +387,7 @@ def restore(
     try:
         if sharded or not (path / SAFE_WEIGHTS_NAME).is_file():
             load_shards(path, gpt, optimizer)
-            if same_world:
+            if same_world:  # random states; no scaler, as fp16 does not run under FSDP
                 load_accelerator_state(
                     input_dir=str(path),
                     models=[],

@@ -92,7 +92,7 @@ class CheckpointWriter:
         self.failed_at = 0.0
         self.warned: int | None = None  # the step of the last warning
         self.lost: str | None = None  # what torch reported when another rank was gone
-        self.seconds = 0.0  # of the longest save, with what it did beside training
+        self.seconds = 0.0  # of the longest save, from its start until it was published
 
     def save(self, state: TrainState, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
         """Save the completed `state.step`; a collective. Returns when training may go on.
@@ -117,7 +117,7 @@ class CheckpointWriter:
 
         def finish() -> None:
             self.problem = "its thread ended early"  # in case it does
-            self.problem = self.complete(temporary, fields, gpt, failed)
+            self.problem = self.write_and_publish(temporary, fields, gpt, failed)
             self.seconds = max(self.seconds, time.monotonic() - start)
             if self.problem:
                 self.failed_at = time.monotonic()
@@ -224,7 +224,7 @@ class CheckpointWriter:
             f"{OPTIMIZER_NAME}.bin": optimizer.state_dict(),
         }
 
-    def complete(
+    def write_and_publish(
         self, folder: Path, fields: dict[str, Any], gpt: GPT, failed: Exception | None
     ) -> str | None:
         """Write the other files of a checkpoint and publish it; a collective.

@@ -63,7 +63,7 @@ def test_the_answer_divides_the_step_and_is_kept(
     def again(limit: int) -> int:
         config = load_config(small_run(*AUTO, "--train.tokens_per_step", "384"), "test")
         found, _ = sizing.resolve_micro_batch_size(config, plan, accelerator, lambda n: n <= limit)
-        return found.train.sequences
+        return found.train.micro_batch_sequences
 
     (tmp_path / "run" / "config.yaml").write_text("train: {micro_batch_size: 2}")
     assert again(limit=5) == 2

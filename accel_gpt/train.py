@@ -54,7 +54,7 @@ from accel_gpt.training.setup import (
     do_not_check,
     new_state,
     open_run_folder,
-    restore_lost_run,
+    restore_from_copy,
     verify_data,
 )
 from accel_gpt.training.state import TrainState
@@ -116,7 +116,7 @@ def launch(config: Config, source: str) -> int:
     stop = StopSignal(started=started, starting=True)
     with peers(plan.world_size), open_run_folder(config, source) as check_folder:
         ensure_data(config)
-        restore_lost_run(config)
+        restore_from_copy(config)
         if config.checkpoint.resume.startswith("hf://"):
             config = download_checkpoint(config)
         return train(config, plan, stop, check_folder)
@@ -279,7 +279,8 @@ def update(run: Training) -> None:
     set_rates(run.optimizer, run.config, plan, state.step)
     batches = micro_batches(run.loader, accelerator, plan, run.corpus.document_end)
     firsts = plan.micro_step_starts(accelerator.process_index, state.sequences)
-    # gradient accumulation; the gradient is all-reduced in the last micro-step, or in `finish`
+    # gradient accumulation; the gradient is all-reduced in the last micro-step (in each with
+    # train.sync_each_batch), or in `finish` (with train.reproducible)
     for first, (tokens, targets, documents, weight) in zip(firsts, batches, strict=True):
         with run.gradients.micro_step(first):
             run.gradients.backward(run.model(tokens, targets, documents=documents) * weight)
@@ -306,7 +307,7 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     must_save = run.writer.retry_is_due() or run.verifier.error is not None
     stopping, must_save = stop.agree_to_stop(must_save, run.writer.seconds)
     last = state.step == run.plan.last_step
-    stopping = stopping and not last
+    stopping = stopping and not last  # the last step is saved anyway; a signal ends its evaluation
     logging = last or state.step == 1 or state.step % config.log.every == 0
     evaluating = last or bool(config.eval.every and state.step % config.eval.every == 0)
     save_is_due = state.save_is_due(config.checkpoint, run.plan.tokens_per_step)
@@ -396,6 +397,7 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
         stop.check(run.writer.seconds)
 
     record: Record = {}
+    # the JSON of a checkpoint has null for a number that is not finite
     for key, value in (state.awaits_evaluation or {}).items():
         record[key] = math.nan if value is None else value
     record |= run.evaluation.metrics(run.gpt, run.accelerator, beat)

@@ -346,8 +346,9 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
     )
     async_save: bool = option(
         False,
-        "Write checkpoints in the background, from a copy in memory (pinned on CUDA), while "
-        "training continues.",
+        "Write weights and optimizer in the background too, from a copy in memory (pinned on "
+        "CUDA). Without it, training waits until they are written; hashing and publishing never "
+        "stop it.",
     )
     keep_best: bool = option(
         True,

@@ -4,7 +4,7 @@
         max_steps: int | None = option(None, "Number of optimizer steps in the run.", above=0)
 
 Help, docs/reference/keys.md, `--dump_config`, the checks of bounds and every comparison of two
-configs read these descriptions; no other list of option names exists.
+configs read these descriptions; no other list says what options mean.
 """
 
 import dataclasses

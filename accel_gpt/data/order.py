@@ -117,8 +117,8 @@ class Order:
     def upcoming(self, k: int, count: int) -> list[int]:
         """List the next `count` shards that are read from sequence `k` on, in order.
 
-        With groups, these are the shards of two groups. If the order jumps between shards, they are
-        all shards.
+        With shuffle `groups` the result covers two groups, whatever `count` is. With `global` and
+        `replacement`, which jump between shards, it is all shards.
         """
         if self.shuffle in ("global", "replacement"):
             return np.flatnonzero(self.counts).tolist()
@@ -139,7 +139,7 @@ class Order:
     def shard_order(self, epoch: int) -> Ints:
         """Return the shards (S,) in the order in which an epoch reads them.
 
-        If the order jumps between shards, this is their order in the data folder.
+        With shuffle `none`, `global` and `replacement` this is their order in the data folder.
         """
         shards = np.arange(len(self.lengths))
         if self.shuffle in ("shards", "groups"):

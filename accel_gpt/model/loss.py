@@ -163,7 +163,7 @@ def _loss_and_gradients(
     losses_and_dlogits = _compile(_losses_and_dlogits) if compiled else _losses_and_dlogits
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         table = weight.to(dtype)
-        for chunk in _chunks(x=x, targets=targets, rows=len(weight), dtype=dtype):
+        for chunk in _chunks(x=x, targets=targets, head_rows=len(weight), dtype=dtype):
             losses, dlogits = losses_and_dlogits(
                 logits=chunk.inputs @ table.T,  # (n, V'), freed at the return
                 targets=chunk.ids,
@@ -171,7 +171,7 @@ def _loss_and_gradients(
                 softcap=softcap,
             )
             total += (losses * chunk.valid.squeeze(1)).sum()
-            dx[chunk.rows] = (dlogits @ table) * chunk.valid
+            dx[chunk.tokens] = (dlogits @ table) * chunk.valid
             inputs = chunk.inputs * chunk.valid
             if dw.dtype == dtype:
                 dw.addmm_(dlogits.T, inputs)
@@ -199,7 +199,7 @@ def _token_losses(
     losses = []
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         table = weight.to(dtype)
-        for chunk in _chunks(x=x, targets=targets, rows=len(weight), dtype=dtype):
+        for chunk in _chunks(x=x, targets=targets, head_rows=len(weight), dtype=dtype):
             chunk_losses = losses_of(
                 logits=chunk.inputs @ table.T,  # (n, V'), freed at the return
                 targets=chunk.ids,
@@ -256,20 +256,20 @@ def _empty_results(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class Chunk:
     """Hold the inputs and targets of some successive tokens."""
 
-    rows: slice  # of the N tokens
+    tokens: slice  # of the N tokens
     inputs: Tensor  # (n, C)
     valid: Tensor  # (n, 1), 1 where the target counts, else 0
     ids: Tensor  # (n,) targets, 0 where a target does not count
 
 
-def _chunks(x: Tensor, targets: Tensor, rows: int, dtype: torch.dtype) -> Iterator[Chunk]:
-    """Yield the chunks of `x` (N, C) and `targets` (N,) for a head of `rows` rows."""
-    size = chunk_tokens(rows, x.device.type == "cpu")
+def _chunks(x: Tensor, targets: Tensor, head_rows: int, dtype: torch.dtype) -> Iterator[Chunk]:
+    """Yield the chunks of `x` (N, C) and `targets` (N,) for a head of `head_rows` rows."""
+    size = chunk_tokens(head_rows, x.device.type == "cpu")
     for start in range(0, len(x), size):
         chunk = slice(start, start + size)
         valid = targets[chunk] != IGNORE
         yield Chunk(
-            rows=chunk,
+            tokens=chunk,
             inputs=x[chunk].to(dtype),
             valid=valid.unsqueeze(1).to(dtype),
             ids=targets[chunk] * valid,

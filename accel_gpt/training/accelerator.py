@@ -84,8 +84,8 @@ def start_accelerator(config: Config, plan: Plan) -> tuple[Config, Accelerator]:
 def join_ranks(config: Config) -> PartialState:
     """Join the ranks into one process group; set threads and the precision of float32 products.
 
-    A second call changes nothing: the folder of a run is locked by all ranks together, before the
-    `Accelerator` is made.
+    Called twice: before the folder of a run is locked, and again by `start_accelerator`, where it
+    changes nothing.
 
     Raises `UserError` for an engine that is not supported, and for processes that do not form one
     group or differ in config, code or versions: they would train apart.
@@ -304,7 +304,7 @@ def set_up_model(gpt: GPT, train: TrainConfig) -> None:
     """Set activation checkpointing and torch.compile of `gpt`, before Accelerate wraps it."""
     gpt.recompute = train.activation_checkpointing == "blocks"
     forget_compiled()
-    if train.compile is True or torch.cuda.is_available():  # which compiles FlexAttention
+    if train.compile is True or torch.cuda.is_available():  # FlexAttention is compiled on CUDA
         use_compile_cache()
     if train.compile is True:
         gpt.compile()  # in place: no wrapper, the names of the weights stay

@@ -90,6 +90,7 @@ class StepGuard:
             self.skipped += int(skip)
             self.skipped_in_row = [*self.skipped_in_row, sequence] if skip else []
             if len(self.skipped_in_row) >= self.config.max_skipped:
+                # later steps are left out: what is excluded must not depend on log.every
                 raise TooManySkippedError
         self.train_loss = loss if math.isfinite(loss) else None
         return {

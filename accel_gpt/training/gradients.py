@@ -101,9 +101,9 @@ class Gradients:
         self.loss += loss.detach()
 
     def finish(self) -> Tensor:
-        """Leave the gradient, averaged over micro-steps and ranks, in `grad`.
+        """Return the mean loss over micro-steps and ranks; `grad` then holds the averaged gradient.
 
-        In fp16 it is still scaled: `clip` unscales it. Returns the mean loss over both, ().
+        In fp16 it is still scaled: `clip` unscales it. The loss is ().
         """
         loss: Tensor = self.loss / self.accelerator.gradient_accumulation_steps
         self.loss.zero_()

@@ -56,9 +56,8 @@ def choose_precision_on_gpu(device: torch.device) -> tuple[str, str]:
     """Choose bf16 if the GPU has matrix units for it."""
     name = device_name(device)
     nvidia = torch.version.hip is None
-    if nvidia and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY:
-        return "bf16", f"{name} has matrix units for it"
-    if peak_flops(name, "bf16"):
+    capable = nvidia and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
+    if capable or peak_flops(name, "bf16"):
         return "bf16", f"{name} has matrix units for it"
     return "no", f"{name} is not known to have matrix units for bf16"
 

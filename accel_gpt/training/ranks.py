@@ -1,7 +1,9 @@
 """Errors and decisions that all ranks of a run share.
 
 What one rank raises inside `all_ranks` is raised on every rank, so that none goes on, or waits in a
-collective, without it.
+collective, without it. `on_main` runs a function on rank 0 and gives all ranks its result or error.
+`require_all` checks what all ranks know alike. The rank that failed raises its own error and prints
+it. The others raise a `RankError`, a `PeerError` that ends them in silence with the same exit code.
 """
 
 import contextlib

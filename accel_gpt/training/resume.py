@@ -38,7 +38,7 @@ from accel_gpt.training.checkpoint import (
     set_aside,
     verify,
 )
-from accel_gpt.training.ranks import on_main
+from accel_gpt.training.ranks import all_ranks, on_main
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.saving import remove_checkpoint, remove_debris
 from accel_gpt.training.state import TrainState
@@ -371,10 +371,30 @@ def restore(
 
     Random states are checked if the number of ranks is the same. On another number, a rank takes
     those of its number, if there are any: no step depends on them.
+
     Returns its state with config, versions and world size of `now`. Raises `CheckpointError` naming
     what is missing or does not fit: `load_state` alone would skip some of it silently.
     """
     saved: TrainState = on_main(lambda: read_evaluated(path))
+    with all_ranks():
+        load_on_this_rank(accelerator, path, saved, now, gpt, optimizer, log)
+    state = replace(saved, config=now.config, world_size=now.world_size, versions=now.versions)
+    if not best_step_holds(path, saved, now):
+        state.best_step = None
+        state.best_val_loss = None
+    return state
+
+
+def load_on_this_rank(
+    accelerator: Accelerator,
+    path: Path,
+    saved: TrainState,
+    now: TrainState,
+    gpt: GPT,
+    optimizer: AcceleratedOptimizer,
+    log: Callable[[str], None],
+) -> None:
+    """Load the files of a checkpoint on this rank; raises `CheckpointError` if one does not fit."""
     same_world = saved.world_size == now.world_size
     random_states = path / f"random_states_{accelerator.process_index}.pkl"
     if same_world and not random_states.is_file():
@@ -412,11 +432,6 @@ def restore(
     else:
         count = plural(saved.world_size, "process", "processes")
         log(f"{path} was trained by {count}, this is {now.world_size}")
-    state = replace(saved, config=now.config, world_size=now.world_size, versions=now.versions)
-    if not best_step_holds(path, saved, now):
-        state.best_step = None
-        state.best_val_loss = None
-    return state
 
 
 def best_step_holds(path: Path, saved: TrainState, now: TrainState) -> bool:

@@ -241,7 +241,7 @@ class CheckpointWriter:
                     fault_point("save.copied")
                     write_tensors(self.copies, folder)
                 if self.main:
-                    self.write_shared(folder, fields, gpt)
+                    self.write_common_files(folder, fields, gpt)
                 for path in sorted(folder.iterdir()):
                     being_written = path.name.startswith(".")  # by another rank
                     if writer_of(path.name) == rank and not being_written:
@@ -251,7 +251,7 @@ class CheckpointWriter:
                 files |= sealed
             with self.phase(folder):
                 if self.main:
-                    check_shared(folder, files, self.accelerator.num_processes)
+                    check_visible(folder, files, self.accelerator.num_processes)
                     publish_checkpoint(
                         temporary=folder,
                         final=folder.with_name(step_name(fields["step"])),
@@ -264,7 +264,7 @@ class CheckpointWriter:
             self.lost = str(error)
         return self.lost
 
-    def write_shared(self, folder: Path, fields: dict[str, Any], gpt: GPT) -> None:
+    def write_common_files(self, folder: Path, fields: dict[str, Any], gpt: GPT) -> None:
         """Write the files that do not belong to one rank; on rank 0."""
         write_json(folder / "trainer_state.json", fields)
         model = {"format": FORMAT, "config": asdict(gpt.config), "vocab_size": gpt.vocab_size}
@@ -276,7 +276,8 @@ class CheckpointWriter:
     def phase(self, folder: Path) -> Iterator[None]:
         """On an error of any rank, remove `folder` and raise an `AccelGPTError` on all ranks.
 
-        A `RuntimeError` therefore always means a lost rank. A collective.
+        Removes nothing if the folder of the run has gone. A `RuntimeError` therefore always means
+        a lost rank. A collective.
         """
         try:
             with all_ranks(self.group):
@@ -418,7 +419,7 @@ def seal(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": sha256(path)}
 
 
-def check_shared(folder: Path, files: Files, world_size: int) -> None:
+def check_visible(folder: Path, files: Files, world_size: int) -> None:
     """Raise `CheckpointError` unless this rank sees the files that each rank has written."""
     random_states = {f"random_states_{rank}.pkl" for rank in range(world_size)}
     for name in sorted(files.keys() | random_states):
@@ -464,9 +465,9 @@ def name_best_and_prune(
 ) -> None:
     """Write the best step into `best`, and remove old checkpoints up to `step`.
 
-    Keeps the newest, the best, and the last before a row of skipped updates. Ignores a checkpoint
-    whose step is not the one in its name. If the save of the best step failed, keeps the best one
-    before it. What the disk refuses is tried again after the next save.
+    Keeps the `keep_last` newest, the best, and the last before a row of skipped updates. Ignores a
+    checkpoint whose step is not the one in its name. If the save of the best step failed, keeps the
+    best one before it. What the disk refuses is tried again after the next save.
     """
     states = {saved: state for saved, state in read_states(out_dir).items() if saved <= step}
     stable = [saved for saved, state in states.items() if not state.skipped_in_row]

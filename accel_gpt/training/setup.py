@@ -52,7 +52,7 @@ def open_run_folder(config: Config, source: str) -> Iterator[Callable[[], None]]
         yield lock.check if lock else do_not_check
 
 
-def restore_lost_run(config: Config) -> None:
+def restore_from_copy(config: Config) -> None:
     """Download the newest copy in `checkpoint.copy_to` if the run has no checkpoint; a collective.
 
     Called before the choices of `auto`, which are those of the run.

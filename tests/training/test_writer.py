@@ -20,7 +20,7 @@ from accel_gpt.files import BESIDE_WRITER, fault_counts
 from accel_gpt.training import saving as writer
 from accel_gpt.training.checkpoint import read_state, verify, write_json
 from accel_gpt.training.run_folder import checkpoint_steps
-from accel_gpt.training.saving import CheckpointWriter, check_shared
+from accel_gpt.training.saving import CheckpointWriter, check_visible
 from tests.conftest import QUIET, launch
 from tests.test_train import assert_same_weights, records, weights
 
@@ -361,13 +361,13 @@ def test_a_full_disk_is_named_whoever_meets_it() -> None:
 def test_a_checkpoint_needs_the_files_of_every_process(tmp_path: Path) -> None:
     (tmp_path / "random_states_0.pkl").write_bytes(b"abc")
     files = {f"random_states_{rank}.pkl": {"size": 3, "sha256": ""} for rank in (0, 1)}
-    check_shared(tmp_path, {"random_states_0.pkl": files["random_states_0.pkl"]}, 1)
+    check_visible(tmp_path, {"random_states_0.pkl": files["random_states_0.pkl"]}, 1)
     with pytest.raises(CheckpointError, match=r"random_states_1\.pkl .* that all nodes share"):
-        check_shared(tmp_path, files, 2)  # written, on another disk
+        check_visible(tmp_path, files, 2)  # written, on another disk
     (tmp_path / "random_states_1.pkl").write_bytes(b"abc")
     with pytest.raises(CheckpointError, match=r"random_states_1\.pkl"):
-        check_shared(tmp_path, {"random_states_0.pkl": files["random_states_0.pkl"]}, 2)
-    check_shared(tmp_path, files, 2)
+        check_visible(tmp_path, {"random_states_0.pkl": files["random_states_0.pkl"]}, 2)
+    check_visible(tmp_path, files, 2)
 
 
 def test_a_checkpoint_that_has_its_name_already_is_accepted(

@@ -364,14 +364,12 @@ def evaluate_and_sample(run: Training, stop: StopSignal, sampling: bool, saved: 
     """
     state = run.state
     writer = run.writer
+    is_best = False
     try:
         if state.awaits_evaluation is not None:
             is_best = evaluate_step(run, stop) and run.config.checkpoint.keep_best
             if is_best and saved:
                 writer.name_best(state)
-            elif is_best:
-                save(run, must_succeed=False)
-                saved = True
         if sampling:
             write_samples(run, stop)
     except StopRequested:
@@ -383,6 +381,8 @@ def evaluate_and_sample(run: Training, stop: StopSignal, sampling: bool, saved: 
         if not saved:
             save(run, must_succeed=True)
         raise
+    if is_best and not saved:
+        save(run, must_succeed=False)
     return False
 
 

@@ -244,7 +244,10 @@ def choose_rollback(
         resume = config.checkpoint.resume  # perhaps a path that the run began with
         if resume == "never":
             resume = "auto"
-        path = find_resume(out_dir, resume, log, most=stable[-1] if stable else math.inf)
+        most = math.inf  # without checkpoints of its own: the one that the run began with
+        if states:
+            most = max(stable, default=-1)
+        path = find_resume(out_dir, resume, log, most)
         if path is None:
             raise DivergedError(f"{what}, and there is no checkpoint to return to; {advice}")
         saved = read_evaluated(path)
@@ -265,7 +268,7 @@ def choose_rollback(
 
 
 def reset_best(out_dir: Path, saved: TrainState) -> None:
-    """Let the file `best` name the best step that `saved` knows, if it names a later one."""
+    """Let the file `best` name the best step that `saved` knows, or remove it."""
     run = RunFolder(out_dir)
     if run.best in ("", str(saved.best_step)):
         return

@@ -122,6 +122,20 @@ def test_a_fault_that_is_not_in_the_batches_ends_the_run_and_names_them(
     assert kept == ["step_00000004"]
 
 
+def test_a_run_with_no_checkpoint_before_the_skipped_steps_ends(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its checkpoint was saved among them, so it is none to return to."""
+    poison(monkeypatch, lambda state: True)
+    every = ["--train.max_skipped", "5", "--checkpoint.every", "2", "--log.every", "20"]
+    assert launch(small_run(*QUIET, *every)) == 5
+    assert "there is no checkpoint to return to" in capsys.readouterr().err
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", ["1", "2"])
 def test_stopped_between_skipped_steps_equals_never_stopped(

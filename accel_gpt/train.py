@@ -268,7 +268,7 @@ def make_step(run: Training, stop: StopSignal) -> bool:
 
 
 def update(run: Training) -> None:
-    """Make one optimizer step; nothing waits for the device.
+    """Make one optimizer step; nothing waits for the device, except on MPS.
 
     The optimizer skips the update if loss or gradient is not finite, or a spike.
     """
@@ -314,14 +314,14 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     saving = last or stopping or must_save or save_is_due
     sampling = samples_due(config.sample, state.step, last)
     record: Record = {}
-    if logging or evaluating or saving:
+    pausing = evaluating or saving or sampling
+    if logging or pausing:
         # raises an error after too many skipped updates, before their step is saved
         metrics = run.guard.flush(reporter.log) | run.corpus.epoch_metrics(state.sequences)
         if logging:
             record |= metrics
             record["train/lr"] = config.optim.lr * fraction_at(state.step - 1, config, run.plan)
             record |= reporter.step_metrics(state.step, run.loader)
-    pausing = evaluating or saving or sampling
     with reporter.watch.pause() if pausing else contextlib.nullcontext():
         if evaluating:
             # a checkpoint of this step holds the record: a resume evaluates and publishes it

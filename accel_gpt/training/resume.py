@@ -372,8 +372,8 @@ def restore(
 ) -> TrainState:
     """Load weights, optimizer, scaler and random states of a verified checkpoint, on every rank.
 
-    Random states are checked if the number of ranks is the same. On another number, a rank takes
-    those of its number, if there are any: no step depends on them.
+    Random states are checked if the number of ranks is the same. On another number, a rank of an
+    unsharded run takes those of its number, if there are any: no step depends on them.
 
     Returns its state with config, versions and world size of `now`. Raises `CheckpointError` naming
     what is missing or does not fit: `load_state` alone would skip some of it silently.
@@ -440,7 +440,8 @@ def load_on_this_rank(
 def best_step_holds(path: Path, saved: TrainState, now: TrainState) -> bool:
     """Return whether the best step that a checkpoint knows is the best of the run that resumes.
 
-    It is not if its checkpoint is not in this folder, or if its loss is of other text.
+    It is not if the checkpoint is of another folder, if nothing names a best step there and its
+    checkpoint is gone, or if an option that decides what is evaluated has changed.
     """
     run = RunFolder(now.config["out_dir"])
     if path.parent.parent.resolve() != run.path.resolve():

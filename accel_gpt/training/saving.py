@@ -152,7 +152,7 @@ class CheckpointWriter:
             self.thread = None
 
     def name_best(self, state: TrainState) -> None:
-        """Name the checkpoint of `state.step`, saved before its evaluation, as the best one, and prune.
+        """Name the checkpoint of `state.step`, saved before its evaluation, as the best, and prune.
 
         Does nothing if that save has failed, or if the disk refuses the metrics of the step.
         """

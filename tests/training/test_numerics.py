@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel_gpt import train
 from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import DivergedError
+from accel_gpt.model import generate
 from accel_gpt.training.anomalies import (
     SPIKE_WINDOW,
     StepGuard,
@@ -26,6 +28,7 @@ from accel_gpt.training.state import TrainState
 from tests.conftest import QUIET, launch
 from tests.helpers.processes import together
 from tests.test_train import assert_same_weights, records, signal_after, weights
+from tests.training.test_interrupted import call_before, send
 
 Arguments = Callable[..., list[str]]
 
@@ -120,6 +123,17 @@ def test_a_fault_that_is_not_in_the_batches_ends_the_run_and_names_them(
     assert "without the sequences 40 to 63; look at them, or lower optim.lr" in said
     kept = [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()]
     assert kept == ["step_00000004"]
+
+
+def test_skips_before_a_step_that_is_sampled_only_are_in_its_checkpoint(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal during the samples saves a step that nothing else was due after."""
+    poison(monkeypatch, lambda state: state.step == 2)
+    call_before(monkeypatch, generate, "sample_token", 3, send(signal.SIGINT))
+    silent = ["--eval.every", "0", "--log.every", "100", "--checkpoint.every", "0"]
+    assert launch(small_run(*silent, "--sample.every", "4")) == 75
+    assert read_state(tmp_path / "run" / "checkpoints" / "step_00000004").skipped == 1
 
 
 def test_a_run_with_no_checkpoint_before_the_skipped_steps_ends(

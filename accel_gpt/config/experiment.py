@@ -116,11 +116,10 @@ class TrainConfig(
     )
     max_skipped: int = option(
         20,
-        "Number of steps in a row that may be skipped because the loss or gradient is not finite "
-        "or, with skip_spikes, a spike. After that, noticed when a step is logged, evaluated, "
-        "sampled or saved, the run rolls back to the checkpoint before them and leaves those "
-        "batches out. "
-        "The second time at the same place, the run ends.",
+        "Number of steps in a row that may be skipped, because the loss or gradient is not finite "
+        "or, with skip_spikes, a spike. With that many, the run rolls back to the checkpoint "
+        "before them and leaves those batches out, when a step is next logged, evaluated, sampled "
+        "or saved. The second time at the same place, the run ends.",
         above=0,
     )
     spike_sigma: float = option(

@@ -1,4 +1,4 @@
-"""AdamW that can skip an update by a tensor on the device, without waiting for the device."""
+"""AdamW that can skip an update by a tensor on the device. Only on MPS it waits for the device."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """Anomalous steps: updates whose loss or gradient is not finite, loss spikes, weights that diverge.
 
 Every rank sees the same all-reduced loss and gradient norm, so all ranks skip the same updates. The
-decision is made on the device; the host waits for it only when a step is logged, evaluated or
-saved.
+decision is made on the device. Except on MPS, the host waits for it only when a step is logged,
+evaluated, sampled or saved.
 """
 
 import math

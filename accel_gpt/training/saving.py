@@ -58,8 +58,8 @@ Files = dict[str, dict[str, Any]]  # name -> size and sha256
 class CheckpointWriter:
     """Saves the checkpoints of a run, one at a time.
 
-    `before_publish` is called on rank 0 before a checkpoint becomes valid. Each of `uploaders` gets
-    its folder afterwards, before older ones are pruned. Both happen on the saving thread.
+    `before_publish` is called on rank 0 before a checkpoint becomes valid, and before one is named
+    the best. Each of `uploaders` gets its folder afterwards, before older ones are pruned.
     `check_folder` raises `BusyError` on rank 0 if the run's folder has gone: nothing is written or
     removed there then.
     """
@@ -97,7 +97,7 @@ class CheckpointWriter:
     def save(self, state: TrainState, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
         """Save the completed `state.step`; a collective. Returns when training may go on.
 
-        A save that fails is logged, and leaves the checkpoints before it untouched. Raises
+        A save that fails is logged. It damages no checkpoint; on a full disk old ones make room. Raises
         `BusyError` if the run's folder has gone.
         """
         self.wait()

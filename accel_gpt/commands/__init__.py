@@ -1,1 +1,1 @@
-"""The commands of `accel-gpt`, one file each."""
+"""The commands of `accel-gpt`, a file each, and what several of them share."""

@@ -347,8 +347,8 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
     async_save: bool = option(
         False,
         "Write weights and optimizer in the background too, from a copy in memory (pinned on "
-        "CUDA). Without it, training waits until they are written; hashing and publishing never "
-        "stop it.",
+        "CUDA). Without it, training waits until they are written. Hashing and publishing are "
+        "always in the background; only the next save waits for them.",
     )
     keep_best: bool = option(
         True,

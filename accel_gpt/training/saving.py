@@ -97,8 +97,8 @@ class CheckpointWriter:
     def save(self, state: TrainState, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
         """Save the completed `state.step`; a collective. Returns when training may go on.
 
-        A save that fails is logged. It damages no checkpoint; on a full disk old ones make room. Raises
-        `BusyError` if the run's folder has gone.
+        A save that fails is logged. It damages no checkpoint; on a full disk old ones make room.
+        Raises `BusyError` if the run's folder has gone.
         """
         self.wait()
         if self.lost:
@@ -465,9 +465,10 @@ def name_best_and_prune(
 ) -> None:
     """Write the best step into `best`, and remove old checkpoints up to `step`.
 
-    Keeps the `keep_last` newest, the best, and the last before a row of skipped updates. Ignores a
-    checkpoint whose step is not the one in its name. If the save of the best step failed, keeps the
-    best one before it. What the disk refuses is tried again after the next save.
+    Keeps the `keep_last` newest, with `keep_best` the best, and the last before a row of skipped
+    updates. Ignores a checkpoint whose step is not the one in its name. If the save of the best
+    step failed, keeps the best one before it. What the disk refuses is tried again after the next
+    save.
     """
     states = {saved: state for saved, state in read_states(out_dir).items() if saved <= step}
     stable = [saved for saved, state in states.items() if not state.skipped_in_row]

@@ -303,9 +303,9 @@ def stopped(run):
     if run.state.step == 5 and os.environ["RANK"] == "0":
         os.kill(os.getpid(), signal.SIGUSR1)
     return update(run)
-def slow_save(*args):  # a later signal is a second one
+def slow_save(*args, **options):  # a later signal is a second one
     time.sleep(3)
-    return save(*args)
+    return save(*args, **options)
 train.update, train.save = stopped, slow_save
 sys.exit(run_main(train.main, sys.argv[1:]))
 """

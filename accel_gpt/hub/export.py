@@ -10,6 +10,7 @@ compares.
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -323,29 +324,46 @@ def compute_reference(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def prove_equal(reference: dict[str, Tensor], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    """Open `folder` with transformers in a new process and compare it with `reference`.
+    """Open `folder` with transformers and compare it with `reference`: see `compare_in_child`."""
+    text = tokenizer.decode(reference["tokens"][0].tolist())
+    return compare_in_child(
+        exported=folder,
+        name=str(folder),
+        reference={**reference, "ids": torch.tensor(tokenizer.encode(text))},
+        metadata={"text": text},
+        module="accel_gpt.hub.verify",
+        program="transformers",
+        environment={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+    )
 
-    Returns the report of that process. Raises `CheckpointError` with the first difference,
+
+def compare_in_child(
+    exported: Path,
+    name: str,
+    reference: dict[str, Tensor],
+    metadata: dict[str, str],
+    module: str,
+    program: str,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Open an exported model with another program, in a new process that runs `module`.
+
+    The process compares it with `reference` and `metadata`. `name` and `program` stand in errors.
+    Returns the report of the process. Raises `CheckpointError` with the first difference,
     `UserError` if the process failed.
     """
-    text = tokenizer.decode(reference["tokens"][0].tolist())
-    ids = torch.tensor(tokenizer.encode(text))
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+    with tempfile.TemporaryDirectory(dir=exported.parent) as temporary:
         file = Path(temporary) / "reference.safetensors"
-        save_file({**reference, "ids": ids}, file, metadata={"text": text})
+        save_file(reference, file, metadata=metadata)
         done = run_child(
-            [str(folder), str(file)],
-            module="accel_gpt.hub.verify",
-            environment={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
-            capture=True,
+            [str(exported), str(file)], module=module, environment=environment, capture=True
         )
     error = child_error(done.stderr, done.returncode)
     if done.returncode == DIFFERENT:
         raise CheckpointError(f"the exported model differs from ours, nothing was kept: {error}")
     require(
         done.returncode == 0,
-        f"transformers could not open {folder}, nothing was kept: exit code {done.returncode} "
-        f"({error})",
+        f"{program} could not open {name}, nothing was kept: exit code {done.returncode} ({error})",
     )
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report

@@ -14,35 +14,33 @@ import string
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer
 from accel_gpt.data.tokenizer_json import BYTE_CHARS, EOT, FORMER_PATTERN, PATTERN
-from accel_gpt.errors import CheckpointError, UserError, require
+from accel_gpt.errors import UserError, require
 from accel_gpt.hub.as_qwen3 import convert_to_qwen3
-from accel_gpt.hub.export import compared_tokens
+from accel_gpt.hub.export import compare_in_child, compared_tokens
 from accel_gpt.hub.hf_config import matching_preset
 from accel_gpt.hub.hf_weights import export_tensor, weight_table
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.pretrained import find_pretrained
-from accel_gpt.hub.verify_gguf import DIFFERENT
-from accel_gpt.launcher import child_error, run_child
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model.layers import rotary_frequencies
+from accel_gpt.model.layers import rotary_frequencies, yarn_attention_factor
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 LLAMA_CPP = "xllamacpp"  # the Python package that holds llama.cpp
+INSTALL = "pip install -c constraints.txt -e '.[gguf]'"
 NORMAL, CONTROL = 1, 3  # types of tokens in a GGUF file
 # llama.cpp refuses a byte-level tokenizer without merges, and starts from single characters, so
 # this pair never meets.
@@ -69,7 +67,7 @@ QUANTIZATION = MappingProxyType(
     }
 )
 COMPARED_TOKENS = 256  # of the first sequence
-COMPARED_POSITIONS = 16  # of which all log-probabilities are compared
+COMPARED_POSITIONS = 16  # at each, the log-probabilities of the whole vocabulary are compared
 COMPARED_TEXTS = 500
 GREEDY_TOKENS = 32
 CLEAR_LEAD = 0.01  # of the best logit over the second, above what rounding can change
@@ -123,14 +121,14 @@ def export_gguf(
     """
     require(
         importlib.util.find_spec("gguf") is not None,
-        "--gguf needs the package gguf: pip install -c constraints.txt -e '.[gguf]'",
+        f"--gguf needs the package gguf: {INSTALL}",
     )
     check_file(to, overwrite)
     pretrained = find_pretrained(name, checkpoint)
     model, tokenizer = load_pretrained(name, checkpoint)
     tokens, compared_on = compared_tokens(model, tokenizer, pretrained)
-    llama_cpp_architecture(model.config)  # raises before anything is written
-    llama_cpp_vocabulary(tokenizer)
+    architecture = llama_cpp_architecture(model.config)  # raises before anything is written
+    vocabulary = llama_cpp_vocabulary(tokenizer)
     trained = model
     if matching_preset(model.config) == "fast":
         model = convert_to_qwen3(model, tokens)
@@ -138,7 +136,14 @@ def export_gguf(
         to.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tmp_gguf_", dir=to.parent) as folder:
             written = Path(folder) / to.name
-            parameters = write_gguf(model, tokenizer, written, dtype)
+            parameters = write_gguf(
+                model=model,
+                architecture=architecture,
+                tokenizer=tokenizer,
+                vocabulary=vocabulary,
+                file=written,
+                dtype=dtype,
+            )
             compared = prove_equal_gguf(
                 model=trained,
                 tokenizer=tokenizer,
@@ -154,7 +159,7 @@ def export_gguf(
         raise UserError(f"{to} cannot be written: {error.strerror or error}") from None
     return ExportedGGUF(
         file=to,
-        architecture=llama_cpp_architecture(model.config),
+        architecture=architecture,
         parameters=parameters,
         dtype=dtype,
         compared=compared,
@@ -174,11 +179,17 @@ def check_file(to: Path, overwrite: bool) -> None:
 # --------------------------------------------------------------------------- the file
 
 
-def write_gguf(model: GPT, tokenizer: Tokenizer, file: Path, dtype: str) -> int:
+def write_gguf(
+    model: GPT,
+    architecture: str,
+    tokenizer: Tokenizer,
+    vocabulary: "Vocabulary",
+    file: Path,
+    dtype: str,
+) -> int:
     """Write a model and its tokenizer to `file`, a tensor at a time; return its parameters."""
     import gguf
 
-    architecture = llama_cpp_architecture(model.config)
     wanted, file_type = QUANTIZATION[dtype]
     kinds = gguf.GGMLQuantizationType
     writer = gguf.GGUFWriter(file, architecture)
@@ -187,7 +198,7 @@ def write_gguf(model: GPT, tokenizer: Tokenizer, file: Path, dtype: str) -> int:
     writer.add_file_type(gguf.LlamaFileType[file_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_shape(writer, model.config, model.vocab_size)
-    add_tokenizer(writer, tokenizer)
+    add_tokenizer(writer, tokenizer, vocabulary)
     parameters = 0
     for name, tensor in gguf_tensors(model, architecture):  # sizes first: they head the file
         parameters += tensor.numel()
@@ -269,7 +280,7 @@ def add_shape(writer: "GGUFWriter", config: ModelConfig, vocab_size: int) -> Non
         writer.add_rope_scaling_yarn_beta_fast(config.rope_beta_fast)
         writer.add_rope_scaling_yarn_beta_slow(config.rope_beta_slow)
         if config.rope_attention_factor is not None:  # llama.cpp multiplies its own factor by it
-            own = 0.1 * math.log(max(config.rope_factor, 1)) + 1
+            own = yarn_attention_factor(config)
             writer.add_rope_scaling_attn_factors(config.rope_attention_factor / own)
 
 
@@ -282,20 +293,21 @@ def gguf_tensors(model: GPT, architecture: str) -> Iterator[tuple[str, Tensor]]:
     import gguf
 
     config = model.config
+    weights = model.state_dict()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layer)
     for part in weight_table(model, matching_preset(config)):
         name = names.get_name(part.name, try_suffixes=(".weight", ".bias"))
         assert name is not None, part.name
-        tensor = export_tensor(model, part, torch.float32)
+        tensor = export_tensor(weights, part, config.head_size, torch.float32)
         if part.transposed:
             tensor = tensor.T
         if architecture == "llama" and (".q_proj." in part.name or ".k_proj." in part.name):
             tensor = interleave(tensor, config.head_size)
         yield name, tensor.contiguous()
     if config.rope_scaling == "llama3":  # llama.cpp divides its frequencies by this tensor
-        pairs = torch.arange(0, config.head_size, 2) / config.head_size
-        plain = 1.0 / config.rope_theta**pairs
-        yield "rope_freqs.weight", plain / rotary_frequencies(config, torch.device("cpu"))
+        cpu = torch.device("cpu")
+        plain = rotary_frequencies(replace(config, rope_scaling="none"), cpu)
+        yield "rope_freqs.weight", plain / rotary_frequencies(config, cpu)
 
 
 def interleave(rows: Tensor, head_size: int) -> Tensor:
@@ -318,9 +330,8 @@ class Vocabulary:
     merges: tuple[str, ...] = ()
 
 
-def add_tokenizer(writer: "GGUFWriter", tokenizer: Tokenizer) -> None:
+def add_tokenizer(writer: "GGUFWriter", tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     """Add the tokenizer to the metadata."""
-    vocabulary = llama_cpp_vocabulary(tokenizer)
     writer.add_tokenizer_model(vocabulary.model)
     if vocabulary.pre is not None:
         writer.add_tokenizer_pre(vocabulary.pre)
@@ -422,8 +433,8 @@ def prove_equal_gguf(
     file. Without llama.cpp, nothing is compared.
     """
     if importlib.util.find_spec(LLAMA_CPP) is None:
-        return "not compared: llama.cpp is not installed (pip install 'accel-gpt[gguf]')"
-    reference = gguf_reference(model, tokenizer, tokens, exact=dtype == "fp32")
+        return f"not compared: llama.cpp is not installed ({INSTALL})"
+    reference = gguf_reference(model, tokens, exact=dtype == "fp32")
     texts = texts_to_compare(tokenizer, tokenizer.decode(tokens[0].tolist()), COMPARED_TEXTS)
     settings = {
         "texts": texts,
@@ -433,21 +444,14 @@ def prove_equal_gguf(
         "dtype": dtype,
         "gelu": model.config.mlp == "gelu",
     }
-    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        tensors = Path(folder) / "reference.safetensors"
-        save_file(reference, tensors, metadata={"settings": json.dumps(settings)})
-        done = run_child(
-            [str(file), str(tensors)], module="accel_gpt.hub.verify_gguf", capture=True
-        )
-    error = child_error(done.stderr, done.returncode)
-    if done.returncode == DIFFERENT:
-        raise CheckpointError(f"the exported model differs from ours, nothing was kept: {error}")
-    require(
-        done.returncode == 0,
-        f"llama.cpp could not open {file.name}, nothing was kept: exit code {done.returncode} "
-        f"({error})",
+    report = compare_in_child(
+        exported=file,
+        name=file.name,
+        reference=reference,
+        metadata={"settings": json.dumps(settings)},
+        module="accel_gpt.hub.verify_gguf",
+        program="llama.cpp",
     )
-    report = json.loads(done.stdout.splitlines()[-1])
     return (
         f"opened by llama.cpp ({LLAMA_CPP} {report['version']}): its log-probabilities equal ours "
         f"to {report['difference']:.1e} on {compared_on}, the ids of {len(texts):,} texts are equal"
@@ -455,13 +459,12 @@ def prove_equal_gguf(
 
 
 @torch.no_grad()
-def gguf_reference(
-    model: GPT, tokenizer: Tokenizer, tokens: Tensor, exact: bool
-) -> dict[str, Tensor]:
+def gguf_reference(model: GPT, tokens: Tensor, exact: bool) -> dict[str, Tensor]:
     """Return the values that `verify_gguf.py` compares.
 
     They are `tokens` (T,), `lengths` (N,) of the beginnings after which the next token is
-    predicted, `log_probabilities` (N, V), and with `exact` the `greedy` tokens after the shortest.
+    predicted, and `log_probabilities` (N, V). With `exact` they are also the `greedy` tokens after
+    `greedy_prompt`, the first half of `tokens`.
     """
     longest = min(COMPARED_TOKENS, model.config.block_size - 1)  # one more is predicted
     prompt = tokens[0, :longest]
@@ -501,9 +504,7 @@ def plain_token(tokenizer: Tokenizer) -> int:
 
 def texts_to_compare(tokenizer: Tokenizer, text: str, n: int) -> list[str]:
     """Return `n` texts: pieces of `text`, and random mixtures of many kinds of characters."""
-    kinds = [kind for kind in CHARACTERS if kind]
-    if isinstance(tokenizer, CharsTokenizer):
-        kinds = [tokenizer.chars]
+    kinds = (tokenizer.chars,) if isinstance(tokenizer, CharsTokenizer) else CHARACTERS
     draw = random.Random(0)
     texts = []
     for number in range(n):

@@ -210,21 +210,25 @@ def drop_tied_head(found: dict[str, Callable[[], Tensor]], embedding: str, name:
 @torch.no_grad()
 def export_tensors(model: GPT, preset: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the weights under the names of the class of `preset`, without the rows that pad."""
-    table = weight_table(model, preset)
-    return {part.name: export_tensor(model, part, dtype) for part in table}
+    weights = model.state_dict()
+    return {
+        part.name: export_tensor(weights, part, model.config.head_size, dtype)
+        for part in weight_table(model, preset)
+    }
 
 
 @torch.no_grad()
-def export_tensor(model: GPT, part: HFTensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy of one weight as `part` describes it."""
-    weights = model.state_dict()
+def export_tensor(
+    weights: Mapping[str, Tensor], part: HFTensor, head_size: int, dtype: torch.dtype
+) -> Tensor:
+    """Return a copy of one of our `weights` as `part` describes it."""
     if part.ours in weights:
         tensor = weights[part.ours][part.rows].to(dtype)
     else:  # GPT2LMHeadModel cannot be without biases
         weight = weights[part.ours.removesuffix("bias") + "weight"]
         tensor = torch.zeros(len(weight), dtype=dtype)
     if part.mirrored:
-        tensor = mirror(tensor, model.config.head_size)
+        tensor = mirror(tensor, head_size)
     if part.transposed:
         tensor = tensor.T
     # a copy, also of a slice, because the file stores each tensor on its own

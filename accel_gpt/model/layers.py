@@ -45,14 +45,22 @@ def rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
     sin = angles.sin()
     if config.rope_scaling == "yarn":
         factor = config.rope_attention_factor
-        if factor is None:  # Peng et al. 2023, section 3.4
-            factor = 0.1 * math.log(max(config.rope_factor, 1)) + 1
+        if factor is None:
+            factor = yarn_attention_factor(config)
         cos = cos * factor
         sin = sin * factor
     # a pair (a, b) becomes (a cos - b sin, b cos + a sin)
     cosines = torch.cat((cos, cos), dim=-1)  # (T, D)
     signed_sines = torch.cat((-sin, sin), dim=-1)  # (T, D)
     return torch.stack((cosines, signed_sines)).unsqueeze(2)
+
+
+def yarn_attention_factor(config: ModelConfig) -> float:
+    """Compute the factor that yarn has without `rope_attention_factor`.
+
+    Peng et al. 2023, section 3.4.
+    """
+    return 0.1 * math.log(max(config.rope_factor, 1)) + 1
 
 
 def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:

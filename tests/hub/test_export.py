@@ -1,7 +1,5 @@
 """Exported folders: what transformers makes of them, in this process and in fresh ones."""
 
-import contextlib
-import io
 import json
 import subprocess
 import sys
@@ -16,7 +14,6 @@ from safetensors.torch import load_file
 from accel_gpt import cli
 from accel_gpt.errors import CheckpointError
 from accel_gpt.hub import export as exporting
-from accel_gpt.hub import verify
 from accel_gpt.hub.export import export
 from accel_gpt.hub.load import load_pretrained
 from tests.conftest import launch, run_here
@@ -25,19 +22,6 @@ Arguments = Callable[..., list[str]]
 Trained = Callable[..., Path]
 QUICK = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]
 QUICK += ["--schedule.warmup_steps", "0"]
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison without a fresh process, which takes seconds to start."""
-
-    def run(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = verify.main(argv)
-        return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
-
-    monkeypatch.setattr(exporting, "run_child", run)
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """GGUF files: what llama.cpp makes of models and tokenizers of every kind."""
 
-import contextlib
-import io
-import subprocess
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,6 @@ pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
 
 from accel_gpt.hub import gguf as exporting
-from accel_gpt.hub import verify_gguf
 
 Trained = Callable[..., Path]
 QUICK = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]
@@ -94,9 +91,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
     trained = make_tokenizer("bpe", 600, lambda: iter([TEXT * 3]))
     if kind == "bpe":
         return trained
-    vocabulary = tokenizer_json.tokens_by_id(
-        tokenizer_json.json.loads(trained.file_text)["model"]["vocab"]
-    )
+    vocabulary = tokenizer_json.tokens_by_id(json.loads(trained.file_text)["model"]["vocab"])
     if kind == "former_bpe":
         content = tokenizer_json.bpe_content(vocabulary, tokenizer_json.FORMER_PATTERN)
         text = to_json(content)
@@ -116,19 +111,6 @@ def tokenizer_of(kind: str) -> Tokenizer:
     return HFTokenizer(to_json(content), Path("tokenizer.json"), {})
 
 
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison without a fresh process, which takes seconds to start."""
-
-    def run(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = verify_gguf.main(argv)
-        return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
-
-    monkeypatch.setattr(exporting, "run_child", run)
-
-
 def prove(model: GPT, tokenizer: Tokenizer, folder: Path, dtype: str = "fp32") -> str:
     """Write and compare a file; return the result in words."""
     file = folder / "model.gguf"
@@ -136,7 +118,14 @@ def prove(model: GPT, tokenizer: Tokenizer, folder: Path, dtype: str = "fp32") -
     written = model
     if model.config.mlp == "relu2":
         written = convert_to_qwen3(model, tokens)
-    exporting.write_gguf(written, tokenizer, file, dtype)
+    exporting.write_gguf(
+        model=written,
+        architecture=exporting.llama_cpp_architecture(written.config),
+        tokenizer=tokenizer,
+        vocabulary=exporting.llama_cpp_vocabulary(tokenizer),
+        file=file,
+        dtype=dtype,
+    )
     return exporting.prove_equal_gguf(
         model=model,
         tokenizer=tokenizer,

@@ -428,8 +428,8 @@ def test_every_command_parses(page: str, tmp_path: Path, monkeypatch: pytest.Mon
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("data: {train: data/own}\ntrain: {max_steps: 8}\n")
     Path("input.txt").touch()
-    monkeypatch.setattr(options, "inherited_keys", dict)
-    monkeypatch.setattr(options, "published_keys", dict)
+    monkeypatch.setattr(options, "inherit", dict)
+    monkeypatch.setattr(options, "inherit_published", dict)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     marked_or_parsed(page)
 
@@ -438,7 +438,7 @@ def test_every_command_parses(page: str, tmp_path: Path, monkeypatch: pytest.Mon
 def test_every_command_in_a_config_parses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command is an indented line of a comment; an estimate stands behind three spaces."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(options, "inherited_keys", dict)
+    monkeypatch.setattr(options, "inherit", dict)
     text = path.read_text(encoding="utf-8").replace("\\\n#", " ")
     found = re.findall(r"^# {3,}((?:accel-gpt|accelerate|ACC\w+=true) .*)$", text, flags=re.M)
     assert found

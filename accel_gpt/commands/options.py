@@ -33,24 +33,7 @@ from accel_gpt.config.shipped import resolve_config, shipped_configs
 from accel_gpt.cost.cluster import NODE_LATENCY_SECONDS
 from accel_gpt.data.remote import is_url
 from accel_gpt.errors import UserError, require
-
-
-def inherited_keys(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the keys that `model.init_from` brings to a config; see `hub/pretrained.py`.
-
-    Imported only when a config names a model: with numpy it takes 95 ms, as long as all the rest of
-    `--help`.
-    """
-    from accel_gpt.hub import pretrained
-
-    return pretrained.inherit(given)
-
-
-def published_keys(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what `inherited_keys` does, without a network for the sizes of GPT-2."""
-    from accel_gpt.hub import pretrained
-
-    return pretrained.inherit_published(given)
+from accel_gpt.hub.pretrained import inherit, inherit_published
 
 
 class Command(Section, prefix="--"):
@@ -99,7 +82,7 @@ class ConfigCommand(KeysCommand):
         """Parse the options and load the config."""
         options = super().parse(argv)
         words = [options.config, *options.keys]
-        return replace(options, loaded=load_config(words, f"accel-gpt {cls.name}", inherited_keys))
+        return replace(options, loaded=load_config(words, f"accel-gpt {cls.name}", inherit))
 
 
 @dataclass(frozen=True)
@@ -117,9 +100,9 @@ class TrainCommand(Command):
         """Load the config; `--smoke` and `--dump_config` ask for another command."""
         words = [word for word in argv if word not in ("--smoke", "--dump_config")]
         if "--dump_config" in argv:
-            return DumpConfigCommand(loaded=named_config(words, inherited_keys))
+            return DumpConfigCommand(loaded=named_config(words, inherit))
         kind = SmokeCommand if "--smoke" in argv else TrainCommand
-        loaded = load_config(words, "accel-gpt train", inherited_keys)
+        loaded = load_config(words, "accel-gpt train", inherit)
         return kind(config=words[0], loaded=loaded)
 
 
@@ -579,7 +562,7 @@ class PlanCommand(Command, exclusive=(("mfu", "tokens_per_second"), ("config", "
             )
             return options
         words = [options.config or "", *keys]
-        return replace(options, loaded=load_config(words, "accel-gpt plan", published_keys))
+        return replace(options, loaded=load_config(words, "accel-gpt plan", inherit_published))
 
 
 @dataclass(frozen=True)

@@ -370,7 +370,7 @@ def check_ids(file: TokenFile, blocks: list[bytes], dtype: np.dtype[Any], vocab_
 def foreign_tokenizer(
     folder: DataFolder, files: Sequence[TokenFile], spec: str | None
 ) -> Tokenizer:
-    """Return the folder's tokenizer, else that of data.tokenizer, else the one the files name."""
+    """Return the tokenizer: from the folder, else data.tokenizer, else what the files name."""
     given = named_tokenizer(spec) if spec else None
     beside: Tokenizer | None = None
     if META in folder.files:

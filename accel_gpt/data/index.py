@@ -115,7 +115,7 @@ def check_version(where: Path, content: Mapping[str, Any]) -> None:
 
 
 def is_shard_name(name: str) -> bool:
-    """Whether a name is that of a plain file, which leads to no other folder."""
+    """Return whether a name is a plain file name, not a path to another folder."""
     return SHARD_NAME.fullmatch(name) is not None
 
 

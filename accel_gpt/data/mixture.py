@@ -205,7 +205,7 @@ class Mixture:
         return shards, size / 1e9
 
     def prefetch(self, located: Located, k: int) -> None:
-        """Download remote shards in the background: those of `located`, then those after `k`."""
+        """Download remote shards in the background: first for `located`, then from `k` on."""
         for number, source in enumerate(self.sources):
             if source.split.remote is not None:
                 here = located.source == number

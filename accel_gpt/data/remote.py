@@ -307,9 +307,9 @@ class RemoteFolder:
     # ----------------------------------------------------------------------- prefetching
 
     def prefetch(self, now: Sequence[str], then: Sequence[str] = ()) -> None:
-        """Download shards in the background: those needed now, then next ones that find room.
+        """Download shards in the background: all of `now`, and of `then` while there is room.
 
-        Other shards may be removed. Raises `UserError` if the cache cannot hold those of `now`.
+        Other shards may be removed. Raises `UserError` if the cache cannot hold all of `now`.
         """
         wanted = list(dict.fromkeys(now))
         needed = sum(self.infos[name].size for name in wanted)

@@ -63,7 +63,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def find_checkpoint(path: Path, which: str = "last") -> Path:
-    """Return the folder of a checkpoint: `path` itself, or that of a run.
+    """Return the folder of a checkpoint: `path` itself, or a checkpoint of the run at `path`.
 
     `which`: last, best or a step. Raises `UserError` naming the steps that there are.
     """
@@ -299,6 +299,11 @@ def read_states(out_dir: Path) -> dict[int, TrainState]:
             if state.step == step:
                 found[step] = state
     return found
+
+
+def last_outside_skips(states: Mapping[int, TrainState]) -> int | None:
+    """Return the last step that is not in a row of skipped updates; None if all are in one."""
+    return max((step for step, state in states.items() if not state.skipped_in_row), default=None)
 
 
 def read_shape(path: Path) -> tuple[ModelConfig, int]:

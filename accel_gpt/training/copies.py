@@ -6,8 +6,8 @@
 
     python -m accel_gpt.training.copies CHECKPOINT URL KEEP_LAST [--unless_newer]
 
-A run without checkpoints of its own resumes from the newest intact copy. A copy without a manifest
-is incomplete and never used. On the Hub, each copy is one commit.
+A run that has no checkpoint resumes from the newest intact copy. A copy without a manifest is
+incomplete and never used. On the Hub, each copy is one commit.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def copy_checkpoint(checkpoint: Path, url: str, keep_last: int, unless_newer: bo
 
 
 def restore_newest_copy(config: Config, log: Callable[[str], None]) -> None:
-    """Download the newest intact copy for a run that has no checkpoint of its own.
+    """Download the newest intact copy for a run that has no checkpoint.
 
     Raises `UserError` if the store cannot be opened or read, or if checkpoints would be lost there,
     and `CheckpointError` if all copies are damaged.

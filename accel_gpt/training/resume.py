@@ -33,6 +33,7 @@ from accel_gpt.optim.groups import fraction_at, state_names
 from accel_gpt.training.anomalies import format_ranges, ranges
 from accel_gpt.training.checkpoint import (
     is_checkpoint,
+    last_outside_skips,
     read_evaluated,
     read_states,
     set_aside,
@@ -240,13 +241,13 @@ def choose_rollback(
         advice = "lower optim.lr, lengthen schedule.warmup_steps or use train.mixed_precision bf16"
         out_dir = Path(config.out_dir)
         states = read_states(out_dir)
-        stable = [step for step, saved in states.items() if not saved.skipped_in_row]
         resume = config.checkpoint.resume  # perhaps a path that the run began with
         if resume == "never":
             resume = "auto"
-        most = math.inf  # without checkpoints of its own: the one that the run began with
+        most: float = math.inf  # if the run has no checkpoint yet, `resume` may name its first
         if states:
-            most = max(stable, default=-1)
+            last = last_outside_skips(states)
+            most = -1 if last is None else last
         path = find_resume(out_dir, resume, log, most)
         if path is None:
             raise DivergedError(f"{what}, and there is no checkpoint to return to; {advice}")
@@ -372,8 +373,8 @@ def restore(
 ) -> TrainState:
     """Load weights, optimizer, scaler and random states of a verified checkpoint, on every rank.
 
-    Random states are checked if the number of ranks is the same. On another number, a rank of an
-    unsharded run takes those of its number, if there are any: no step depends on them.
+    On the same number of ranks, random states are checked. On another number, an unsharded run
+    restores the states of the ranks that have a file. No step depends on random states.
 
     Returns its state with config, versions and world size of `now`. Raises `CheckpointError` naming
     what is missing or does not fit: `load_state` alone would skip some of it silently.

@@ -37,7 +37,13 @@ from accel_gpt.errors import AccelGPTError, BusyError, CheckpointError
 from accel_gpt.files import fault_point, free_bytes, sha256, sync, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import host_group
-from accel_gpt.training.checkpoint import read_states, set_aside, verify, write_json
+from accel_gpt.training.checkpoint import (
+    last_outside_skips,
+    read_states,
+    set_aside,
+    verify,
+    write_json,
+)
 from accel_gpt.training.ranks import all_gather, all_ranks, lost_peer
 from accel_gpt.training.run_folder import RunFolder, step_name
 from accel_gpt.training.state import FORMAT, TrainState
@@ -471,8 +477,7 @@ def name_best_and_prune(
     save.
     """
     states = {saved: state for saved, state in read_states(out_dir).items() if saved <= step}
-    stable = [saved for saved, state in states.items() if not state.skipped_in_row]
-    keep = {*list(states)[-config.keep_last :], *stable[-1:]}
+    keep = {*list(states)[-config.keep_last :], last_outside_skips(states)}
     if config.keep_best:
         if best_step in states:
             with contextlib.suppress(OSError):
@@ -496,8 +501,7 @@ def make_room(out_dir: Path, best_step: int | None, needed: int, quota: bool) ->
     newest = next((step for step in reversed(states) if is_intact(paths[step])), None)
     if newest is None:
         return []
-    stable = [step for step, state in states.items() if not state.skipped_in_row]
-    kept = {newest, best_step, *stable[-1:]}
+    kept = {newest, best_step, last_outside_skips(states)}
     with contextlib.suppress(ValueError):
         kept.add(int(RunFolder(out_dir).best))
     old = [step for step in states if step < newest and step not in kept]

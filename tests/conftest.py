@@ -3,14 +3,18 @@
 Nothing here imports torch before a test does: the process that hands out tests needs none.
 """
 
+import contextlib
 import functools
 import getpass
+import importlib
+import io
 import itertools
 import json
 import os
 import random
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -312,3 +316,16 @@ def clean_accelerate() -> Iterator[None]:
 def same(a: Sequence[float], b: Sequence[float]) -> bool:
     """Equal bit for bit."""
     return [x.hex() for x in a] == [x.hex() for x in b]
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison of an export without a fresh process, which takes seconds to start."""
+
+    def run(argv: list[str], module: str, **_: Any) -> subprocess.CompletedProcess[str]:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = importlib.import_module(module).main(argv)
+        return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
+
+    monkeypatch.setattr("accel_gpt.hub.export.run_child", run)

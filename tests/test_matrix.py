@@ -27,7 +27,6 @@ from accel_gpt.model.loss import IGNORE
 from accel_gpt.training import accelerator as environment
 from accel_gpt.training.support import FP8_CAPABILITY
 from tests.conftest import THOROUGH, launch
-from tests.hub.test_export import in_this_process  # noqa: F401 - a fixture
 from tests.test_launch import TRAIN
 from tests.test_train import assert_same_weights, records, weights
 from tests.training.test_accelerate_configs import FOLDER, environment_of

@@ -22,7 +22,9 @@ def dispatch(argv: Sequence[str]) -> int:
         return 0
     from accel_gpt.commands.options import COMMANDS
 
-    if not argv or argv[0] in ("-h", "--help"):
+    if argv[:1] == ["help"] and len(argv) > 1:  # accel-gpt help COMMAND
+        argv = [argv[1], "--help"]
+    if not argv or argv[0] in ("help", "-h", "--help"):
         write_out(overview(COMMANDS))
         return 0
     name, *words = argv

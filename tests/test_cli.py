@@ -156,3 +156,13 @@ def test_the_launcher_prints_the_sentence_last(
     *_, line, border = str(ChildFailedError("train.py", {0: other, 1: own})).splitlines()
     assert line.endswith(capsys.readouterr().err.strip())
     assert set(border) == {"="}
+
+
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for words in (["help"], ["--help"], ["help", "plan"], ["plan", "--help"]):
+        with pytest.raises(SystemExit) as stopped:
+            sys.exit(dispatch(words))
+        assert not stopped.value.code
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] != shown[2] == shown[3]

@@ -145,7 +145,8 @@ class DataConfig(Section, prefix="data.", published=True):
 
     train: str | tuple[Weighted, ...] = option(
         "",
-        "Folder of token shards, or its URL. A mixture: a list of {path, weight}.",
+        "Folder of token shards, or its URL. A mixture: a list of {path, weight}. Required unless "
+        "data.text is set.",
         essential=True,
         resume="free",
         validation=True,

@@ -59,11 +59,11 @@ class TrainConfig(
     )
     mixed_precision: Literal["auto", "no", "bf16", "fp16", "fp8"] | None = option(
         None,
-        "null: the value in the config file of `accelerate launch`, or no without one. no: "
-        "float32. auto: the precision of an earlier launch of the run, else bf16, fp16 or fp8 if "
-        "`accelerate launch` asks for it, else bf16 if the device is faster in it, else no. fp8: "
-        "matrix products in torchao's float8, the rest in bf16; needs compute capability 8.9 and "
-        "torchao.",
+        "null: the value in the config file of `accelerate launch`, or no without one. no, or "
+        "fp32: float32. auto: the precision of an earlier launch of the run, else bf16, fp16 or "
+        "fp8 if `accelerate launch` asks for it, else bf16 if the device is faster in it, else no. "
+        "fp8: matrix products in torchao's float8, the rest in bf16; needs compute capability 8.9 "
+        "and torchao.",
         essential=True,
         resume="free",
         exact=True,
@@ -192,6 +192,7 @@ class ScheduleConfig(
         0,
         "Number of steps in which the learning rate rises linearly to its peak, from peak / steps.",
         at_least=0,
+        essential=True,
     )
     warmup_tokens: int | None = option(
         None,
@@ -220,6 +221,7 @@ class ScheduleConfig(
         "Learning rate after the last step of the decay. That step itself has a little more, as "
         "the first step of the decay has the peak.",
         at_least=0,
+        essential=True,
     )
 
 
@@ -332,6 +334,7 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
         1000,
         "Number of steps between checkpoints. 0: only by every_tokens and at the end.",
         at_least=0,
+        essential=True,
     )
     every_tokens: int | None = option(
         None,
@@ -385,6 +388,7 @@ class LogConfig(Section, prefix="log.", resume="free", per_machine=True):
     trackers: tuple[str, ...] = option(
         ("tensorboard",),
         "Trackers of Accelerate, separated by commas: tensorboard, wandb, trackio, ...",
+        essential=True,
     )
     level: Literal["info", "warning"] = option(
         "info",
@@ -456,11 +460,15 @@ class HubConfig(Section, prefix="hub.", resume="free"):
 
 @dataclass(frozen=True)
 class Config(Section):
-    """Train a GPT as CONFIG says: a YAML file, or the name of a shipped config, as quickstart.
+    """Train a GPT as CONFIG says: a YAML file, or the name of a shipped config such as quickstart.
 
-    Any key can be set over it as --section.key value. --help-all lists all keys;
-    --dump_config writes them all as a YAML file. --smoke tries the config: four steps, with
-    evaluation, samples, checkpoints and resuming, in a temporary folder. Examples:
+    Each --section.key overrides a key of CONFIG. Besides keys, there are:
+      --help-all     List all keys.
+      --dump_config  Write all keys with their descriptions as a YAML file; do not train.
+      --smoke        Try CONFIG in a temporary folder: train four steps, evaluate, sample, save
+                     and resume.
+
+    Examples:
       accel-gpt train quickstart
       accel-gpt train configs/gpt2_124m.yaml --out_dir runs/small --train.max_steps 1000
       accelerate launch accel_gpt/train.py gpt2_124m --train.micro_batch_size auto
@@ -476,6 +484,7 @@ class Config(Section):
     seed: int = option(
         1337,
         "Seed of the initial weights, the data order and dropout.",
+        essential=True,
         resume="refuse",
         published=True,
     )

@@ -40,36 +40,40 @@ def format_help(cls: type, prog: str, essential: bool = False) -> str:
         ),
         add_help=False,
     )
-    add_options(parser.add_argument_group("options"), parser, cls, "", essential)
+    sections: list[tuple[str, Any]] = [("", cls)]  # of sections within sections, the outer first
+    for prefix, section in sections:
+        title = "options"
+        if prefix:
+            title = f"{prefix}: {(section.__doc__ or '').partition('.')[0]}"
+        add_options(parser, title, section, f"{prefix}.".lstrip("."), essential)
+        for name, hint in field_types(section).items():
+            if dataclasses.is_dataclass(hint):
+                sections.append((f"{prefix}.{name}".lstrip("."), hint))
     return parser.format_help()
 
 
 def add_options(
-    group: Any, parser: argparse.ArgumentParser, cls: type, prefix: str, essential: bool
+    parser: argparse.ArgumentParser, title: str, cls: type, prefix: str, essential: bool
 ) -> None:
-    """Add the fields of `cls` to `group`, and its sections to groups of their own.
+    """Add the options of one section to a group of `parser`, and positional ones to `parser`.
 
-    `essential`: leave out the options that are not.
+    `essential`: add the essential options only.
     """
+    group = parser.add_argument_group(title)
     hints = field_types(cls)
     for field in dataclasses.fields(cls):
-        if field.name not in hints:
+        if field.name not in hints or dataclasses.is_dataclass(hints[field.name]):
             continue
         key = f"{prefix}{field.name}".removesuffix("_")
-        hint = hints[field.name]
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            title = f"{key}: {(hint.__doc__ or '').partition('.')[0]}"
-            section = parser.add_argument_group(title)
-            add_options(section, parser, hint, f"{key}.", essential)
-            continue
         described = own_options(cls)[field.name]
-        text = described.description.replace("%", "%%")
+        text = described.description
         if described.positional:
-            parser.add_argument(key, metavar=key.upper(), help=text)
+            parser.add_argument(key, metavar=key.upper(), help=text.replace("%", "%%"))
         elif described.essential or not essential:
-            default = typed(field.default).replace("%", "%%")
+            if field.default != "":
+                text += f" (default: {typed(field.default)})"
             group.add_argument(
-                f"--{key}", metavar=value_name(hint), help=f"{text} (default: {default})"
+                f"--{key}", metavar=value_name(hints[field.name]), help=text.replace("%", "%%")
             )
 
 

@@ -62,6 +62,7 @@ class OptimConfig(Section, prefix="optim.", published=True):
         "Decoupled weight decay of matrices, multiplied by the learning rate. Vectors do not "
         "decay.",
         at_least=0,
+        essential=True,
     )
     grad_clip: float = option(
         1.0,

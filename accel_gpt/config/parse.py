@@ -424,9 +424,12 @@ def to_type(key: str, value: Any, hint: Any) -> Any:
     if isinstance(value, str):
         check_string(key, value)
     if get_origin(hint) is Literal:
+        choices = {choice: choice for choice in get_args(hint)}
         if value is False:  # YAML 1.1 reads an unquoted no as false
             value = "no"
-        return {choice: choice for choice in get_args(hint)}[value]
+        if value == "fp32" and value not in choices:  # Accelerate calls it no
+            value = "no"
+        return choices[value]
     if is_section(hint):
         if not isinstance(value, Mapping):
             raise TypeError

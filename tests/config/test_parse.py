@@ -175,13 +175,15 @@ def test_an_option_replaces_what_excludes_it_in_the_file(tmp_path: Path) -> None
         load(str(path), "--train.max_steps", "2", "--train.max_tokens", "9")
 
 
-def test_help_shows_twenty_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_the_essential_keys(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load_config(["--help"], "train.py")
     essential = {key for key, one in all_options(Config).items() if one.essential}
     shown = re.findall(r"^  --(\S+)", capsys.readouterr().out, re.MULTILINE)
-    assert len(shown) == 20
-    assert set(shown) == essential
+    assert shown[:3] == ["help-all", "dump_config", "smoke"]
+    assert len(shown) == 29
+    assert set(shown[3:]) == essential
+    assert shown.index("model.n_layer") < shown.index("data.prepare.source")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -313,3 +315,8 @@ def test_what_the_machine_refuses_is_one_sentence(
 
     assert run_main(fail, []) == 2
     assert capsys.readouterr().err.startswith(f"error: {sentence}")
+
+
+def test_fp32_is_another_word_for_no(config_file: str) -> None:
+    assert load(config_file, "--train.mixed_precision", "fp32").train.mixed_precision == "no"
+    assert load(config_file, "--hub.dtype", "fp32").hub.dtype == "fp32"

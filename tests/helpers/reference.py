@@ -97,8 +97,8 @@ def keys_page() -> Iterator[str]:
     yield "|---|---|"
     yield "| free | the new value holds |"
     yield "| start | the key has no effect any more: it acts before the first step only |"
-    yield "| ask | refused, unless `checkpoint.allow_change` names the key |"
-    yield "| refuse | refused: it would be another run |"
+    yield "| ask | rejected, unless `checkpoint.allow_change` names the key |"
+    yield "| refuse | rejected: it would be another run |"
     yield ""
     yield from keys_of(Config, "", "The run")
     for name in SECTIONS:

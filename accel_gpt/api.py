@@ -29,7 +29,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import PeerError, UserError, require
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.pretrained import inherit
-from accel_gpt.launcher import PREEMPTED, SIGNALS, is_main, launch_child
+from accel_gpt.launcher import PREEMPTED, SIGNALS, is_main, join_slurm_step, launch_child
 from accel_gpt.model.gpt import GPT
 from accel_gpt.report.plots import loss_curves
 from accel_gpt.report.runs import open_runs
@@ -102,6 +102,7 @@ def run(config: str | Path, options: Mapping[str, object] | None = None, process
         isinstance(processes, int) and processes > 0,
         f"processes is {processes!r}; expected a whole number above 0",
     )
+    join_slurm_step()
     words = [str(config), *to_words(flatten_sections(options or {}))]
     parsed = load_config(words, "accel_gpt.run", inherit)
     trained = Run(Path(parsed.out_dir))

@@ -10,6 +10,7 @@ from accel_gpt import __version__
 from accel_gpt.config.removed import REMOVED_COMMANDS
 from accel_gpt.console import run_main, write_out
 from accel_gpt.errors import UserError
+from accel_gpt.launcher import join_slurm_step
 
 if TYPE_CHECKING:
     from accel_gpt.commands.options import Command
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 def dispatch(argv: Sequence[str]) -> int:
     """Run the command that `argv` names; returns its exit code."""
+    join_slurm_step()
     if argv and argv[0] in ("-V", "--version"):
         write_out(f"accel-gpt {__version__}\n")
         return 0

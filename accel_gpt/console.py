@@ -282,11 +282,11 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
 
     A user's mistake, a full disk, or a path that cannot be opened becomes one sentence on stderr.
     """
-    rank = os.environ.get("RANK", "0")
     open_closed_streams()
     try:
         return main(argv)
     except AccelGPTError as error:
+        rank = os.environ.get("RANK", "0")
         process = "" if rank == "0" else f"[process {rank}] "
         write_err(f"{process}error: {error}")
         note_failure(f"error: {error}")

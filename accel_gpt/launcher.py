@@ -1,6 +1,7 @@
 """Read the variables that launchers set, and start this package as a child process.
 
 `accelerate launch`, `torchrun` and `srun` put variables into the environment of each process.
+`join_slurm_step` sets those of torchrun for `srun`; everything else reads these.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import IO, Literal
 
-from accel_gpt.errors import require
+from accel_gpt.errors import UserError, require
 
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # stop a run
@@ -34,8 +35,13 @@ PREFIXES = (  # of the variables that launchers set
     "FSDP_",
     "PARALLELISM_CONFIG_",
     "PET_",
+    "SLURM_STEP",  # without them a process is no task of srun
 )
 LOW_PRIORITY = 10  # niceness; assumption
+FIRST_PORT = 20000  # below the ports that Linux gives to clients, from 32,768 on
+PORTS = 10000
+# slurm.h: a batch script, the shell of salloc and others have numbers close to 2**32
+FIRST_SPECIAL_STEP = 2**32 - 16
 # torchrun ends with exit code 1; this ends with the code of the first process that failed
 TORCHRUN = """
 import sys
@@ -72,6 +78,8 @@ def shared_cores() -> int:
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
+    if is_slurm_task() and not started_by_launcher() and "SLURM_CPUS_PER_TASK" in os.environ:
+        return min(cores, slurm_number("SLURM_CPUS_PER_TASK"))  # srun may bind each to its own
     return max(1, cores // local_world_size())
 
 
@@ -119,8 +127,8 @@ def world_size() -> int:
     missing = [name for name in names if name not in os.environ]
     require(
         not missing or (size == 1 and "LOCAL_RANK" not in os.environ),  # else torch looks for them
-        f"WORLD_SIZE is {size} but {', '.join(missing)} are not set; start with accelerate launch "
-        "or with torchrun",
+        f"WORLD_SIZE is {size} but {', '.join(missing)} are not set; start with accelerate launch, "
+        "torchrun or srun",
     )
     return size
 
@@ -155,6 +163,88 @@ def environment_without_launcher() -> dict[str, str]:
         for key, value in os.environ.items()
         if key == "ACCELERATE_USE_CPU" or not key.startswith(PREFIXES)
     }
+
+
+# --------------------------------------------------------------------------- Slurm
+
+
+def join_slurm_step() -> None:
+    """Set the variables of torchrun from those of Slurm, if `srun` started this process.
+
+    Called before anything reads them. Changes nothing if a launcher or the user has set RANK.
+    Raises `UserError` if `srun` started `accelerate launch` for each process, and for variables
+    that Slurm does not write.
+    """
+    if "RANK" in os.environ or not is_slurm_task():
+        return
+    require(
+        not started_by_launcher(),
+        "srun started accelerate launch once for each process; start srun accel-gpt train without "
+        "it, or one accelerate launch on each node with --num_processes, --num_machines and "
+        "--machine_rank",
+    )
+    tasks_of_nodes = tasks_per_node(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = slurm_number("SLURM_NODEID")
+    hosts = os.environ.get("SLURM_STEP_NODELIST", "")
+    if node >= len(tasks_of_nodes):
+        raise slurm_error("SLURM_STEP_TASKS_PER_NODE")
+    if not hosts:
+        raise slurm_error("SLURM_STEP_NODELIST")
+    # two steps of a job may share a node, where each needs a port
+    number = slurm_number("SLURM_JOB_ID") + slurm_number("SLURM_STEP_ID")
+    os.environ.update(
+        RANK=str(slurm_number("SLURM_PROCID")),
+        LOCAL_RANK=str(slurm_number("SLURM_LOCALID")),
+        WORLD_SIZE=str(slurm_number("SLURM_STEP_NUM_TASKS")),
+        LOCAL_WORLD_SIZE=str(tasks_of_nodes[node]),
+    )
+    os.environ.setdefault("MASTER_ADDR", first_host(hosts))
+    os.environ.setdefault("MASTER_PORT", str(FIRST_PORT + number % PORTS))
+
+
+def is_slurm_task() -> bool:
+    """Return whether `srun` started this process as one of several.
+
+    A batch script, the shell of `salloc` and that of `srun --pty` are none.
+    """
+    if "SLURM_STEP_ID" not in os.environ or "SLURM_PROCID" not in os.environ:
+        return False
+    in_terminal = "SLURM_PTY_PORT" in os.environ and os.isatty(0)
+    special = slurm_number("SLURM_STEP_ID") >= FIRST_SPECIAL_STEP
+    return slurm_number("SLURM_STEP_NUM_TASKS") > 1 and not special and not in_terminal
+
+
+def slurm_number(name: str) -> int:
+    """Return the number in a variable of Slurm; raises `UserError` without one."""
+    text = os.environ.get(name, "")
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise slurm_error(name)
+    return int(text)
+
+
+def slurm_error(name: str) -> UserError:
+    """Return the error for a variable of Slurm that cannot be read."""
+    return UserError(
+        f"{name} is {os.environ.get(name)!r}, which srun does not write; set RANK, LOCAL_RANK, "
+        "WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process yourself"
+    )
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Return the tasks of each node, which Slurm writes as `2(x3),1`; [] for other text."""
+    counts = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]{1,6})\))?", part)
+        if match is None:
+            return []
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def first_host(hosts: str) -> str:
+    """Return the first of the hosts that Slurm writes as `node[01-03,7],other`."""
+    with_first_numbers = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", hosts)
+    return with_first_numbers.partition(",")[0]
 
 
 # --------------------------------------------------------------------------- child processes

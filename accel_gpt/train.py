@@ -36,7 +36,7 @@ from accel_gpt.evals.standalone import evaluate_only, start_evaluation
 from accel_gpt.files import fault_point
 from accel_gpt.hub.load import download_checkpoint, load_pretrained, open_initial_weights
 from accel_gpt.hub.pretrained import check_initial_tokenizer, inherit
-from accel_gpt.launcher import PREEMPTED, is_main, world_size
+from accel_gpt.launcher import PREEMPTED, is_main, join_slurm_step, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
 from accel_gpt.prepare.ensure import ensure_data
@@ -102,6 +102,7 @@ class Training:
 
 def main(argv: Sequence[str]) -> int:
     """Train with the config and options in `argv`; returns the exit code."""
+    join_slurm_step()
     return launch(load_config(argv, "train.py", inherit), argv[0])
 
 

@@ -102,7 +102,7 @@ def join_ranks(config: Config) -> PartialState:
     require(
         state.num_processes == started,
         f"the launcher started {started} processes but Accelerate sees "
-        f"{state.num_processes}; start with accelerate launch or with torchrun",
+        f"{state.num_processes}; start with accelerate launch, torchrun or srun",
     )
     if state.num_processes > 1:
         require_same(rank_identity(config))

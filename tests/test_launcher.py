@@ -1,0 +1,161 @@
+"""Processes that `srun` starts: which of them form a group, and what Slurm's variables mean."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from accel_gpt.errors import UserError
+from accel_gpt.launcher import first_host, join_slurm_step, shared_cores, tasks_per_node, world_size
+from tests.faults.launches import free_port
+from tests.test_launch import PLAIN, TORCHRUN, TRAIN, finish
+from tests.test_train import assert_same_weights, records, weights
+
+Arguments = Callable[..., list[str]]
+JOB = {"SLURM_JOB_ID": "123456", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+TASK = {
+    **JOB,
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "7",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "node[01-02]",
+}
+TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def join(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, str]], dict[str, str]]:
+    """Join a step in an environment that has only `variables` of launchers."""
+
+    def joined(variables: Mapping[str, str]) -> dict[str, str]:
+        environment = {k: v for k, v in PLAIN.items() if not k.startswith("SLURM_")} | variables
+        monkeypatch.setattr("os.environ", environment)
+        join_slurm_step()
+        return {name: environment[name] for name in TORCH if name in environment}
+
+    return joined
+
+
+def test_a_task_of_srun_gets_the_variables_of_torchrun(
+    join: Callable[[Mapping[str, str]], dict[str, str]],
+) -> None:
+    expected = ("2", "0", "4", "2", "node01", "23463")
+    assert join(TASK) == dict(zip(TORCH, expected, strict=True))
+    assert world_size() == 4
+    chosen = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400", "WORLD_SIZE": "1"}
+    assert join(TASK | chosen) == dict(zip(TORCH, expected, strict=True)) | chosen | {
+        "WORLD_SIZE": "4"
+    }
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        JOB,
+        {**TASK, "SLURM_STEP_ID": "4294967291"},
+        {**TASK, "SLURM_STEP_NUM_TASKS": "1"},
+        {**TASK, "RANK": "0"},
+    ],
+    ids=["batch script", "batch step", "one task", "another launcher"],
+)
+def test_other_processes_of_a_job_are_left_alone(
+    variables: dict[str, str], join: Callable[[Mapping[str, str]], dict[str, str]]
+) -> None:
+    assert join(variables) == {k: v for k, v in variables.items() if k in TORCH}
+
+
+def test_a_shell_of_srun_is_no_task(
+    join: Callable[[Mapping[str, str]], dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.isatty", lambda _: True)
+    assert join({**TASK, "SLURM_PTY_PORT": "40000"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, "srun started accelerate launch once for each"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE is 'two'"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4"}, "SLURM_STEP_TASKS_PER_NODE is '4'"),
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is ''"),
+        ({"SLURM_LOCALID": "-1"}, "SLURM_LOCALID is '-1'"),
+    ],
+)
+def test_a_step_that_cannot_be_joined_is_an_error(
+    variables: dict[str, str],
+    message: str,
+    join: Callable[[Mapping[str, str]], dict[str, str]],
+) -> None:
+    with pytest.raises(UserError, match=message):
+        join(TASK | variables)
+
+
+def test_a_task_takes_the_cores_that_srun_gives_it(
+    join: Callable[[Mapping[str, str]], dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not divided again by the processes of the machine."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    join({**TASK, "SLURM_CPUS_PER_TASK": "8"})
+    assert shared_cores() == 8
+    join(TASK)
+    assert shared_cores() == 4
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node[01-03,7]", "node01"),
+        ("a[1-2],b", "a1"),
+        ("b,a[1-2]", "b"),
+        ("rack[1-2]n[05,7]-ib", "rack1n05-ib"),
+        ("alone.example.org", "alone.example.org"),
+    ],
+)
+def test_first_host(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("2(x3),1", [2, 2, 2, 1]), ("8", [8]), ("", []), ("2(y)", [])]
+)
+def test_tasks_per_node(text: str, counts: list[int]) -> None:
+    assert tasks_per_node(text) == counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["-m", "accel_gpt.cli", "train"], [TRAIN]])
+def test_two_tasks_of_srun_train_as_torchrun_does(
+    command: list[str], small_run: Arguments, tmp_path: Path
+) -> None:
+    alike = ["--train.micro_batch_size", "2"]
+    torchrun = [*TORCHRUN, "--nproc_per_node", "2", TRAIN]
+    finish([*torchrun, *small_run(*alike, "--out_dir", "torchrun")], tmp_path)
+    step = {
+        "SLURM_JOB_ID": "1",
+        "MASTER_PORT": str(free_port()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+    }
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, *command, *small_run(*alike, "--out_dir", "srun")],
+            env={**PLAIN, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    shown = [task.communicate(timeout=120)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], shown
+    assert "x 2 micro-steps x 2 processes" in shown[0]
+    assert records(tmp_path / "srun") == records(tmp_path / "torchrun")
+    assert_same_weights(weights(tmp_path / "srun"), weights(tmp_path / "torchrun"))

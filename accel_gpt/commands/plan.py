@@ -71,6 +71,7 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
     if config.train.micro_batch_size == "auto":
         config = with_size(config, largest_size(config, vocab_size, machine) or 1)
     plan = make_plan(config, machine.devices)
+    config = with_size(config, plan.micro_batch_size)
     return {
         "config": options.config,
         "machine": str(machine),

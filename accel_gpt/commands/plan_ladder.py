@@ -283,7 +283,7 @@ def longest_run(
             steps = max(1, int(steps * hours / time.hours))
     if time.hours > 1.01 * hours:
         return None
-    return config, plan, time.hours
+    return with_size(config, plan.micro_batch_size), plan, time.hours
 
 
 def given_keys(ladder: Ladder) -> dict[str, Any]:

@@ -26,8 +26,9 @@ from safetensors.torch import load_file
 
 from accel_gpt.commands.options import VerifyResumeCommand
 from accel_gpt.config.parse import to_yaml
-from accel_gpt.config.plan import make_plan, plural, shorten
+from accel_gpt.config.plan import make_plan, plural, shared_micro_batch, shorten
 from accel_gpt.console import exit_on_sigterm, table, write_err
+from accel_gpt.cost.memory import with_size
 from accel_gpt.errors import AccelGPTError
 from accel_gpt.files import write_file
 from accel_gpt.launcher import launch_child
@@ -60,6 +61,12 @@ def run(options: VerifyResumeCommand) -> int:
     exit_on_sigterm()
     config = shorten(options.loaded, options.steps)
     for world_size in options.processes:
+        # one size for all numbers of processes: the bits of a reproducible run depend on it
+        size = shared_micro_batch(config, world_size)
+        if size != config.train.micro_batch_sequences:
+            config = with_size(config, size)
+            sequences = plural(size, "sequence")
+            write_err(f"train.micro_batch_size lowered to {sequences}, for {world_size} processes")
         make_plan(config, world_size)
     one_size = len(set(options.processes)) == 1
     ensure_data(config)

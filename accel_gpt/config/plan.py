@@ -16,7 +16,7 @@ class Plan:
     """Batch and length of a run, all derived."""
 
     world_size: int
-    micro_batch_size: int  # sequences
+    micro_batch_size: int  # sequences; see `micro_batch`
     block_size: int  # tokens
     accumulation_steps: int  # micro-steps per step
     max_steps: int
@@ -90,7 +90,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     )
     return Plan(
         world_size=world_size,
-        micro_batch_size=train.micro_batch_sequences,
+        micro_batch_size=micro_batch(config, world_size),
         block_size=config.model.block_size,
         accumulation_steps=accumulation(config, world_size),
         max_steps=max_steps,
@@ -137,10 +137,32 @@ def in_steps(tokens: int | None, tokens_per_step: int) -> int:
     return math.ceil((tokens or 0) / tokens_per_step)
 
 
+def micro_batch(config: Config, world_size: int) -> int:
+    """Return the sequences of a micro-batch of one of `world_size` processes.
+
+    With train.reproducible it is the option: the bits of the run depend on it.
+    """
+    if config.train.reproducible:
+        return config.train.micro_batch_sequences
+    return shared_micro_batch(config, world_size)
+
+
+def shared_micro_batch(config: Config, world_size: int) -> int:
+    """Return the largest divisor of `train.micro_batch_size` that divides the step of a process.
+
+    It is the option itself if that divides, or if the option does not fit one process either.
+    """
+    asked = config.train.micro_batch_sequences
+    sequences, rest = divmod(config.train.tokens_per_step, config.model.block_size)
+    if rest or sequences % asked or sequences % world_size:
+        return asked
+    return math.gcd(asked, sequences // world_size)
+
+
 def accumulation(config: Config, world_size: int) -> int:
     """Return the micro-steps of a step; raises `UserError` with sizes that divide it."""
     total = config.train.tokens_per_step
-    micro = config.train.micro_batch_sequences
+    micro = micro_batch(config, world_size)
     block = config.model.block_size
     unit = micro * block * world_size
     if total % unit == 0:
@@ -151,8 +173,9 @@ def accumulation(config: Config, world_size: int) -> int:
     if fitting:
         nearest += f", or train.micro_batch_size one of {', '.join(map(str, fitting))}"
     raise UserError(
-        f"train.tokens_per_step is {total:,}, not a multiple of {micro} sequences x {block} tokens "
-        f"x {world_size} processes = {unit:,}; nearest: {nearest}"
+        f"train.tokens_per_step is {total:,}, not a multiple of {plural(micro, 'sequence')} x "
+        f"{plural(block, 'token')} x {plural(world_size, 'process', 'processes')} = {unit:,}; "
+        f"nearest: {nearest}"
     )
 
 

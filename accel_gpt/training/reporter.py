@@ -131,6 +131,12 @@ class Reporter:
         parameters = parameter_counts(self.config.model, corpus.vocab_size)["total"]
         megaflops = self.speed.flops_per_token / 1e6
         plan = self.plan.describe().splitlines()
+        asked = self.config.train.micro_batch_size
+        if asked != self.plan.micro_batch_size:
+            plan.append(
+                f"train.micro_batch_size is {asked}, lowered to {self.plan.micro_batch_size}: "
+                f"{self.plan.world_size} processes share the step"
+            )
         if self.config.model.depth:
             plan += describe_depth(to_flat(self.config))
         lines = [

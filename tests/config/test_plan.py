@@ -56,7 +56,7 @@ def test_micro_steps_of_all_processes_number_the_sequences_of_a_step(
 def test_indivisible_batch_names_the_nearest_that_fit() -> None:
     with pytest.raises(UserError) as error:
         make_plan(config(tokens_per_step=524_288, micro_batch_size=12), world_size=1)
-    assert "524,288, not a multiple of 12 sequences x 1024 tokens x 1 processes" in str(error.value)
+    assert "524,288, not a multiple of 12 sequences x 1,024 tokens x 1 process" in str(error.value)
     assert "516,096 or 528,384" in str(error.value)
     assert "micro_batch_size one of 8, 16, 4" in str(error.value)
 
@@ -98,3 +98,28 @@ def test_the_fall_may_be_a_share_of_the_run() -> None:
         ScheduleConfig(decay_share=0.5, decay_steps=3)
     with pytest.raises(UserError, match=r"decay_share is 1\.5; it must be above 0 and at most 1"):
         ScheduleConfig(decay_share=1.5)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "asked", "world", "taken"),
+    [(32, 32, 2, 16), (12, 12, 6, 2), (12, 12, 4, 3), (32, 32, 1, 32), (32, 8, 2, 8)],
+)
+def test_micro_batch_shrinks_until_the_processes_share_the_step(
+    sequences: int, asked: int, world: int, taken: int
+) -> None:
+    one = config(tokens_per_step=sequences * 1024, micro_batch_size=asked)
+    plan = make_plan(one, world_size=world)
+    assert plan.micro_batch_size == taken
+    assert plan.sequences_per_step == sequences
+
+
+def test_micro_batch_of_a_reproducible_run_stays() -> None:
+    exact = config(tokens_per_step=32 * 1024, micro_batch_size=32, reproducible=True)
+    with pytest.raises(UserError, match="x 2 processes = 65,536"):
+        make_plan(exact, world_size=2)
+
+
+def test_a_step_that_no_micro_batch_shares_is_an_error() -> None:
+    twelve = config(tokens_per_step=12 * 1024, micro_batch_size=12)
+    with pytest.raises(UserError, match="not a multiple of 12 sequences x 1,024 tokens x 8 proc"):
+        make_plan(twelve, world_size=8)

@@ -434,14 +434,23 @@ def test_every_command_parses(page: str, tmp_path: Path, monkeypatch: pytest.Mon
     marked_or_parsed(page)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.stem)
+MANUALS = [
+    path for path in sorted((ROOT / "configs").rglob("*")) if path.suffix in (".yaml", ".sbatch")
+]
+
+
+@pytest.mark.parametrize("path", MANUALS, ids=lambda path: path.stem)
 def test_every_command_in_a_config_parses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command is an indented line of a comment; an estimate stands behind three spaces."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(options, "inherit", dict)
     text = path.read_text(encoding="utf-8").replace("\\\n#", " ")
-    found = re.findall(r"^# {3,}((?:accel-gpt|accelerate|ACC\w+=true) .*)$", text, flags=re.M)
+    found = re.findall(
+        r"^# {3,}((?:accel-gpt|accelerate|pip|sbatch|ACC\w+=true) .*)$", text, flags=re.M
+    )
     assert found
+    inline = re.findall(r"^#.* accel-gpt \w+ .*(?:--\w|/).*$", text, flags=re.M)
+    assert [line for line in inline if line.lstrip("# ") not in found] == []
     for line in found:
         command = re.split(r" {3,}(?=\d)", line)[0].replace(" TEXT ", " README.md ")
         for words in Line(command, "").simple_commands():

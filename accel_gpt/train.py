@@ -54,6 +54,7 @@ from accel_gpt.training.setup import (
     do_not_check,
     new_state,
     open_run_folder,
+    pin_data,
     restore_from_copy,
     verify_data,
 )
@@ -120,7 +121,7 @@ def launch(config: Config, source: str) -> int:
         restore_from_copy(config)
         if config.checkpoint.resume.startswith("hf://"):
             config = download_checkpoint(config)
-        return train(config, plan, stop, check_folder)
+        return train(pin_data(config), plan, stop, check_folder)
 
 
 def evaluate_without_training(config: Config, plan: Plan) -> int:

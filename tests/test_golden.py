@@ -6,7 +6,6 @@ begins with `$`; add one and write the file again to get its exit code and its s
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import io
@@ -25,7 +24,7 @@ import yaml
 
 from accel_gpt import cli, train
 from accel_gpt.commands.options import COMMANDS
-from accel_gpt.config.parse import load_config
+from accel_gpt.config.parse import load_config, to_plain
 from tests.conftest import text_of
 from tests.helpers.hermetic import kept_settings
 
@@ -109,7 +108,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def resolved(*words: str) -> dict[str, Any]:
-    config = dataclasses.asdict(load_config(words, "accel-gpt train"))
+    config = to_plain(load_config(words, "accel-gpt train"))
     return flat(json.loads(json.dumps(config)))
 
 

@@ -44,7 +44,7 @@ from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import NoSplit, Split
-from accel_gpt.data.sources import open_data
+from accel_gpt.data.sources import open_data, open_folder
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import AccelGPTError, CheckpointError, DataError, require
 from accel_gpt.files import describe_path, sha256, strict_json
@@ -104,12 +104,13 @@ def inspect_data(
     if Path(path).is_file():
         expected += f"; accel-gpt prepare {shlex.quote(path)} makes a data folder of a text"
     require(is_url(path) or Path(path).is_dir(), f"{path} {describe_path(path)}; {expected}")
+    folder = open_folder(path, data)
     opened: list[tuple[Split, Tokenizer]] = []
     missing: list[str] = []
     problems: list[str] = []
     for name in ("train", "val", "test"):
         try:
-            opened.append(open_data(path, name, data))
+            opened.append(open_data(path, name, data, folder))
         except NoSplit as error:
             missing.append(str(error))
         except DataError as error:
@@ -127,9 +128,8 @@ def inspect_data(
                 if not wrong:
                     texts = first_texts(split, tokenizer, windows, block_size)
                     splits[split.name]["windows"] = texts
-    for split, _ in opened:
-        if split.remote:
-            split.remote.close()
+    if folder.remote:
+        folder.remote.close()
     first = opened[0][0]
     ours = (first.folder / INDEX).exists()
     return {

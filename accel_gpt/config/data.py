@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from accel_gpt.config.options import Section, option
+from accel_gpt.config.options import Section, internal, option
 from accel_gpt.errors import require
 
 SourceKind = Literal["stdlib", "auto", "text", "jsonl", "parquet", "arrow", "dataset"]
@@ -192,19 +192,22 @@ class DataConfig(Section, prefix="data.", published=True):
     )
     cache_dir: str | None = option(
         None,
-        "Folder in which shards of a URL are cached. null: ~/.cache/accel_gpt/shards.",
+        "Folder in which shards of a URL are cached. null: the cache of the Hub (HF_HUB_CACHE) for "
+        "hf://, ~/.cache/accel_gpt/shards for others.",
         resume="free",
         per_machine=True,
     )
     cache_gb: float = option(
         50.0,
-        "Size limit of that cache, in units of 1e9 bytes. Shards that have been read are evicted "
-        "first.",
+        "Size limit of the cached shards that training downloads, in units of 1e9 bytes. Shards "
+        "that have been read are evicted first.",
         above=0,
         resume="free",
         per_machine=True,
     )
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    commits: Mapping[str, str] | None = internal(None)
+    """URL in a repository of the Hub -> the commit that this run reads."""
 
     def _check(self) -> None:
         for name in self.val if isinstance(self.val, Mapping) else ():

@@ -134,7 +134,7 @@ def same_option(section: Any, name: str) -> Any:
 
 
 def internal(default: Any) -> Any:
-    """Return a dataclass field that is no option: a command fills it from its command line."""
+    """Return a dataclass field that is no option: a command fills it."""
     return dataclasses.field(default=default, kw_only=True, metadata={"internal": True})
 
 
@@ -237,7 +237,7 @@ def all_options(cls: type) -> Mapping[str, Option]:
                 per_machine=one.per_machine or getattr(cls, "default_per_machine", False),
                 published=published,
             )
-        elif dataclasses.is_dataclass(kinds[field.name]):
+        elif dataclasses.is_dataclass(kinds.get(field.name)):
             inner = all_options(kinds[field.name])
             found |= {f"{field.name}.{name}": one for name, one in inner.items()}
     return types.MappingProxyType(found)

@@ -584,8 +584,15 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """Convert a dataclass to nested mappings, tuples to lists."""
-    return dataclasses.asdict(config, dict_factory=dict_with_lists)
+    """Convert a dataclass to nested mappings, without `internal` fields; tuples to lists."""
+    plain = dataclasses.asdict(config, dict_factory=dict_with_lists)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if "internal" in field.metadata:
+            del plain[field.name]
+        elif is_section(type(value)):
+            plain[field.name] = to_plain(value)
+    return plain
 
 
 def dict_with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class Corpus:
     evaluated: Mapping[str, tuple[EvalSplit, ...]]  # of the splits train and val
     vocab_size: int  # of the model: the tokenizer's, or more
     document_end: int | None  # the token at which attention ends; None: no data.document_mask
+    commits: Mapping[str, str]  # URL in a repository of the Hub -> commit
 
     @property
     def fingerprint(self) -> str:
@@ -82,6 +83,7 @@ class Corpus:
             ],
             "data_origin": self.train.origin,
             "data_given": dict(self.train.given),
+            "data_commits": dict(self.commits),
         }
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -137,8 +139,10 @@ class Corpus:
         lines = []
         for source, count in zip(self.train.sources, epochs, strict=True):
             weight = f", weight {source.weight:g}" if len(epochs) > 1 else ""
+            remote = source.split.remote
+            where = remote.description if remote else source.split.folder
             lines.append(
-                f"data     {source.split.folder}: {source.split.tokens:,} train tokens{weight}; "
+                f"data     {where}: {source.split.tokens:,} train tokens{weight}; "
                 f"this run reads {count:.2f} epochs of them"
             )
         val_tokens = sum(part.split.tokens for part in self.evaluated["val"])
@@ -209,6 +213,7 @@ def open_corpus(config: Config) -> Corpus:
         },
         vocab_size=model_vocabulary(config, first.tokenizer, first.path),
         document_end=document_end(data, first.tokenizer),
+        commits=data.commits or {},
     )
 
 
@@ -284,8 +289,8 @@ def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
     needed = 0
     for source in sources:
         if source.split.remote is not None:
-            largest = np.sort(source.split.lengths)[::-1][:count]
-            needed += int(largest.sum()) * source.split.dtype.itemsize
+            sizes = [source.split.remote.room_needed(shard.name) for shard in source.split.shards]
+            needed += sum(sorted(sizes, reverse=True)[:count])
     require(
         needed <= data.cache_gb * 1e9,
         f"data.shuffle is {data.shuffle}, which needs {together} of the remote shards at once, "

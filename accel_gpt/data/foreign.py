@@ -66,6 +66,17 @@ class DataFolder:
     path: Path
     remote: RemoteFolder | None = None
 
+    @property
+    def is_foreign(self) -> bool:
+        """Return whether another project wrote the folder: it has no index."""
+        exists = self.remote is not None or self.path.is_dir()
+        return exists and not (self.path / INDEX).exists()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Load the tokenizer of a folder that this project wrote."""
+        return load_tokenizer(self.path)
+
     @cached_property
     def files(self) -> dict[str, FileInfo]:
         """List the files; raises `UserError` if a remote folder cannot be listed."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from accel_gpt.data.tokenizer_json import FILE, HUB_FILES
 from accel_gpt.errors import UserError, first_line, require
@@ -86,8 +87,17 @@ def download_repo(name: str, *patterns: str) -> Path:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
 
 
+def is_offline() -> bool:
+    """Return whether HF_HUB_OFFLINE is set: the Hub's client then sends no request."""
+    from huggingface_hub import constants
+
+    return constants.is_offline_mode()
+
+
 @contextmanager
-def hub_errors(repo: str, action: str, revision: str | None = None) -> Iterator[None]:
+def hub_errors(
+    repo: str, action: str, revision: str | None = None, repo_type: str = "model"
+) -> Iterator[None]:
     """Turn any error of the client into a `UserError` of one sentence; `action`: read, written."""
     from huggingface_hub import errors
 
@@ -98,14 +108,22 @@ def hub_errors(repo: str, action: str, revision: str | None = None) -> Iterator[
         # the cause: why it could not look beyond its cache, or upload a large file
         if isinstance(error, errors.LocalEntryNotFoundError | RuntimeError) and error.__cause__:
             cause = error.__cause__
-        raise user_error(cause, repo, action, revision) from None
+        raise user_error(cause, repo, action, revision, repo_type) from None
 
 
-def user_error(error: BaseException, repo: str, action: str, revision: str | None) -> UserError:
+def user_error(
+    error: BaseException, repo: str, action: str, revision: str | None, repo_type: str
+) -> UserError:
     """Describe an error of the client in one sentence."""
     from huggingface_hub import errors
 
     failed = f"{repo} cannot be {action}"
+    if is_offline() and isinstance(
+        error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError
+    ):
+        if action != "read":
+            return UserError(f"{failed}: HF_HUB_OFFLINE is set; unset it")
+        return UserError(f"{failed}: {not_cached(repo, repo_type)}")
     if isinstance(error, errors.RevisionNotFoundError):
         return UserError(f"{repo} on the Hub has no revision {revision}")
     if isinstance(error, errors.GatedRepoError):
@@ -113,9 +131,12 @@ def user_error(error: BaseException, repo: str, action: str, revision: str | Non
             f"{repo} on the Hub is gated; accept its terms on its page, then hf auth login"
         )
     if isinstance(error, errors.RepositoryNotFoundError) and action == "read":
+        what = "neither a local folder nor a repository"
+        if repo_type != "model":
+            what = f"no {repo_type} repository"
         return UserError(
-            f"{repo} is neither a local folder nor a repository on the Hub that you can read; "
-            "check its name, or log in with hf auth login"
+            f"{repo} is {what} on the Hub that you can read; check its name, or log in with "
+            "hf auth login"
         )
     if isinstance(error, errors.LocalTokenNotFoundError):
         return UserError(f"{failed}: {STATUS[401]}")
@@ -126,9 +147,29 @@ def user_error(error: BaseException, repo: str, action: str, revision: str | Non
         return kind(f"{failed}: {reason}")
     if isinstance(error, OSError) and (error.filename or error.errno == errno.ENOSPC):
         return UserError(f"{failed}: {error.strerror}: {error.filename}")  # of this machine
-    if action == "read":
+    if action == "read" and repo_type == "model":
         failed = f"{repo} is not a local folder, and cannot be read"
     return UnreachableError(f"{failed}: the Hub cannot be reached: {first_line(error)}")
+
+
+def not_cached(repo: str, repo_type: str) -> str:
+    """Say that the Hub's cache lacks files of a repository, and what to do without a network."""
+    option = "" if repo_type == "model" else f" --repo-type {repo_type}"
+    return (
+        "HF_HUB_OFFLINE is set, and the cache of the Hub lacks some of its files; unset it, or "
+        f"first run `hf download {repo}{option}` with a network"
+    )
+
+
+def no_progress_bar() -> Any:
+    """Return a class of progress bars for the client that shows nothing."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class NoProgressBar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+
+    return NoProgressBar
 
 
 def describe_dataset_error(

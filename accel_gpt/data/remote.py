@@ -7,6 +7,8 @@ removes those that were used longest ago: processes renew the time of change of 
 
 Other files (index, tokenizer) are small. Each launch downloads them once, and falls back to the
 copies of an earlier launch if the store is unreachable.
+
+`hub_folder.py` has the folders in repositories of the Hub. fsspec reads all others.
 """
 
 import contextlib
@@ -23,6 +25,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from accel_gpt.data.hub_client import is_offline
 from accel_gpt.data.index import is_shard_name
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.files import locked_file, write_all
@@ -40,7 +43,7 @@ LONGEST_PAUSE_SECONDS = 30.0
 ROOM_SECONDS = 60.0  # for which a shard waits for room in the cache
 UNUSED_SECONDS = 120.0  # after which a shard may be removed
 RENEW_SECONDS = 20.0  # between two marks of a shard in use
-CONTENT_TAGS = ("ETag", "etag", "md5Hash", "blob_id")  # as the stores of fsspec name them
+CONTENT_TAGS = ("ETag", "etag", "md5Hash")  # as the stores of fsspec name them
 TIMES = ("mtime", "LastModified", "Last-Modified", "created")
 
 
@@ -169,16 +172,8 @@ class Store:
         answers = [getattr(one, "response", one) for one in causes]
         codes = [getattr(one, "status_code", getattr(one, "status", None)) for one in answers]
         status = next((code for code in codes if isinstance(code, int)), 0)
-        if self.protocol == "hf":
-            from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-
-            if status in (401, 403) or any(isinstance(c, RepositoryNotFoundError) for c in causes):
-                return UserError(
-                    f"{where} is not on the Hub, or private; check its name, and log in with "
-                    "`hf auth login` or set HF_TOKEN"
-                )
-            if any(isinstance(cause, RevisionNotFoundError) for cause in causes):
-                return UserError(f"{where} has a revision that is not on the Hub; check it")
+        if self.protocol == "hf" and is_offline():  # a bucket: it has no cache
+            return UserError(f"{where} cannot be read, as HF_HUB_OFFLINE is set; unset it")
         if isinstance(error, FileNotFoundError | NotADirectoryError) or status in (404, 410):
             return Missing(f"{where} does not exist; check the address")
         if isinstance(error, PermissionError) or (400 <= status < 500 and status not in TRY_AGAIN):
@@ -195,11 +190,9 @@ def reason(error: BaseException) -> str:
 
 
 def file_info(entry: dict[str, Any]) -> FileInfo:
-    """Return what fsspec lists of a file; of files of the Hub that includes the SHA-256."""
-    lfs = entry.get("lfs")
+    """Return what fsspec lists of a file."""
     return FileInfo(
         size=entry.get("size") or 0,
-        sha256=lfs.get("sha256") if isinstance(lfs, dict) else getattr(lfs, "sha256", None),
         tag=next((str(entry[key]) for key in CONTENT_TAGS if entry.get(key)), ""),
         changed=next((str(entry[key]) for key in TIMES if entry.get(key)), ""),
     )
@@ -215,15 +208,18 @@ class RemoteFolder:
     `prefetch` starts a thread.
     """
 
+    tries = TRIES
+
     def __init__(self, url: str, cache_dir: str | None, cache_gb: float) -> None:
         self.store = Store(url)
         self.limit = int(cache_gb * 1e9)
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.root = Path(cache_dir).expanduser() if cache_dir else home / "accel_gpt" / "shards"
         last = re.sub(r"[^A-Za-z0-9._-]", "_", self.store.url.rpartition("/")[2])[:80]
-        self.folder = self.root / f"{short_hash(self.store.url)}-{last}"
+        self.cache = self.root / f"{short_hash(self.store.url)}-{last}"
+        self.folder = self.cache  # of small files
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.cache.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
                 f"the cache {self.root} cannot be made: {error.strerror}; set data.cache_dir"
@@ -292,9 +288,9 @@ class RemoteFolder:
             with locked_file(lock_path(path)):  # others wait for the shard
                 if not path.is_file() or path.stat().st_size != self.infos[name].size:
                     self.download_shard(name, path, wait)
-                os.utime(path)
+                os.utime(path, follow_symlinks=False)
         except OSError as error:
-            raise DataError(f"{name} cannot be kept in {self.folder}: {error}") from None
+            raise DataError(f"{name} cannot be kept in {self.cache}: {error}") from None
         self.used.add(name)
         return path
 
@@ -302,7 +298,20 @@ class RemoteFolder:
         """Return where the version of a shard that is described is cached."""
         info = self.infos[name]
         version = info.sha256 or info.tag or info.changed
-        return self.folder / f"{short_hash(f'{info.size} {version}')}-{name}"
+        return self.cache / f"{short_hash(f'{info.size} {version}')}-{name}"
+
+    @property
+    def description(self) -> str:
+        """Return what the first lines of a run call the folder."""
+        return self.store.url
+
+    def path(self, name: str) -> Path:
+        """Return where a shard is read once it has been fetched."""
+        return self.shard_path(name)
+
+    def room_needed(self, name: str) -> int:
+        """Return the bytes that a shard needs in the cache."""
+        return self.infos[name].size
 
     # ----------------------------------------------------------------------- prefetching
 
@@ -312,12 +321,12 @@ class RemoteFolder:
         Other shards may be removed. Raises `UserError` if the cache cannot hold all of `now`.
         """
         wanted = list(dict.fromkeys(now))
-        needed = sum(self.infos[name].size for name in wanted)
+        needed = sum(self.room_needed(name) for name in wanted)
         self.check_room(needed)
         for name in then:
             if name in wanted:
                 continue
-            needed += self.infos[name].size
+            needed += self.room_needed(name)
             if needed > self.limit:
                 break
             wanted.append(name)
@@ -325,7 +334,7 @@ class RemoteFolder:
         for name in self.used - set(wanted):
             self.used.discard(name)
             with contextlib.suppress(FileNotFoundError):  # so that any process may remove it
-                os.utime(self.shard_path(name), (unused_since, unused_since))
+                os.utime(self.shard_path(name), (unused_since, unused_since), follow_symlinks=False)
         if set(wanted) == set(self.wanted):
             return
         self.wanted = wanted
@@ -388,17 +397,17 @@ class RemoteFolder:
 
     def retry(self, call: Callable[[], T], name: str = "") -> T:
         """Return the result of `call`, retried while it is `Unreachable`; then `DataError`."""
-        for number in range(TRIES):
+        for number in range(self.tries):
             try:
                 return call()
             except Unreachable as error:
                 problem = error
-            if number < TRIES - 1:  # at random, so that many processes do not come at once
+            if number < self.tries - 1:  # at random, so that many processes do not come at once
                 longest = min(LONGEST_PAUSE_SECONDS, PAUSE_SECONDS * 2.0**number)
                 time.sleep(longest * random.uniform(0.5, 1))
         raise DataError(
-            f"{self.store.url}/{name} could not be fetched in {TRIES} tries: {problem}; check the "
-            "network and launch again"
+            f"{self.store.url}/{name} could not be fetched in {self.tries} tries: {problem}; check "
+            "the network and launch again"
         )
 
     # ----------------------------------------------------------------------- room
@@ -410,10 +419,10 @@ class RemoteFolder:
             with locked_file(self.root / ".lock"):
                 part.unlink(missing_ok=True)
                 cached = cached_shards(self.root)
-                needed = size + sum(stat.st_size for _, stat in cached)
-                for path, stat in cached:
+                needed = size + sum(path_size for _, path_size in cached)
+                for path, path_size in cached:
                     if needed > self.limit and remove_unused(path):
-                        needed -= stat.st_size
+                        needed -= path_size
                 if needed <= self.limit:
                     with part.open("wb") as file:
                         file.truncate(size)
@@ -441,23 +450,43 @@ def lock_path(path: Path) -> Path:
     return path.with_name(f".{path.name.removeprefix('.').removesuffix('.part')}.lock")
 
 
-def cached_shards(root: Path) -> list[tuple[Path, os.stat_result]]:
-    """List shards and their downloads in the folders of all URLs, the longest unused first."""
+def cached_shards(root: Path) -> list[tuple[Path, int]]:
+    """List shards and their downloads in the folders of all URLs, with their sizes in bytes.
+
+    The longest unused comes first. A link to a shard in the Hub's cache counts as the shard.
+    """
     found = []
     for path in root.glob("[0-9a-f]" * 16 + "-*/*"):
         if CACHED.fullmatch(path.name):
             with contextlib.suppress(FileNotFoundError):
-                found.append((path, path.stat()))
-    return sorted(found, key=lambda entry: entry[1].st_mtime)
+                found.append((path.lstat().st_mtime, path, path.stat().st_size))
+    return [(path, size) for _, path, size in sorted(found)]
 
 
 def remove_unused(path: Path) -> bool:
     """Remove a shard that no process uses; return whether it is gone."""
     try:
         with locked_file(lock_path(path), wait=False):
-            if time.time() - path.stat().st_mtime < UNUSED_SECONDS:
+            if time.time() - path.lstat().st_mtime < UNUSED_SECONDS:
                 return False
+            if path.is_symlink():
+                remove_from_hub_cache(path.readlink())
             path.unlink()
     except (BlockingIOError, FileNotFoundError):
         return False
     return True
+
+
+def remove_from_hub_cache(path: Path) -> None:
+    """Remove a file from the Hub's cache: the link in the snapshot, and the blob that it leads to.
+
+    The blob may be a link into a store that several repositories share. The file there stays if
+    its list of links, NAME.refs, has another one.
+    """
+    while path.is_symlink():
+        target = path.parent / path.readlink()
+        path.unlink()
+        path = target
+    links = path.with_name(f"{path.name}.refs")
+    if not links.exists() or len(set(links.read_text().split())) == 1:
+        path.unlink(missing_ok=True)

@@ -100,7 +100,7 @@ class Split:
     def path(self, number: int) -> Path:
         """Return the file of a shard: in the cache, if the split is remote."""
         name = self.shards[number].name
-        return self.remote.shard_path(name) if self.remote else self.folder / name
+        return self.remote.path(name) if self.remote else self.folder / name
 
     def read(self, shard: int, start: int, length: int) -> Tokens:
         """Tokens `start` to `start + length` of a shard; see `read_many`."""

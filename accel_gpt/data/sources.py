@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 from accel_gpt.config.data import DataConfig, Weighted
 from accel_gpt.config.options import REQUIRED, option
 from accel_gpt.data.foreign import DataFolder, open_foreign
+from accel_gpt.data.hub_folder import HubFolder, is_repository
 from accel_gpt.data.index import INDEX
 from accel_gpt.data.remote import Missing, Refused, RemoteFolder, is_url
 from accel_gpt.data.shards import Split, open_split
-from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
+from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, require
 
 
@@ -26,6 +27,7 @@ class Source:
     weight: float
     split: Split
     tokenizer: Tokenizer
+    folder: DataFolder
 
 
 @dataclass(frozen=True)
@@ -54,60 +56,67 @@ def open_sources(
 ) -> list[Source]:
     """Open a split of each path; `names` default to the paths, made short.
 
-    `known`: sources whose tokenizer and downloaded index serve another split of the same path.
+    `known`: sources whose open folder serves another split of the same path.
     Raises `UserError` for a path that does not exist, `DataError` for one that cannot be trained
     on.
     """
-    known_paths = {source.path: source for source in known}
+    folders = {source.path: source.folder for source in known}
     found = []
     for name, source in zip(names or names_of(listed), listed, strict=True):
-        opened, tokenizer = open_data(source.path, split, data, known_paths.get(source.path))
-        found.append(Source(name, source.path, source.weight, opened, tokenizer))
+        folder = folders.get(source.path) or open_folder(source.path, data)
+        opened, tokenizer = open_data(source.path, split, data, folder)
+        found.append(Source(name, source.path, source.weight, opened, tokenizer, folder))
     return found
 
 
+def open_folder(path: str, data: DataConfig) -> DataFolder:
+    """Open a data folder or URL.
+
+    The index and tokenizer of a URL are downloaded now, and each shard before its use. Raises
+    `UserError` if there is no such URL; `open_data` raises it if there is no such folder.
+    """
+    if not is_url(path):
+        return DataFolder(Path(path))
+    remote: RemoteFolder
+    if is_repository(path):
+        commit = (data.commits or {}).get(path)
+        remote = HubFolder(path, data.cache_dir, data.cache_gb, commit)
+    else:
+        remote = RemoteFolder(path, data.cache_dir, data.cache_gb)
+    with contextlib.suppress(Missing):  # shards of another project have no index
+        remote.fetch(INDEX)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            with contextlib.suppress(Missing, Refused):  # S3 refuses files that do not exist
+                remote.fetch(name)
+    return DataFolder(remote.folder, remote)
+
+
+def newest_commit(url: str, data: DataConfig) -> str:
+    """Return the newest commit of the repository that `url` names, or the cached one if offline."""
+    return HubFolder(url, data.cache_dir, data.cache_gb).commit
+
+
 def open_data(
-    path: str, split: str, data: DataConfig, known: Source | None = None
+    path: str, split: str, data: DataConfig, folder: DataFolder | None = None
 ) -> tuple[Split, Tokenizer]:
     """Open a split of a data folder or URL, and its tokenizer.
 
-    `data.tokenizer` names the tokenizer of files that do not name their own. The small files of a
-    URL are downloaded to `data.cache_dir` now, and each shard before its use. `known`: another
-    split of the same path. Raises `UserError` if there is no such folder or no tokenizer,
+    `folder`: the one at `path`, if it is open already. `data.tokenizer` names the tokenizer of
+    files that do not name their own. Raises `UserError` if there is no such folder or no tokenizer,
     `DataError` for unusable data.
     """
-    remote: RemoteFolder | None = None
-    if is_url(path):
-        remote = known.split.remote if known else None
-        remote = remote or RemoteFolder(path, data.cache_dir, data.cache_gb)
-        folder = remote.folder
-        ours = fetch_index(remote)
-    else:
-        folder = Path(path)
-        ours = not folder.is_dir() or (folder / INDEX).exists()
-    if not ours:
-        return open_foreign(DataFolder(folder, remote), split, data.tokenizer)
-    opened = open_split(folder, split, remote)
-    tokenizer = known.tokenizer if known else load_tokenizer(folder)
+    folder = folder or open_folder(path, data)
+    if folder.is_foreign:
+        return open_foreign(folder, split, data.tokenizer)
+    opened = open_split(folder.path, split, folder.remote)
+    tokenizer = folder.tokenizer
     if opened.tokenizer_fingerprint != tokenizer.fingerprint:
         raise DataError(
-            f"the {split} shards of {folder} were made with another tokenizer "
+            f"the {split} shards of {folder.path} were made with another tokenizer "
             f"({opened.tokenizer_kind}, {opened.tokenizer_fingerprint[:12]}) than the one beside "
             f"them ({tokenizer.kind}, {tokenizer.fingerprint[:12]}); prepare them again"
         )
     return opened, tokenizer
-
-
-def fetch_index(remote: RemoteFolder) -> bool:
-    """Download index and tokenizer of a folder of ours; return False if it is none."""
-    try:
-        remote.fetch(INDEX)
-    except Missing:
-        return False
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        with contextlib.suppress(Missing, Refused):  # S3 refuses files that do not exist
-            remote.fetch(name)
-    return True
 
 
 # --------------------------------------------------------------------------- what the config names

@@ -168,7 +168,8 @@ def public_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of trainer_state.json without what is private.
 
     Its config lacks the keys that a resume takes from the config that it is given, such as paths.
-    `NOT_TOLD`, which equals every value at a resume, replaces a private text.
+    `NOT_TOLD`, which equals every value at a resume, replaces a private text. The URLs of data
+    repositories are left out.
     """
     config = {
         key: value if is_harmless(key, value) else NOT_TOLD
@@ -180,7 +181,8 @@ def public_state(state: Mapping[str, Any]) -> dict[str, Any]:
         for source in state.get("data_sources", ())
     ]
     versions = public_versions(state.get("versions") or {})
-    return {**state, "config": config, "versions": versions, "data_sources": sources}
+    public = {"config": config, "versions": versions, "data_sources": sources, "data_commits": {}}
+    return {**state, **public}
 
 
 def public_shape(shape: Mapping[str, Any]) -> dict[str, Any]:

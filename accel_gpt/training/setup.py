@@ -6,6 +6,7 @@ Writes the lock into the folder of the run, and copies a shipped config into it.
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from accel_gpt.config.experiment import Config
@@ -13,9 +14,12 @@ from accel_gpt.config.parse import is_config_of_run, read_yaml, to_flat
 from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.console import write_err
 from accel_gpt.data.corpus import Corpus
+from accel_gpt.data.hub_folder import is_repository
+from accel_gpt.data.sources import newest_commit, train_paths, val_paths
 from accel_gpt.data.verify import DataVerifier
 from accel_gpt.launcher import is_main, local_rank, main_address, world_size
 from accel_gpt.training.accelerator import join_ranks, warn_without_gpu
+from accel_gpt.training.checkpoint import is_checkpoint, read_state, read_states
 from accel_gpt.training.copies import restore_newest_copy
 from accel_gpt.training.machine import code_versions
 from accel_gpt.training.precision import requested_precision
@@ -59,6 +63,26 @@ def restore_from_copy(config: Config) -> None:
     """
     if config.checkpoint.copy_to:
         on_main(lambda: restore_newest_copy(config, lambda text: print_line(config, text)))
+
+
+def pin_data(config: Config) -> Config:
+    """Fix the commit at which each repository of data is read; a collective.
+
+    It is the one that the newest checkpoint records. A URL without a record gets the newest commit.
+    """
+    urls = [source.path for source in [*train_paths(config.data), *val_paths(config.data)]]
+    urls = [url for url in urls if is_repository(url)]
+    if not urls:
+        return config
+
+    def find() -> dict[str, str]:
+        states = list(read_states(Path(config.out_dir)).values())
+        if not states and is_checkpoint(Path(config.checkpoint.resume)):
+            states = [read_state(Path(config.checkpoint.resume))]
+        known = states[-1].data_commits if states else {}
+        return {url: known.get(url) or newest_commit(url, config.data) for url in urls}
+
+    return replace(config, data=replace(config.data, commits=on_main(find)))
 
 
 def do_not_check() -> None:

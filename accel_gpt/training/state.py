@@ -37,6 +37,7 @@ class TrainState:
     data_origin: int = 0  # sequence at which this mixture of sources began
     data_given: dict[str, int] = field(default_factory=dict)  # sequences before it, by fingerprint
     data_sources: list[TrainedSource] = field(default_factory=list)
+    data_commits: dict[str, str] = field(default_factory=dict)  # of repositories, by URL
     # of the step guard
     skipped: int = 0  # updates left out, because they were not finite or a spike
     skipped_in_row: list[int] = field(default_factory=list)  # first sequences of the last of them

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from accel_gpt.config.plan import Plan
+from accel_gpt.data.foreign import DataFolder
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash, read_sequences
 from accel_gpt.data.mixture import Mixture
 from accel_gpt.data.order import Order
@@ -29,7 +30,8 @@ def start(corpus: Path) -> Start:
     def loader(
         rank: int = 0, world: int = 1, micro: int = 12, position: int = 0, vocab: int = 257
     ) -> Loader:
-        source = Source("corpus", str(corpus), 1.0, split, load_tokenizer(corpus))
+        folder = DataFolder(corpus)
+        source = Source("corpus", str(corpus), 1.0, split, load_tokenizer(corpus), folder)
         mixture = Mixture((source,), 32, "global", 1, 1)
         plan = Plan(world, micro, 32, 1, 9, 0, 9)
         return Loader(read_sequences(mixture, plan, vocab, rank, position), micro, CPU)

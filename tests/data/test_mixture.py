@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_gpt.config.data import DataConfig
+from accel_gpt.data.foreign import DataFolder
 from accel_gpt.data.mixture import Mixture, Pattern
 from accel_gpt.data.order import Shuffle
 from accel_gpt.data.sources import Source, open_data
@@ -60,7 +61,14 @@ def mixture(corpus: Path, shuffle: Shuffle, weights: tuple[float, ...]) -> Mixtu
     """The split of one folder as several sources, of different fingerprints."""
     split, tokenizer = open_data(str(corpus), "train", DataConfig())
     sources = [
-        Source(f"source{i}", str(corpus), weight, replace(split, fingerprint=f"{i}"), tokenizer)
+        Source(
+            name=f"source{i}",
+            path=str(corpus),
+            weight=weight,
+            split=replace(split, fingerprint=f"{i}"),
+            tokenizer=tokenizer,
+            folder=DataFolder(corpus),
+        )
         for i, weight in enumerate(weights)
     ]
     return Mixture(tuple(sources), 32, shuffle, group=2, seed=1)

@@ -26,7 +26,7 @@ from accel_gpt.data import loader, remote
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.loader import read_sequences
 from accel_gpt.data.order import Shuffle
-from accel_gpt.data.remote import Missing, Refused, RemoteFolder, Store, is_url
+from accel_gpt.data.remote import Missing, Refused, RemoteFolder, is_url
 from accel_gpt.data.shards import HEADER, Split, open_split, resident
 from accel_gpt.data.sources import open_data
 from accel_gpt.errors import DataError, UserError
@@ -113,7 +113,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "TRIES", 4)
+    monkeypatch.setattr(RemoteFolder, "tries", 4)
     seconds = {"PAUSE": 0.01, "LONGEST_PAUSE": 0.05, "ROOM": 1, "UNUSED": 0.4, "RENEW": 0.1}
     for name, value in (seconds | {"TIMEOUT": 0.3}).items():
         monkeypatch.setattr(remote, f"{name}_SECONDS", value)
@@ -578,34 +578,6 @@ def test_what_cannot_be_opened_is_one_sentence(
         RemoteFolder("s3://bucket/x", str(tmp_path), 1.0).fetch("dataset.json")
     with pytest.raises(UserError, match="nosuch://x/y cannot be read: Protocol not known"):
         RemoteFolder("nosuch://x/y", str(tmp_path), 1.0).list()
-
-
-class Hub:
-    """A file system that tells SHA-256 as the Hub's does, by `lfs`."""
-
-    def __init__(self, lfs: Any) -> None:
-        self.lfs = lfs
-
-    def ls(self, path: str, detail: bool) -> list[dict[str, Any]]:
-        name = f"{path}/x"
-        return [{"name": name, "type": "file", "size": 3, "lfs": self.lfs, "blob_id": "b"}]
-
-
-class Lfs:
-    sha256 = "ab"
-
-
-def test_the_hub_tells_hashes_and_how_to_log_in() -> None:
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    error = FileNotFoundError("datasets/a/b")
-    error.__cause__ = RepositoryNotFoundError.__new__(RepositoryNotFoundError)
-    store = Store("hf://datasets/a/b")
-    assert "`hf auth login` or set HF_TOKEN" in str(store.explain(error, "x"))
-    assert isinstance(store.explain(FileNotFoundError("x"), "x"), Missing)
-    for lfs in ({"sha256": "ab"}, Lfs()):
-        vars(store)["system"] = (Hub(lfs), "p")
-        assert store.list()["x"] == (3, "ab", "b", "")
 
 
 def test_urls_and_folders() -> None:

@@ -27,7 +27,7 @@ from urllib.parse import parse_qs, unquote
 import pytest
 import yaml
 
-LFS = re.compile(r"\.(safetensors|bin|png|pkl)$|tfevents")
+LFS = re.compile(r"\.(safetensors|bin|npy|png|pkl)$|tfevents")
 API, REVISION = r"/api/(?:models|datasets)/(?P<name>[^/]+/[^/]+)", "(?P<revision>[^/]+)"
 ROUTES = (  # method, path, method of Handler; all but GET and /storage/ need the token
     ("GET", rf"{API}(?:/revision/{REVISION})?", "info"),

@@ -1,0 +1,228 @@
+"""Data folders in a repository of the Hub: `hf://datasets/user/name[@revision][/folder]`.
+
+`hf_hub_download` downloads the files into the Hub's cache, with Xet if hf_xet is installed. All
+files are of one commit. The cache of `remote.py` holds a link to each shard that was downloaded
+here. Linked shards count toward its limit, and the one that was used longest ago is removed from
+the Hub's cache. Shards that another program downloaded have no link, and are never removed.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from glob import escape
+from pathlib import Path
+
+from accel_gpt.data.hub_client import UnreachableError, hub_errors, is_offline, no_progress_bar
+from accel_gpt.data.index import INDEX
+from accel_gpt.data.remote import (
+    FileInfo,
+    Missing,
+    RemoteFolder,
+    Unreachable,
+    remove_from_hub_cache,
+)
+from accel_gpt.errors import DataError, UserError
+
+SMALL_FILES = (INDEX, "tokenizer.json", "tokenizer_config.json")
+SHA256_DIGITS = 64
+
+
+def is_repository(url: str) -> bool:
+    """Return whether `url` is in a repository of the Hub; buckets have no commits."""
+    return url.startswith("hf://") and not url.startswith("hf://buckets/")
+
+
+class HubFolder(RemoteFolder):
+    """A data folder in a repository of the Hub, at one commit.
+
+    `commit`: None for the newest one of the revision in `url`. If the Hub cannot be reached, this
+    is the newest one in the Hub's cache. `cache_dir`: None for the Hub's cache (HF_HUB_CACHE).
+    Raises `UserError` if there is no such repository or revision.
+    """
+
+    tries = 2  # huggingface_hub retries each request itself, for about 20 s
+
+    def __init__(
+        self, url: str, cache_dir: str | None, cache_gb: float, commit: str | None = None
+    ) -> None:
+        from huggingface_hub.errors import HfUriError
+        from huggingface_hub.utils import parse_hf_uri  # type: ignore[attr-defined]  # no __all__
+
+        super().__init__(url, cache_dir, cache_gb)
+        try:
+            uri = parse_hf_uri(self.store.url)
+        except HfUriError as error:
+            raise UserError(f"{url} is no address on the Hub: {error}") from None
+        self.repo = uri.id
+        self.repo_type = uri.type
+        self.path_in_repo = uri.path_in_repo
+        self.hub_cache = str(self.root) if cache_dir else None
+        self.verified: set[str] = set()  # shards without a link whose content is right
+        snapshot = self.retry(partial(self.download_small_files, commit or uri.revision))
+        self.commit = snapshot.name
+        self.folder = snapshot / self.path_in_repo
+
+    @property
+    def description(self) -> str:
+        """Return what the first lines of a run call the folder."""
+        return f"{self.store.url} at commit {self.commit[:12]}"
+
+    def in_repo(self, name: str) -> str:
+        """Return the path of a file in the repository."""
+        return f"{self.path_in_repo}/{name}".removeprefix("/")
+
+    def download_small_files(self, revision: str | None) -> Path:
+        """Download index and tokenizer; return the folder of the commit in the Hub's cache."""
+        from huggingface_hub import snapshot_download
+
+        # every repository has .gitattributes: the client warns if no file matches
+        patterns = [".gitattributes", *(escape(self.in_repo(name)) for name in SMALL_FILES)]
+        with self.explained(revision=revision):
+            snapshot = snapshot_download(
+                self.repo,
+                repo_type=self.repo_type,
+                revision=revision,
+                cache_dir=self.hub_cache,
+                allow_patterns=patterns,
+                tqdm_class=no_progress_bar(),
+            )
+        return Path(snapshot)
+
+    def download(self, name: str) -> Path:
+        """Download a file; return its path in the Hub's cache, a link there."""
+        from huggingface_hub import hf_hub_download
+
+        with self.explained(name, self.commit):
+            path = hf_hub_download(
+                self.repo,
+                self.in_repo(name),
+                repo_type=self.repo_type,
+                revision=self.commit,
+                cache_dir=self.hub_cache,
+                tqdm_class=no_progress_bar(),
+            )
+        return Path(path)
+
+    @contextmanager
+    def explained(self, name: str = "", revision: str | None = None) -> Iterator[None]:
+        """Turn any error of the Hub's client into an `Unreachable` or a `UserError`."""
+        from huggingface_hub.errors import RemoteEntryNotFoundError
+
+        try:
+            with hub_errors(self.repo, "read", revision, self.repo_type):
+                try:
+                    yield
+                except RemoteEntryNotFoundError:
+                    where = f"{self.store.url}/{name}".rstrip("/")
+                    raise Missing(f"{where} does not exist; check the address") from None
+        except UnreachableError as error:
+            raise Unreachable(str(error)) from None
+
+    # ----------------------------------------------------------------------- files
+
+    def list(self) -> dict[str, FileInfo]:
+        """List the files of the folder; without a network, those in the Hub's cache."""
+        self.infos.update(self.list_cached() if is_offline() else self.retry(self.list_repository))
+        return self.infos
+
+    def list_repository(self) -> dict[str, FileInfo]:
+        """List the files of the folder on the Hub."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.hf_api import RepoFile
+
+        found = {}
+        with self.explained(revision=self.commit):
+            for entry in HfApi().list_repo_tree(
+                self.repo,
+                self.path_in_repo or None,
+                revision=self.commit,
+                repo_type=self.repo_type,
+            ):
+                if isinstance(entry, RepoFile):
+                    sha256 = entry.lfs.sha256 if entry.lfs else None
+                    name = entry.path.rpartition("/")[2]
+                    found[name] = FileInfo(entry.size, sha256, tag=entry.blob_id)
+        return found
+
+    def list_cached(self) -> dict[str, FileInfo]:
+        """List the files of the folder in the Hub's cache.
+
+        The cache names a file by its SHA-256 if it is stored with Xet or LFS, else by its id in
+        git.
+        """
+        found = {}
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if path.is_file():
+                blob = path.readlink().name if path.is_symlink() else ""
+                sha256 = blob if len(blob) == SHA256_DIGITS else None
+                found[path.name] = FileInfo(path.stat().st_size, sha256, tag=blob)
+        return found
+
+    def fetch_small_file(self, name: str) -> Path:
+        """Return the file in the Hub's cache, which is downloaded if it is not there."""
+        path = self.folder / name
+        if path.exists():
+            return path
+        if name in SMALL_FILES:  # they were downloaded, if the repository has them
+            raise Missing(f"{self.store.url}/{name} does not exist; check the address")
+        return self.retry(partial(self.download, name), name)
+
+    # ----------------------------------------------------------------------- shards
+
+    def path(self, name: str) -> Path:
+        """Return where the Hub's cache has a shard."""
+        return self.folder / name
+
+    def is_kept(self, name: str) -> bool:
+        """Return whether another program downloaded a shard into the Hub's cache."""
+        return self.path(name).exists() and not self.shard_path(name).is_symlink()
+
+    def room_needed(self, name: str) -> int:
+        """Return the bytes that a shard needs in the cache of `data.cache_gb`."""
+        return 0 if self.is_kept(name) else super().room_needed(name)
+
+    def fetch_shard(self, name: str, wait: bool = True) -> Path:
+        """Return a shard in the Hub's cache, which is downloaded if it is not there."""
+        if name not in self.infos or not self.is_kept(name):
+            return super().fetch_shard(name, wait)
+        if name not in self.verified:
+            problem = self.find_problem(name, self.path(name))
+            if problem:
+                raise DataError(
+                    f"{self.path(name)} is not the shard that its index describes: {problem}; "
+                    "remove it and launch again"
+                )
+            self.verified.add(name)
+        return self.path(name)
+
+    def download_shard(self, name: str, path: Path, wait: bool) -> None:
+        """Download a shard into the Hub's cache, check it, and link it at `path`."""
+        part = path.with_name(f".{path.name}.part")
+        try:
+            self.make_room(part, self.infos[name].size, wait)
+            cached = self.retry(partial(self.download_checked, name), name)
+            part.unlink()
+            part.symlink_to(cached)
+            part.rename(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def download_checked(self, name: str) -> Path:
+        """Download a shard; remove it and raise `Unreachable` if its content is wrong."""
+        cached = self.download(name)
+        problem = self.find_problem(name, cached)
+        if problem:
+            remove_from_hub_cache(cached)
+            raise Unreachable(problem)
+        return cached
+
+    def find_problem(self, name: str, path: Path) -> str:
+        """Return what is wrong with the content of a shard; empty if nothing is."""
+        info = self.infos[name]
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if size == info.size and info.sha256 in (None, digest):
+            return ""
+        return f"it has {size} bytes of SHA-256 {digest}, expected {info.size} of {info.sha256}"

@@ -1,0 +1,276 @@
+"""Shards in a repository of the Hub: the Hub's cache, its limit, one commit, HF_HUB_OFFLINE."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from huggingface_hub import constants, scan_cache_dir, snapshot_download
+
+from accel_gpt import train
+from accel_gpt.commands import inspect
+from accel_gpt.commands.options import InspectCommand
+from accel_gpt.config.data import DataConfig, PrepareConfig
+from accel_gpt.data import remote
+from accel_gpt.data.hub_folder import HubFolder
+from accel_gpt.data.shards import Split
+from accel_gpt.data.sources import open_data
+from accel_gpt.errors import DataError, UserError
+from accel_gpt.prepare.prepare import prepare
+from accel_gpt.training.checkpoint import read_state
+from tests.conftest import run_here, text_of
+from tests.helpers.hub_server import HubServer, environment, no_waiting, point_at
+
+REPO = "tester/shards"
+URL = f"hf://datasets/{REPO}"
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """A data folder of several shards."""
+    text = tmp_path / "text.txt"
+    text.write_text(text_of(4000))
+    source = PrepareConfig(source="text", path=str(text), tokenizer="bytes", shard_tokens=2000)
+    prepare(source, tmp_path / "shards")
+    return tmp_path / "shards"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A Hub that has the shards."""
+    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(remote, "ROOM_SECONDS", 1.0)
+    monkeypatch.setattr(remote, "UNUSED_SECONDS", 0.0)
+    with HubServer() as server:
+        point_at(monkeypatch, server, tmp_path / "home")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        no_waiting(monkeypatch)
+        add(server, shards)
+        yield server
+
+
+def add(hub: HubServer, folder: Path, inside: str = "") -> None:
+    """Commit the files of a folder."""
+    files = [path for path in folder.iterdir() if path.is_file()]
+    hub.add(REPO, {f"{inside}{path.name}": path.read_bytes() for path in files})
+
+
+def opened(url: str = URL, **options: Any) -> Split:
+    """Open the train split."""
+    return open_data(url, "train", DataConfig(**options))[0]
+
+
+def read(split: Split) -> np.ndarray[Any, Any]:
+    """Read all tokens."""
+    return np.concatenate([split.read(i, 0, one.tokens) for i, one in enumerate(split.shards)])
+
+
+def fetched(hub: HubServer) -> Counter[str]:
+    """Count the downloads of each shard."""
+    paths = [path for method, path in hub.requests if method == "GET" and "/resolve/" in path]
+    return Counter(Path(path).name for path in paths if path.endswith(".npy"))
+
+
+@pytest.mark.parametrize("inside", ["", "gpt2/"])
+def test_shards_are_read_at_one_commit_through_the_cache_of_the_hub(
+    hub: HubServer, shards: Path, inside: str
+) -> None:
+    add(hub, shards, inside)
+    local = opened(str(shards))
+    for _ in range(2):  # the second time from the cache
+        split = opened(f"{URL}@main/{inside}")
+        assert (read(split) == read(local)).all()
+        assert split.fingerprint == local.fingerprint
+    assert fetched(hub) == dict.fromkeys([shard.name for shard in local.shards], 1)
+    (repo,) = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    assert (repo.repo_id, repo.repo_type) == (REPO, "dataset")
+    assert {revision.commit_hash for revision in repo.revisions} == {split.remote.commit}  # type: ignore[union-attr]
+    hub.stop()
+    assert (read(opened(f"{URL}@main/{inside}")) == read(local)).all()
+
+
+def test_several_splits_of_a_url_are_listed_and_opened_once(hub: HubServer) -> None:
+    inspect.inspect_data(URL, DataConfig(), quick=True, windows=0, block_size=8)
+    indexes = [path for method, path in hub.requests if path.endswith("/dataset.json")]
+    assert len([path for path in indexes if "/resolve/" in path]) <= 2  # HEAD, then GET
+    assert InspectCommand.parse([URL])
+
+
+def linked(folder: HubFolder) -> list[Path]:
+    """Return the shards that count toward the limit."""
+    return [path for path in folder.cache.iterdir() if path.suffix == ".npy"]
+
+
+def test_the_limit_of_the_cache_holds_for_what_training_downloads(
+    hub: HubServer, shards: Path
+) -> None:
+    sizes = [path.stat().st_size for path in shards.glob("train_*.npy")]
+    limit = 2.5 * max(sizes) / 1e9
+    split = opened(cache_gb=limit)
+    folder = split.remote
+    assert isinstance(folder, HubFolder)
+    for number in range(len(split.shards)):
+        split.prefetch([number])
+        split.read(number, 0, 10)
+        assert sum(path.stat().st_size for path in linked(folder)) <= limit * 1e9
+        cached = sum(path.stat().st_size for path in folder.folder.glob("train_*.npy"))
+        assert cached <= limit * 1e9
+    folder.close()
+    blobs = [path.stat().st_size for path in (folder.folder.parents[1] / "blobs").iterdir()]
+    assert sum(size for size in blobs if size in sizes) <= limit * 1e9
+
+
+def test_what_another_program_downloaded_is_read_there_and_kept(
+    hub: HubServer, shards: Path
+) -> None:
+    snapshot_download(REPO, repo_type="dataset")
+    before = fetched(hub)
+    split = opened(cache_gb=1e-9)  # no room for anything
+    split.prefetch(range(len(split.shards)))
+    assert (read(split) == read(opened(str(shards)))).all()
+    split.remote.close()  # type: ignore[union-attr]
+    assert fetched(hub) == before
+    assert not linked(split.remote)  # type: ignore[arg-type]
+    damaged = Path(split.path(0)).resolve()
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    with pytest.raises(DataError, match=r"train_000000.npy is not the shard .*; remove it"):
+        opened().read(0, 0, 10)
+
+
+def test_a_shared_blob_stays_while_another_repository_uses_it(tmp_path: Path) -> None:
+    store = tmp_path / "blobs" / "ab" / "abcd"
+    for name in ("one", "two"):
+        for folder in (store.parent, tmp_path / name / "blobs", tmp_path / name / "snapshots"):
+            folder.mkdir(parents=True, exist_ok=True)
+        store.write_bytes(b"x")
+        (tmp_path / name / "blobs" / "e").symlink_to("../../blobs/ab/abcd")
+        (tmp_path / name / "snapshots" / "x.npy").symlink_to("../blobs/e")
+    links = store.with_name("abcd.refs")
+    links.write_text("one/blobs/e\ntwo/blobs/e\n")
+    remote.remove_from_hub_cache(tmp_path / "one" / "snapshots" / "x.npy")
+    assert not list((tmp_path / "one").rglob("*e"))
+    assert store.exists()
+    links.write_text("two/blobs/e\n")
+    remote.remove_from_hub_cache(tmp_path / "two" / "snapshots" / "x.npy")
+    assert not store.exists()
+
+
+def test_a_wrong_shard_is_fetched_again_and_then_reported(hub: HubServer) -> None:
+    name = opened().shards[0].name
+    good = hub.files(REPO)[name]
+    hub.add(REPO, {name: good[:-1] + b"\xff"})
+    with pytest.raises(DataError, match=rf"{name} could not be fetched in 2 tries: it has \d+ byt"):
+        opened().read(0, 0, 10)
+    assert fetched(hub) == {name: 2}
+    hub.add(REPO, {name: good})
+    assert len(opened().read(0, 0, 10)) == 10
+
+
+FETCH = f"""
+from accel_gpt.config.data import DataConfig
+from accel_gpt.data.sources import open_data
+split, _ = open_data({URL!r}, "train", DataConfig())
+for number, shard in enumerate(split.shards):
+    split.read(number, 0, 10)
+print(len(split.shards))
+"""
+
+
+def test_two_processes_of_a_machine_fetch_each_shard_once(hub: HubServer, tmp_path: Path) -> None:
+    variables = os.environ | environment(hub, tmp_path / "home")
+    command = [sys.executable, "-c", FETCH]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
+        for _ in range(2)
+    ]
+    counts = {process.communicate(timeout=60)[0] for process in both}
+    assert counts == {f"{len(fetched(hub))}\n"}
+    assert set(fetched(hub).values()) == {1}
+
+
+# --------------------------------------------------------------------------- HF_HUB_OFFLINE
+
+
+@pytest.fixture
+def go_offline(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Set HF_HUB_OFFLINE, as the client reads it at import."""
+
+    def go() -> None:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        hub.requests.clear()
+
+    return go
+
+
+def test_offline_data_that_are_not_cached_end_the_run_at_once(
+    hub: HubServer, go_offline: Callable[[], None]
+) -> None:
+    cached = opened()
+    go_offline()
+    start = time.monotonic()
+    told = rf"HF_HUB_OFFLINE is set, .*first run `hf download {REPO} --repo-type dataset`"
+    with pytest.raises(UserError, match=told):
+        opened().read(0, 0, 10)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
+        opened("hf://datasets/tester/other")
+    assert time.monotonic() - start < 5
+    assert not hub.requests
+    assert cached.fingerprint == opened().fingerprint
+
+
+def test_offline_shards_of_another_project_have_the_same_fingerprint(
+    hub: HubServer, go_offline: Callable[[], None]
+) -> None:
+    tokens = np.arange(3000, dtype="<u2") % 250
+    head = np.zeros(256, "<i4")
+    head[:3] = 20240520, 1, len(tokens)
+    data = head.tobytes() + tokens.tobytes()
+    hub.create("tester/foreign")
+    hub.add("tester/foreign", {f"x_train_{i}.bin": data for i in range(2)})
+    hub.add("tester/foreign", {"x_val_0.bin": data})
+    url = "hf://datasets/tester/foreign"
+    split = opened(url, tokenizer="bytes")
+    tokens_read = read(split)
+    go_offline()
+    again = opened(url, tokenizer="bytes")
+    assert again.fingerprint == split.fingerprint
+    assert (read(again) == tokens_read).all()
+
+
+def test_bad_addresses_are_one_sentence(hub: HubServer) -> None:
+    with pytest.raises(UserError, match=r"hf://datasets/x is no address on the Hub"):
+        opened("hf://datasets/x")
+    with pytest.raises(UserError, match=r"tester/none is no dataset repository on the Hub that yo"):
+        opened("hf://datasets/tester/none")
+    with pytest.raises(UserError, match=rf"{REPO} on the Hub has no revision v9"):
+        opened(f"{URL}@v9")
+    with pytest.raises(UserError, match=rf"{URL}/nowhere does not exist"):
+        opened(f"{URL}/nowhere")
+
+
+# --------------------------------------------------------------------------- runs
+
+
+def test_a_resumed_run_reads_the_commit_that_it_began_with(
+    hub: HubServer, shards: Path, small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    own = small_run("--data.train", URL, "--eval.tokens", "64", "--checkpoint.every", "4")
+    assert run_here(train.main, [*own, "--train.stop_at", "4"]) == 0
+    index = json.loads((shards / "dataset.json").read_text())
+    index["splits"]["train"].reverse()
+    hub.add(REPO, {"dataset.json": json.dumps(index).encode()})
+    assert run_here(train.main, own) == 0
+    states = [read_state(path) for path in sorted((tmp_path / "run" / "checkpoints").iterdir())]
+    commits = [state.data_commits[URL] for state in states]
+    assert len(set(commits)) == 1
+    assert commits[0] != hub.repos[REPO].find("main")
+    assert run_here(train.main, [*own, "--out_dir", str(tmp_path / "new")]) == 0
+    (path,) = list((tmp_path / "new" / "checkpoints").glob("*12"))
+    assert read_state(path).data_commits[URL] == hub.repos[REPO].find("main")

@@ -1,5 +1,8 @@
 """What can go wrong, with the exit code that scripts see."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class AccelGPTError(Exception):
     """An expected failure: it ends the command with one sentence and an exit code, no traceback."""
@@ -56,3 +59,14 @@ def require(ok: bool, message: str) -> None:
     """Raise `UserError(message)` unless `ok`."""
     if not ok:
         raise UserError(message)
+
+
+@contextmanager
+def needs_package(name: str) -> Iterator[None]:
+    """Turn an `ImportError` into a `UserError` that says what to install."""
+    try:
+        yield
+    except ImportError:
+        raise UserError(
+            f"the package {name} that reads this text is missing; pip install {name}"
+        ) from None

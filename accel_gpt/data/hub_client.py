@@ -184,8 +184,7 @@ def describe_dataset_error(
         texts.append(str(link))
         link = link.__cause__ or link.__context__
     log_in = "hf auth login, or set HF_TOKEN"
-    offline = {
-        "OfflineModeIsEnabled",
+    unreachable = {
         "ConnectionError",
         "ConnectError",
         "TimeoutException",
@@ -193,12 +192,17 @@ def describe_dataset_error(
         "LocalEntryNotFoundError",
     }
     missing = {"RepositoryNotFoundError", "DatasetNotFoundError", "RevisionNotFoundError"}
-    if "GatedRepoError" in names or any("gated dataset" in text for text in texts):
+    if is_offline() and names & (unreachable | missing):
+        advice = (
+            "HF_HUB_OFFLINE is set, and its cache lacks the data set: unset it, or prepare the "
+            "data where there is a network"
+        )
+    elif "GatedRepoError" in names or any("gated dataset" in text for text in texts):
         advice = f"it is gated: accept its terms at https://hf.co/datasets/{dataset}, then {log_in}"
     elif names & missing:
         advice = f"it does not exist, or is private: check its id; for a private one {log_in}"
-    elif names & offline:
-        advice = "the Hub was not reached: check the network, and that HF_HUB_OFFLINE is not set"
+    elif names & unreachable:
+        advice = "the Hub was not reached: check the network"
     else:
         advice = "check its id, configuration and split"
     return (

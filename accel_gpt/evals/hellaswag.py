@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accel_gpt.data.hub_client import describe_dataset_error
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.errors import DataError, UserError, needs_package, require
 from accel_gpt.evals.validation import Beat, ValidationBatch, no_beat, score_sequences
 from accel_gpt.model.gpt import GPT
 
@@ -87,13 +87,8 @@ def read_jsonl_lines(path: str, file: Path) -> Iterator[tuple[str, bytes]]:
 
 def read_hub_rows(name: str) -> Iterator[tuple[str, Any]]:
     """Yield the name and the content of each row in the validation split of a Hub data set."""
-    try:
+    with needs_package("datasets"):
         import datasets
-    except ImportError:
-        raise UserError(
-            f"eval.hellaswag {name} is no file, and to read it from the Hub takes the package "
-            "datasets; pip install datasets"
-        ) from None
     try:
         rows = datasets.load_dataset(name, split="validation")
     except Exception as error:  # of datasets, pyarrow, fsspec, huggingface_hub, httpx

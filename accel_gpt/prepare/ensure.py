@@ -60,16 +60,22 @@ def ensure_data(config: Config, stdout: TextIO | None = None) -> None:
 def is_missing(data: DataConfig) -> bool:
     """Return whether the data folder must be prepared; compare an existing one with the config."""
     folder = Path(str(data.folder))
+    is_remote = is_url(str(data.folder))
     if data.prepare.source is None:
         text = data.prepare.path or data.prepare.dataset
         require(
-            not (text and data.folder) or folder.exists(),
+            not (text and data.folder) or is_remote or folder.exists(),
             f"data.train {data.folder} does not exist, and data.prepare.source does not say "
             f"what {text} is; set it to text, jsonl, parquet, arrow or dataset",
         )
         return False
     require(
-        bool(data.folder) and not is_url(str(data.folder)),
+        not is_remote,
+        f"data.train is {data.folder}, but data.prepare would prepare a folder; set "
+        "data.prepare.source to null to train on the shards behind the URL",
+    )
+    require(
+        bool(data.folder),
         f"data.prepare makes one folder, but data.train is {data.train or 'empty'}; name "
         "the folder, or prepare those of a mixture one by one with accel-gpt prepare",
     )

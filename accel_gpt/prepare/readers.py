@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.hub_client import describe_dataset_error
-from accel_gpt.errors import AccelGPTError, DataError, UserError
+from accel_gpt.errors import AccelGPTError, DataError, UserError, needs_package
 
 Skip = Callable[[str], None]
 State = dict[str, Any]
@@ -74,17 +74,6 @@ class Skipped:
         if self.count == 0:
             sys.stderr.write(f"skipped (skip_invalid is set): {message}\n")
         self.count += 1
-
-
-@contextmanager
-def needs_package(name: str) -> Iterator[None]:
-    """Turn an `ImportError` into a `UserError` that says what to install."""
-    try:
-        yield
-    except ImportError:
-        raise UserError(
-            f"this source of text needs the package {name}; pip install {name}"
-        ) from None
 
 
 # --------------------------------------------------------------------------- files

@@ -24,6 +24,7 @@ from accel_gpt.data.shards import Split
 from accel_gpt.data.sources import open_data
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.prepare.prepare import prepare
+from accel_gpt.prepare.readers import hub_rows
 from accel_gpt.training.checkpoint import read_state
 from tests.conftest import run_here, text_of
 from tests.helpers.hub_server import HubServer, environment, no_waiting, point_at
@@ -198,6 +199,14 @@ def test_two_processes_of_a_machine_fetch_each_shard_once(hub: HubServer, tmp_pa
 # --------------------------------------------------------------------------- HF_HUB_OFFLINE
 
 
+def test_offline_a_data_set_that_is_not_cached_is_one_sentence(
+    go_offline: Callable[[], None],
+) -> None:
+    go_offline()
+    with pytest.raises(UserError, match=r"data set user/text .* HF_HUB_OFFLINE is set, .*unset it"):
+        list(hub_rows(PrepareConfig(source="dataset", dataset="user/text"), 0, None, print))
+
+
 @pytest.fixture
 def go_offline(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Set HF_HUB_OFFLINE, as the client reads it at import."""
@@ -259,9 +268,16 @@ def test_bad_addresses_are_one_sentence(hub: HubServer) -> None:
 
 
 def test_a_resumed_run_reads_the_commit_that_it_began_with(
-    hub: HubServer, shards: Path, small_run: Callable[..., list[str]], tmp_path: Path
+    hub: HubServer,
+    shards: Path,
+    small_run: Callable[..., list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     own = small_run("--data.train", URL, "--eval.tokens", "64", "--checkpoint.every", "4")
+    own += ["--data.prepare.dataset", "user/text"]  # as shipped configs have it
+    assert run_here(train.main, [*own, "--data.prepare.source", "dataset"]) == 2
+    assert "set data.prepare.source to null" in capsys.readouterr().err
     assert run_here(train.main, [*own, "--train.stop_at", "4"]) == 0
     index = json.loads((shards / "dataset.json").read_text())
     index["splits"]["train"].reverse()

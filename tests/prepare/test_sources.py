@@ -206,7 +206,7 @@ class RepositoryNotFoundError(Exception):
     """Named as the Hub's."""
 
 
-class OfflineModeIsEnabled(ConnectionError):
+class ConnectError(Exception):
     """Named as the Hub's."""
 
 
@@ -218,7 +218,7 @@ class OfflineModeIsEnabled(ConnectionError):
             r"gated: accept its terms at .*me/data, then hf auth login, or set",
         ),
         (RepositoryNotFoundError("404"), r"does not exist, or is private.*HF_TOKEN"),
-        (OfflineModeIsEnabled("offline"), "the Hub was not reached: check the network"),
+        (ConnectError("refused"), "the Hub was not reached: check the network"),
         (ConnectionError("Couldn't reach"), "not reached: .*Couldn't reach"),
         (ValueError("Bad split: x"), "check its id, configuration and split .*Bad split"),
     ],

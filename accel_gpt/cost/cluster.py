@@ -1,7 +1,7 @@
-"""Past one device: the collectives of a step, what they cost, and the host memory of a node.
+"""Estimate the collectives of a step, their time, and the host memory of a node. No torch.
 
-docs/explanation/cost.md derives the formulas and compares them with measurements. Without torch.
-Sizes are bytes, times seconds, speeds bytes a second.
+docs/explanation/cost.md derives the formulas and compares them with measurements.
+Sizes are in bytes, times in seconds, speeds in bytes per second.
 """
 
 import math
@@ -26,20 +26,22 @@ from accel_gpt.cost.memory import (
     table_bytes,
 )
 
-# of a data sheet's rate; NVIDIA/nccl-tests issue 212: 370 of 450 GB/s, the rest is protocol
+# Share of the data sheet's rate that collectives reach. NVIDIA/nccl-tests issue 212 measures 370 of
+# 450 GB/s.
 LINK_SHARE = 0.8
-# NCCL's src/graph/tuning.cc, `hwLatencies`, ring, protocol Simple
+# NCCL's src/graph/tuning.cc: `hwLatencies` of the ring algorithm with the protocol Simple
 LINK_LATENCY_SECONDS = 3.4e-6  # between devices of a node
 NODE_LATENCY_SECONDS = 14e-6  # between nodes
-# DistributedDataParallel's defaults
+# defaults of DistributedDataParallel
 FIRST_BUCKET_BYTES = 2**20
 BUCKET_BYTES = 25 * 2**20
 
-Group = Literal["all", "shards", "replicas"]  # of devices
+# Devices of one collective: all of them, those that share one model, or those with the same shard
+Group = Literal["all", "shards", "replicas"]
 
 
 class Collective(NamedTuple):
-    """The collectives of one kind in a step."""
+    """All collectives of one kind in a step."""
 
     name: str
     calls: float
@@ -49,11 +51,11 @@ class Collective(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Return the time of all of them, if nothing else is going on."""
+        """Return the time of all calls, without overlap with computation."""
         return self.transfer_seconds + self.latency_seconds
 
     def as_json(self) -> dict[str, Any]:
-        """Return these collectives as `accel-gpt plan --json` lists them."""
+        """Return the entry for `accel-gpt plan --json`."""
         return {
             "name": self.name,
             "calls": self.calls,
@@ -66,15 +68,15 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Network:
-    """What joins the nodes of a machine, and the devices of a node."""
+    """The links between the nodes of a machine, and between the devices of a node."""
 
     machine: Machine
-    node_speed: float | None  # bytes a second into a node, and out of it; None: not known
-    latency_seconds: float = NODE_LATENCY_SECONDS  # from one node to another
+    node_speed: float | None  # bytes per second of a node in each direction; None: unknown
+    latency_seconds: float = NODE_LATENCY_SECONDS  # between nodes
 
     @property
     def link_speed(self) -> float:
-        """Return the bytes a second from a device to the next one of its node."""
+        """Return the bytes per second from a device to the next device in its node."""
         key = device_key(self.machine.gpu or "")
         if key is None:
             return math.inf
@@ -82,13 +84,16 @@ class Network:
 
     @property
     def nodes_are_slower(self) -> bool:
-        """Return whether the network between nodes is known, and slower than the links within."""
+        """Return whether the network between nodes is slower than the links within a node.
+
+        Returns false if the speed of the network is unknown.
+        """
         if self.machine.nodes == 1 or self.node_speed is None:
             return False
         return self.node_speed < self.link_speed
 
     def group(self, name: Group) -> tuple[int, int]:
-        """Return the ranks and the nodes of a group of devices."""
+        """Return the number of ranks and the number of nodes in a group of devices."""
         machine = self.machine
         if name == "shards":
             return machine.shards, max(1, machine.nodes // machine.replicas)
@@ -105,10 +110,11 @@ class Network:
         group: Group = "all",
         rings: int = 1,
     ) -> Collective:
-        """Return `calls` collectives over `size` bytes in all, in a ring through a group.
+        """Estimate `calls` ring collectives in a group.
 
-        All-gathers and reduce-scatters pass the ring once, all-reduces twice. `rings`: as many
-        rings share the network between nodes.
+        `size` is the bytes of all calls together. `passes` is 1 for an all-gather or a
+        reduce-scatter and 2 for an all-reduce. `rings` is the number of rings that share the
+        network of a node.
         """
         ranks, nodes = self.group(group)
         hops = passes * (ranks - 1)
@@ -126,18 +132,20 @@ class Network:
 
     def hop_seconds(self, ranks: int, nodes: int) -> float:
         """Return the mean latency of a hop in a ring."""
-        if self.machine.gpu is None:  # gloo: each hop is a round trip, as slow as the slowest one
+        if self.machine.gpu is None:
+            # In gloo, a hop is a round trip, and all ranks wait for the slowest hop.
             return 2 * self.latency_seconds if nodes > 1 else 0.0
-        crossing = nodes / ranks if nodes > 1 else 0.0  # share of hops from node to node
+        crossing = nodes / ranks if nodes > 1 else 0.0  # share of hops between nodes
         return crossing * self.latency_seconds + (1 - crossing) * LINK_LATENCY_SECONDS
 
 
 def step_time(
     config: Config, vocab_size: int, network: Network, compute_seconds: float
 ) -> dict[str, Any]:
-    """Return where the time of a step goes that computes for `compute_seconds`.
+    """Break down the time of a step into computation and collectives.
 
-    If the speed of a network between nodes is not known, its collectives are not either.
+    `compute_seconds` is the computation of the step. If the speed of the network between nodes is
+    unknown, the result leaves out the collectives, and `exposed` is None.
     """
     machine = network.machine
     if machine.nodes > 1 and network.node_speed is None:
@@ -163,14 +171,17 @@ def step_time(
     return {
         "total": compute_seconds + exposed,
         "compute": compute_seconds,
-        "exposed": exposed,  # seconds of collectives that no computation hides
+        "exposed": exposed,  # seconds of collectives that do not overlap with computation
         "limit": limit,
         "collectives": [one.as_json() for one in collectives if one.seconds],
     }
 
 
 def after_backward(config: Config, network: Network) -> list[Collective]:
-    """Return the collectives that nothing overlaps with: of Muon, and of scalars on CPUs."""
+    """Estimate the collectives after the backward pass, which do not overlap with computation.
+
+    These are the exchange of Muon's updates and, between nodes of CPUs, the all-reduces of scalars.
+    """
     machine = network.machine
     found: list[Collective] = []
     if config.optim.name == "muon":
@@ -181,26 +192,26 @@ def after_backward(config: Config, network: Network) -> list[Collective]:
 
 
 def scalar_exchange(config: Config, network: Network) -> Collective:
-    """Return the all-reduces of single numbers between nodes of CPUs."""
+    """Estimate the all-reduces of single numbers between nodes of CPUs."""
     machine = network.machine
-    calls = 2  # the host waits for the loss and the stop
+    calls = 2  # the loss and the stop signal
     if machine.shards > 1:
-        calls += 1  # for the norm
+        calls += 1  # the gradient norm
     if config.data.document_mask:
-        calls += 1  # for the number of targets
-    hops_there_and_back = 2 * (machine.devices - 1)
-    crossing = machine.nodes / machine.devices  # share of hops from node to node
+        calls += 1  # the number of targets
+    hops = 2 * (machine.devices - 1)  # an all-reduce passes the ring twice
+    crossing = machine.nodes / machine.devices  # share of hops between nodes
     return Collective(
         name="all-reduce of scalars",
         calls=calls,
         sent_bytes=0,
         transfer_seconds=0,
-        latency_seconds=calls * hops_there_and_back * crossing * network.latency_seconds,
+        latency_seconds=calls * hops * crossing * network.latency_seconds,
     )
 
 
 def muon_exchange(config: Config, network: Network) -> Collective:
-    """Return the collectives by which ranks exchange Muon's updates."""
+    """Estimate the collectives that exchange Muon's updates between ranks."""
     machine = network.machine
     matrices = hidden_matrices(config.model)
     number_bytes = 2 if machine.gpu else FLOAT_BYTES
@@ -211,7 +222,7 @@ def muon_exchange(config: Config, network: Network) -> Collective:
         name="updates of Muon",
         size=size / machine.shards,
         calls=len(matrices),
-        passes=2,  # there and back
+        passes=2,  # to the rank that orthogonalizes a matrix, and back
         group="shards",
         rings=machine.devices // machine.nodes,
     )
@@ -220,14 +231,14 @@ def muon_exchange(config: Config, network: Network) -> Collective:
 def replicated_step(
     config: Config, vocab_size: int, network: Network, micro_seconds: float
 ) -> tuple[list[Collective], float]:
-    """Return DDP's collectives, and their seconds that the last backward pass does not hide.
+    """Estimate DDP's collectives, and their seconds that the last backward pass does not hide.
 
-    `micro_seconds`: in which a micro-step computes. The last bucket has the embedding's gradient,
-    which is ready at the end.
+    `micro_seconds` is the computation of one micro-step. The last bucket is never hidden: it holds
+    the embedding's gradient, which the backward pass computes last.
     """
     name = "all-reduce of gradients"
     size = FLOAT_BYTES * parameter_counts(config.model, vocab_size)["total"]
-    if config.train.reproducible:  # in float64 and in one piece, after the backward pass
+    if config.train.reproducible:  # one float64 all-reduce after the backward pass
         found = network.ring(name, 2 * size, calls=1, passes=2)
         return [found], found.seconds
     after_first = max(0, size - FIRST_BUCKET_BYTES)
@@ -243,12 +254,12 @@ def replicated_step(
 def sharded_step(
     config: Config, vocab_size: int, network: Network, micro_seconds: float, micro_steps: int
 ) -> tuple[list[Collective], float]:
-    """Return FSDP2's collectives, and their seconds that forward and backward do not hide.
+    """Estimate FSDP2's collectives, and their seconds that forward and backward do not hide.
 
-    `micro_seconds`: in which a micro-step computes. Blocks are gathered twice a micro-step, each
-    while the one before computes; the root, all other weights, once, before anything computes.
-    Gradients are reduced in the last micro-step, or in each with `train.sync_each_batch`; the
-    root's at its end.
+    `micro_seconds` is the computation of one micro-step. Each block is gathered twice per
+    micro-step, while the previous block computes. The root (all weights outside blocks) is gathered
+    once, before the computation. Gradients are reduced in the last micro-step, or with
+    `train.sync_each_batch` in each micro-step. The root's gradients are reduced last.
     """
     counts = parameter_counts(config.model, vocab_size)
     in_blocks = counts["attention"] + counts["mlp"]
@@ -289,7 +300,7 @@ def sharded_step(
 def sharded_reductions(
     config: Config, parameters: int, network: Network, reductions: int
 ) -> list[Collective]:
-    """Return the collectives that reduce FSDP2's gradients `reductions` times a step."""
+    """Estimate the collectives that reduce FSDP2's gradients `reductions` times per step."""
     machine = network.machine
     calls = reductions * (config.model.n_layer + 1)
     size = reductions * FLOAT_BYTES * parameters
@@ -297,7 +308,7 @@ def sharded_reductions(
         name="reduce-scatter of gradients",
         size=size,
         calls=calls,
-        passes=1 if machine.gpu else 2,  # in gloo it is an all-reduce
+        passes=1 if machine.gpu else 2,  # gloo runs an all-reduce instead
         group="shards",
     )
     if machine.replicas == 1:
@@ -314,11 +325,11 @@ def sharded_reductions(
 
 
 def host_bytes(config: Config, vocab_size: int, machine: Machine) -> dict[str, int]:
-    """Return what all processes of a node hold in its memory.
+    """Estimate the host memory of all processes of a node, by part.
 
-    The model is there only until it is on the devices. Under FSDP a process builds its share, one
-    whole parameter at a time, and copies its share in a save; else each builds the whole model,
-    and only rank 0 copies it.
+    The model takes host memory only until it is on the devices. Under FSDP, a process builds its
+    share of the model, one whole parameter at a time. A save then copies the share of each process.
+    Without FSDP, each process builds the whole model, and only rank 0 copies it in a save.
     """
     model = config.model
     processes = machine.devices // machine.nodes

@@ -1,4 +1,4 @@
-"""Peak FLOP/s and memory of GPUs, from their data sheets; bf16 instructions of this CPU."""
+"""Look up the peak FLOP/s and memory of GPUs, and the bf16 instructions of this CPU."""
 
 import os
 import re
@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 MATRIX_UNITS = "amx_bf16"
-VECTOR_UNITS = ("avx512_bf16", "bf16", "svebf16")  # x86, and Arm's two
-# With these a step in bf16 is faster than in float32: benchmarks/notes/precision.md.
+VECTOR_UNITS = ("avx512_bf16", "bf16", "svebf16")  # the flag on x86, then the flags on Arm
+# On CPUs with one of these flags, bf16 is faster than float32: benchmarks/notes/precision.md.
 FAST_BF16 = (MATRIX_UNITS, "avx512_bf16")
 
 
 class Device(NamedTuple):
-    """A row of the table of devices."""
+    """A row of the table `DEVICES`."""
 
-    memory_gb: tuple[int, ...]  # of several sizes the smallest first
-    link_speed: float  # bytes a second to the other devices of a node, in one direction
+    memory_gb: tuple[int, ...]  # all sizes, the smallest first
+    link_speed: float  # bytes per second to the other devices of a node, in one direction
     rates: Mapping[str, float]  # FLOP/s by dtype
 
 
@@ -26,10 +26,11 @@ def _device(*memory_gb: int, link: float, **teraflops: float) -> Device:
     return Device(memory_gb, link * 1e9, types.MappingProxyType(rates))
 
 
-# By the words that tell a device from its siblings: GB of memory (a device of "80 GB" reports a
-# little more than 80e9 bytes, which leaves some room) and FLOP/s without sparsity (data sheets that
-# quote rates "with sparsity": halved). bf16, fp16 and fp8 accumulate in float32. link: NVLink, xGMI
-# or PCIe, half of what the sheets add up over both directions.
+# A key holds the words that distinguish a device from similar ones. Units of a row:
+# - memory: GB. A device of "80 GB" reports slightly more than 80e9 bytes, so estimates have room.
+# - link: GB/s of NVLink, xGMI or PCIe. Data sheets add both directions; this is one of them.
+# - rates: teraFLOP/s without sparsity. Rates that data sheets quote "with sparsity" are halved.
+#   bf16, fp16 and fp8 accumulate in float32.
 DEVICES: Mapping[str, Device] = types.MappingProxyType(
     {
         # NVIDIA B200, HGX B200 data sheet (2024), one of 8 GPUs
@@ -39,7 +40,7 @@ DEVICES: Mapping[str, Device] = types.MappingProxyType(
         # NVIDIA H100 data sheet (2023), SXM5 and PCIe columns
         "h100": _device(80, link=450, fp8=1979, bf16=989.5, fp16=989.5, tf32=494.5, fp32=67),
         "h100 pcie": _device(80, link=64, fp8=1513, bf16=756.5, fp16=756.5, tf32=378, fp32=51),
-        # NVIDIA A100 data sheet (2021); SXM4 and PCIe alike
+        # NVIDIA A100 data sheet (2021); the same for SXM4 and PCIe
         "a100": _device(40, 80, link=300, bf16=312, fp16=312, tf32=156, fp32=19.5),
         # NVIDIA A10 data sheet (2021); the A10G of AWS is another chip
         "a10": _device(24, link=32, bf16=125, fp16=125, tf32=62.5, fp32=31.2),
@@ -79,42 +80,44 @@ DEVICES: Mapping[str, Device] = types.MappingProxyType(
 )
 
 # Words of a device name that do not change its rates. Any other word ("MIG", "Laptop", "Ti", "D")
-# names another device.
+# indicates another device.
 _NEUTRAL = re.compile(
     r"nvidia|generation|tesla|geforce|amd|instinct|oam|pcie|sxm\d?|hbm\d?e?|\d+gb"
 )
 
 
 def device_key(device_name: str) -> str | None:
-    """Return the key in `DEVICES` of a device as its driver names it; None if it has none.
+    """Return the key in `DEVICES` for the name that a driver reports; None if no key matches.
 
-    Of several rows the one with most words is the device's.
+    If several keys match, the key with the most words wins.
     """
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
     found: str | None = None
     most_words = 0
     for key in DEVICES:
-        named = set(key.split())
-        fits = named <= words and all(_NEUTRAL.fullmatch(word) for word in words - named)
-        if fits and len(named) > most_words:
+        key_words = set(key.split())
+        rest = words - key_words
+        matches = key_words <= words and all(_NEUTRAL.fullmatch(word) for word in rest)
+        if matches and len(key_words) > most_words:
             found = key
-            most_words = len(named)
+            most_words = len(key_words)
     return found
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return the peak FLOP/s of a device as its driver names it, without sparsity, or None.
+    """Return the peak FLOP/s of a device, without sparsity; None if `DEVICES` does not have it.
 
-    `dtype` is what the products compute in: fp8, bf16, fp16, tf32 or fp32.
+    `device_name` is the name that the driver reports. `dtype` is the dtype of matrix products:
+    fp8, bf16, fp16, tf32 or fp32.
     """
     key = device_key(device_name)
     return DEVICES[key].rates.get(dtype) if key else None
 
 
 def device_memory(device_name: str) -> int | None:
-    """Return the bytes of memory of a device; None if the table does not have it.
+    """Return the memory of a device in bytes; None if `DEVICES` does not have the device.
 
-    A name such as `a100-80gb` picks one of several sizes; without it the smallest is taken.
+    A name such as `a100-80gb` selects one of several sizes. Without a size, the smallest is used.
     """
     key = device_key(device_name)
     if key is None:
@@ -127,7 +130,10 @@ def device_memory(device_name: str) -> int | None:
 
 
 def cpu_info(*fields: str) -> str:
-    """Return the first of `fields` in /proc/cpuinfo; "" if it is not there, as outside Linux."""
+    """Return the value of the first line of /proc/cpuinfo that starts with one of `fields`.
+
+    Returns "" if no line does, or if there is no such file, as outside Linux.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -139,14 +145,14 @@ def cpu_info(*fields: str) -> str:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Return the flags of the first core; empty outside Linux."""
+    """Return the feature flags of the CPU's first core; empty outside Linux."""
     return frozenset(cpu_info("flags", "Features").split())
 
 
 def bf16_instructions() -> str | None:
-    """Return the flag of the CPU's fastest bf16 instructions that oneDNN may use, or None.
+    """Return the flag of the fastest bf16 instructions that oneDNN may use, or None.
 
-    `ONEDNN_MAX_CPU_ISA`, if it is set, names the newest instruction set that oneDNN uses.
+    The environment variable `ONEDNN_MAX_CPU_ISA` limits the instruction sets that oneDNN uses.
     """
     flags = cpu_flags()
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()

@@ -1,6 +1,4 @@
-"""The cost of a model by arithmetic on its config: parameters, FLOPs, and their use of a device.
-
-This needs no torch, so that planning answers at once.
+"""Compute the parameters, FLOPs and model FLOPs utilization of a model from its config. No torch.
 
 Legend: C channels (n_embd), D head size, H query heads, L layers, T block size.
 """
@@ -8,25 +6,25 @@ Legend: C channels (n_embd), D head size, H query heads, L layers, T block size.
 from accel_gpt.config.model import ModelConfig
 
 VOCAB_MULTIPLE = 64
-"""Embedding and head have a multiple of this many rows: 128 bytes of bf16, the alignment at which
-matrix units run at full rate (NVIDIA, Matrix Multiplication Background, "Tensor Core
-Requirements")."""
+"""The number of rows of embedding and head is a multiple of this. 64 values of bf16 are 128 bytes,
+the alignment at which matrix units run at full rate (NVIDIA, Matrix Multiplication Background,
+"Tensor Core Requirements")."""
 
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step
 BACKWARD_SHARE = 2 / 3  # of the FLOPs of a training step
 
 
 def padded_vocab_size(vocab_size: int) -> int:
-    """Round `vocab_size` up to a multiple of `VOCAB_MULTIPLE`: the rows of embedding and head."""
+    """Compute the rows of embedding and head: `vocab_size` rounded up to `VOCAB_MULTIPLE`."""
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def chunk_tokens(rows: int, cpu: bool) -> int:
-    """Compute how many tokens have their logits held at a time in training: a power of two.
+    """Compute how many tokens the loss processes at a time: a power of two.
 
     Their float32 logits over the `rows` of the head take at most 256 MiB on a CPU and 1 GiB
-    elsewhere (assumption: a GPU needs more tokens for a fast product). For GPT-2's vocabulary this
-    is 1,024 and 4,096 tokens.
+    elsewhere. (Assumption: a GPU needs more tokens for a fast product.) With GPT-2's vocabulary, a
+    chunk has 1,024 tokens on a CPU and 4,096 elsewhere.
     """
     max_logits = 2**26 if cpu else 2**28
     max_tokens = max(max_logits // rows, 1)
@@ -35,20 +33,20 @@ def chunk_tokens(rows: int, cpu: bool) -> int:
 
 
 def activates_twice(values: int) -> bool:
-    """Return whether the backward pass computes an activation of so many values again.
+    """Return whether the backward pass recomputes the MLP's activation of `values` values.
 
-    This saves a fifth of the memory for GPT-2's activations. Below 2^23 values, starting the extra
-    work costs more than the memory is worth (assumption).
+    This saves a fifth of the memory for GPT-2's activations. (Assumption: with 2^23 values or less,
+    the overhead costs more than the memory is worth.)
     """
     return values > 2**23
 
 
 def parameter_counts(config: ModelConfig, vocab_size: int) -> dict[str, int]:
-    """Count the parameters of each part, as the model holds them, and two totals.
+    """Count the parameters of each part, and two totals.
 
-    `total` is the sum of the parts, with padded rows: what memory and the optimizer hold.
-    `total_unpadded` counts the real vocabulary only, as papers and exports do. A tied head counts
-    0.
+    `total` is the sum of the parts and includes the padded rows, which take memory too.
+    `total_unpadded` counts only the real vocabulary, as papers and exports do. A tied head counts
+    as 0.
     """
     C = config.n_embd
     n_layer = config.n_layer
@@ -93,12 +91,12 @@ def hidden_matrices(config: ModelConfig) -> list[int]:
 def flops_per_token(config: ModelConfig, vocab_size: int) -> int:
     """Compute the FLOPs to train on one token of a sequence of `block_size`, forward and backward.
 
-    6 N + 12 L H D T (PaLM, Chowdhery et al. 2022, appendix B). N counts the weights that a token is
-    multiplied with: the linear layers, and the head over the real vocabulary, tied or not. It
-    counts neither padding, which does no useful work, nor the look-ups of embedding and position.
+    6 N + 12 L H D T (PaLM, Chowdhery et al. 2022, appendix B). N counts the weights in matrix
+    products: the linear layers, and the head over the real vocabulary, tied or not. N does not
+    count padding or the look-ups of embedding and position.
 
-    12 L H D T counts scores and weighted values over the full T x T square, as nanoGPT does, though
-    a causal kernel can skip half of it. Norms, biases, activations and recomputation do not count.
+    12 L H D T counts scores and weighted values over the full T x T square, as nanoGPT does. A
+    causal kernel can skip half of them. Norms, biases, activations and recomputation do not count.
     """
     N = config.n_layer * sum(hidden_matrices(config)) + vocab_size * config.n_embd
     attention = config.n_layer * config.n_head * config.head_size * config.block_size
@@ -108,9 +106,9 @@ def flops_per_token(config: ModelConfig, vocab_size: int) -> int:
 def mfu(
     tokens_per_second: float, flops_per_token: float, peak_flops: float, n_devices: int = 1
 ) -> float:
-    """Compute the share of the devices' peak FLOP/s that training reaches, 0 to 1.
+    """Compute the model FLOPs utilization, 0 to 1 (PaLM, appendix B).
 
-    This is model FLOPs utilization (PaLM, appendix B). `tokens_per_second` is over all devices,
-    `peak_flops` is the FLOP/s of one device.
+    This is the share of the devices' peak FLOP/s that training reaches. `tokens_per_second` is the
+    speed of all devices together; `peak_flops` is the FLOP/s of one device.
     """
     return tokens_per_second * flops_per_token / (peak_flops * n_devices)

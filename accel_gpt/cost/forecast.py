@@ -1,4 +1,4 @@
-"""What a whole run takes: memory, and whether it fits; tokens, FLOPs, disk and hours. No torch.
+"""Forecast the memory, tokens, FLOPs, disk space and hours of a run. No torch.
 
 docs/explanation/cost.md derives the formulas.
 """
@@ -14,11 +14,15 @@ from accel_gpt.cost.flops import FORWARD_SHARE, flops_per_token, parameter_count
 from accel_gpt.cost.memory import Machine, checkpoint_bytes, footprint, largest_size
 
 ASSUMED_MFU = 0.4  # assumption: llm.c and nanoGPT report 0.4 to 0.5 for GPT-2 on A100 and H100
-SHARE_WITH_RECOMPUTATION = 3 / 4  # of the MFU: activation checkpointing adds a forward pass
+# Activation checkpointing adds a forward pass, a third of the FLOPs, and reduces the MFU to 3 / 4.
+SHARE_WITH_RECOMPUTATION = 3 / 4
 
 
 def run_memory(config: Config, vocab_size: int, machine: Machine) -> dict[str, Any]:
-    """Return what one device holds, and whether it fits; `try` lists options if it does not."""
+    """Estimate the memory of one device, and whether the run fits.
+
+    If it does not fit, `try` lists options that save memory.
+    """
     needed = footprint(config, vocab_size, machine)
     fits = None
     if machine.memory_bytes is not None:
@@ -37,7 +41,7 @@ def run_memory(config: Config, vocab_size: int, machine: Machine) -> dict[str, A
 
 
 def options_to_try(config: Config, machine: Machine) -> list[str]:
-    """Return the options that save memory and are not set yet, those that cost least time first."""
+    """List the options that save memory and are not set yet, from the least loss of speed."""
     options = []
     if machine.precision == "no":
         options.append("--train.mixed_precision bf16")
@@ -51,7 +55,7 @@ def options_to_try(config: Config, machine: Machine) -> list[str]:
 
 
 def run_length(config: Config, vocab_size: int, plan: Plan) -> dict[str, Any]:
-    """Return steps, tokens and FLOPs of a run."""
+    """Compute the steps, tokens and FLOPs of a run."""
     tokens = plan.max_steps * plan.tokens_per_step
     flops = flops_per_token(config.model, vocab_size)
     parameters = parameter_counts(config.model, vocab_size)["total_unpadded"]
@@ -72,9 +76,9 @@ def run_length(config: Config, vocab_size: int, plan: Plan) -> dict[str, Any]:
 
 
 def run_disk(config: Config, vocab_size: int, machine: Machine, plan: Plan) -> dict[str, int]:
-    """Return the bytes that a run reads and writes."""
+    """Compute the bytes of data that a run reads and of checkpoints that it keeps."""
     sequences = plan.max_steps * plan.sequences_per_step
-    token_bytes = 2 if vocab_size < 65536 else 4  # in a shard
+    token_bytes = 2 if vocab_size < 65536 else 4  # bytes of a token in a shard
     checkpoint = checkpoint_bytes(config, vocab_size)
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best
     return {
@@ -93,23 +97,23 @@ def run_disk(config: Config, vocab_size: int, machine: Machine, plan: Plan) -> d
 class RunTime:
     """The time of a run."""
 
-    step: dict[str, Any]  # where the time of a step goes, see `step_time`
-    tokens_per_second: float  # of all devices
-    hours: float  # with evaluations, if they are known
-    evaluation_hours: float | None  # None: not known
+    step: dict[str, Any]  # the breakdown of a step, see `step_time`
+    tokens_per_second: float  # all devices together
+    hours: float  # training, and evaluations if `evaluation_hours` is known
+    evaluation_hours: float | None  # None: unknown
 
 
 def assumed_mfu(config: Config) -> float:
-    """Return the MFU that is assumed if nothing says it."""
+    """Return the MFU to assume if no measurement is given."""
     if config.train.activation_checkpointing == "blocks":
         return ASSUMED_MFU * SHARE_WITH_RECOMPUTATION
     return ASSUMED_MFU
 
 
 def speed_at(mfu: float, config: Config, vocab_size: int, machine: Machine) -> float | None:
-    """Return the tokens per second of all devices at an MFU; None if no peak is known.
+    """Compute the tokens per second of all devices at an MFU; None if their peak is unknown.
 
-    Waiting for other devices is not counted.
+    The time of collectives is not included.
     """
     peak_flops = machine.peak(config.train.matmul_precision)
     if peak_flops is None:
@@ -125,9 +129,10 @@ def run_time(
     compute_speed: float,
     evaluated: int | None,
 ) -> RunTime:
-    """Return the time of a run whose devices compute `compute_speed` tokens per second together.
+    """Estimate the time of a run.
 
-    `evaluated`: tokens that all its evaluations read; None: not known, and not counted.
+    `compute_speed` is the tokens per second that all devices compute together, without collectives.
+    `evaluated` is the tokens of all evaluations; None if unknown, and then they take no time.
     """
     compute_seconds = plan.tokens_per_step / compute_speed
     step = step_time(config, vocab_size, network, compute_seconds)
@@ -147,13 +152,13 @@ def run_time(
 
 
 def evaluation_hours(tokens: int, tokens_per_second: float) -> float:
-    """Return the hours in which `tokens` are evaluated, at the speed of training."""
+    """Estimate the hours to evaluate `tokens` tokens, from the tokens per second of training."""
     seconds = FORWARD_SHARE * tokens / tokens_per_second
     return seconds / 3600
 
 
 def evaluation_count(config: Config, steps: int) -> int:
-    """Return how often a run of `steps` steps evaluates: after the last step in any case."""
+    """Compute the number of evaluations in a run of `steps` steps; the last step always has one."""
     if not config.eval.every:
         return 1
     return math.ceil(steps / config.eval.every)

@@ -1,8 +1,8 @@
-"""The memory of one device at its fullest moment of a training step, by plain arithmetic.
+"""Estimate the peak memory of one device in a training step, by arithmetic. No torch.
 
-docs/explanation/cost.md derives the formulas and compares them with measurements. Without torch.
+docs/explanation/cost.md derives the formulas and compares them with measurements.
 
-Letters: T block_size, C channels (n_embd), H query heads, D head size. All results are bytes.
+Letters: T block_size, C channels (n_embd), H query heads, D head size. All sizes are in bytes.
 """
 
 from dataclasses import dataclass, replace
@@ -20,54 +20,59 @@ from accel_gpt.cost.flops import (
 )
 
 FLOAT_BYTES = 4  # weights, gradients and the optimizer's moments are float32
-DOUBLE_BYTES = 8  # of a float64
+DOUBLE_BYTES = 8  # float64
 STACKS = 6  # copies of a stack of matrices that Muon holds at once; tests/cost/test_memory.py
-# measured, see docs/explanation/cost.md
-LIBRARIES_CPU_BYTES = (
-    385_000_000  # Python, torch and what they import 290 MB; what the first step loads
-)
-GAP_SHARE_CPU = 0.2  # of what each micro-batch allocates: holes that the C library cannot fill
-LIBRARIES_CUDA_BYTES = 1_500_000_000  # context, workspaces of cuBLAS and NCCL, gaps: assumption
-GATHERED_BLOCKS = 2  # that FSDP holds whole at once: the current and the next
-LARGEST_MICRO_BATCH = 4096
+# Measured (docs/explanation/cost.md): 290 MB for Python, torch and their imports; the first step
+# loads the rest.
+LIBRARIES_CPU_BYTES = 385_000_000
+# Share of a micro-batch's memory that the C library wastes in gaps between tensors; measured
+# (docs/explanation/cost.md)
+GAP_SHARE_CPU = 0.2
+# Assumption, for the CUDA context, the workspaces of cuBLAS and NCCL, and gaps
+LIBRARIES_CUDA_BYTES = 1_500_000_000
+GATHERED_BLOCKS = 2  # blocks that FSDP holds unsharded at once: the current and the next
+LARGEST_MICRO_BATCH = 4096  # sequences; the largest micro-batch that is considered
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices that a run is planned for, one process each."""
+    """The devices of a planned run. Each device has one process."""
 
-    devices: int
-    gpu: str | None  # a name that `cost/devices.py` knows; None: CPUs
-    memory_bytes: float | None  # of a device; None: not known
-    sharded: bool  # FSDP
+    devices: int  # on all nodes together
+    gpu: str | None  # a name that `cost/devices.py` finds; None: CPUs
+    memory_bytes: float | None  # memory of one device; None: unknown
+    sharded: bool  # FSDP or HSDP
     precision: str  # no, bf16, fp16 or fp8
-    precision_source: str
+    precision_source: str  # the option or rule that chose the precision
     nodes: int = 1
-    replicas: int = 1  # HSDP: groups of devices, each of which holds all
+    replicas: int = 1  # HSDP: groups of devices; each group holds the whole model
 
     @property
     def shards(self) -> int:
-        """Return the devices that share the weights, gradients and moments of one model."""
+        """Return the number of devices that share one copy of the model and optimizer."""
         return self.devices // self.replicas if self.sharded else 1
 
     @property
     def product_bytes(self) -> int:
-        """Return the bytes of a number that matrix products read and write."""
+        """Return the bytes per number in matrix products."""
         return FLOAT_BYTES if self.precision == "no" else 2
 
     @property
     def stream_bytes(self) -> int:
-        """Return the bytes of a number of the residual stream. Autocast leaves it in float32."""
+        """Return the bytes per number in the residual stream.
+
+        Without FSDP, autocast keeps the residual stream in float32.
+        """
         return self.product_bytes if self.sharded else FLOAT_BYTES
 
     def dtype(self, matmul_precision: str) -> str:
-        """Return the type that matrix products compute in, a key of `Device.rates`."""
+        """Return the dtype of matrix products, as a key of `Device.rates`."""
         if self.precision != "no":
             return self.precision
         return "tf32" if self.gpu and matmul_precision != "highest" else "fp32"
 
     def peak(self, matmul_precision: str) -> float | None:
-        """Return the FLOP/s of one device; None if they are not known."""
+        """Return the peak FLOP/s of one device; None if unknown."""
         if self.gpu is None:
             return None
         return peak_flops(self.gpu, self.dtype(matmul_precision))
@@ -86,19 +91,22 @@ class Machine:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one device holds at its fullest moment."""
+    """The memory of one device at the moment when it holds the most."""
 
     moment: str
-    parts: dict[str, int]  # bytes
+    parts: dict[str, int]
 
     @property
     def total(self) -> int:
-        """Return the bytes of one device."""
+        """Return the sum of all parts."""
         return sum(self.parts.values())
 
 
 def footprint(config: Config, vocab_size: int, machine: Machine) -> Footprint:
-    """Return the memory of a step; `train.micro_batch_size` must divide its sequences."""
+    """Estimate the peak memory of a training step.
+
+    The sequences of a step must be a multiple of `train.micro_batch_size`.
+    """
     model = config.model
     tokens = config.train.micro_batch_sequences * model.block_size
     micro_steps = config.train.tokens_per_step // (tokens * machine.devices)
@@ -110,7 +118,7 @@ def footprint(config: Config, vocab_size: int, machine: Machine) -> Footprint:
     activations = activation_bytes(config, vocab_size, tokens, machine)
     loss = logits_bytes(model, vocab_size, tokens, machine)
     block = block_backward_bytes(config, vocab_size, tokens, machine)
-    tables = 0  # gradients of the embedding: of the look-up, and of the head if it is tied
+    tables = 0  # temporary gradients of the embedding: from the look-up, and from a tied head
     if not machine.sharded and model.tie_embeddings:
         tables += 2
     if not machine.sharded and accumulated:
@@ -143,7 +151,7 @@ def footprint(config: Config, vocab_size: int, machine: Machine) -> Footprint:
 
 
 def state_bytes(config: Config, vocab_size: int, machine: Machine) -> dict[str, int]:
-    """Return what is held all the time."""
+    """Estimate the memory that a process holds during the whole step."""
     counts = parameter_counts(config.model, vocab_size)
     total = counts["total"]
     layers = config.model.n_layer
@@ -158,8 +166,9 @@ def state_bytes(config: Config, vocab_size: int, machine: Machine) -> dict[str, 
     if machine.shards > 1:
         block = (counts["attention"] + counts["mlp"]) // layers
         root = total - block * layers
-        whole = root + GATHERED_BLOCKS * block + max(root, block)  # and the largest gradient
-        parts["gathered by fsdp"] = machine.product_bytes * whole
+        largest_gradient = max(root, block)
+        gathered = root + GATHERED_BLOCKS * block + largest_gradient
+        parts["gathered by fsdp"] = machine.product_bytes * gathered
     if machine.gpu is None and config.checkpoint.async_save:
         snapshot = checkpoint_bytes(config, vocab_size) // machine.shards
         parts["snapshot of async_save"] = snapshot
@@ -169,14 +178,15 @@ def state_bytes(config: Config, vocab_size: int, machine: Machine) -> dict[str, 
 def gradient_bytes(
     config: Config, vocab_size: int, machine: Machine, micro_steps: int
 ) -> dict[str, int]:
-    """Return the gradients besides DDP's buckets.
+    """Estimate the memory of gradients besides DDP's buckets.
 
-    Before a reduction they lie beside the buckets, then in them.
+    With one micro-step, the gradients live in the buckets. With several micro-steps or
+    `train.reproducible`, they are accumulated outside the buckets.
     """
     size = FLOAT_BYTES * parameter_counts(config.model, vocab_size)["total"]
     if machine.shards > 1:
-        whole = size if micro_steps > 1 and not config.train.sync_each_batch else 0
-        return {"gradients": size // machine.shards, "gradients not yet reduced": whole}
+        unreduced = size if micro_steps > 1 and not config.train.sync_each_batch else 0
+        return {"gradients": size // machine.shards, "gradients not yet reduced": unreduced}
     in_buckets = machine.devices > 1 and micro_steps == 1 and not config.train.reproducible
     return {"gradients": 0 if in_buckets else size}
 
@@ -184,25 +194,28 @@ def gradient_bytes(
 def activation_bytes(
     config: Config, vocab_size: int, tokens: int, machine: Machine
 ) -> dict[str, int]:
-    """Return what the forward pass of a micro-batch of `tokens` tokens keeps for the backward."""
+    """Estimate the memory that the forward pass of a micro-batch saves for the backward pass."""
     model = config.model
     inputs = input_bytes(model, tokens, machine)
     if config.train.activation_checkpointing == "blocks":
-        kept_of_block = inputs
+        saved_by_block = inputs
     else:
         per_token = block_bytes(model, tokens, config.data.document_mask, machine)
-        kept_of_block = tokens * per_token
+        saved_by_block = tokens * per_token
     cast = 0
     if machine.product_bytes < machine.stream_bytes:
         cast = 2 * parameter_counts(model, vocab_size)["total"]
     return {
-        "activations": model.n_layer * kept_of_block + 2 * inputs,
+        "activations": model.n_layer * saved_by_block + 2 * inputs,
         "weights in half precision": cast,
     }
 
 
 def block_backward_bytes(config: Config, vocab_size: int, tokens: int, machine: Machine) -> int:
-    """Return what the backward pass of a block takes besides activations and gradients."""
+    """Estimate the temporary memory of the backward pass of a block.
+
+    Activations and gradients are not included.
+    """
     model = config.model
     per_token = backward_bytes(model, tokens, machine)
     if config.train.activation_checkpointing == "blocks":
@@ -212,26 +225,26 @@ def block_backward_bytes(config: Config, vocab_size: int, tokens: int, machine: 
 
 
 def input_bytes(model: ModelConfig, tokens: int, machine: Machine) -> int:
-    """Return the input of a block for `tokens` tokens."""
+    """Compute the size of the input of a block for `tokens` tokens."""
     return tokens * machine.stream_bytes * model.n_embd
 
 
 def table_bytes(model: ModelConfig, vocab_size: int) -> int:
-    """Return the gradient of the embedding, or of the head."""
+    """Compute the size of the gradient of the embedding or the head."""
     return FLOAT_BYTES * padded_vocab_size(vocab_size) * model.n_embd
 
 
 def gap_bytes(size: int, activations: dict[str, int], machine: Machine) -> int:
-    """Return the holes between the tensors of a micro-batch, see `GAP_SHARE_CPU`."""
+    """Estimate the gaps between the tensors of a micro-batch, see `GAP_SHARE_CPU`."""
     if machine.gpu:
         return 0
     return round(GAP_SHARE_CPU * (size + sum(activations.values())))
 
 
 def update_bytes(config: Config, vocab_size: int) -> dict[str, int]:
-    """Return what the update takes besides gradients.
+    """Estimate the temporary memory of the update.
 
-    That is Muon's stacks of matrices, and the float64 copies of exact gradients.
+    These are Muon's stacks of matrices, and the float64 copies of exact gradients.
     """
     model = config.model
     parts: dict[str, int] = {}
@@ -248,16 +261,16 @@ def update_bytes(config: Config, vocab_size: int) -> dict[str, int]:
 
 
 def checkpoint_bytes(config: Config, vocab_size: int) -> int:
-    """Return the size of a checkpoint: weights and optimizer.
-
-    Under FSDP each rank writes its share. With `checkpoint.async_save` a copy is held in memory.
-    """
+    """Compute the size of a checkpoint: weights and optimizer."""
     weights = FLOAT_BYTES * parameter_counts(config.model, vocab_size)["total"]
     return weights + optimizer_bytes(config, vocab_size)
 
 
 def optimizer_bytes(config: Config, vocab_size: int) -> int:
-    """Return the moments: two for a parameter that AdamW updates, one for Muon's."""
+    """Compute the size of the optimizer's moments.
+
+    AdamW has two moments per parameter, Muon one.
+    """
     moments = 2 * parameter_counts(config.model, vocab_size)["total"]
     if config.optim.name == "muon":
         moments -= config.model.n_layer * sum(hidden_matrices(config.model))
@@ -265,12 +278,17 @@ def optimizer_bytes(config: Config, vocab_size: int) -> int:
 
 
 def block_bytes(model: ModelConfig, tokens: int, documents: bool, machine: Machine) -> int:
-    """Return what autograd keeps of one block for each of `tokens` tokens.
+    """Estimate the bytes per token that autograd saves for one block in a micro-batch.
 
-    Two norms: input and output. Attention: queries, keys and values, twice if they are rotated or
-    normalised, the result, and a float32 a head. MLP: the input of the activation function, and
-    its output unless the backward pass computes it again. A CPU has kernels for float32 only and
-    none for dropout: in bf16 it keeps float32 copies, and with dropout three T x T weights.
+    `tokens` is the size of the micro-batch. `documents` is `data.document_mask`. Autograd saves:
+
+    - the input and output of the two norms,
+    - queries, keys and values, twice if they are rotated or normalized,
+    - the result of attention, and one float32 per head,
+    - the input of the activation function, and its output unless the backward pass recomputes it.
+
+    On a CPU, attention runs in float32 and has no fused kernel for dropout. In bf16 autograd
+    therefore saves float32 copies, and with dropout three T x T weights per head.
     """
     C = model.n_embd
     H = model.n_head
@@ -278,7 +296,7 @@ def block_bytes(model: ModelConfig, tokens: int, documents: bool, machine: Machi
     number_bytes = machine.product_bytes
     cpu = machine.gpu is None
     norms = 2 * (machine.stream_bytes + number_bytes) * C
-    if cpu and model.norm_weight and model.norm == "rmsnorm":  # scaled in a step of its own
+    if cpu and model.norm_weight and model.norm == "rmsnorm":  # the scaling is a separate operation
         norms += 2 * machine.stream_bytes * C
     if cpu and number_bytes < FLOAT_BYTES:
         copies = 2 if model.qk_norm else 1
@@ -288,7 +306,7 @@ def block_bytes(model: ModelConfig, tokens: int, documents: bool, machine: Machi
         kept_bytes = number_bytes
     qkv = (H + 2 * model.kv_heads) * D
     attention = copies * kept_bytes * qkv + number_bytes * H * D + FLOAT_BYTES * H
-    if not cpu and model.qk_norm and number_bytes < FLOAT_BYTES:  # normalised in float32
+    if not cpu and model.qk_norm and number_bytes < FLOAT_BYTES:  # normalized in float32
         attention += FLOAT_BYTES * (H + model.kv_heads) * D
     if cpu and model.dropout:
         attention += 3 * FLOAT_BYTES * H * model.block_size
@@ -306,14 +324,17 @@ def block_bytes(model: ModelConfig, tokens: int, documents: bool, machine: Machi
 
 
 def mlp_values(model: ModelConfig) -> int:
-    """Return the inputs of the activation function for each token, gates included."""
+    """Compute the number of inputs of the activation function per token, gates included."""
     return model.hidden_size * (2 if model.mlp == "swiglu" else 1)
 
 
 def backward_bytes(model: ModelConfig, tokens: int, machine: Machine) -> int:
-    """Return what the backward pass of a block takes besides, for each of `tokens` tokens."""
+    """Estimate the temporary bytes per token in the backward pass of a block.
+
+    `tokens` is the size of the micro-batch.
+    """
     values = mlp_values(model)
-    copies = {"swiglu": 4, "relu2": 3}.get(model.mlp, 2)  # of the hidden values
+    copies = {"swiglu": 4, "relu2": 3}.get(model.mlp, 2)  # copies of the hidden values
     mlp = copies * model.hidden_size
     if activates_twice(tokens * values):
         mlp += values
@@ -325,12 +346,14 @@ def backward_bytes(model: ModelConfig, tokens: int, machine: Machine) -> int:
 
 
 def logits_bytes(model: ModelConfig, vocab_size: int, tokens: int, machine: Machine) -> int:
-    """Return the most that logits and loss take at once.
+    """Estimate the peak memory of logits and loss.
 
-    In one piece: log-probabilities, their gradient and the gradient of the logits, in float32; with
-    `logit_softcap` the tanh besides, on a GPU in bf16 and fp16 once more. In chunks: the gradients
-    of head and hidden states, and the chunk at work, or these gradients once more when they are
-    scaled by the gradient of the loss.
+    If the micro-batch is one chunk, this is three float32 tensors: the log-probabilities, their
+    gradient and the gradient of the logits. `logit_softcap` adds the tanh, and on a GPU in bf16 or
+    fp16 one more tensor.
+
+    With several chunks, it is the gradients of head and hidden states, plus the larger of two: the
+    current chunk, or a second copy of these gradients, scaled by the gradient of the loss.
     """
     rows = padded_vocab_size(vocab_size)
     capped = model.logit_softcap is not None
@@ -346,7 +369,7 @@ def logits_bytes(model: ModelConfig, vocab_size: int, tokens: int, machine: Mach
     widened_bytes = machine.stream_bytes - machine.product_bytes  # of a hidden state
     gradients = head_bytes + tokens * widened_bytes * model.n_embd
     logit_bytes = (3 if capped else 2) * FLOAT_BYTES
-    if machine.product_bytes < FLOAT_BYTES:  # the product before it is widened
+    if machine.product_bytes < FLOAT_BYTES:  # the logits before the conversion to float32
         logit_bytes += machine.product_bytes
     return gradients + max(chunk * rows * logit_bytes, gradients)
 
@@ -355,7 +378,7 @@ def logits_bytes(model: ModelConfig, vocab_size: int, tokens: int, machine: Mach
 
 
 def fitting_sizes(config: Config, devices: int) -> list[int]:
-    """Return the values of train.micro_batch_size that divide the step, largest first."""
+    """List the values of train.micro_batch_size that divide the step, largest first."""
     sequences, rest = divmod(config.train.tokens_per_step, config.model.block_size * devices)
     if rest:
         return []
@@ -369,7 +392,7 @@ def with_size(config: Config, size: int) -> Config:
 
 
 def largest_size(config: Config, vocab_size: int, machine: Machine) -> int | None:
-    """Return the largest train.micro_batch_size that fits; None if not even 1 does."""
+    """Return the largest train.micro_batch_size that fits; None if not even the smallest does."""
     for size in fitting_sizes(config, machine.devices):
         needed = footprint(with_size(config, size), vocab_size, machine).total
         if machine.memory_bytes and needed <= machine.memory_bytes:

@@ -1,6 +1,6 @@
-"""The rungs of a ladder: a config at another depth and length. No torch.
+"""Make the configs of a ladder's rungs: one config at several depths and lengths. No torch.
 
-`given` holds the keys that a config sets, dotted.
+`given` maps the dotted keys that a config sets to their values.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from accel_gpt.cost.scaling import Size
 def config_at(
     given: Mapping[str, Any], depth: int, max_steps: int, seed: int | None = None
 ) -> Config:
-    """Return the config in which `given` is set, at another depth, length and seed."""
+    """Build the config of a rung: `given` with another depth, length and, if not None, seed."""
     varied = {"model.depth", *shape_keys(depth), *LENGTH}
     values = {key: value for key, value in given.items() if key not in varied}
     values |= depth_keys(given, depth)
@@ -29,14 +29,14 @@ def config_at(
 
 
 def depth_keys(given: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """Return the keys of a size: model.depth if the config sets it, else the shape alone."""
+    """Return the keys that set the depth: model.depth if `given` sets it, else the shape."""
     if given.get("model.depth") is not None:
         return {"model.depth": depth}
     return shape_keys(depth)
 
 
 def shape_keys(depth: int) -> dict[str, Any]:
-    """Return the keys of the shape that a depth has."""
+    """Return the keys of the shape that follows from a depth."""
     channels = width(depth)
     return {
         "model.n_layer": depth,
@@ -46,7 +46,7 @@ def shape_keys(depth: int) -> dict[str, Any]:
 
 
 def run_size(config: Config, vocab_size: int, tokens: int) -> Size:
-    """Return the size of a run of `tokens` tokens, by which a law predicts its loss."""
+    """Compute the size of a run, from which a law predicts the loss."""
     return Size(
         parameters=scaling_parameters(config.model, vocab_size),
         tokens=tokens,
@@ -55,10 +55,10 @@ def run_size(config: Config, vocab_size: int, tokens: int) -> Size:
 
 
 def recipe_differences(config: Config, other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the keys that change the loss and differ, with both values.
+    """Return the keys that affect the loss and differ, with the values in `config` and in `other`.
 
-    `other` is a config by dotted keys; only keys that it has are compared. Data are not, as their
-    fingerprint tells.
+    `other` maps dotted keys to values; keys that it lacks are not compared. The data are not
+    compared either, as a fingerprint identifies them.
     """
     found = {}
     for key, (then, now) in differences(other, to_flat(config)).items():
@@ -68,9 +68,9 @@ def recipe_differences(config: Config, other: Mapping[str, Any]) -> dict[str, tu
 
 
 def other_recipe(config: Config, rung: Mapping[str, Any]) -> list[str]:
-    """Return the keys that differ between a config and a rung.
+    """Return the keys that affect the loss and differ between a config and a rung.
 
-    Leaves out evaluation and the keys that a ladder varies: size, length and seed.
+    Ignores the keys of evaluation and the keys that a ladder varies: size, length and seed.
     """
     found = []
     for key in recipe_differences(config, rung):

@@ -1,11 +1,11 @@
-"""Predict the loss of a run by a law of its size, from the rungs of a ladder. No torch.
+"""Predict the loss of a run with a scaling law, fitted to the rungs of a ladder. No torch.
 
-L = E + A / N^a + B / D^b (Hoffmann et al. 2022, equation 2), N parameters of blocks and head, D
-tokens; if all rungs have one ratio D / N, L = E + A / C^a, C FLOPs. `accel-gpt ladder` fits it
-(`scaling_fit.py`) and writes it into ladder.json, which `accel-gpt plan --ladder` reads.
+L = E + A / N^a + B / D^b (Hoffmann et al. 2022, equation 2), with N parameters of blocks and head,
+and D tokens. If all rungs have the same ratio D / N, L = E + A / C^a with C FLOPs. `accel-gpt
+ladder` fits the law (`scaling_fit.py`) and writes ladder.json; `accel-gpt plan --ladder` reads it.
 
-Shapes: n rungs or points, K sizes that the law has (N and D, or C), M bootstrap draws. A row of
-coefficients (1 + 2 K,) is (log E, log A, a, log B, b), the sizes over their `center`.
+Shapes: n runs, K sizes in the law (2 for N and D, 1 for C), M bootstrap draws. Coefficients
+(1 + 2 K,) are (log E, log A, a, log B, b), for sizes divided by `center`.
 """
 
 import math
@@ -23,27 +23,29 @@ from accel_gpt.files import read_json
 Floats = npt.NDArray[np.float64]
 
 FILE = "ladder.json"
-LEVEL = 0.9  # of all intervals
-INTERVAL = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)  # its ends, as quantiles
-# A prediction is a guess if a size lies farther beyond the rungs than the rungs lie apart, but at
-# least the first and at most the second of these times; assumption
+LEVEL = 0.9  # probability of each interval
+INTERVAL = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)  # the quantiles at the ends of an interval
+# Smallest and largest factor beyond the rungs from which a prediction is a guess (assumption).
+# Between them, the factor is the ratio of the largest to the smallest rung.
 FAR = (2, 10)
-NOISY = 0.006  # of a rung around the law: predictions missed above it, docs/explanation/ladder.md
-EPOCHS = 4  # text that is repeated so often is worth as much as new; Muennighoff et al. 2023
+# Relative deviation of the rungs from the law; predictions above it failed
+# (docs/explanation/ladder.md).
+NOISY = 0.006
+EPOCHS = 4  # up to here, repeated text is worth as much as new text; Muennighoff et al. 2023
 SIZES = ("parameters", "tokens", "flops")  # fields of `Size`
-SEED = 0  # of the noise of predictions
+SEED = 0  # seed of the noise of predictions
 
 
 class Size(NamedTuple):
-    """What the law knows of a run."""
+    """The size of a run, from which a law predicts the loss."""
 
-    parameters: int  # N, of blocks and head
+    parameters: int  # N, parameters of blocks and head
     tokens: int  # D
-    flops: float  # C, of the run
+    flops: float  # C, FLOPs of the whole run
 
 
 class Prediction(NamedTuple):
-    """A loss in nats per token, and the interval in which a run's will lie."""
+    """A predicted loss in nats per token, and the ends of its interval."""
 
     loss: float
     low: float
@@ -54,21 +56,21 @@ class Prediction(NamedTuple):
 class Law:
     """A fitted law with its bootstrap draws."""
 
-    sizes: Sequence[str]  # names of the fields of `Size` that it has
-    center: Sequence[float]  # (K,)
-    fit: Sequence[float]  # (1 + 2 K,)
-    noise: float  # standard deviation of a rung's log loss around the law
-    draws: Sequence[Sequence[float]]  # (M, 2 + 2 K): the noise of a draw, its coefficients
+    sizes: Sequence[str]  # the K fields of `Size` in the law
+    center: Sequence[float]  # (K,), geometric mean of each size over the rungs
+    fit: Sequence[float]  # (1 + 2 K,), fitted coefficients
+    noise: float  # standard deviation of the log loss of the rungs around the law
+    draws: Sequence[Sequence[float]]  # (M, 2 + 2 K): the noise of a draw, then its coefficients
 
     def features(self, sizes: Sequence[Size]) -> Floats:
-        """Return the logarithms (n, K) of the sizes that the law has, over its center."""
+        """Compute the features (n, K) of the law: logarithms of sizes divided by `center`."""
         rows = []
         for size in sizes:
             rows.append([float(getattr(size, name)) for name in self.sizes])
         return np.asarray(np.log(np.array(rows) / np.array(self.center)))
 
     def predict(self, size: Size, error: float = 0.0) -> Prediction:
-        """Predict the loss of a run of that size; `error`: a further relative standard error."""
+        """Predict the loss of a run; `error` is an additional relative standard error."""
         x = self.features([size])[0]
         draws = np.array(self.draws)
         spread = np.hypot(draws[:, 0], error)
@@ -79,8 +81,11 @@ class Law:
         return Prediction(loss, low, high)
 
     def constants(self) -> dict[str, tuple[float, float, float]]:
-        """Return E, A, a (and B, b) in nats, parameters, tokens or FLOPs, with their intervals."""
-        rows = np.vstack([self.fit, np.array(self.draws)[:, 1:]])  # of the fit, then of the draws
+        """Compute E, A, a (and B, b) of the law without `center`, each with its interval.
+
+        Losses are in nats per token.
+        """
+        rows = np.vstack([self.fit, np.array(self.draws)[:, 1:]])  # (1 + M, 1 + 2 K)
         values = {"E": np.exp(rows[:, 0])}
         for k, center in enumerate(self.center):
             factor = rows[:, 1 + 2 * k]
@@ -96,12 +101,12 @@ class Law:
 
 
 def log_loss(coefficients: Floats, features: Floats) -> Floats:
-    """Return log L (...,) of coefficients (..., 1 + 2 K) at features (..., K)."""
+    """Compute log L (...,) from coefficients (..., 1 + 2 K) and features (..., K)."""
     return np.asarray(np.logaddexp.reduce(log_terms(coefficients, features), axis=-1))
 
 
 def log_terms(coefficients: Floats, features: Floats) -> Floats:
-    """Return the logarithms (..., 1 + K) of E and of what each size adds to it."""
+    """Compute the logarithms (..., 1 + K) of the terms of L: E, and one term for each size."""
     added = coefficients[..., 1::2] - coefficients[..., 2::2] * features
     first = np.broadcast_to(coefficients[..., :1], (*added.shape[:-1], 1))
     return np.concatenate([first, added], axis=-1)
@@ -109,34 +114,34 @@ def log_terms(coefficients: Floats, features: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Ladder:
-    """What ladder.json holds."""
+    """The content of ladder.json."""
 
     title: str
     law: Law
-    rungs: Sequence[Mapping[str, Any]]  # by compute: depth, ratio, seed, sizes, loss, ...
-    left_out: Sequence[str]  # rungs that diverged
-    config: Mapping[str, Any]  # the keys that are set; model.depth: whether all follows from it
-    data: Mapping[str, Any]  # fingerprints, vocab_size, folder, train_tokens or None
-    bits_per_byte: float | None  # of a loss of one nat per token
-    windows: float  # relative standard error of a loss by the choice of the evaluated sequences
+    rungs: Sequence[Mapping[str, Any]]  # sorted by compute: depth, ratio, seed, sizes, loss, ...
+    left_out: Sequence[str]  # the reasons, one for each rung that failed or diverged
+    config: Mapping[str, Any]  # the dotted keys that the config sets
+    data: Mapping[str, Any]  # fingerprint, vocab_size, folder, train_tokens (or None), ...
+    bits_per_byte: float | None  # bits per byte at a loss of one nat per token; None: unknown
+    windows: float  # relative standard error of the loss, from the choice of evaluated sequences
 
     def content(self) -> dict[str, Any]:
-        """Return what ladder.json holds; the constants of the law are for readers."""
+        """Return the content as JSON, with the constants of the law for human readers."""
         constants = {name: list(value) for name, value in self.law.constants().items()}
         return asdict(self) | {"constants": constants}
 
     @property
     def sizes(self) -> list[Size]:
-        """Sizes of the rungs."""
+        """The size of each rung."""
         return [Size(*(rung[name] for name in SIZES)) for rung in self.rungs]
 
     @property
     def depths(self) -> list[int]:
-        """Depths of the rungs, each once, ascending."""
+        """The distinct depths of the rungs, in ascending order."""
         return sorted({rung["depth"] for rung in self.rungs})
 
     def warnings(self, size: Size) -> list[str]:
-        """Say what makes a prediction for a run of that size a guess."""
+        """List the reasons why the prediction for a run of that size is a guess."""
         found = []
         for name, value in size._asdict().items():
             known = [getattr(one, name) for one in self.sizes]
@@ -148,15 +153,18 @@ class Ladder:
             elif value < low / far:
                 found.append(f"1/{low / value:,.1f} of the {name} of the smallest rung")
         if self.law.noise > NOISY:
-            found.append(f"the rungs lie {self.law.noise:.1%} around the law")
+            found.append(f"the rungs deviate from the law by {self.law.noise:.1%}")
         epochs = size.tokens / (self.data["train_tokens"] or math.inf)
         if epochs > EPOCHS:
-            found.append(f"its text is read {epochs:,.0f} times")
+            found.append(f"the run reads its text {epochs:,.0f} times")
         return found
 
 
 def read_ladder(folder: str | Path) -> Ladder:
-    """Read the ladder in a folder, or in the file itself; `UserError` if there is none."""
+    """Read a ladder from its file, or from the folder that holds ladder.json.
+
+    Raises `UserError` if the file cannot be read or is not a ladder.
+    """
     path = Path(folder) / FILE if Path(folder).is_dir() else Path(folder)
     try:
         found = read_json(path)
@@ -168,9 +176,11 @@ def read_ladder(folder: str | Path) -> Ladder:
         ladder.warnings(ladder.sizes[0])
     except OSError as error:
         raise UserError(
-            f"--ladder {folder} cannot be read: {error.strerror}; expected the folder of accel-gpt "
-            "ladder, which writes ladder.json when its rungs are trained"
+            f"--ladder {folder} cannot be read: {error.strerror}; give the folder in which "
+            "accel-gpt ladder has written ladder.json"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(f"{path} is not a ladder: {error}") from None
+        raise UserError(
+            f"{path} is not a ladder: {error}; give a file that accel-gpt ladder has written"
+        ) from None
     return ladder

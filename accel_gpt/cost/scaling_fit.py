@@ -1,7 +1,7 @@
-"""Fit a scaling law to the rungs of a ladder, with a bootstrap. K, M, n as in scaling.py.
+"""Fit a scaling law to the rungs of a ladder, with a bootstrap for its intervals.
 
-The fit minimizes the Huber loss of the error in log L, from a grid of starts (Hoffmann et al. 2022,
-appendix D.3).
+The fit minimizes the Huber loss of the error in log L, from a grid of starting points (Hoffmann et
+al. 2022, appendix D.3). The shapes n, K and M are defined in scaling.py.
 """
 
 from collections.abc import Sequence
@@ -12,23 +12,25 @@ import numpy as np
 from accel_gpt.cost.scaling import Floats, Law, Size, log_loss, log_terms
 from accel_gpt.errors import UserError
 
-HUBER = 1e-3  # error in log L above which the loss is linear; Hoffmann et al. 2022
-FEWEST = 6  # rungs of a law with two terms, which has five constants
-DRAWS = 200  # of the bootstrap: ends of a 90 % interval to about a tenth of its width
-STARTING_SHARES = (0.2, 0.5, 0.8)  # E as a share of the lowest loss
-STARTING_EXPONENTS = (0.3, 0.7, 1.5)  # published ones are 0.05 to 0.8
-LOWEST = -5.0  # log E
-STEEPEST = 3.0  # exponent; published ones are 0.05 to 0.8
-FLAT = 1e-3  # an exponent below: the loss does not fall
-ROUNDS = 100  # steps of the fit; assumption
-SAME = 1.05  # ratios of tokens to parameters closer than this are one: whole steps round them
+HUBER = 1e-3  # error in log L above which the Huber loss is linear; Hoffmann et al. 2022
+FEWEST = 6  # rungs; a law in parameters and tokens has five constants
+DRAWS = 200  # bootstrap draws; they give the ends of a 90% interval to a tenth of its width
+STARTING_SHARES = (0.2, 0.5, 0.8)  # E divided by the lowest loss
+STARTING_EXPONENTS = (0.3, 0.7, 1.5)  # published exponents are 0.05 to 0.8
+LOWEST = -5.0  # lower bound of log E
+STEEPEST = 3.0  # upper bound of an exponent; published exponents are 0.05 to 0.8
+FLAT = 1e-3  # the loss does not fall with a size whose exponent is smaller
+ROUNDS = 100  # iterations of the fit; assumption
+# Largest factor between ratios of tokens to parameters that count as equal: rounding to whole steps
+# changes the ratios.
+SAME = 1.05
 
 
 class NoLawError(UserError):
-    """The rungs of a ladder give no law.
+    """No law can be fitted to the rungs of a ladder.
 
-    `flat`: the sizes (parameters, tokens or flops) with which the loss does not fall. `remedy`:
-    whether the message says what to do.
+    `flat` lists the sizes (parameters, tokens or flops) with which the loss does not fall. `remedy`
+    tells whether the message says what to do.
     """
 
     def __init__(self, message: str, flat: Sequence[str] = (), remedy: bool = False) -> None:
@@ -38,10 +40,10 @@ class NoLawError(UserError):
 
 
 def law_terms(sizes: Sequence[Size]) -> tuple[str, ...]:
-    """Return the sizes that the law of runs (n,) depends on.
+    """Choose the sizes in the law of n runs.
 
-    That is the FLOPs if all have one ratio of tokens to parameters, else parameters and tokens.
-    Raises `NoLawError` if the runs are too few.
+    The law is in FLOPs if all runs have the same ratio of tokens to parameters, else in parameters
+    and tokens. Raises `NoLawError` if there are too few runs.
     """
     ratios = [size.tokens / size.parameters for size in sizes]
     single = max(ratios) < SAME * min(ratios)
@@ -49,7 +51,7 @@ def law_terms(sizes: Sequence[Size]) -> tuple[str, ...]:
     needed = 3 if single else FEWEST
     if len(sizes) < needed:
         raise NoLawError(
-            f"{len(sizes)} rungs are too few: a law in {' and '.join(names)} takes {needed}; give "
+            f"{len(sizes)} rungs are too few: a law in {listed(names)} needs {needed}; give "
             "more --depths or --ratios",
             remedy=True,
         )
@@ -57,7 +59,7 @@ def law_terms(sizes: Sequence[Size]) -> tuple[str, ...]:
 
 
 def fit_law(sizes: Sequence[Size], losses: Sequence[float]) -> Law:
-    """Fit the law of runs (n,) with their losses in nats; `NoLawError` if they give none."""
+    """Fit a law to n runs and their losses in nats; raises `NoLawError` if no law fits."""
     names = law_terms(sizes)
     center = []
     for name in names:
@@ -69,8 +71,8 @@ def fit_law(sizes: Sequence[Size], losses: Sequence[float]) -> Law:
     fitted = log_loss(best, features)
     free = max(1, len(sizes) - len(best))  # degrees of freedom
     noise = np.sqrt(np.sum((targets - fitted) ** 2) / free)
-    # Each draw takes its noise from what the residuals leave open, and the points anew around the
-    # fit: the interval of few rungs is as wide as Student's t makes it.
+    # Each draw takes a noise from its distribution given the residuals, and new points around the
+    # fit. With few rungs, intervals are therefore as wide as with Student's t-distribution.
     generator = np.random.default_rng(0)
     spread = noise * np.sqrt(free / generator.chisquare(free, (DRAWS, 1)))
     drawn = fitted + spread * generator.standard_normal((DRAWS, len(fitted)))
@@ -86,14 +88,15 @@ def fit_law(sizes: Sequence[Size], losses: Sequence[float]) -> Law:
 
 
 def eight_digits(values: Floats | Sequence[float]) -> list[float]:
-    """Round to eight digits: the last digits of a fit depend on the machine."""
+    """Round to eight digits, since the last digits of a fit depend on the machine."""
     return [float(f"{value:.8g}") for value in values]
 
 
 def best_fit(features: Floats, targets: Floats, names: Sequence[str]) -> Floats:
-    """Return the best coefficients (1 + 2 K,) from all starts; `NoLawError` if there are none.
+    """Fit the coefficients (1 + 2 K,) from all starting points, and return the best ones.
 
-    `names` (K,): of the sizes in `features`.
+    `names` (K,) are the names of the sizes in `features`. Raises `NoLawError` if the best exponents
+    are at a bound, or the fit does not converge.
     """
     K = features.shape[1]
     starts = []
@@ -124,14 +127,15 @@ def best_fit(features: Floats, targets: Floats, names: Sequence[str]) -> Floats:
 
 
 def listed(sizes: Sequence[str]) -> str:
-    """Join the names of sizes for a sentence."""
+    """Join the names of sizes with "and"."""
     return " and ".join(name.replace("flops", "FLOPs") for name in sizes)
 
 
 def minimize(features: Floats, targets: Floats, starts: Floats) -> tuple[Floats, Floats]:
-    """Return the coefficients (M, 1 + 2 K) for each of targets (M, n), and the costs (M,).
+    """Fit coefficients (M, 1 + 2 K) to each of the `targets` (M, n); also return the costs (M,).
 
-    Levenberg and Marquardt's method, its squares weighted anew in each round for the Huber loss.
+    This is the Levenberg-Marquardt method. Each iteration updates the weights of the squared errors
+    for the Huber loss.
     """
     found = starts.copy()
     damping = np.full((len(starts), 1, 1), 1e-3)
@@ -164,7 +168,7 @@ def minimize(features: Floats, targets: Floats, starts: Floats) -> tuple[Floats,
 
 
 def jacobian(coefficients: Floats, features: Floats) -> Floats:
-    """Return the slopes (..., n, 1 + 2 K) of log L by the coefficients (..., 1 + 2 K)."""
+    """Compute the derivatives (..., n, 1 + 2 K) of log L by the coefficients (..., 1 + 2 K)."""
     terms = log_terms(coefficients, features)
     shares = np.exp(terms - np.logaddexp.reduce(terms, axis=-1, keepdims=True))
     found = np.empty((*shares.shape[:-1], coefficients.shape[-1]))

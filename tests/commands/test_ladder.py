@@ -117,7 +117,7 @@ def test_intervals_hold_nine_of_ten_runs(sizes: list[Size]) -> None:
 @pytest.mark.parametrize(
     ("sizes", "losses", "problem"),
     [
-        (SINGLE[:2], [3.0, 2.9], "2 rungs are too few: a law in flops takes 3"),
+        (SINGLE[:2], [3.0, 2.9], "2 rungs are too few: a law in FLOPs needs 3"),
         (GRID[:4], [4.0, 3.9, 3.8, 3.7], "4 rungs are too few: a law in parameters and tokens"),
         (SINGLE, [3.0, 3.1, 3.3, 3.4], "the loss of the rungs does not fall with their FLOPs"),
     ],
@@ -138,7 +138,7 @@ def test_a_ladder_is_written_read_and_drawn(law: Law, tmp_path: Path) -> None:
     (tmp_path / "ladder.json").write_text("{}")
     with pytest.raises(UserError, match="is not a ladder"):
         read_ladder(tmp_path)
-    with pytest.raises(UserError, match="expected the folder of accel-gpt ladder"):
+    with pytest.raises(UserError, match="give the folder in which accel-gpt ladder"):
         read_ladder(tmp_path / "none")
 
 

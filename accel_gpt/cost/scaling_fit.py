@@ -168,7 +168,7 @@ def minimize(features: Floats, targets: Floats, starts: Floats) -> tuple[Floats,
 
 
 def jacobian(coefficients: Floats, features: Floats) -> Floats:
-    """Compute the derivatives (..., n, 1 + 2 K) of log L by the coefficients (..., 1 + 2 K)."""
+    """Compute the Jacobian (..., n, 1 + 2 K) of log L in the coefficients (..., 1 + 2 K)."""
     terms = log_terms(coefficients, features)
     shares = np.exp(terms - np.logaddexp.reduce(terms, axis=-1, keepdims=True))
     found = np.empty((*shares.shape[:-1], coefficients.shape[-1]))

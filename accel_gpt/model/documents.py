@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from accel_gpt.model.loss import IGNORE
 
 MIN_FLEX_HEAD_SIZE = 16
-"""Channels. Triton's `tl.dot`, and so FlexAttention on CUDA, supports no smaller heads."""
+"""Channels of the smallest head that Triton's `tl.dot` supports, and so FlexAttention on CUDA."""
 
 
 def separate(tokens: Tensor, targets: Tensor, eot_id: int) -> tuple[Tensor, Tensor]:
@@ -44,8 +44,8 @@ def positions(documents: Tensor) -> Tensor:
 def attention_mask(documents: Tensor, head_size: int, dropout: float) -> Tensor | BlockMask:
     """Build the mask in which a token sees itself and the earlier tokens of its document.
 
-    On CUDA this is a block mask for FlexAttention. It is a dense mask on other devices, with
-    dropout, and for heads smaller than `MIN_FLEX_HEAD_SIZE`, which FlexAttention does not support.
+    On CUDA this is a block mask for FlexAttention. FlexAttention supports neither dropout nor heads
+    smaller than `MIN_FLEX_HEAD_SIZE`. For these, and on other devices, this is a dense mask.
     """
     flex_works = documents.is_cuda and dropout == 0 and head_size >= MIN_FLEX_HEAD_SIZE
     if flex_works:
@@ -63,7 +63,7 @@ def dense_mask(documents: Tensor) -> Tensor:
 
 
 def block_mask(documents: Tensor) -> BlockMask:
-    """Build the mask for `attend`."""
+    """Build the FlexAttention mask for `attend`."""
     B, T = documents.shape
     return create_block_mask(
         _mask_function(documents),

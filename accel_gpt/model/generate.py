@@ -36,12 +36,13 @@ def stream(
     """Continue `prompt_ids` (B, T), T > 0: yield one token (B,) of each text at a time.
 
     `config.max_new_tokens` limits the number of steps. Only ids below `choices` are sampled; None
-    samples from the whole vocabulary. All random numbers come from `generator`, on the device of
-    the prompt. Temperature 0 takes the likeliest token and draws no random numbers.
+    samples from the whole vocabulary. All random numbers come from `generator`, which must be on
+    the device of the prompt. Temperature 0 takes the likeliest token and draws no random numbers.
 
     A text that has ended with `eot_id` is padded with it. `before_token` is called before each
-    token. `done` is called after each token with the texts that have ended, (B,) bool. Generation
-    stops when it returns true; ranks that share a model agree there.
+    token. If `eot_id` is given, `done` is called after each token with a flag for each text that
+    has ended, (B,) bool. Generation stops when `done` returns true. Ranks that share a model use
+    `done` to stop together.
 
     The model is in evaluation mode, without gradients, until the iterator ends or is closed.
     """
@@ -74,8 +75,8 @@ def context_start(length: int, block_size: int) -> int:
     """Compute where the context of the next token starts, after `length` tokens.
 
     This is the smallest multiple of half a block that leaves at most `block_size` tokens. The start
-    moves only once in half a block, so the cache is rarely filled again. It does not depend on the
-    cache, so the text is the same with and without one.
+    moves only once per half block, so the cache is rarely recomputed. The start does not depend on
+    the cache, so the text is the same with and without a cache.
     """
     half_block = max(block_size // 2, 1)
     excess = max(length - block_size, 0)
@@ -93,7 +94,7 @@ def _next_logits(model: GPT, tokens: Tensor, cache: KVCache | None) -> Tensor:
             cache.position = 0
         else:
             start = length - 1  # the cache holds all earlier tokens
-    # calls the model and not its `forward`: FSDP gathers the weights in hooks
+    # this calls the model, not its `forward`, because FSDP gathers the weights in hooks
     logits: Tensor = model(tokens[:, start:], cache=cache, last_only=True)  # (B, 1, V)
     return logits[:, -1].float()
 
@@ -108,7 +109,7 @@ def sample_token(
     """Sample one token id from each row of `logits` (B, V): (B,).
 
     `top_k` keeps the k likeliest tokens. Of these, `top_p` keeps the fewest tokens whose
-    probabilities add up to it (nucleus sampling, Holtzman et al. 2020, section 3.1).
+    probabilities sum to at least `top_p` (nucleus sampling, Holtzman et al. 2020, section 3.1).
     """
     if temperature == 0:
         return logits.argmax(-1)

@@ -31,7 +31,7 @@ from accel_gpt.model.sharding import load_full
 
 
 class _SkipInit(TorchFunctionMode):
-    """Skip `torch.nn.init`, which imports torch._dynamo for a tensor on meta: 1 to 2 s."""
+    """Skip `torch.nn.init`. For tensors on meta, it imports torch._dynamo, which takes 1 to 2 s."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -117,9 +117,10 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """Draw all weights from the global CPU generator, tie them and build the rotary table.
 
-        GPT-2, Radford et al. 2019, section 2.3: weights are normal(0, init_std). Projections onto
-        the residual stream are divided by the root of their number, 2 n_layer, or zero with
-        `zero_init`. Each weight is drawn whole, so it does not depend on the number of ranks.
+        GPT-2, Radford et al. 2019, section 2.3: weights are normal(0, init_std). The weights of
+        projections onto the residual stream are divided by sqrt(2 n_layer), the root of the number
+        of these projections. With `zero_init`, they are zero instead. Every rank draws each weight
+        in full, so the weights do not depend on the number of ranks.
         """
         self.tie_weights()
         self.build_rotary()
@@ -148,7 +149,7 @@ class GPT(nn.Module):
     def _draw_as_constructors(self) -> None:
         """Draw the random numbers that the constructors of the layers draw without `_SkipInit`.
 
-        The weights of a seed depend on these draws, so they stay as they are.
+        Without these draws, a seed would give other weights than in earlier versions.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -167,8 +168,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Compute the logits (B, T, V) of `tokens` (B, T) int64, or their loss in nats.
 
-        With `targets` (B, T) the result is their mean loss (); with `per_sequence` too, it is the
-        summed loss of each sequence (B,). With `last_only` it covers the last token only.
+        With `targets` (B, T) the result is the mean loss (); with `per_sequence` as well, it is
+        the summed loss of each sequence (B,). With `last_only`, it covers only the last token.
 
         With a `cache`, `tokens` continue the cached tokens and are appended to them. With
         `documents` (B, T), the numbers of `documents.separate`, attention and positions restart in
@@ -181,14 +182,14 @@ class GPT(nn.Module):
         end = start + tokens.shape[1]
         if end > self.config.block_size:
             raise ValueError(
-                f"the model got {end} tokens ({start} of them cached); model.block_size is "
-                f"{self.config.block_size}, give it at most as many"
+                f"the model got {end} tokens ({start} of them cached), but model.block_size is "
+                f"{self.config.block_size}; give it fewer tokens"
             )
         if documents is not None and cache is not None:
             raise ValueError("the model got documents and a cache; give it one of them")
         dropout = self.config.dropout if self.training else 0.0
 
-        position = None  # of each token in its document (B, T)
+        position = None  # position of each token in its document (B, T)
         mask = None
         if documents is not None:
             position = positions(documents)

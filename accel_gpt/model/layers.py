@@ -56,10 +56,7 @@ def rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 def yarn_attention_factor(config: ModelConfig) -> float:
-    """Compute the factor that yarn has without `rope_attention_factor`.
-
-    Peng et al. 2023, section 3.4.
-    """
+    """Compute yarn's default for `rope_attention_factor` (Peng et al. 2023, section 3.4)."""
     return 0.1 * math.log(max(config.rope_factor, 1)) + 1
 
 
@@ -126,7 +123,7 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 
 class KVCache:
-    """Hold the keys and values of up to `tokens` tokens, and of no more than `block_size`.
+    """Hold the keys and values of up to `tokens` tokens, at most `block_size`.
 
     `position` counts the cached tokens. `GPT.forward` advances it; set it to 0 to empty the cache.
     The buffers of a layer are allocated at its first `append`, in the dtype of its keys.
@@ -140,7 +137,7 @@ class KVCache:
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append `k` and `v`, both (B, K, T, D), and return all cached keys and values of `layer`.
 
-        `position` stays, as all layers append at the same one.
+        `position` does not change, since all layers append at the same position.
         """
         buffers = self._buffers[layer]
         if buffers is None:
@@ -160,8 +157,8 @@ def dot_product_attention(
 ) -> Tensor:
     """Compute the attention of `q` (B, H, T, D) to `k` and `v` (B, K, S, D): (B, H, T, D).
 
-    On a CPU, bf16 is computed in float32. There PyTorch 2.13 splits the backward pass in bf16 into
-    many small products, which take 2.5 to 9 times as long (benchmarks/notes/precision.md).
+    On a CPU, inputs in bf16 are computed in float32. PyTorch 2.13 would split their backward pass
+    into many small products and take 2.5 to 9 times as long (benchmarks/notes/precision.md).
     """
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         with torch.autocast("cpu", enabled=False):
@@ -299,7 +296,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
         if torch.is_grad_enabled() and activates_twice(h.numel()) and not is_compiling():
-            # the backward pass computes the activation again, which is cheap, instead of keeping it
+            # the backward pass recomputes the activation, which is cheap and saves memory
             out = checkpoint(
                 self.activate_and_project,
                 h,
@@ -312,9 +309,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Apply attention, then the MLP, each to a normalized input and added to the residual stream.
+    """Apply attention, then the MLP.
 
-    A block is the unit of compilation, activation checkpointing and sharding.
+    Each of them normalizes its input and adds its output to the residual stream. A block is the
+    unit of compilation, activation checkpointing and sharding.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:

@@ -1,14 +1,14 @@
 """The output head, and the loss of next-token prediction.
 
-Logits that would fill the memory are computed a chunk of tokens at a time, together with their
-gradients. No logits outlive their chunk; the backward pass only scales the gradients (fused linear
-cross entropy, as in Liger kernel, Hsu et al. 2024, section 3.2).
+If the logits are large, they are computed for a chunk of tokens at a time, with their gradients.
+The logits of a chunk are freed before the next chunk. The backward pass only scales the gradients.
+This is fused linear cross entropy, as in Liger kernel (Hsu et al. 2024, section 3.2).
 
-To autograd and to a compiled model, all chunks together are one operation. In a compiled model, the
-function from logits to losses and gradients is compiled on its own, once for all chunks.
+For autograd and for a compiled model, all chunks together are one operation. In a compiled model,
+the function from logits to losses and gradients is compiled separately, once for all chunks.
 
 Shapes: B batch, T tokens, N tokens of a batch, n tokens of a chunk, C channels, V vocabulary, V'
-rows of the head, which include the padding.
+rows of the head, including the padding.
 """
 
 import functools
@@ -24,7 +24,7 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.cost.flops import chunk_tokens, padded_vocab_size
 
 IGNORE = -100
-"""Target that does not count; the value of PyTorch and transformers."""
+"""Targets with this value do not count in the loss, as in PyTorch and transformers."""
 
 
 class Head(nn.Linear):
@@ -40,9 +40,9 @@ class Head(nn.Linear):
     ) -> Tensor:
         """Compute the logits (B, T, V) of `x` (B, T, C), or their loss in nats.
 
-        With `targets` (B, T) the result is their mean loss (); with `per_sequence` too, it is the
-        summed loss of each sequence (B,). The loss is computed in chunks if the logits exceed one
-        chunk. A loss per sequence that needs gradients is never computed in chunks.
+        With `targets` (B, T) the result is the mean loss (); with `per_sequence` as well, it is
+        the summed loss of each sequence (B,). The loss is computed in chunks if the logits exceed
+        one chunk. A loss per sequence that needs gradients is never computed in chunks.
         """
         if targets is None:
             return self.logits(x)
@@ -79,8 +79,8 @@ class Head(nn.Linear):
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Compute the mean cross entropy (), in nats and float32, over the targets that count.
 
-    `logits` is (B, T, V) over the real vocabulary, `targets` (B, T). The loss is 0 if all targets
-    are `IGNORE`.
+    `logits` is (B, T, V) over the real vocabulary; `targets` is (B, T). The loss is 0 if all
+    targets are `IGNORE`.
     """
     flat = logits.flatten(0, -2).float()  # (N, V)
     total = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -95,7 +95,7 @@ def sequence_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _count(targets: Tensor) -> Tensor:
-    """Count the targets that are not `IGNORE`: (), 1 at least."""
+    """Count the targets that are not `IGNORE`: (), at least 1."""
     return (targets != IGNORE).sum().clamp(min=1)
 
 
@@ -122,7 +122,7 @@ def chunked_next_token_loss(
 def chunked_sequence_losses(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float | None
 ) -> Tensor:
-    """Compute the `sequence_losses` of `x` (B, T, C), which have no gradients."""
+    """Compute the `sequence_losses` of `x` (B, T, C) in chunks, without gradients."""
     losses: Tensor = _token_losses(
         x=x.flatten(0, -2),
         weight=weight,
@@ -153,9 +153,9 @@ def _loss_and_gradients(
     dtype: torch.dtype,
     compiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the summed loss () of `x` (N, C), and its gradients by `x` and `weight` (V', C).
+    """Compute the summed loss () of `x` (N, C), and the gradients of `x` and `weight` (V', C).
 
-    `softcap` 0.0 means no cap: an operation of `torch.library` takes numbers only.
+    `softcap` 0.0 means no cap.
     """
     total, dx, dw = _empty_results(x, weight)
     total.zero_()
@@ -180,7 +180,7 @@ def _loss_and_gradients(
                 dw.addcmul_(dlogits.T @ (inputs / scale), scale)
             else:
                 dw += dlogits.T @ inputs
-            del dlogits  # otherwise it is held while the next chunk is computed
+            del dlogits  # frees the memory before the next chunk
     return total, dx, dw
 
 
@@ -241,9 +241,9 @@ _loss_and_gradients.register_autograd(_scale_gradients, setup_context=_save_grad
 
 
 def _empty_results(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the loss () and the gradients by `x` and `weight`.
+    """Allocate the loss () and the gradients of `x` and `weight`.
 
-    Loss and weight gradient are sums over chunks, so they are in float32 at least.
+    The loss and the gradient of `weight` are sums over chunks, so they are at least float32.
     """
     sum_dtype = torch.promote_types(weight.dtype, torch.float32)
     total = x.new_empty((), dtype=sum_dtype)
@@ -254,7 +254,7 @@ def _empty_results(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Hold the inputs and targets of some successive tokens."""
+    """Hold the inputs and targets of consecutive tokens."""
 
     tokens: slice  # of the N tokens
     inputs: Tensor  # (n, C)
@@ -277,11 +277,11 @@ def _chunks(x: Tensor, targets: Tensor, head_rows: int, dtype: torch.dtype) -> I
 
 
 def _fp16_scale(inputs: Tensor) -> Tensor:
-    """Compute a divisor (), 1 or more, of `inputs` (n, C) that prevents an overflow in float16.
+    """Compute a divisor () of `inputs` (n, C), at least 1, that prevents an overflow in float16.
 
-    The products with dlogits, each at most 1 in size, are summed over n tokens. Divided inputs keep
-    the sums below 2^15. The loss scaler cannot prevent this overflow: its scale is applied in the
-    backward pass, after these sums.
+    The gradient of the weight sums the products of inputs and dlogits over n tokens. A dlogit is at
+    most 1 in size, so divided inputs keep the sums below 2^15. The loss scaler cannot prevent this
+    overflow: the backward pass applies its scale after these sums.
     """
     largest = inputs.abs().amax().float()
     return (len(inputs) / 2**15 * largest).clamp(min=1.0)
@@ -292,7 +292,7 @@ def _log_probabilities(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-probabilities (n, V') of `logits` (n, V'), -inf for the padding.
 
-    With a soft cap, also returns tanh(logit / cap), (n, V'). Float32 logits are overwritten.
+    With a soft cap, also returns tanh(logit / cap) (n, V'). Overwrites `logits` if it is float32.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     tanh = None
@@ -312,7 +312,7 @@ def _losses(logits: Tensor, targets: Tensor, vocab_size: int, softcap: float) ->
 def _losses_and_dlogits(
     logits: Tensor, targets: Tensor, vocab_size: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the cross entropy of each token (n,), and its gradient by the logits (n, V').
+    """Compute the cross entropy of each token (n,), and the gradient of the logits (n, V').
 
     The gradient has the dtype of `logits`.
     """
@@ -327,7 +327,7 @@ def _losses_and_dlogits(
     else:
         dlogits = log_probabilities.exp_()
         dlogits.scatter_add_(1, index, dlogits.new_full(index.shape, -1.0))
-    if tanh is not None:  # the derivative of cap tanh(l / cap) by l
+    if tanh is not None:  # the derivative of cap tanh(l / cap) with respect to l
         dlogits *= 1 - tanh.square_()
     return losses, dlogits.to(logits.dtype)
 

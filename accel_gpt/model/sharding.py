@@ -21,7 +21,7 @@ def is_sharded(tensor: object) -> "TypeGuard[DTensor]":
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of `tensor`: all rows of a tensor that is not sharded."""
+    """Return this rank's rows of `tensor`: all rows if `tensor` is not sharded."""
     if is_sharded(tensor):
         return tensor.to_local()
     return tensor.detach()

@@ -1,4 +1,4 @@
-"""AdamW that can skip an update by a tensor on the device. Only on MPS it waits for the device."""
+"""AdamW that skips an update if a flag on the device is 1. The host waits for it only on MPS."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ UNGUARDED = ("mps",)  # devices whose fused kernel ignores `found_inf`; the host
 def undecorated(method: Any) -> Any:
     """Return a method of torch without its decorator.
 
-    The decorator keeps the compiler out of the method, and imports the compiler to do so: a second
-    at start-up. These methods are never compiled here.
+    The decorator disables torch.compile for the method. To do so, it imports the compiler, which
+    takes a second at start-up. These methods are never compiled here.
     """
     return getattr(method, "__wrapped__", method)
 

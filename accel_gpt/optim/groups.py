@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PEAK = "peak_lr"
 DECAYED = "decayed"
-PART = "part"  # embedding or head, in a group that has a learning rate of its own
+PART = "part"  # embedding or head, in a group with its own learning rate
 
 
 def make_optimizer(
@@ -34,8 +34,8 @@ def make_optimizer(
     groups of minGPT). With `embedding_lr` or `head_lr`, embeddings and head are separate groups.
     AdamW's groups come first.
 
-    `compiled` runs Muon's update through torch.compile. The ranks of `mesh` hold the same weights
-    and share Muon's work.
+    `compiled` compiles Muon's update with torch.compile. The ranks of `mesh` hold the same weights
+    and divide Muon's work among them.
     """
     matrices = muon_weights(model) if config.name == "muon" else {}
     parts = embedding_and_head(model, config)
@@ -75,7 +75,7 @@ def embedding_and_head(model: nn.Module, config: OptimConfig) -> dict[str, list[
     ]
     require(
         bool(heads) or config.head_lr is None,
-        f"optim.head_lr is {config.head_lr} but model.tie_embeddings is true: the head has the "
+        f"optim.head_lr is {config.head_lr} but model.tie_embeddings is true: the head shares the "
         "weights of the embedding; set optim.embedding_lr",
     )
     return {
@@ -127,7 +127,7 @@ def state_names(group: dict[str, Any]) -> set[str]:
 
 
 def set_rates(optimizer: torch.optim.Optimizer, config: Config, plan: Plan, step: int) -> None:
-    """Set learning rates and momenta for the update after `step` completed ones."""
+    """Set the learning rates and momenta for the next update, after `step` completed updates."""
     set_lr(optimizer, fraction_at(step, config, plan))
     for group in optimizer.param_groups:
         if ROWS in group:
@@ -137,7 +137,7 @@ def set_rates(optimizer: torch.optim.Optimizer, config: Config, plan: Plan, step
 
 
 def fraction_at(step: int, config: Config, plan: Plan) -> float:
-    """Compute the learning rate of the update after `step` completed ones, as a share of its peak.
+    """Compute the learning rate after `step` completed updates, as a share of its peak.
 
     The share is the same for all groups.
     """

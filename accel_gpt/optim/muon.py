@@ -1,11 +1,11 @@
 """Muon for the matrices of the blocks and AdamW for the other parameters, as one optimizer.
 
-Jordan et al. 2024 (kellerjordan.github.io/posts/muon). The tests compare the update with the update
-of `torch.optim.Muon`. Matrices of one shape are stacked, so that batched products orthogonalize
-them together.
+Jordan et al. 2024 (kellerjordan.github.io/posts/muon). The tests compare the update with
+`torch.optim.Muon`. Matrices of one shape are stacked, so that batched products orthogonalize them
+together.
 
-Shapes: N weights of R rows and C columns. A fused weight holds several matrices, one below the
-other.
+Shapes: N weights of R rows and C columns. A fused weight holds several matrices, stacked along its
+rows.
 """
 
 import math
@@ -36,10 +36,10 @@ EPS = 1e-7  # smallest norm that a matrix is divided by
 
 
 def muon_weights(model: nn.Module) -> dict[tuple[int, ...], list[Tensor]]:
-    """Find the weights that Muon updates, by the rows of the matrices in a weight.
+    """Find the weights that Muon updates, grouped by the rows of each matrix in a weight.
 
     They are the weights of attention and MLP. Queries, keys and values are three matrices in one
-    weight; gate and up of a SwiGLU are two. Each matrix is orthogonalized on its own. The key () is
+    weight; gate and up of a SwiGLU are two. Each matrix is orthogonalized separately. The key () is
     for weights that are one matrix.
     """
     found: dict[tuple[int, ...], list[Tensor]] = {}
@@ -96,7 +96,7 @@ def update_direction(estimates: Tensor, rows: Sequence[int] | None) -> Tensor:
     _, R, C = estimates.shape
     if rows is None:
         rows = (R,)
-    # successive matrices with the same number of rows become one stack
+    # consecutive matrices with the same number of rows become one stack
     runs = [(height, len(list(same))) for height, same in groupby(rows)]
     chunks = estimates.split_with_sizes([height * count for height, count in runs], dim=1)
     directions = []
@@ -155,8 +155,8 @@ class MuonAdamW(GuardedAdamW):
 
     Each matrix is orthogonalized by one rank. If FSDP2 shards the weights, it is one of the ranks
     that hold a shard. If the weights are replicated, it is one of the ranks of `mesh`; without a
-    mesh, each rank orthogonalizes all matrices. `compiled` runs the functions of the update through
-    torch.compile.
+    mesh, each rank orthogonalizes all matrices. `compiled` compiles the functions of the update
+    with torch.compile.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class MuonAdamW(GuardedAdamW):
             same = list(same_shape)
             layout = layout_of(same[0], self.mesh)
             chunk_size = max(1, STACK * layout.shards // shape.numel())
-            # a multiple of the ranks, so that each rank orthogonalizes as many matrices
+            # a multiple of the ranks, so that each rank orthogonalizes equally many matrices
             stack_size = max(layout.ranks, chunk_size - chunk_size % layout.ranks)
             for start in range(0, len(same), stack_size):
                 self._update_stack(
@@ -288,7 +288,7 @@ class MuonAdamW(GuardedAdamW):
         """
         buffers = [local_shard(self.state[p][MOMENTUM]) for p in parameters]
         gradients = torch.stack([local_shard(p.grad) for p in parameters if p.grad is not None])
-        # set by a loss scaler that leaves it to the optimizer to unscale the gradients
+        # a loss scaler sets this if the optimizer must unscale the gradients
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         if grad_scale is not None:
             gradients = gradients / grad_scale
@@ -318,8 +318,8 @@ class Layout:
     """
 
     mesh: "DeviceMesh | None" = None
-    by_weights: "Sequence[Placement]" = ()  # as gradients and weights are placed
-    by_matrices: "Sequence[Placement]" = ()  # whole matrices, some on each rank
+    by_weights: "Sequence[Placement]" = ()  # placements of gradients and weights
+    by_matrices: "Sequence[Placement]" = ()  # placements of whole matrices, some on each rank
     ranks: int = 1  # ranks that share the work
     shards: int = 1  # shards of each weight
 
